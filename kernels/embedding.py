@@ -1,18 +1,22 @@
 """Embedding tables: rows of a matrix, looked up by token id, from memory that is the process's own.
 
 A table is never read from the mapped file once the model is loaded: a file that another program overwrites or
-shortens would change the text, or end the process.
+shortens would change the text, or end the process.  Those of n-grams are larger than memory, and are read from the
+file itself.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.graph import Weight
+from localllm.kernels.backend import Batch
+from localllm.kernels.graph import NgramEmbed, Weight
+from localllm.kernels.mapped_file import OpenFile, range_in_file
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType, LUTType, dequantize_lut
 from localllm.quant.packing import LAYOUTS
@@ -89,3 +93,45 @@ class PackedTable:
     def rows(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         blocks = LAYOUTS[self.type].unpack_rows(self.packed, self.shape[1], ids)
         return dequantize_lut(blocks, self.type) if isinstance(self.type, LUTType) else dequantize(blocks, self.type)
+
+
+class FileTable:
+    """A table whose rows are read from its file when they are asked for, or from memory where it is in no file."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.name, self.type, (n_rows, n_columns) = weight.name, weight.type, weight.shape
+        self.shape = n_rows, n_columns
+        data = weight.data.reshape(n_rows, -1)
+        self._row_bytes, self._place = data.shape[1], range_in_file(data)
+        self._data = data if self._place is None else np.zeros((0, 0), np.uint8)
+        self._file = None if self._place is None else OpenFile(self._place.path)
+        if self._file is not None:
+            weakref.finalize(self, self._file.file.close).atexit = False
+
+    def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """As `EmbeddingTable.rows`.  Raises GGUFError as `OpenFile.fill`."""
+        numbers, places = np.unique(ids, return_inverse=True)
+        if self._file is None or self._place is None:
+            return dequantize(self._data[numbers], self.type)[places]
+        data = np.empty((len(numbers), self._row_bytes), np.uint8)
+        for row, number in zip(data, numbers.tolist(), strict=True):
+            self._file.fill(row, self._place.offset + number * self._row_bytes, f"tensor {self.name}, row {number}")
+        return dequantize(data, self.type)[places]
+
+
+class NgramRows:
+    """What `NgramEmbed` computes, with the table's file open."""
+
+    def __init__(self, op: NgramEmbed) -> None:
+        self.op, self._table = op, FileTable(op.table)
+
+    def rows(self, batch: Batch, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The rows of a batch [T, heads * d]; ``states`` [n_states, n - 1] then have its sequences' last ids."""
+        op, n = self.op, states.shape[1]
+        numbers = np.empty((len(batch.ids), len(op.sizes)), np.int64)
+        for s, (start, stop, _) in enumerate(batch.sequences()):
+            state, ids = states[batch.states[s]], batch.ids[start:stop]
+            n_known = min(int(batch.positions[start]), n)
+            numbers[start:stop] = op.numbers(state[n - n_known :], ids)
+            state[:] = np.concatenate([state, ids])[-n:]
+        return self._table.rows(numbers.reshape(-1)).reshape(len(numbers), -1)

@@ -56,6 +56,9 @@ ACTIVATIONS = (*UNGATED, "sigmoid", "identity", "clamped_swiglu", "softplus")
 #: And what `HeadGate` can.
 HEAD_GATES = ("sigmoid", "softplus")
 
+#: What the runs of positions that `IndexSelect` chooses are a divisor of.
+MOST_RUN = 1024
+
 #: What `Route` makes experts' probabilities of logits with.
 GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
 #: The most groups of experts.
@@ -236,6 +239,7 @@ class RecurrentState:
     layer: int
     name: str
     shape: tuple[int, ...]
+    is_on_host: bool = False  # whether the host reads and changes it, wherever the layer is computed
 
     @property
     def n_values(self) -> int:
@@ -438,6 +442,63 @@ class Embed(Operation[Tensor]):
         return Tensor(Rows.TOKENS, width if self.columns is None else len(self.columns))
 
 
+class NgramEmbed(Operation[Tensor]):
+    """Rows of a table [., d] that the n-grams ending with each token are hashed to, side by side: [T, heads * d].
+
+    Of the n ``multipliers``, the first two are for n-grams of two tokens, and so on.  Ids, of the token itself first,
+    are multiplied with theirs in 64 bits, and joined by XOR; modulo the ``sizes`` of those n-grams' heads, of which
+    there are as many for each n, and with their ``offsets`` added, those are the rows' numbers.  What is before the
+    sequence counts as the token ``end``, and so does what is before such a token.  ``state`` [n - 1] keeps the last
+    ids.
+
+    The table is larger than memory: rows are read from its file, by the host.  Source: Qwen 3.8 Flash Next.
+    """
+
+    table: Weight
+    state: RecurrentState
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    end: int
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """None that is loaded."""
+        return ()
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_dimensions(self.table, 2)
+        n, n_heads, (n_rows, width) = len(self.multipliers), len(self.sizes), self.table.shape
+        if n < 2 or n_heads != len(self.offsets) or n_heads % (n - 1) or self.state.shape != (n - 1,):
+            raise KernelError(f"{n_heads} heads and a state {list(self.state.shape)} do not fit n-grams of up to {n}")
+        ranges = [(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True)]
+        if not all(0 <= first < stop <= n_rows for first, stop in ranges) or not all(
+            0 <= x < 1 << 64 for x in self.multipliers
+        ):
+            raise KernelError(
+                f"n-grams are hashed to rows that tensor {self.table.name}, of {n_rows:,}, does not have"
+            )
+        return Tensor(Rows.TOKENS, n_heads * width)
+
+    def numbers(self, before: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.int64]:
+        """The rows' numbers [T, heads] of tokens that come behind others, of which the last n - 1 count."""
+        n = len(self.multipliers)
+        known = np.concatenate([np.full(n - 1, self.end), before, ids]).astype(np.int64)
+        is_end = known == self.end
+        places = np.arange(len(known) - len(ids), len(known))
+        mixed, cut = known[places].astype(np.uint64) * np.uint64(self.multipliers[0]), np.zeros(len(ids), bool)
+        numbers, per_n = [], len(self.sizes) // (n - 1)
+        for i in range(1, n):
+            cut |= is_end[places - i]
+            own = np.where(cut, self.end, known[places - i]).astype(np.uint64)
+            mixed = mixed ^ (own * np.uint64(self.multipliers[i]))
+            heads = slice((i - 1) * per_n, i * per_n)
+            sizes, offsets = (np.array(x[heads], np.uint64) for x in (self.sizes, self.offsets))
+            numbers.append(mixed[:, None] % sizes + offsets)
+        return np.concatenate(numbers, axis=1).astype(np.int64)
+
+
 class AdapterWeights(Operation[Tensor]):
     """How much of each adapter a token gets, [T, sum of widths]: what is between an adapter's two matrices is
     multiplied with it.  ``parts`` are adapters' numbers in the batch, and how many values each has there.
@@ -557,8 +618,9 @@ class MixStreams(Operation[Tensor]):
     """Several streams side by side, each a sum of those of x [rows, n * d]: stream j is
     sum over i of (weights[:, j * n + i] + offset) * x_i, plus that of the residual.
 
-    d is a multiple of 16.  Without weights, they are the offset alone; streams before number ``first`` are the
-    residual's.  Sources: AltUp, arXiv:2301.13310; hyper-connections, arXiv:2409.19606.
+    d is a multiple of 16.  Without weights, they are the offset alone, of as many streams as the residual has, or of
+    one; streams before number ``first`` are the residual's.
+    Sources: AltUp, arXiv:2301.13310; hyper-connections, arXiv:2409.19606.
     """
 
     x: Tensor
@@ -579,7 +641,7 @@ class MixStreams(Operation[Tensor]):
             raise KernelError(f"{self.x.width} values are not {self.n} streams of a multiple of 16")
         _check_rows(self.x.rows, self.mixing, self.residual)
         added = 0 if self.residual is None else self.residual.width // self.size
-        made = added if self.mixing is None else self.mixing.width // self.n
+        made = (added or 1) if self.mixing is None else self.mixing.width // self.n
         if (
             (self.mixing is not None and self.mixing.width != made * self.n)
             or not 0 <= self.first <= added
@@ -622,6 +684,33 @@ class HyperWeights(Operation[tuple[Tensor, ...]]):
             raise KernelError(f"{self.x.width} values are not {n_parts} kinds of weights of {n} streams")
         _check_shape(self.base, self.x.width)
         return tuple(Tensor(self.x.rows, width) for width in widths)
+
+
+class StreamGate(Operation[Tensor]):
+    """How much each of n streams gets, of keys and queries [rows, n * d]: [rows, n].
+
+    It is σ(sign(s) √max(|s|, 1e-6)), where s is the stream's key · query / √d; d is a multiple of 16.
+    Source: Qwen 3.8 Flash Next.
+    """
+
+    key: Tensor
+    query: Tensor
+    n: int
+
+    @property
+    def size(self) -> int:
+        """Values of a stream."""
+        return self.key.width // self.n
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(self.key.rows, self.query)
+        if self.n < 1 or self.key.width % (16 * self.n) or self.query.width != self.key.width:
+            raise KernelError(
+                f"keys of {self.key.width} values and queries of {self.query.width} are not {self.n} streams of a "
+                "multiple of 16"
+            )
+        return Tensor(self.key.rows, self.n)
 
 
 class RootMeanSquare(Operation[Tensor]):
@@ -788,7 +877,8 @@ class Attention(Operation[Tensor]):
     many behind it, as far as they are in the cache: a text then has to come in one batch.  With ``has_spans``, it
     sees what is behind it before the end that the batch has for it, too, as the tokens of a picture see each other;
     where it is not causal, it sees that span alone, from the begin that the batch has for it.
-    With ``selected`` [T, k], which `IndexSelect` makes, it sees those positions alone.
+    With ``selected`` [T, k], which `IndexSelect` makes, it sees those positions alone; with [T, G * k], those of each
+    key/value head.
     With ``entries``, a second cache, it sees beside its window what that has of the runs that end at its position or
     before, or those of them that are selected: all in one softmax.
 
@@ -814,6 +904,13 @@ class Attention(Operation[Tensor]):
     slopes: Weight | None = None
     biases: Weight | None = None
     entries: KVCache | None = None
+    selected_by_head: bool = False
+
+    @property
+    def n_selected(self) -> int:
+        """Positions that the queries of a key/value head see, at most, where they are selected; else 0."""
+        n_choices = self.cache.n_heads if self.selected_by_head else 1
+        return 0 if self.selected is None else self.selected.width // n_choices
 
     @property
     def bias_width(self) -> int:
@@ -845,10 +942,10 @@ class Attention(Operation[Tensor]):
         if self.selected is not None:
             _check_rows(Rows.TOKENS, self.selected)
             has_reach = reach is not None and self.entries is None
-            if has_reach or self.softcap or self.has_spans or not (self.causal and self.cache.values_in_keys):
-                raise KernelError(
-                    "positions can be selected of latents alone, and without a window, spans or soft-cap"
-                )
+            if has_reach or self.softcap or self.has_spans or not self.causal:
+                raise KernelError("positions cannot be selected where there is a window, spans or a soft-cap")
+            if self.selected_by_head and self.selected.width % self.cache.n_heads:
+                raise KernelError(f"{self.selected.width} positions do not fit {self.cache.n_heads} heads of keys")
         if self.entries is not None:
             first, second = (replace(c, layer=0, part=0, window=None, every=1) for c in (self.cache, self.entries))
             if first != second or self.entries.every == 1 or self.cache.every > 1 or not first.values_in_keys:
@@ -872,21 +969,29 @@ class IndexSelect(Operation[Tensor]):
     Of a cache of one in several tokens (`KVCache.every`) they are the numbers of those, counted from 0.
 
     They are those of the largest scores, of equals the first: the sum over heads of weight * max(0, q · key), for
-    queries [T, H * dim], ``head_weights`` [T, H] and the keys of an indexer, which `RopeAppend` puts into its cache.
+    queries [T, H * dim], ``head_weights`` [T, H] (without, all are 1) and the keys of an indexer, which `RopeAppend`
+    puts into its cache.
 
-    With ``pool`` [n, dim], it is whole runs of n positions that are chosen, k / n of those that a token sees to their
-    end, and all positions behind them: up to n - 1 more.  A run's key is, of each channel, the sum of its tokens'
-    keys times the softmax of their gates plus the pool's.  The cache has of a token [key | gate | key of the run that
-    it ends], of which `RopeAppend` is given something for the last, and has no codes.
+    With a ``run`` of n positions, it is whole runs that are chosen, k / n of those that a token sees to their end, by
+    the key of each one's last position, and all positions behind them: up to n - 1 more.
 
-    Sources: DeepSeek-V3.2, arXiv:2512.02556; runs: GLM-5.3.
+    With ``pool`` [n, dim], that key is, of each channel, the sum of the run's keys times the softmax of their gates
+    plus the pool's.  The cache has of a token [key | gate | key of the run that it ends], of which `RopeAppend` is
+    given something for the last, and has no codes.
+
+    With ``n_last``, each head chooses for itself, [T, H * k]: the runs with the largest q · key of any position, of
+    which the token's own counts as far as it goes; that one and those before it, so many in all, are always chosen.
+
+    Sources: DeepSeek-V3.2, arXiv:2512.02556; runs: GLM-5.3; the largest product of a run: MiniMax-M3.
     """
 
     q: Tensor
-    head_weights: Tensor
+    head_weights: Tensor | None
     cache: KVCache
     k: int
+    run: int = 1
     pool: Weight | None = None
+    n_last: int = 0
     float_rows = ("pool",)
 
     @property
@@ -895,13 +1000,13 @@ class IndexSelect(Operation[Tensor]):
         return self.cache.key_dim // (1 if self.pool is None else 3)
 
     @property
-    def run(self) -> int:
-        """Positions that are chosen together."""
-        return 1 if self.pool is None else self.pool.shape[0]
-
-    @property
     def n_heads(self) -> int:
         return self.q.width // self.dim
+
+    @property
+    def n_choices(self) -> int:
+        """Heads that choose for themselves; 1 where all choose together."""
+        return self.n_heads if self.n_last else 1
 
     @cached_property
     def result(self) -> Tensor:
@@ -909,24 +1014,30 @@ class IndexSelect(Operation[Tensor]):
         _check_rows(Rows.TOKENS, self.q, self.head_weights)
         if cache.n_heads != 1 or not cache.values_in_keys or cache.window is not None or self.k < 1:
             raise KernelError("an indexer keeps one key of every token, and chooses at least one position")
-        if cache.every > 1 and (64 % cache.every or self.pool is not None or cache.key_dim % 16):
+        if cache.every > 1 and (64 % cache.every or run > 1 or self.n_last or cache.key_dim % 16):
             raise KernelError(
                 f"an indexer that keeps one of {cache.every} tokens has keys of a multiple of 16 values, and no runs "
                 "beside those, of a divisor of 64"
             )
+        if run < 1 or MOST_RUN % run or self.k % run:
+            raise KernelError(
+                f"runs of {run} positions are a divisor of {MOST_RUN}, and of the {self.k} that are chosen"
+            )
         if self.pool is not None:
             _check_shape(self.pool, run, self.dim)
-            if (
-                cache.key_dim != 3 * self.dim
-                or self.dim % 16
-                or 64 % run
-                or self.k % run
-                or cache.types[0] in CODE_BITS
-            ):
-                raise KernelError(f"runs of {run} positions are a divisor of 64, and of the {self.k} that are chosen")
-        if self.q.width % self.dim or self.head_weights.width != self.n_heads:
+            if cache.key_dim != 3 * self.dim:
+                raise KernelError(f"a cache of {cache.key_dim} values has no gates and keys of runs of {self.dim}")
+        if run > 1 and not self.n_last and (self.dim % 16 or 64 % run or cache.types[0] in CODE_BITS):
+            raise KernelError(f"keys of {run} positions are floats, 16 at a time, and of at most 64")
+        if self.q.width % self.dim:
+            raise KernelError(f"{self.q.width} values are not an indexer's queries, of {self.dim} each")
+        if self.head_weights is not None and self.head_weights.width != self.n_heads:
             raise KernelError(f"{self.head_weights.width} weights do not fit {self.n_heads} heads of an indexer")
-        return Tensor(Rows.TOKENS, self.k + run - 1)
+        if self.n_last == 0:
+            return Tensor(Rows.TOKENS, self.k + run - 1)
+        if not 1 <= self.n_last <= self.k // run or self.head_weights is not None or self.pool is not None:
+            raise KernelError(f"{self.n_last} of {self.k // run} runs cannot be the last ones, which heads choose")
+        return Tensor(Rows.TOKENS, self.n_heads * self.k)
 
 
 class Compress(Operation[Tensor]):
@@ -980,7 +1091,7 @@ class Compress(Operation[Tensor]):
 
 
 #: The longest kernel of `CausalConv`.
-MAX_CONV = 8
+MAX_CONV = 16
 
 
 class CausalConv(Operation[Tensor]):
@@ -1467,11 +1578,11 @@ class Graph:
         """The number of the group that a cache belongs to."""
         return self.windows.index(cache.window)
 
-    def state(self, name: str, *shape: int) -> RecurrentState:
-        """Declares that the layer keeps so many values of each sequence, for one operation."""
+    def state(self, name: str, *shape: int, is_on_host: bool = False) -> RecurrentState:
+        """Declares that the layer keeps so many values of each sequence, for one operation, or for the host."""
         if not isinstance(self.layer, int):
             raise KernelError(f"a state cannot be declared in {self.layer}: layers have them")
-        state = RecurrentState(self.layer, name, shape)
+        state = RecurrentState(self.layer, name, shape, is_on_host)
         others = self.states.get(self.layer, ())
         if any(other.name == name for other in others):
             raise KernelError(f"layer {self.layer} already has a state called {name!r}")

@@ -1,14 +1,22 @@
-"""Files whose tensors are read through a memory map, and where in them an array lies."""
+"""Files whose tensors are read through a memory map, where in them an array lies, and reading without the map."""
 
 from __future__ import annotations
 
 import mmap
+import os
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from localllm.errors import GGUFError, path_text
+
+_READ = "could not be read while the model was in use"
+_CHANGED = "was changed by another program after the model was loaded"
 
 
 class MappedFile(mmap.mmap):
@@ -35,3 +43,42 @@ def range_in_file(array: NDArray[Any]) -> FileRange | None:
     if not isinstance(mapped, MappedFile) or not array.flags.c_contiguous:
         return None
     return FileRange(mapped.path, array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data, array.nbytes)
+
+
+class OpenFile:
+    """A file that is read while a model is in use: what becomes of it is an error, not another text."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._stamp = self._now()
+        self._lock = threading.Lock()
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self.file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def fill(self, data: NDArray[np.uint8], offset: int, what: str) -> None:
+        """Reads the bytes from ``offset`` on.
+
+        Raises:
+            GGUFError: the disk failed, or the file is not what it was.
+        """
+        done, where, what = 0, data.data, f"{path_text(self._path)}, {what}"
+        try:
+            while done < len(data) and (n := self._read_at(offset + done, where[done:])):
+                done += n
+            is_same = self._now() == self._stamp
+        except OSError as error:
+            raise GGUFError(
+                f"{what}: {_READ} ({error.strerror}): check the disk, and load the model again"
+            ) from error
+        if done < len(data) or not is_same:
+            raise GGUFError(f"{what}: the file {_CHANGED}: load the model again")
+
+    def _read_at(self, offset: int, into: memoryview) -> int:
+        if sys.platform == "win32":
+            with self._lock:
+                self.file.seek(offset)
+                return self.file.readinto(into) or 0
+        return os.preadv(self.file.fileno(), [into], offset)

@@ -35,7 +35,7 @@ from localllm.kernels.backend import (
 )
 from localllm.kernels.buffers import Buffer, assign
 from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HALF, NEGLIGIBLE, VALUES_PER_SCALE
-from localllm.kernels.embedding import CopiedTable
+from localllm.kernels.embedding import CopiedTable, NgramRows
 from localllm.kernels.graph import Graph, Tensor
 from localllm.quant.formats import dequantize
 
@@ -158,6 +158,8 @@ class ReferenceStep(Step):
         self.cache = ReferenceCache(graph, kept, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[g.Weight, Array] = {}
         self._tables: dict[g.Weight, CopiedTable] = {}
+        operations = [node.operation for node in graph.nodes]
+        self._ngrams = {op: NgramRows(op) for op in operations if isinstance(op, g.NgramEmbed)}
         uses = weights_of(graph)
         for use in uses:
             weight = use.weight
@@ -175,7 +177,7 @@ class ReferenceStep(Step):
         batch.check(self.cache, self._graph.n_joined)
         # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
         with self._in_step, np.errstate(all="ignore"):
-            run = _Run(batch, hidden, self.cache, self._graph, self._arrays, self._tables)
+            run = _Run(batch, hidden, self.cache, self._graph, self._arrays, self._tables, self._ngrams)
             for i, node in enumerate(self._graph.nodes):
                 operation = node.operation
                 run.values.update(operation.computed_by(run))
@@ -208,6 +210,7 @@ class _Run:
     graph: Graph
     arrays: Mapping[g.Weight, Array]
     tables: Mapping[g.Weight, CopiedTable]
+    ngrams: Mapping[g.NgramEmbed, NgramRows]
     values: dict[g.Value, Any] = field(default_factory=dict)
 
     def input(self, op: g.Input) -> Array:
@@ -223,6 +226,9 @@ class _Run:
         if op.takes_rows and len(self.batch.embedded):
             rows[self.batch.embedded] = self.batch.embeddings_of(0, op.result.width)
         return rows
+
+    def ngram_embed(self, op: g.NgramEmbed) -> Array:
+        return self.ngrams[op].rows(self.batch, self.cache.states[op.state])
 
     def add_rows(self, op: g.AddRows) -> Array:
         x: Array = self.values[op.x]
@@ -280,6 +286,11 @@ class _Run:
                 mixing = mixing / (mixing.sum(axis=1 + i % 2, keepdims=True) + eps)
             made.append(mixing.swapaxes(1, 2).reshape(len(mixing), -1))
         return tuple(made)
+
+    def stream_gate(self, op: g.StreamGate) -> Array:
+        products = (self.values[op.key] * self.values[op.query]).reshape(-1, op.n, op.size).sum(axis=-1)
+        products *= np.float32(op.size**-0.5)
+        return sigmoid(np.sign(products) * np.sqrt(np.maximum(np.abs(products), np.float32(1e-6))))
 
     def root_mean_square(self, op: g.RootMeanSquare) -> Array:
         return np.sqrt(np.mean(np.square(self.values[op.x]), axis=1, keepdims=True))
@@ -373,32 +384,35 @@ class _Run:
                 if op.has_spans and len(batch.ends):
                     end = int(batch.ends[t])
                     begin = begin if op.causal else int(batch.begins[t])
-                seen = np.arange(begin, end)
-                chosen = None if op.selected is None else self.values[op.selected][t].astype(np.int64)
-                chosen = chosen if chosen is None else chosen[chosen >= 0]
-                if op.entries is None and chosen is not None:
-                    seen = chosen
-                page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
-                own_keys, own_values = (
-                    part[page, place].astype(np.float32) for part in (keys, values)
-                )  # [L, G, dim]
-                if op.entries is not None:
-                    chosen = np.arange((position + 1) // op.entries.every) if chosen is None else chosen
-                    more = self._entries(op.entries, s, chosen)
-                    own_keys = np.concatenate([own_keys, more])
-                    own_values = np.concatenate([own_values, more[..., : cache.value_dim]])
-                scores = np.einsum("ghd,lgd->ghl", q[t], own_keys) * np.float32(op.scale)
-                if op.softcap is not None:
-                    scores = soft_capped(scores, op.softcap)
-                if slopes is not None:
-                    scores -= slopes * np.abs(position - seen).astype(np.float32)
-                if op.biases is not None:
-                    n = op.bias_width // 2
-                    of_heads = self.arrays[op.biases].reshape(cache.n_heads, op.group_size, -1)
-                    scores += of_heads[..., n + np.clip(seen - position, -n, n)]
-                if sinks is not None:
-                    scores = np.concatenate([scores, sinks], axis=-1)
-                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(own_values)], own_values)
+                chosen: list[Any] = [None]  # for all heads of keys, or for each, what it sees of the selected
+                if op.selected is not None:
+                    numbers = self.values[op.selected][t].astype(np.int64).reshape(-1, op.n_selected)
+                    chosen = [row[row >= 0] for row in numbers]
+                for head, some in enumerate(chosen):
+                    of = slice(head, head + 1) if op.selected_by_head else slice(None)
+                    seen = np.arange(begin, end) if some is None or op.entries is not None else some
+                    page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
+                    own_keys, own_values = (
+                        part[page, place, of].astype(np.float32) for part in (keys, values)
+                    )  # [L, G, dim]
+                    if op.entries is not None:
+                        some = np.arange((position + 1) // op.entries.every) if some is None else some
+                        more = self._entries(op.entries, s, some)
+                        own_keys = np.concatenate([own_keys, more])
+                        own_values = np.concatenate([own_values, more[..., : cache.value_dim]])
+                    scores = np.einsum("ghd,lgd->ghl", q[t, of], own_keys) * np.float32(op.scale)
+                    if op.softcap is not None:
+                        scores = soft_capped(scores, op.softcap)
+                    if slopes is not None:
+                        scores -= slopes[of] * np.abs(position - seen).astype(np.float32)
+                    if op.biases is not None:
+                        n = op.bias_width // 2
+                        of_heads = self.arrays[op.biases].reshape(cache.n_heads, op.group_size, -1)
+                        scores += of_heads[of][..., n + np.clip(seen - position, -n, n)]
+                    if sinks is not None:
+                        scores = np.concatenate([scores, sinks[of]], axis=-1)
+                    weights = softmax(scores)[..., : len(own_values)]
+                    out[t, of] = np.einsum("ghl,lgd->ghd", weights, own_values)
         return hadamard(out, cache.rotations[1]).reshape(len(q), -1)
 
     def _entries(self, cache: g.KVCache, s: int, numbers: Array) -> Array:
@@ -429,23 +443,41 @@ class _Run:
         return out
 
     def index_select(self, op: g.IndexSelect) -> Array:
-        batch, cache, k = self.batch, op.cache, op.k
-        q, weights = self.values[op.q].reshape(-1, op.n_heads, op.dim), self.values[op.head_weights]
-        out: Array = np.full((len(q), op.result.width), -1, np.float32)
+        batch, cache, k, run = self.batch, op.cache, op.k, op.run
+        q = self.values[op.q].reshape(-1, op.n_heads, op.dim)
+        out: Array = np.full((len(q), op.n_choices, op.result.width // op.n_choices), -1, np.float32)
         for s, (start, stop, _) in enumerate(batch.sequences()):
             for t in range(start, stop):
-                chosen = seen = np.arange((int(batch.positions[t]) + 1) // cache.every)
-                if len(seen) > k:
-                    own, n = self._entries(cache, s, seen)[:, 0], len(seen) // op.run * op.run
-                    if op.pool is not None:
-                        parts = own[:n].reshape(-1, op.run, 3, op.dim)
-                        gates = parts[:, :, 1] + self.arrays[op.pool]
-                        own = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * parts[:, :, 0]).sum(axis=1)
-                    scores = weights[t] @ np.maximum(q[t] @ own.T, 0)
-                    runs = np.sort(np.argsort(-scores, kind="stable")[: k // op.run])
-                    chosen = np.append(runs[:, None] * op.run + np.arange(op.run), seen[n:])
-                out[t, : len(chosen)] = chosen
-        return out
+                seen = np.arange((int(batch.positions[t]) + 1) // cache.every)
+                if len(seen) <= k:
+                    out[t, :, : len(seen)] = seen
+                    continue
+                own = self._entries(cache, s, seen)[:, 0]
+                weights = np.float32(1) if op.head_weights is None else self.values[op.head_weights][t][:, None]
+                for place, scores in zip(out[t], self._run_scores(op, q[t], weights, own), strict=True):
+                    runs = np.sort(np.argsort(-scores, kind="stable")[: k // run])
+                    chosen = np.append(runs[:, None] * run + np.arange(run), seen[len(scores) * run :])
+                    chosen = chosen[chosen < len(seen)]
+                    place[: len(chosen)] = chosen
+        return out.reshape(len(q), -1)
+
+    def _run_scores(self, op: g.IndexSelect, q: Array, weights: Array | np.float32, keys: Array) -> Array:
+        """The scores of runs of positions, [1, runs], or of each head [H, runs]."""
+        run, own = op.run, keys
+        if op.n_last:
+            missing = -len(own) % run
+            products = np.pad(q @ own.T, ((0, 0), (0, missing)), constant_values=-np.inf)
+            scores: Array = products.reshape(len(q), -1, run).max(axis=-1)
+            scores[:, -op.n_last :] = np.inf
+            return scores
+        own = own[: len(own) // run * run].reshape(-1, run, own.shape[-1])
+        if op.pool is None:
+            own = own[:, -1]
+        else:
+            parts = own.reshape(-1, run, 3, op.dim)
+            gates = parts[:, :, 1] + self.arrays[op.pool]
+            own = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * parts[:, :, 0]).sum(axis=1)
+        return (weights * np.maximum(q @ own.T, 0)).sum(axis=0, keepdims=True)
 
     def causal_conv(self, op: g.CausalConv) -> Array:
         x, weight = self.values[op.x], self.arrays[op.weight]

@@ -32,6 +32,7 @@ _CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activatio
 _NAMES = {
     g.Route: "mixtures of experts",
     g.HeadLinear: "latent attention",
+    g.IndexSelect: "positions that an indexer chooses",
     g.HeadGate: "gates of heads",
     g.XIELU: "an activation with parameters",
     g.Clamp: "values that are clamped",

@@ -45,6 +45,9 @@ class Layer:
 RecordLayer = Callable[[Layer, Tensor], Tensor]
 #: Records a norm of a name.
 RecordNorm = Callable[[Layer, str, Tensor], Tensor]
+#: Chooses the positions that tokens see: is given a layer and the input of its attention, and gives what
+#: `localllm.kernels.graph.IndexSelect` makes, and whether each key/value head has its own; None for all positions.
+Select = Callable[[Layer, Tensor], "tuple[Tensor, bool] | None"]
 
 
 def norm(at: Layer, name: str, x: Tensor) -> Tensor:
@@ -202,6 +205,7 @@ def attention(
     max_bias: float = 0.0,
     causal: bool = True,
     has_spans: bool = False,
+    select: Select | None = None,
 ) -> Tensor:
     """Grouped-query attention with rotary positions.
 
@@ -221,6 +225,7 @@ def attention(
         max_bias: of the slopes by which scores fall with the distance (`localllm.models.weights.slopes`); 0 for none.
         causal: whether a token sees none behind it.
         has_spans: whether those of a picture see each other.
+        select: chooses the positions that tokens see.
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, qkv_by_head=qkv_by_head, has_gate=has_gate)
     if clamp:
@@ -241,7 +246,11 @@ def attention(
     scale = heads.key_dim**-0.5 if scale is None else scale
     sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
     falls = slopes(heads.n, max_bias) if max_bias else None
-    y = at.add(g.Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans, slopes=falls))
+    more: dict[str, Any] = {"slopes": falls}
+    selected = select(at, x) if select is not None else None
+    if selected is not None:
+        more |= {"selected": selected[0], "selected_by_head": selected[1]}
+    y = at.add(g.Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans, **more))
     if gate is not None:
         by_head = gate.width == heads.n
         y = at.add(g.HeadGate(y, gate, gate_activation) if by_head else g.Gated(gate, y, gate_activation))
@@ -375,12 +384,12 @@ def mixture(
         else:
             shared = mlp(at, x, experts.n_ff_shared, **options)
         weight = None  # [T, 1]
-        if residual is None:
-            residual = shared
-        else:
-            if "ffn_gate_inp_shexp.weight" in w:
-                weight = at.add(g.Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
+        if "ffn_gate_inp_shexp.weight" in w:
+            weight = at.add(g.Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
+        if residual is not None:
             residual = at.add(g.Add(shared, residual, residual_scale, weight))
+        else:
+            residual = shared if weight is None else at.add(g.HeadGate(shared, weight, "sigmoid"))
     n_latent = w.n_rows("ffn_latent_down.weight")
     if not n_latent:
         return chosen_experts(
@@ -503,12 +512,18 @@ class DeltaNet:
 
 
 def delta_net(
-    at: Layer, x: Tensor, net: DeltaNet, *, residual: Tensor | None = None, is_grouped: bool = False
+    at: Layer,
+    x: Tensor,
+    net: DeltaNet,
+    *,
+    residual: Tensor | None = None,
+    is_grouped: bool = False,
+    activation: str = "silu",
 ) -> Tensor:
     """Linear attention by the gated delta rule, behind a convolution and before a gated norm.
 
     Decay and β come of ``ssm_alpha`` and ``ssm_beta``, or are for each key head side by side in ``ssm_ba``.
-    ``is_grouped``: see `localllm.kernels.graph.GatedDelta`.  Source: arXiv:2412.06464.
+    ``is_grouped``: see `localllm.kernels.graph.GatedDelta`; ``activation``: of the gate.  Source: arXiv:2412.06464.
     """
     w, d, n = at.weights, at.n_embd, net.n_values
     keys, values = net.n_keys * net.key_dim, n * net.value_dim
@@ -525,4 +540,4 @@ def delta_net(
     a, bias = w.require("ssm_a", n), w.require("ssm_dt.bias", n)
     y = at.add(g.GatedDelta((qkv,), alpha, beta, a, bias, state, net.n_keys, is_grouped, at.norm_eps))
     y = at.add(g.RMSNorm(y, w.vector("ssm_norm", net.value_dim), at.norm_eps, n))
-    return at.linear(at.add(g.Gated(gate, y, "silu")), "ssm_out", d, residual=residual)
+    return at.linear(at.add(g.Gated(gate, y, activation)), "ssm_out", d, residual=residual)

@@ -95,7 +95,7 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
             at.add(RopeAppend(key, key, None, cache, None))
         else:
             q = at.add(RopeAppend(q, key, None, cache, rope))
-        chosen.append(at.add(IndexSelect(q, weights, cache, k, pool)))
+        chosen.append(at.add(IndexSelect(q, weights, cache, k, run, pool)))
         return chosen[-1]
 
     return select

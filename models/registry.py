@@ -160,6 +160,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minicpm": Architecture("granite", "MiniCPM 1 and 2", "minicpm"),
     "minicpm3": Architecture("minicpm3", "MiniCPM 3", "minicpm3"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
+    "minimax-m3": Architecture("minimax_m3", "MiniMax-M3, text", "minimax_m3_vl minimax_m3_vl_text"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
     "mistral4": Architecture("mistral4", "Mistral Small 4", "mistral4"),
     "modern-bert": Architecture(
@@ -194,6 +195,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3next": Architecture("qwen3next", "Qwen 3 Next", "qwen3_next", has_block=True),
     "qwen3vl": Architecture("qwen3", "Qwen 3 VL, text", "qwen3_vl qwen3_vl_text"),
     "qwen3vlmoe": Architecture("qwen3", "Qwen 3 VL with experts, text", "qwen3_vl_moe qwen3_vl_moe_text"),
+    "qwen4exp": Architecture("qwen4exp", "Qwen 3.8 Flash Next, text", "qwen4_exp qwen4_exp_text"),
     "seed_oss": Architecture("seed_oss", "Seed-OSS", "seed_oss"),
     "smollm3": Architecture("smollm3", "SmolLM3", "smollm3"),
     "stablelm": Architecture("stablelm", "StableLM 1 and 2", "stablelm"),

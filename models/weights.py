@@ -169,6 +169,25 @@ class PositionTable:
 
 
 @dataclass(frozen=True, eq=False)
+class Dilated(WeightView):
+    """A convolution's weight [n, kernel] whose values are ``step`` positions apart, with zeros between them."""
+
+    step: int
+    type = GGMLType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        n, kernel = self.whole.shape
+        return n, (kernel - 1) * self.step + 1
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        values = np.zeros(self.shape, np.float32)
+        values[:, :: self.step] = dequantize(self.whole.data, self.whole.type).reshape(self.whole.shape)
+        return values.view(np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
 class ArrayWeight:
     """A weight in float32 that is in memory, not in a file."""
 

@@ -22,8 +22,9 @@ sixteen bits where values have eight, so that they add nothing to those's error.
 to ROWS rows.  Latents are few, and many rows share them: those are widened, too, and the scales are a factor of the
 keys, and of the weights.  Sums of values that were rotated (VALUE_ROTATION) are rotated back at the very end.
 
-Where positions are selected (SELECTED, so many), those take the place of all others: the numbers 0, 1, … of a token's
-are its positions, of which a page is gathered before it is scored and before it is added.  A tile is of one token.
+Where positions are selected (SELECTED, so many; BY_HEAD, for each key/value head), those take the place of all
+others: the numbers 0, 1, … of a token's are its positions, of which a page is gathered before it is scored and before
+it is added, unless it is one of the cache's.  A tile is of one token.
 So it is where a token sees entries of runs beside a window (ENTRIES, the tokens of a run): the first numbers are its
 window's positions, and the others those entries, all or those that are selected.
 
@@ -95,13 +96,16 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
         "FALL": 8 if op.slopes is not None else 16,
         "CHUNKED": int(op.chunk is not None),
         "CAUSAL": int(op.causal or op.has_spans),
-        "SELECTED": 0 if op.selected is None else op.selected.width,
+        "SELECTED": op.n_selected,
+        "BY_HEAD": int(op.selected_by_head),
         "ENTRIES": 0 if entries is None else entries.every,
         "ENTRY_BLOCK": 0 if entries is None else block_bytes(entries)[0],
         "GATHERED": int(op.selected is not None or entries is not None),
         "VALUES_IN_KEYS": int(cache.values_in_keys),
         "KEY_BLOCK": keys.block_bytes(cache.key_dim),
         "VALUE_BLOCK": values.block_bytes(values_dim),
+        # Bytes of a block of what is gathered.
+        "GATHERED_BLOCK": max(keys.block_bytes(cache.key_dim), values.block_bytes(values_dim)),
         # Values from one position to the next in a block of values.
         "VALUE_ROW": values.head(values_dim),
         # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
@@ -494,6 +498,15 @@ def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sin
             hadamard(place, value_dim, VALUE_ROTATION)
 
 
+@device
+def whole_page(cache, table, page_bytes, selected, n):
+    """The block of a page whose first n positions are those that are selected, float32 [n], in order; else 0."""
+    first, block = np.int64(load_f32(selected)), np.int64(0)
+    if first % PAGE == 0 and np.int64(load_f32(selected + 4 * (n - 1))) == first + n - 1:
+        block = block_at(cache, table, first // PAGE, page_bytes)
+    return block
+
+
 @template
 def gather_page(rows, table, page, page_bytes, limits, selected, beside, gathered):
     """gathered = a page of what a token sees, from number PAGE * page on: positions, or the last of runs.
@@ -528,6 +541,56 @@ def gather_page(rows, table, page, page_bytes, limits, selected, beside, gathere
 
 
 @template
+def gather_keys(keys, table, page_bytes, selected, n, gathered):
+    """gathered = a block of the keys of n positions that are selected, float32 [n]."""
+    for i in range(n):
+        position = np.int64(load_f32(selected + 4 * i))
+        block, place = block_at(keys, table, position // PAGE, page_bytes), position % PAGE
+        if KEY_BITS == 16:
+            for c in range(0, 2 * PAGE * KEY_HEAD, 2 * PAGE):
+                copy_i16(block + c + 2 * place, gathered + c + 2 * i)
+        else:
+            for c in range(0, KEY_SCALES, 2 * PAGE):
+                copy_i16(block + c + 2 * place, gathered + c + 2 * i)
+            for g in range(KEY_HEAD // VALUES_PER_SCALE):
+                source = block + KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + place // 16) + 4 * (place % 16)
+                target = gathered + KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + i // 16) + 4 * (i % 16)
+                for v in range(KEY_BITS):
+                    store_i32(target + 64 * v, load_i32(source + 64 * v))
+
+
+@template
+def gather_values(values, table, page_bytes, selected, n, gathered):
+    """The same of values."""
+    for i in range(n):
+        position = np.int64(load_f32(selected + 4 * i))
+        block, place = block_at(values, table, position // PAGE, page_bytes), position % PAGE
+        for c in range(0, VALUE_SCALES, 2 * PAGE):
+            copy_i16(block + c + 2 * place, gathered + c + 2 * i)
+        if VALUE_BITS == 16:
+            row = 2 * VALUE_ROW
+            source, target = block + VALUE_SCALES + row * place, gathered + VALUE_SCALES + row * i
+            for c in range(0, row // 64 * 64, 64):
+                store_f32x16(target + c, load_f32x16(source + c))
+            for c in range(row // 64 * 64, row, 4):
+                store_i32(target + c, load_i32(source + c))
+        else:
+            for g in range(VALUE_ROW // VALUES_PER_SCALE):
+                source = block + VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + place // 32)
+                target = gathered + VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + i // 32)
+                own, to = source + 64 * (place % 32 // 4) + place % 4, target + 64 * (i % 32 // 4) + i % 4
+                for lane in range(16):
+                    copy_i8(own + 4 * lane, to + 4 * lane)
+                    if VALUE_BITS == 8:
+                        copy_i8(own + 512 + 4 * lane, to + 512 + 4 * lane)
+                if VALUE_BITS == 5:
+                    own = source + 512 + 16 * (place % 32 // 4) + place % 4
+                    to = target + 512 + 16 * (i % 32 // 4) + i % 4
+                    for v in range(4):
+                        copy_i8(own + 4 * v, to + 4 * v)
+
+
+@template
 def score_split(
     queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, falls, ahead, selected, beside,
     gathered,
@@ -538,7 +601,14 @@ def score_split(
         place, next_block = scores + 4 * PAGE * (page % SPLIT_PAGES), ahead
         if GATHERED:
             block = gathered
-            gather_page(keys, table, page, page_bytes, limits, selected, beside, gathered)
+            if VALUES_IN_KEYS:
+                gather_page(keys, table, page, page_bytes, limits, selected, beside, gathered)
+            else:
+                own, n = selected + 4 * PAGE * page, min(np.int64(PAGE), load_i64(limits + 8) + 1 - page * PAGE)
+                block = whole_page(keys, table, page_bytes, own, n)
+                if block == 0:
+                    block = gathered
+                    gather_keys(keys, table, page_bytes, own, n, gathered)
         else:
             block = block_at(keys, table, page, page_bytes)
             if page + 1 < high:
@@ -594,7 +664,14 @@ def add_split(
         place, next_block = weights + 4 * PAGE * (page % SPLIT_PAGES), ahead
         if GATHERED:
             block = gathered
-            gather_page(values, table, page, page_bytes, limits, selected, beside, gathered)
+            if VALUES_IN_KEYS:
+                gather_page(values, table, page, page_bytes, limits, selected, beside, gathered)
+            else:
+                own, n = selected + 4 * PAGE * page, min(np.int64(PAGE), load_i64(limits + 8) + 1 - page * PAGE)
+                block = whole_page(values, table, page_bytes, own, n)
+                if block == 0:
+                    block = gathered
+                    gather_values(values, table, page_bytes, own, n, gathered)
         else:
             block = block_at(values, table, page, page_bytes)
             if page + 2 < high:
@@ -672,11 +749,11 @@ def attention(
     (`localllm.kernels.cpu.cache_types`).
     partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks,
     by_distance: with ALIBI, the heads' slopes, float32 [H]; with BIASES, their biases, float32 [H, BIASES].
-    selected: float32 [T, SELECTED].  entries, entry_tables: with ENTRIES, blocks of ``ENTRY_BLOCK`` bytes [n_pages],
-    and block tables of these.
+    selected: float32 [T, SELECTED], or with BY_HEAD [T, n_kv_heads, SELECTED].  entries, entry_tables: with ENTRIES,
+    blocks of ``ENTRY_BLOCK`` bytes [n_pages], and block tables of these.
     """
     n_tiles, beside = load_i64(batch), stack(64)
-    gathered, falls = stack(KEY_BLOCK if GATHERED else 64), stack(FALL * HELD if ALIBI or BIASES else 64)
+    gathered, falls = stack(GATHERED_BLOCK if GATHERED else 64), stack(FALL * HELD if ALIBI or BIASES else 64)
     queries, limits, state = stack(4 * HELD * KEY_HEAD), stack(16 * HELD), stack(HELD * STATE)
     key_bytes, value_bytes = n_kv_heads * KEY_BLOCK, n_kv_heads * VALUE_BLOCK
     for unit in range(begin, end):
@@ -686,6 +763,7 @@ def attention(
         start = np.int64(load_i32(starts + 4 * sequence))
         table = block_tables + 4 * sequence * block_stride
         head_keys, head_values = keys + head * KEY_BLOCK, values + head * VALUE_BLOCK
+        own_selected = selected + 4 * SELECTED * BY_HEAD * head
         n_computed = (n_rows + ROW_STEP - 1) // ROW_STEP * ROW_STEP
         for r in range(n_computed):
             row = first_row + min(r, n_rows - 1)
@@ -705,7 +783,7 @@ def attention(
                 middle = (head * group_size + row % group_size) * BIASES + BIASES // 2
                 store_i64(falls + 16 * r, by_distance + 4 * middle)
                 store_i64(falls + 16 * r + 8, np.int64(load_i32(positions + 4 * token)))
-            seen = selected + token * selected_stride
+            seen = own_selected + token * selected_stride
             load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r, seen)
         first, stop, first_token = load_i64(tile + 24), load_i64(tile + 32), start + first_row // group_size
         if ENTRIES:
@@ -717,7 +795,7 @@ def attention(
         attend_splits(
             queries, n_computed, limits, head_keys, head_values, table, key_bytes, value_bytes,
             first, stop, soft_cap, falls,
-            state, selected + first_token * selected_stride, beside, gathered,
+            state, own_selected + first_token * selected_stride, beside, gathered,
         )  # fmt: skip
         partial = load_i64(tile + 40)
         if partial < 0:

@@ -36,6 +36,7 @@ from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.thread_limit import ThreadLimit
 from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
+from localllm.kernels.embedding import NgramRows
 from localllm.kernels.graph import Graph, Value, Weight
 
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
@@ -145,6 +146,7 @@ class CPUStep(Step):
         arena = aligned_zeros(lowered.arena_bytes, np.uint8)
         self._tables.bind(arena)
         self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
+        self._ngrams = [(NgramRows(op), cache.state(op.state), y.rows(arena)) for op, y in lowered.ngrams]
         self._adapters = [(op, y.rows(arena)) for op, y in lowered.adapters]
         self._added = [(op, y.rows(arena)) for op, y in lowered.added]
         self._inputs, self._n_joined = [(op, y.rows(arena)) for op, y in lowered.hidden], lowered.n_joined
@@ -220,6 +222,8 @@ class CPUStep(Step):
             rows[:n_tokens, width:] = 0
             if op.takes_rows and len(batch.embedded):
                 rows[batch.embedded, :width] = batch.embeddings_of(0, width)
+        for ngrams, states, into in self._ngrams:
+            into[:n_tokens, : ngrams.op.result.width] = ngrams.rows(batch, states)
         for added, into in self._added:
             if n := len(batch.embedded):
                 width = added.x.width

@@ -92,6 +92,11 @@ class CPUCache(HostCache):
             views[layer] = keys, values
         return views
 
+    def state(self, state: RecurrentState) -> NDArray[np.float32]:
+        """The values of a state that are one row, [n_states, n]."""
+        rows = self._part(self.states[state], self.n_states, state_bytes(state)).view(np.float32)
+        return rows[:, : state.n_values]
+
     def _where(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
         self._workers.wait_until_idle()
         if group is None:

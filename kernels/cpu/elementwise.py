@@ -32,6 +32,8 @@ LOG_8, LOG_7, LOG_6 = np.float32(7.0376836292e-2), np.float32(-1.1514610310e-1),
 LOG_5, LOG_4, LOG_3 = np.float32(-1.2420140846e-1), np.float32(1.4249322787e-1), np.float32(-1.6668057665e-1)
 LOG_2, LOG_1, LOG_0 = np.float32(2.0000714765e-1), np.float32(-2.4999993993e-1), np.float32(3.3333331174e-1)
 HALF = np.float32(0.5)
+#: Of keys and queries of streams (`localllm.kernels.graph.StreamGate`).
+LEAST_PRODUCT = np.float32(1e-6)
 #: Bits of √2 and of infinity: floats that are not negative have the order of their bits, with NaN behind infinity.
 SQRT_2_BITS, INFINITY_BITS, MAGNITUDE = np.int32(0x3FB504F3), np.int32(0x7F800000), 0x7FFFFFFF
 
@@ -411,6 +413,24 @@ def mix_streams(
                             weight = weight + load_splat_f32(weights + token * weights_stride + 4 * (j * n + i))
                         total = fma(load_f32x16(x + token * x_stride + i * size + c), weight, total)
                 store_f32x16(y + token * y_stride + j * size + c, total)
+
+
+@kernel
+def stream_gate(begin, end, key, key_stride, query, query_stride, n, size, y, y_stride, scale: float):
+    """Of each of n streams of ``size`` bytes, σ(sign(s) √max(|s|, 1e-6)), where s = scale * key · query."""
+    for token in range(begin, end):
+        k, q = key + token * key_stride, query + token * query_stride
+        for j in range(n):
+            total = zero_f32x16()
+            for c in range(j * size, (j + 1) * size, 64):
+                total = fma(load_f32x16(k + c), load_f32x16(q + c), total)
+            product = sum_lanes(total) * scale
+            root = sqrt(max(abs(product), LEAST_PRODUCT))
+            if product < ZERO:
+                root = -root
+            if product == ZERO:
+                root = ZERO
+            store_f32(y + token * y_stride + 4 * j, max_lanes(sigmoid(splat(root))))
 
 
 @kernel

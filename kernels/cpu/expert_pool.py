@@ -11,6 +11,7 @@ Packed tiles are those that loading would make, so every bit of what is computed
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -27,14 +28,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import GGUFError, NotEnoughMemoryError, path_text
+from localllm.errors import NotEnoughMemoryError
 from localllm.kernels import process
 from localllm.kernels.backend import ExpertReads
 from localllm.kernels.cpu.experts import ENTRY
 from localllm.kernels.cpu.memory import PADDING, aligned_zeros, padded
 from localllm.kernels.cpu.packing import PACKED_ROWS, Packer
 from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Routing, Weight
-from localllm.kernels.mapped_file import FileRange, range_in_file
+from localllm.kernels.mapped_file import FileRange, OpenFile, range_in_file
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import ScaleRangeError, repack, repack_target
@@ -47,8 +48,6 @@ MANY = 4
 ABSENT, PENDING, HERE, FAILED = range(4)
 
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)
-_READ = "could not be read while the model was in use"
-_CHANGED = "was changed by another program after the model was loaded"
 
 Bytes = NDArray[np.uint8]
 
@@ -361,48 +360,18 @@ class ExpertPool:
             self._queue.changed.notify_all()
 
 
-class _ExpertFile:
+class _ExpertFile(OpenFile):
     """A file that experts are read from, open for as long as the pool is there."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
-        self._stamp = self._now()
-        self._lock = threading.Lock()
-
-    def _now(self) -> tuple[int, int]:
-        status = os.fstat(self.file.fileno())
-        return status.st_size, status.st_mtime_ns
-
     def read(self, matrices: _Matrices, expert: int, start: int, stop: int) -> Bytes:
-        """The bytes start : stop of an expert's matrix.
-
-        Raises:
-            GGUFError: the disk failed, or the file is not what it was.
-        """
+        """The bytes start : stop of an expert's matrix.  Raises GGUFError as `OpenFile.fill`."""
         data = np.empty(stop - start, np.uint8)
-        offset, done, where = matrices.file.offset + expert * matrices.stride, 0, data.data
-        what = f"{path_text(self._path)}, tensor {matrices.weight.name}, expert {expert}"
-        try:
-            if not start and sys.platform == "linux":  # while the first piece is packed, the others come
+        offset = matrices.file.offset + expert * matrices.stride
+        if not start and sys.platform == "linux":  # while the first piece is packed, the others come
+            with contextlib.suppress(OSError):  # which then comes again
                 os.posix_fadvise(self.file.fileno(), offset, matrices.file.n_bytes, os.POSIX_FADV_WILLNEED)
-            while done < len(data) and (n := self._read_at(offset + start + done, where[done:])):
-                done += n
-            is_same = self._now() == self._stamp
-        except OSError as error:
-            raise GGUFError(
-                f"{what}: {_READ} ({error.strerror}): check the disk, and load the model again"
-            ) from error
-        if done < len(data) or not is_same:
-            raise GGUFError(f"{what}: the file {_CHANGED}: load the model again")
+        self.fill(data, offset + start, f"tensor {matrices.weight.name}, expert {expert}")
         return data
-
-    def _read_at(self, offset: int, into: memoryview) -> int:
-        if sys.platform == "win32":
-            with self._lock:
-                self.file.seek(offset)
-                return self.file.readinto(into) or 0
-        return os.preadv(self.file.fileno(), [into], offset)
 
 
 def _first(weight: Weight) -> FileRange:

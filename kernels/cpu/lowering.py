@@ -115,6 +115,7 @@ class Lowered:
     instructions: Sequence[Instruction]
     tables: BatchTables  # what a batch is filled into, before the program runs
     embeddings: Sequence[tuple[g.Embed, Stored]]  # what is looked up, and where its rows for the batch's ids are put
+    ngrams: Sequence[tuple[g.NgramEmbed, Stored]]  # the same of n-grams
     adapters: Sequence[tuple[g.AdapterWeights, Stored]]  # the same of adapters' weights
     added: Sequence[tuple[g.AddRows, Stored]]  # and of embeddings that layers add
     hidden: Sequence[tuple[g.Input, Stored]]  # where rows that the graph begins with are put
@@ -154,6 +155,7 @@ class Lowering:
         self.records: dict[Tensor, Buffer] = {}
         self.int16: dict[Tensor, Buffer] = {}
         self.embeddings: list[tuple[g.Embed, Stored]] = []
+        self.ngrams: list[tuple[g.NgramEmbed, Stored]] = []
         self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
         self.added: list[tuple[g.AddRows, Stored]] = []
         self.hidden: list[tuple[g.Input, Stored]] = []
@@ -164,7 +166,7 @@ class Lowering:
             self.node_index = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        given = *self.embeddings, *self.adapters, *self.added, *self.hidden
+        given = *self.embeddings, *self.ngrams, *self.adapters, *self.added, *self.hidden
         filled = [*self.tables.buffers, *(y.buffer for _, y in given)]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
@@ -172,6 +174,7 @@ class Lowering:
             self.instructions,
             self.tables,
             self.embeddings,
+            self.ngrams,
             self.adapters,
             self.added,
             self.hidden,
@@ -257,6 +260,11 @@ class Lowering:
     def embed(self, op: g.Embed) -> Stored:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.embeddings.append((op, y))
+        return y
+
+    def ngram_embed(self, op: g.NgramEmbed) -> Stored:
+        y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
+        self.ngrams.append((op, y))
         return y
 
     def adapter_weights(self, op: g.AdapterWeights) -> Stored:
@@ -354,6 +362,12 @@ class Lowering:
         arguments = (x.buffer, x.stride, *weights, *places, *strides, *numbers)
         self.call(elementwise.hyper_weights, arguments, 1, x.slot, **constants)
         return made
+
+    def stream_gate(self, op: g.StreamGate) -> Stored:
+        key, query, y = self.stored[op.key], self.stored[op.query], self.new(op.key.rows, op.n, is_kept=True)
+        sizes = op.n, 4 * op.size, y.buffer, y.stride, op.size**-0.5
+        self.call(elementwise.stream_gate, (key.buffer, key.stride, query.buffer, query.stride, *sizes), 1, key.slot)
+        return y
 
     def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, 1, is_kept=True)
@@ -536,7 +550,7 @@ class Lowering:
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
         sees_span = op.has_spans and not op.causal  # from a first position on, as a window of one token there
         if op.selected is not None or op.entries is not None:
-            most = ALL if op.selected is None else op.selected.width
+            most = ALL if op.selected is None else op.n_selected
             sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.every, most)
         table = tables.tile_table(n_heads, op.group_size, head, **sees)
         sinks = self.weights.vector(op.sinks)
@@ -590,11 +604,11 @@ class Lowering:
 
     def index_select(self, op: g.IndexSelect) -> Stored:
         cache, tables, lanes = op.cache, self.tables, 2 * self.threads
-        q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.result.width)
-        row_bytes = 4 * tables.n_blocks * PAGE
+        q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
+        row_bytes = 4 * padded(-(-tables.n_blocks * PAGE // op.run) * op.n_choices)
         scores = Buffer(lanes * row_bytes)
         given = (
-            *(self.counter(N_TOKENS), lanes, q.buffer, q.stride, weights.buffer, weights.stride),
+            *(self.counter(N_TOKENS), lanes, q.buffer, q.stride, *self._address_and_stride(op.head_weights)),
             *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
             *(self.layers[cache.key][0], scores, row_bytes),
         )

@@ -5,8 +5,10 @@ Scores of a token are a row, float32 [positions].  There are as many rows as lan
 no more tokens, each has a row of its own, which lanes share, so that decoding has all threads; otherwise each lane
 scores token after token, and each row serves many.
 
-Where runs of positions are chosen (RUN), each has a key, which `pool_keys` makes of its tokens', and puts behind that
-of its last.  Where a cache keeps one of several tokens (EVERY), numbers of those are chosen.
+Where runs of positions are chosen (RUN), each has a key, that of its last position, or behind it one that `pool_keys`
+makes of its tokens'.  Where each head chooses for itself (LAST; CHOICES), a row is [runs, CHOICES], the largest
+product with a key of each run; the LAST last runs are chosen whatever theirs is.  Where a cache keeps one of several
+tokens (EVERY), numbers of those are chosen.
 
 The k largest are found by their bits (radix select): as integers that are in the order of the floats, digit by digit
 from the highest, of which each is the one that the k-th largest has.  All above it are taken, and of its equals the
@@ -34,25 +36,34 @@ PART = 16
 #: Bits of a digit.
 DIGIT = 11
 ZERO, ONE = np.float32(0), np.float32(1)
+#: A score above all others.
+HIGHEST = np.float32(3e38)
 
 
 def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
     """Compile-time constants of kernels, as in `localllm.kernels.cpu.attention.constants`."""
-    rows, (layout, _) = 8 if wide else 4, layouts_of(op.cache)
+    has_many = wide and op.n_heads > 4
+    rows, (layout, _) = 8 if has_many else 4, layouts_of(op.cache)
     return {
         "HEADS": op.n_heads,
         "PADDED": -(-op.n_heads // rows) * rows,
         "TOP": op.k // op.run,
-        "WIDTH": op.result.width,
+        "CHOICES": op.n_choices,
+        "WIDTH": op.result.width // op.n_choices,
         "RUN": op.run,
         "EVERY": op.cache.every,
+        "LAST": op.n_last,
+        # So many positions less than a whole run count as one.
+        "MISSING": op.run - 1 if op.n_last else 0,
+        "WEIGHTED": int(op.head_weights is not None),
         "DIM": op.dim,
         "POOL": 4 * padded(op.dim),
+        "RUN_KEY": 0 if op.pool is None else 2 * op.dim,
         "KEY_HEAD": layout.head(op.cache.key_dim),
         "KEY_BLOCK": block_bytes(op.cache)[0],
         "KEY_SCALES": layout.scale_bytes(op.cache.key_dim),
         "ROWS": rows,
-        "VECTORS": 2 if wide else 1,
+        "VECTORS": 2 if has_many else 1,
         "LOAD": layout.load,
         "UNIT": layout.unit,
     }
@@ -90,20 +101,38 @@ def ordered(address):
 
 @template
 def score_pages(q, weights, cache, table, low, high, row):
-    """row[PAGE * low …] = the scores of pages low … high, of each run of positions one."""
+    """row[PAGE * low …] = the scores of pages low … high, of each run of positions one, or of each head's."""
     queries, scores, factors = stack(4 * PADDED * KEY_HEAD), stack(ROWS * SCORES), stack(4 * PADDED)
     for h in range(PADDED):
         # Beyond the last head it is computed again, and counts nothing.
         one, query = ONE, q + 4 * DIM * min(h, HEADS - 1)
         load_query(query, DIM, one, queries + 4 * KEY_HEAD * h)
-        store_f32(factors + 4 * h, load_f32(weights + 4 * min(h, HEADS - 1)) if h < HEADS else ZERO)
+        weight = ONE
+        if WEIGHTED:
+            weight = load_f32(weights + 4 * min(h, HEADS - 1))
+        store_f32(factors + 4 * h, weight if h < HEADS else ZERO)
     for page in range(low, high):
         block = block_at(cache, table, page, KEY_BLOCK)
-        if EVERY * RUN > 1:
+        if LAST:
+            for some in range(0, PADDED, ROWS):
+                score_rows(queries + 4 * KEY_HEAD * some, block, scores, block, 0)
+                for r in range(min(ROWS, HEADS - some)):
+                    for first in range(0, PAGE, min(RUN, PAGE)):
+                        best, place = LOWEST, row + 4 * HEADS * ((PAGE * page + first) // RUN) + 4 * (some + r)
+                        if (PAGE * page + first) % RUN:
+                            best = load_f32(place)
+                        if RUN % 16 == 0:
+                            top = load_f32x16(scores + SCORES * r + 4 * first)
+                            for i in range(first + 16, first + min(RUN, PAGE), 16):
+                                top = maximum(top, load_f32x16(scores + SCORES * r + 4 * i))
+                            best = max(best, max_lanes(top))
+                        else:
+                            for i in range(first, first + min(RUN, PAGE)):
+                                best = max(best, load_f32(scores + SCORES * r + 4 * i))
+                        store_f32(place, best + ZERO)
+        elif EVERY * RUN > 1:
             for j in range(PAGE // (EVERY * RUN)):
-                key, score = block + 2 * KEY_HEAD * j, ZERO
-                if RUN > 1:
-                    key = block + 2 * (KEY_HEAD * (RUN * j + RUN - 1) + 2 * DIM)
+                key, score = block + 2 * (KEY_HEAD * (RUN * j + RUN - 1) + RUN_KEY), ZERO
                 for h in range(HEADS):
                     product = zero_f32x16()
                     for i in range(0, DIM, 16):
@@ -127,9 +156,11 @@ def score_pages(q, weights, cache, table, low, high, row):
 @template
 def choose(row, seen, out):
     """out = of ``seen`` positions those of the TOP runs of the largest values, and those behind; then -1."""
-    n, place, rest = seen // RUN, out, np.int64(0)
+    n, place, rest = (seen + MISSING) // RUN, out, np.int64(0)
     if n > TOP:
         rest = n * RUN
+        for i in range(n - LAST, n):
+            store_f32(row + 4 * CHOICES * i, HIGHEST)
         counts = stack(4 << DIGIT)
         found, wanted, above = np.int64(0), np.int64(TOP), np.int64(32)
         for _ in range(3):
@@ -138,7 +169,7 @@ def choose(row, seen, out):
             for i in range(last + 1):
                 store_i32(counts + 4 * i, np.int32(0))
             for i in range(n):
-                bits = ordered(row + 4 * i)
+                bits = ordered(row + 4 * CHOICES * i)
                 if bits >> above == found:
                     count = counts + 4 * (bits >> shift & last)
                     store_i32(count, np.int32(load_i32(count) + 1))
@@ -148,11 +179,11 @@ def choose(row, seen, out):
                 digit -= 1
             found, above = found << (above - shift) | digit, shift
         for i in range(n):
-            bits = ordered(row + 4 * i)
+            bits = ordered(row + 4 * CHOICES * i)
             if bits > found or (bits == found and wanted > 0):
                 if bits == found:
                     wanted -= 1
-                for j in range(RUN):
+                for j in range(min(np.int64(RUN), seen - RUN * i)):
                     store_f32(place, np.float32(RUN * i + j))
                     place += 4
     for i in range(rest, seen):
@@ -240,10 +271,10 @@ def index_scores(
         for unit in range(begin, end):
             turn = np.int64(0)
             for token in range(n_tokens):
-                n = (np.int64(load_i32(positions + 4 * token)) + 1) // (EVERY * RUN)
+                n = ((np.int64(load_i32(positions + 4 * token)) + 1) // EVERY + MISSING) // RUN
                 if n > TOP:
                     table = block_tables + 4 * sequence_of(token, starts) * block_stride
-                    n_pages = (EVERY * RUN * n - 1) // PAGE + 1
+                    n_pages = (EVERY * RUN * (n - LAST) - 1) // PAGE + 1
                     for first in range(0, n_pages, PART):
                         if turn % lanes == unit:
                             score_pages(
@@ -258,16 +289,18 @@ def index_select(
     begin, end, batch, lanes, q, q_stride, weights, weights_stride, starts, positions, block_tables, block_stride,
     keys, scores, row_bytes, out, out_stride,
 ):  # fmt: skip
-    """out [T, WIDTH] = the positions that each token attends to; where tokens are many, their scores, too."""
+    """out [T, CHOICES, WIDTH] = the positions that each token attends to; of many tokens, their scores, too."""
     n_tokens = load_i64(batch)
     for unit in range(begin, end):
         for token in range(unit, n_tokens, lanes):
             seen = (np.int64(load_i32(positions + 4 * token)) + 1) // EVERY
             row = scores + row_bytes * (token if n_tokens <= lanes else unit)
-            if seen // RUN > TOP and n_tokens > lanes:
+            n = (seen + MISSING) // RUN
+            if n > TOP and n_tokens > lanes:
                 table = block_tables + 4 * sequence_of(token, starts) * block_stride
                 score_pages(
                     q + q_stride * token, weights + weights_stride * token, keys, table,
-                    0, (EVERY * (seen // RUN * RUN) - 1) // PAGE + 1, row,
+                    0, (EVERY * RUN * (n - LAST) - 1) // PAGE + 1, row,
                 )  # fmt: skip
-            choose(row, seen, out + out_stride * token)
+            for choice in range(CHOICES):
+                choose(row + 4 * choice, seen, out + out_stride * token + 4 * WIDTH * choice)

@@ -87,6 +87,18 @@ def store_i8(b, address, value):
     store(b, address, b.trunc(value, i8))
 
 
+@op(void, intp, intp)
+def copy_i8(b, source, target):
+    """One byte to another address."""
+    store(b, target, load(b, source, i8))
+
+
+@op(void, intp, intp)
+def copy_i16(b, source, target):
+    """Two bytes to another address."""
+    store(b, target, load(b, source, i16))
+
+
 @op(intp, literal)
 def stack(b, n_bytes):
     """The address of ``n_bytes`` of the thread's stack, aligned for vectors, good until the kernel returns."""

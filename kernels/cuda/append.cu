@@ -144,7 +144,8 @@ DEVICE void rotate(float (&x)[GROUPS], float* row, const float2* turns, int n_pa
 // slots: int32 [T], page * PAGE + place in the page.  positions: int32 [T].
 // phases: uint64 [n_pairs], turns a position in units of 2^-64; values before `first` and from first + 2 * n_pairs on are
 // not rotated.  Pairs are neighbours where `interleaved`, else n_pairs apart.  With AXES, they turn by their token's
-// places `axes`, int32 [4, axes_stride], each by that of a number, int32 [n_pairs], which stand behind the phases.
+// places `axes`, int32 [4, axes_stride], each by that of a number, int32 [n_pairs], which stand behind the phases; and by
+// `ahead` positions more.
 // q, k: float32 [T, heads * KEY_DIM]; v: float32 [T, heads * VALUE_DIM], which may be k; strides in values.
 // norm_last: whether norms come behind the rotation.  Queries at position p are multiplied by 1 + rate *
 // log(1 + floor((p + offset) / length)), if the rate is not 0.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.backend import scatter
@@ -137,7 +138,12 @@ class CUDACache:
         #: Of each state, where it begins in a slot; and the bytes of a slot.
         self._places: dict[RecurrentState, int] = {}
         self.slot_bytes = 0
+        #: And the values [n_states, n] of those that the host keeps.
+        self.host_states: dict[RecurrentState, NDArray[np.float32]] = {}
         for state in (state for states in graph.states.values() for state in states):
+            if state.is_on_host:
+                self.host_states[state] = np.zeros((n_states, state.n_values), np.float32)
+                continue
             self._places[state] = self.slot_bytes
             self.slot_bytes += _state_bytes(state)
         self.n_bytes += n_states * self.slot_bytes
@@ -169,6 +175,9 @@ class CUDACache:
     def copy(self, group: int | None, source: int, target: int) -> None:
         for to, of in zip(self._where(group, target), self._where(group, source), strict=True):
             self.driver.copy(to, of, self.stream)
+        if group is None:
+            for values in self.host_states.values():
+                values[target] = values[source]
         self.driver.synchronize(self.stream)
 
     def layer_bytes(self) -> dict[int, int]:
@@ -201,7 +210,11 @@ class CUDACache:
         ]
 
     def n_bytes_of(self, group: int | None) -> int:
-        return sum(place.n_bytes for place in self._where(group, 0))
+        return sum(place.n_bytes for place in self._where(group, 0)) + sum(x.nbytes for x in self._on_host(group, 0))
+
+    def _on_host(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
+        """What the host keeps of a slot."""
+        return [x[number].view(np.uint8) for x in self.host_states.values()] if group is None else []
 
     def read(self, group: int | None, number: int) -> bytes:
         places = self._where(group, number)
@@ -209,12 +222,12 @@ class CUDACache:
         for part, place in zip(parts, places, strict=True):
             self.driver.download(part, place, self.stream)
         self.driver.synchronize(self.stream)
-        return b"".join(part.tobytes() for part in parts)
+        return b"".join(part.tobytes() for part in (*parts, *self._on_host(group, number)))
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
         places = self._where(group, number)
         parts = [np.empty(place.n_bytes, np.uint8) for place in places]
-        scatter(data, parts)
+        scatter(data, [*parts, *self._on_host(group, number)])
         for part, place in zip(parts, places, strict=True):
             self.driver.upload(place, part, self.stream)
         self.driver.synchronize(self.stream)

@@ -279,6 +279,24 @@ extern "C" __global__ void hyper_weights(const int* __restrict__ header, const f
   }
 }
 
+// y = sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), where s = scale * key * query, of each of the streams of n values.
+// Grid: (streams, rows).
+extern "C" __global__ void __launch_bounds__(WARP)
+    stream_gate(const int* __restrict__ header, const float* __restrict__ key, int key_stride,
+                const float* __restrict__ query, int query_stride, int n, float scale, float* __restrict__ y,
+                int y_stride) {
+  const int stream = blockIdx.x, row = blockIdx.y;
+  if (is_beyond(row, header + N_TOKENS)) return;
+  key += (size_t)row * key_stride + stream * n;
+  query += (size_t)row * query_stride + stream * n;
+  float product = 0.0f;
+  for (int i = threadIdx.x; i < n; i += WARP) product = fmaf(key[i], query[i], product);
+  product = warp_sum(product) * scale;
+  const float root = sqrtf(fmaxf(fabsf(product), 1e-6f));
+  if (threadIdx.x == 0)
+    y[(size_t)row * y_stride + stream] = product == 0.0f ? 0.5f : sigmoid(product < 0.0f ? -root : root);
+}
+
 // y = sqrt(mean(x^2)), over rows of n values.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     root_mean_square(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float* __restrict__ y,

@@ -86,6 +86,7 @@ class Lowered:
     result: Stored
     tables: list[tuple[int, bool]]  # rows of those that are looked up in, and whether by position
     embeddings: dict[int, Stored]  # where those of tokens that have their own are put, by number
+    ngrams: list[tuple[g.NgramEmbed, Stored]]  # where what the host looks up of n-grams is put
     # where the largest of the result is put, and where more of them are, if that is logits: ids, and behind those of
     # all rows their logits; of more than one a row, then ids that rows go on with
     found: tuple[Buffer, Buffer] | None
@@ -131,6 +132,7 @@ class Lowering:
         self.chosen = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
         self.embeddings: dict[int, Stored] = {}
+        self.ngrams: list[tuple[g.NgramEmbed, Stored]] = []
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
@@ -139,12 +141,14 @@ class Lowering:
         result = self.stored[self.graph.result]
         found = self.choose(result) if self.graph.result.rows is Rows.OUTPUTS else None
         # What a step begins with is there before its calls, and what it ends with stays.
-        begin = [stored.buffer for stored in (*(y for _, y in self.hidden), *self.embeddings.values())]
+        given = *self.hidden, *self.ngrams
+        begin = [stored.buffer for stored in (*(y for _, y in given), *self.embeddings.values())]
         end = [result.buffer, *(found or ())]
         kept = [self.batch.buffer, self.chosen, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
         calls, self.calls = self.calls, []  # which refer to this: a circle would keep memory till the next collection
-        return Lowered(self.limits, calls, self.hidden, result, self.tables, self.embeddings, found, n_bytes)
+        given_rows = self.embeddings, self.ngrams
+        return Lowered(self.limits, calls, self.hidden, result, self.tables, *given_rows, found, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -282,6 +286,11 @@ class Lowering:
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, y, **options)
         return y
 
+    def ngram_embed(self, op: g.NgramEmbed) -> Stored:
+        y = self.like(op.result)
+        self.ngrams.append((op, y))
+        return y
+
     def add_rows(self, op: g.AddRows) -> Stored:
         x: Stored = self.stored[op.x]
         own = self.embeddings.setdefault(op.index, self.like(op.x))
@@ -375,6 +384,12 @@ class Lowering:
         values = x, *weights, op.n, float(op.eps), float(op.magnitude), float(op.more), op.n_rounds
         self.elementwise("stream weights", "hyper_weights", x, _each, 1, *values, *made, *(None, 0) * (3 - len(made)))
         return made
+
+    def stream_gate(self, op: g.StreamGate) -> Stored:
+        key, query, y = self.stored[op.key], self.stored[op.query], self.like(op.result)
+        values = key, query, op.size, op.size**-0.5, y
+        self.elementwise("stream gate", "stream_gate", key, lambda n: (op.n, n), 32, *values)
+        return y
 
     def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
@@ -647,11 +662,12 @@ class Lowering:
 
     def index_select(self, op: g.IndexSelect) -> Stored:
         limits, kept, batch = self.limits, op.cache, self.batch
-        q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.result.width)
-        stride = limits.cache.n_pages[0] * PAGE
-        scores, cache = Buffer(4 * _SCORED_TOKENS * stride), limits.cache.layer(kept.key)[:2]
+        q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
+        weights = None if op.head_weights is None else self.stored[op.head_weights]
+        stride, n_choices = -(-limits.cache.n_pages[0] * PAGE // op.run), op.n_choices
+        scores, cache = Buffer(4 * _SCORED_TOKENS * n_choices * stride), limits.cache.layer(kept.key)[:2]
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
-        defines = selection_defines(kept, op.k // op.run) | {"HEADS": op.n_heads, "DIM": op.dim, "RUN": op.run}
+        defines = index_defines(kept, op.k // op.run, op.n_heads, op.dim, run=op.run, n_last=op.n_last)
         if op.pool is not None:
             slots = batch.slots[limits.cache.groups[kept.key]]
             pooled = header, batch.positions, slots, self.weights.vector(op.pool), padded(op.dim), cache[0]
@@ -662,11 +678,12 @@ class Lowering:
         def launches(extent: Extent) -> Iterator[Launch]:
             for first in range(0, extent.n_tokens, _SCORED_TOKENS):
                 n = min(_SCORED_TOKENS, extent.n_tokens - first)
-                scored = header, starts, *tables, batch.positions, first, q, weights, *cache, scores, stride
+                of_heads = (weights,) if weights else (None, 0)
+                scored = header, starts, *tables, batch.positions, first, q, *of_heads, *cache, scores, stride
                 chosen = header, batch.positions, first, scores, stride, y
                 for kernel, grid, values in (
                     ("index_scores", (_SCORE_BLOCKS, n), scored),
-                    ("index_select", (n,), chosen),
+                    ("index_select", (n, n_choices), chosen),
                 ):
                     yield Launch("selection", kernel, defines, grid, (128,), 0, arguments(*values, n_rows=n))
 
@@ -674,7 +691,8 @@ class Lowering:
             pairs, positions = sizes.seen(attention.NO_WINDOW)
             return Cost(positions * kept.bytes_per_token(), 2 * pairs * q.width)
 
-        self.calls.append(Call("index", launches, [q, weights, y, scores], index_cost))
+        operands = [q, y, scores, *([weights] if weights else [])]
+        self.calls.append(Call("index", launches, operands, index_cost))
         return y
 
     def compress(self, op: g.Compress) -> Stored:
@@ -694,7 +712,8 @@ class Lowering:
         q, y, selected = self.stored[op.q], self.new(Rows.TOKENS, op.result.width), self.stored[op.selected]
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
         beside: tuple[Any, ...] = 0, None, None
-        most = longest = 0 if selected is None else selected.width
+        most, by_head = op.n_selected, op.selected_by_head
+        longest = most
         if entries is not None:
             number = limits.cache.groups[entries.key]
             beside = op.window, limits.cache.layer(entries.key)[0], batch.attention(number)[4]
@@ -707,8 +726,8 @@ class Lowering:
             lambda n: (op.n_heads, n),
             128,
             *(header, starts, *tables, batch.positions, *((None, 0) if selected is None else (selected,))),
-            *(*limits.cache.layer(kept.key)[:2], q, y, self.weights.vector(op.sinks), float(op.scale), *beside),
-            defines=selection_defines(kept, most, 0 if entries is None else entries.every),
+            *(*limits.cache.layer(kept.key), q, y, self.weights.vector(op.sinks), float(op.scale), *beside),
+            defines=selection_defines(kept, most, 0 if entries is None else entries.every, by_head=by_head),
             cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * longest * q.width),
         )
         self._rotate_back(op, y)
@@ -1002,9 +1021,18 @@ def columns(x: Stored) -> Grid:
     return lambda n: (-(-x.width // _GATE_COLUMNS), n)
 
 
-def selection_defines(kept: g.KVCache, k: int, entries: int = 0) -> dict[str, int | str]:
-    """Definitions of selection.cu, without the indexer's heads."""
-    return {**append_defines(kept), "TOP": k, "ENTRIES": entries}
+def selection_defines(kept: g.KVCache, k: int, entries: int = 0, *, by_head: bool = False) -> dict[str, int | str]:
+    """Definitions of selection.cu for attention to k positions."""
+    heads = {"KV_HEADS": kept.n_heads, "VALUES_IN_KEYS": int(kept.values_in_keys), "BY_HEAD": int(by_head)}
+    return {**append_defines(kept), **heads, "TOP": k, "ENTRIES": entries}
+
+
+def index_defines(
+    kept: g.KVCache, k: int, n_heads: int, dim: int, *, run: int = 1, n_last: int = 0
+) -> dict[str, int | str]:
+    """Those of an indexer that chooses k runs, whose keys may be made, behind the tokens' own."""
+    place = {"RUN": run, "RUN_KEY": kept.key_dim - dim, "LAST": n_last}
+    return {**selection_defines(kept, k), **place, "HEADS": n_heads, "DIM": dim}
 
 
 def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:

@@ -1,15 +1,16 @@
 // Attention to selected positions: an indexer's scores, the largest of them, and attention to those alone.
 //
 // Correct, not yet tuned: products are of single threads, and each query head reads what it attends to itself.
-// HEADS, DIM, RUN: of the indexer, whose queries have DIM values, and which chooses runs of RUN positions.  KEY_DIM,
-// VALUE_DIM, KEY_BITS, EVERY: of the cache that is read, of how many tokens it keeps one.  TOP: runs, or positions that
-// a token attends to.  ENTRIES: of how many tokens a second cache keeps one, which is read beside a window; 0 without.
-// SERIES: of what runs of RUN tokens become, whose values go to one run or also to the next.
+// HEADS, DIM, RUN, LAST: of the indexer, whose queries have DIM values, and which chooses runs of RUN positions; with
+// LAST, each head chooses for itself, and so many last runs always.  RUN_KEY: the number of the value that a run's key
+// begins with, of those of its last position.  KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KV_HEADS, VALUES_IN_KEYS,
+// EVERY: of the cache that is read, of how many tokens it keeps one.  TOP: runs, or positions that a token attends to;
+// BY_HEAD: those of each key/value head.  ENTRIES: of how many tokens a second cache keeps one, which is read beside a
+// window; 0 without.  SERIES: of what runs of RUN tokens become, whose values go to one run or also to the next.
 #include "batch.cuh"
 #include "common.cuh"
 
 constexpr int THREADS = 128, DIGIT = 11, DIGITS = 1 << DIGIT;
-constexpr int HEAD = (KEY_DIM + 15) / 16 * 16, GROUPS = (HEAD + PER_SCALE - 1) / PER_SCALE;
 
 // The pages of the sequence that a token belongs to.
 DEVICE const int* table_of(int token, const int* starts, const int* tables, int table_stride) {
@@ -18,31 +19,36 @@ DEVICE const int* table_of(int token, const int* starts, const int* tables, int 
   return tables + (size_t)sequence * table_stride;
 }
 
-// The key at a position, of a cache of one head, and its scales.
-struct Key {
+// The key, or the value, of a head at a position, which takes ROW values of BITS bits, and its scales.
+template <int ROW, int BITS>
+struct Entry {
+  static constexpr int GROUPS = (ROW + PER_SCALE - 1) / PER_SCALE;
   const uint8_t* values;
   const uint16_t* scales;
   int place;
 
-  __device__ __forceinline__ Key(const uint8_t* keys, const uint16_t* key_scales, const int* table, int position,
-                                 int every = EVERY) {
-    const size_t page = table[position / PAGE];
+  __device__ __forceinline__ Entry(const uint8_t* entries, const uint16_t* all_scales, const int* table, int position,
+                                   int head = 0, int every = EVERY) {
+    const size_t block = (size_t)table[position / PAGE] * KV_HEADS + head;
     place = position % PAGE / every;
-    values = keys + page * ((every < PAGE ? PAGE / every : 1) * HEAD * KEY_BITS / 8);
-    scales = key_scales + page * GROUPS * PAGE + place;
+    values = entries + block * ((every < PAGE ? PAGE / every : 1) * ROW * BITS / 8);
+    scales = all_scales + block * GROUPS * PAGE + place;
   }
 
   __device__ __forceinline__ float operator[](int i) const {
-    const int at = place * HEAD + i;
-    if (KEY_BITS == 16) return half_to_float(((const uint16_t*)values)[at]);
+    const int at = place * ROW + i;
+    if (BITS == 16) return half_to_float(((const uint16_t*)values)[at]);
     int code = ((const int8_t*)values)[at];
-    if (KEY_BITS < 8) {
-      code = (values[at / 16 * 8 + at % 8] >> at % 16 / 8 * 4 & 15) - (1 << (KEY_BITS - 1));
-      if (KEY_BITS == 5) code += (((const uint16_t*)(values + PAGE * HEAD / 2))[at / 16] >> at % 16 & 1) << 4;
+    if (BITS < 8) {
+      code = (values[at / 16 * 8 + at % 8] >> at % 16 / 8 * 4 & 15) - (1 << (BITS - 1));
+      if (BITS == 5) code += (((const uint16_t*)(values + PAGE * ROW / 2))[at / 16] >> at % 16 & 1) << 4;
     }
     return code * half_to_float(scales[i / PER_SCALE * PAGE]);
   }
 };
+
+constexpr int KEY_HEAD = (KEY_DIM + 15) / 16 * 16, VALUE_HEAD = (VALUE_DIM + 15) / 16 * 16;
+using Key = Entry<KEY_HEAD, KEY_BITS>;
 
 #if defined(SERIES)
 // Of tokens that end a run of RUN, the sum of its values, of each channel by the softmax of its gates plus the biases
@@ -64,9 +70,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int p = first; p <= position; p++) {
         const int series = p <= position - RUN ? 0 : SERIES - 1;
         const uint16_t* const row =
-          rows + (((size_t)table[p / PAGE] * 2 * SERIES + series) * PAGE + p % PAGE) * HEAD + column;
+          rows + (((size_t)table[p / PAGE] * 2 * SERIES + series) * PAGE + p % PAGE) * KEY_HEAD + column;
         const float gate =
-          half_to_float(row[SERIES * PAGE * HEAD]) + biases[p % RUN * biases_stride + series * KEY_DIM + column];
+          half_to_float(row[SERIES * PAGE * KEY_HEAD]) + biases[p % RUN * biases_stride + series * KEY_DIM + column];
         if (turn == 0) {
           top = fmaxf(top, gate);
         } else {
@@ -80,6 +86,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 #elif defined(HEADS)
+constexpr int CHOICES = LAST ? HEADS : 1, WIDTH = TOP * RUN + (LAST ? 0 : RUN - 1);
+
+// The runs that can be chosen of so many positions, or of what the cache keeps of them.
+DEVICE int runs_of(int seen) { return (seen + (LAST ? RUN - 1 : 0)) / RUN; }
+
 // Of tokens that end a run, its key, of each channel: the sum of its tokens' keys times the softmax of their gates plus
 // the pool's [RUN, stride].  Of a token, the cache has [key | gate | key of a run].  Grid: (tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -87,23 +98,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               const float* __restrict__ pool, int stride, uint16_t* keys) {
   const int token = blockIdx.x;
   if (token >= header[N_TOKENS] || positions[token] % RUN != RUN - 1) return;
-  uint16_t* const first = keys + (size_t)(slots[token] - RUN + 1) * HEAD;  // of one head, pages lie side by side
+  uint16_t* const first = keys + (size_t)(slots[token] - RUN + 1) * KEY_HEAD;  // of one head, pages lie side by side
   for (int column = threadIdx.x; column < DIM; column += THREADS) {
     float top = -1e30f, total = 0.0f, key = 0.0f;
     for (int i = 0; i < RUN; i++)
-      top = fmaxf(top, half_to_float(first[(size_t)i * HEAD + DIM + column]) + pool[i * stride + column]);
+      top = fmaxf(top, half_to_float(first[(size_t)i * KEY_HEAD + DIM + column]) + pool[i * stride + column]);
     for (int i = 0; i < RUN; i++) {
-      const float weight = expf(half_to_float(first[(size_t)i * HEAD + DIM + column]) + pool[i * stride + column] - top);
+      const float gate = half_to_float(first[(size_t)i * KEY_HEAD + DIM + column]) + pool[i * stride + column];
+      const float weight = expf(gate - top);
       total += weight;
-      key = fmaf(half_to_float(first[(size_t)i * HEAD + column]), weight, key);
+      key = fmaf(half_to_float(first[(size_t)i * KEY_HEAD + column]), weight, key);
     }
-    first[(size_t)(RUN - 1) * HEAD + 2 * DIM + column] = float_to_half(key / total);
+    first[(size_t)(RUN - 1) * KEY_HEAD + RUN_KEY + column] = float_to_half(key / total);
   }
 }
 
-// Of tokens from number `first` on, sums over the heads of weight * max(0, q * key), for all positions that they see.
+// Of tokens from number `first` on, of all runs that they see: the sum over the heads of weight * max(0, q * key), all
+// weights 1 where there are none; or with LAST, of each head the largest q * key, of which a warp computes those of a
+// run.
 //
-// Grid: (blocks that share a token's positions, tokens).  scores: [tokens, stride].
+// Grid: (blocks that share a token's runs, tokens).  scores: [tokens, CHOICES, stride].
 extern "C" __global__ void __launch_bounds__(THREADS)
     index_scores(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
                  int table_stride, const int* __restrict__ positions, int first, const float* __restrict__ q,
@@ -113,21 +127,43 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ float queries[HEADS * DIM], factors[HEADS];
   const int token = first + blockIdx.y;
   if (token >= header[N_TOKENS]) return;
-  const int n = (positions[token] + 1) / (EVERY * RUN);
+  const int n = runs_of((positions[token] + 1) / EVERY);
   if (n <= TOP) return;
   for (int i = threadIdx.x; i < HEADS * DIM; i += THREADS) queries[i] = q[(size_t)token * q_stride + i];
-  for (int i = threadIdx.x; i < HEADS; i += THREADS) factors[i] = weights[(size_t)token * weights_stride + i];
+  for (int i = threadIdx.x; i < HEADS; i += THREADS)
+    factors[i] = weights ? weights[(size_t)token * weights_stride + i] : 1.0f;
   __syncthreads();
   const int* const table = table_of(token, starts, tables, table_stride);
+  scores += (size_t)blockIdx.y * CHOICES * stride;
+  if (LAST) {
+    const int warps = THREADS / WARP, lane = threadIdx.x % WARP;
+    for (int p = blockIdx.x * warps + threadIdx.x / WARP; p < n - LAST; p += gridDim.x * warps) {
+      float best[HEADS];
+      for (int head = 0; head < HEADS; head++) best[head] = -3e38f;
+      for (int i = lane; i < RUN; i += WARP) {
+        const Key key(keys, key_scales, table, RUN * p + i, 0);
+        for (int head = 0; head < HEADS; head++) {
+          float product = 0.0f;
+          for (int j = 0; j < DIM; j++) product = fmaf(queries[head * DIM + j], key[j], product);
+          best[head] = fmaxf(best[head], product);
+        }
+      }
+      for (int head = 0; head < HEADS; head++) {
+        const float score = warp_max(best[head]);
+        if (lane == 0) scores[head * stride + p] = score + 0.0f;  // -0 becomes 0
+      }
+    }
+    return;
+  }
   for (int p = blockIdx.x * THREADS + threadIdx.x; p < n; p += gridDim.x * THREADS) {
     const Key key(keys, key_scales, table, EVERY * RUN * (p + 1) - 1);
     float total = 0.0f;
     for (int head = 0; head < HEADS; head++) {
       float product = 0.0f;
-      for (int i = 0; i < DIM; i++) product = fmaf(queries[head * DIM + i], key[RUN > 1 ? 2 * DIM + i : i], product);
+      for (int i = 0; i < DIM; i++) product = fmaf(queries[head * DIM + i], key[RUN_KEY + i], product);
       total = fmaf(fmaxf(product, 0.0f), factors[head], total);
     }
-    scores[(size_t)blockIdx.y * stride + p] = total + 0.0f;  // -0 becomes 0
+    scores[p] = total + 0.0f;
   }
 }
 
@@ -137,10 +173,13 @@ DEVICE uint32_t ordered(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+// That of a run's score; the last ones come before all others.
+DEVICE uint32_t rank_of(const float* scores, int i, int n) { return ordered(i < n - LAST ? scores[i] : 3e38f); }
+
 // The positions of the runs of the TOP largest scores, in order, and those behind the last run; then -1.
 //
 // Found by their bits, digit by digit from the highest: of equals of the last one, the first are taken.
-// Grid: tokens from number `first` on.
+// Grid: (tokens from number `first` on, CHOICES).  out: [tokens, CHOICES, WIDTH].
 extern "C" __global__ void __launch_bounds__(THREADS)
     index_select(const int* __restrict__ header, const int* __restrict__ positions, int first,
                  const float* __restrict__ scores, int stride, float* __restrict__ out, int out_stride) {
@@ -149,19 +188,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ int wanted;
   const int token = first + blockIdx.x;
   if (token >= header[N_TOKENS]) return;
-  const int seen = (positions[token] + 1) / EVERY, n = seen / RUN, chosen = min(n, TOP) * RUN;
-  out += (size_t)token * out_stride;
-  for (int i = threadIdx.x; i < TOP * RUN + RUN - 1; i += THREADS)
-    if (n <= TOP || i >= chosen) out[i] = i < chosen + seen % RUN ? (float)(seen - seen % RUN - chosen + i) : -1.0f;
+  const int seen = (positions[token] + 1) / EVERY, n = runs_of(seen), chosen = min(n, TOP) * RUN;
+  out += (size_t)token * out_stride + blockIdx.y * WIDTH;
+  for (int i = threadIdx.x; i < WIDTH; i += THREADS) {
+    const int position = n * RUN - chosen + i;
+    if (n <= TOP || i >= chosen) out[i] = position < seen ? (float)position : -1.0f;
+  }
   if (n <= TOP) return;
-  scores += (size_t)blockIdx.x * stride;
+  scores += ((size_t)blockIdx.x * CHOICES + blockIdx.y) * stride;
   if (threadIdx.x == 0) found = 0, wanted = TOP;
   for (int above = 32; above > 0; above = max(0, above - DIGIT)) {
     const int shift = max(0, above - DIGIT), last = (1 << (above - shift)) - 1;
     for (int i = threadIdx.x; i <= last; i += THREADS) counts[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < n; i += THREADS) {
-      const uint32_t bits = ordered(scores[i]);
+      const uint32_t bits = rank_of(scores, i, n);
       if (above == 32 || bits >> above == found) atomicAdd(counts + (bits >> shift & last), 1);
     }
     __syncthreads();
@@ -176,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int each = (n + THREADS - 1) / THREADS, begin = each * threadIdx.x, end = min(n, begin + each);
   int above = 0, equal = 0;
   for (int i = begin; i < end; i++) {
-    const uint32_t bits = ordered(scores[i]);
+    const uint32_t bits = rank_of(scores, i, n);
     above += bits > found;
     equal += bits == found;
   }
@@ -186,15 +227,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   above = equal = 0;
   for (int i = 0; i < threadIdx.x; i++) above += above_of[i], equal += equal_of[i];
   for (int i = begin; i < end; i++) {
-    const uint32_t bits = ordered(scores[i]);
+    const uint32_t bits = rank_of(scores, i, n);
     if (bits > found || (bits == found && equal < wanted))
-      for (int j = 0; j < RUN; j++) out[(above + min(equal, wanted)) * RUN + j] = (float)(i * RUN + j);
+      for (int j = 0; j < RUN; j++) {
+        const int position = i * RUN + j;
+        out[(above + min(equal, wanted)) * RUN + j] = position < seen ? (float)position : -1.0f;
+      }
     above += bits > found;
     equal += bits == found;
   }
 }
 #else
-// Attention of each query head to the selected positions, [T, TOP], whose first VALUE_DIM values are the values.
+using Value = Entry<VALUES_IN_KEYS ? KEY_HEAD : VALUE_HEAD, VALUES_IN_KEYS ? KEY_BITS : VALUE_BITS>;
+
+// Attention of each query head to the selected positions, [T, TOP] or with BY_HEAD [T, KV_HEADS, TOP]; with
+// VALUES_IN_KEYS, the first VALUE_DIM values of their keys are the values.
 //
 // With ENTRIES, to those of a window, and behind them to entries of a second cache: those that are selected, or all.
 // Grid: (heads, tokens).
@@ -202,18 +249,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention_selected(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
                        int table_stride, const int* __restrict__ positions, const float* __restrict__ selected,
                        int selected_stride, const uint8_t* __restrict__ keys, const uint16_t* __restrict__ key_scales,
+                       const uint8_t* __restrict__ values, const uint16_t* __restrict__ value_scales,
                        const float* __restrict__ q, int q_stride, float* __restrict__ out, int out_stride,
                        const float* __restrict__ sinks, float scale, int window,
                        const uint8_t* __restrict__ entries, const int* __restrict__ entry_tables) {
   constexpr int OWN = (VALUE_DIM + THREADS - 1) / THREADS;
   __shared__ float query[KEY_DIM], weights[THREADS], parts[THREADS / WARP];
   __shared__ int chosen[THREADS];
-  const int head = blockIdx.x, token = blockIdx.y, own = threadIdx.x;
+  const int head = blockIdx.x, token = blockIdx.y, own = threadIdx.x, of_keys = head / (gridDim.x / KV_HEADS);
   if (token >= header[N_TOKENS]) return;
   const int seen = positions[token] + 1, n_window = ENTRIES ? min(seen, window) : 0;
   int n = ENTRIES ? seen / max(ENTRIES, 1) : seen;
+  if (VALUES_IN_KEYS) values = keys, value_scales = key_scales;
   if (selected) {
-    selected += (size_t)token * selected_stride;
+    selected += (size_t)token * selected_stride + (BY_HEAD ? of_keys * TOP : 0);
     n = min(n, TOP);
     while (n > 0 && selected[n - 1] < 0.0f) n--;
   }
@@ -222,8 +271,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int* const entry_table = ENTRIES ? table_of(token, starts, entry_tables, table_stride) : table;
   // Of a position the number, of an entry ~number.
   const auto key_at = [&](int number) {
-    return ENTRIES && number < 0 ? Key(entries, key_scales, entry_table, ENTRIES * -number - 1, max(ENTRIES, 1))
-                                 : Key(keys, key_scales, table, number);
+    return ENTRIES && number < 0 ? Key(entries, key_scales, entry_table, ENTRIES * -number - 1, 0, max(ENTRIES, 1))
+                                 : Key(keys, key_scales, table, number, of_keys);
+  };
+  const auto value_at = [&](int number) {
+    return ENTRIES && number < 0 ? Value(entries, key_scales, entry_table, ENTRIES * -number - 1, 0, max(ENTRIES, 1))
+                                 : Value(values, value_scales, table, number, of_keys);
   };
   for (int i = own; i < KEY_DIM; i += THREADS) query[i] = q[(size_t)token * q_stride + head * KEY_DIM + i];
   float sums[OWN] = {}, largest = sinks ? sinks[head] : -1e30f, total = sinks ? 1.0f : 0.0f;
@@ -254,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int column = j * THREADS + own;
       sums[j] *= keep;
       if (column < VALUE_DIM)
-        for (int i = 0; i < here; i++) sums[j] = fmaf(weights[i], key_at(chosen[i])[column], sums[j]);
+        for (int i = 0; i < here; i++) sums[j] = fmaf(weights[i], value_at(chosen[i])[column], sums[j]);
     }
   }
   for (int j = 0; j < OWN; j++)

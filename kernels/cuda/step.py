@@ -27,6 +27,7 @@ from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, Extent, Stored, phases
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
 from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
+from localllm.kernels.embedding import NgramRows
 
 #: Lengths in the cache that an extent of a small batch serves: the first, and then twice as much each.
 SHORTEST = 1024
@@ -57,7 +58,7 @@ class _Slot:
     words: NDArray[np.int32]
     event: Event
     rows: NDArray[np.uint8] | None = None
-    embeddings: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    embeddings: dict[Buffer, NDArray[np.uint8]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -96,6 +97,7 @@ class CUDAStep(Step):
         self.stream = lowered.limits.cache.stream  # what copies its pages comes behind the steps that fill them
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
         self._found, self._tables, self._embeddings = lowered.found, lowered.tables, lowered.embeddings
+        self._ngrams = [(NgramRows(op), into) for op, into in lowered.ngrams]
         self.max_top_k = 0 if lowered.found is None else min(MAX_TOP_K, lowered.result.width)
         self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
         self._n_chosen = 0  # rows of the last run, which the next may begin with
@@ -204,14 +206,17 @@ class CUDAStep(Step):
         self._receive(hidden, len(batch.ids), slot)
         if len(batch.embedded):
             self._upload_embeddings(batch, slot)
+        for ngrams, into in self._ngrams:
+            self._upload_rows(ngrams.rows(batch, limits.cache.host_states[ngrams.op.state]), into, slot)
         driver.record(slot.event, self.stream)
         return (replace(self._bucket(batch) or self._whole(batch), has_embedded=len(batch.embedded) > 0),)
 
     @property
     def chooses_ahead(self) -> bool:
         n_ids = min((n for n, by_position in self._tables if not by_position), default=0)
-        # What watches runs a batch several times, and would have it choose another id each time.
-        return self.max_top_k > 0 and n_ids >= self.result.width and not WATCHES
+        # What watches runs a batch several times, and would have it choose another id each time; and of ids that are
+        # chosen ahead, the host knows no n-grams.
+        return self.max_top_k > 0 and n_ids >= self.result.width and not WATCHES and not self._ngrams
 
     def _receive(self, hidden: Output | None, n_tokens: int, slot: _Slot) -> None:
         """Puts hidden states where the calls begin with them, if they do."""
@@ -233,13 +238,17 @@ class CUDAStep(Step):
 
     def _upload_embeddings(self, batch: Batch, slot: _Slot) -> None:
         for index, into in self._embeddings.items():
-            if index not in slot.embeddings:
-                slot.embeddings[index] = self.pinned(4 * self.limits.max_tokens * into.stride)
-            memory = self.rows(into, len(batch.embedded))
-            rows = slot.embeddings[index][: memory.n_bytes]
-            matrix = rows.view(np.float32).reshape(-1, into.stride)
-            matrix[:, : into.width] = batch.embeddings_of(index, into.width)
-            self.driver.upload(memory, rows, self.stream)
+            self._upload_rows(batch.embeddings_of(index, into.width), into, slot)
+
+    def _upload_rows(self, values: NDArray[np.float32], into: Stored, slot: _Slot) -> None:
+        """Rows to where calls read them."""
+        if into.buffer not in slot.embeddings:
+            slot.embeddings[into.buffer] = self.pinned(4 * self.limits.max_tokens * into.stride)
+        memory = self.rows(into, len(values))
+        rows = slot.embeddings[into.buffer][: memory.n_bytes]
+        matrix = rows.view(np.float32).reshape(-1, into.stride)
+        matrix[:, : into.width], matrix[:, into.width :] = values, 0
+        self.driver.upload(memory, rows, self.stream)
 
     def launch(self, *extents: Extent) -> None:
         """Computes the batch of that extent which is in the device's memory; and in those of the followers."""

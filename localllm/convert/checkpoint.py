@@ -47,7 +47,7 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|masked_embedding|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
+    r"(^|\.)(mtp|masked_embedding|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
     r"|embed_audio)\.|^model\.merger\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
@@ -58,6 +58,8 @@ _HEAD = re.compile(r"^(pooler|head)\.(?!weight$)")
 _LAYER = r"(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
 #: Of which a file has one tensor.
 _STACKED = r"\.(experts|altup_(?:unembed_)?projections)\.(\d+)\."
+#: And the parts of a table of n-grams, whose rows follow one another.
+_PART = re.compile(r".*\.ple_embedding\.ngram_embedding\.(?:shard_(\d+)\.)?")
 #: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
 _NEXTN = {
     "eh_proj": "eh_proj",
@@ -96,11 +98,17 @@ class CheckpointTensor:
     @property
     def data(self) -> NDArray[np.uint8]:
         """uint8 [*shape[:-1], bytes of a row], read anew each time."""
-        parts = []
+        parts = [*self._bytes()]
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(*self.shape[:-1], -1)
+
+    def parts(self) -> Iterator[NDArray[np.uint8]]:
+        """The same, of a table that is larger than memory as it is stored, some rows after others."""
+        return self._bytes() if len(self.shape) == 2 else iter([self.data])
+
+    def _bytes(self) -> Iterator[NDArray[np.uint8]]:
         for part in self._read():
             values = floats(part) if self.type is GGMLType.F32 else part
-            parts.append(np.ascontiguousarray(values).view(np.uint8))
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(*self.shape[:-1], -1)
+            yield np.ascontiguousarray(values).view(np.uint8)
 
     @property
     def n_values(self) -> int:
@@ -323,11 +331,15 @@ class _Namer:
                 continue  # it predicts further tokens
             number = re.search(_STACKED, name)
             generic = name if number is None else name.replace(number[0], f".{number[1]}.*.")
-            groups[generic][int(number[2]) if number else 0] = source
+            place = int(number[2]) if number else 0
+            if part := _PART.match(name):
+                generic, place = name.replace(part[0], "ngram_embedding."), int(part[1] or 0)
+            groups[generic][place] = source
         found: dict[str, CheckpointTensor] = {}
         for name, numbered in groups.items():
             if sorted(numbered) != list(range(len(numbered))):
-                raise ModelError(f"the checkpoint lacks experts of {quoted(name)}: download it again")
+                what = "experts" if ".*." in name else "parts"
+                raise ModelError(f"the checkpoint lacks {what} of {quoted(name)}: download it again")
             found |= self._planned(name, [numbered[i] for i in range(len(numbered))])
         if tied_head is not None and "token_embd.weight" not in found:
             # Of tied weights a checkpoint may have the head's name alone.
@@ -351,8 +363,8 @@ class _Namer:
     def _planned(self, name: str, sources: Sequence[Source]) -> dict[str, CheckpointTensor]:
         """The plan for a tensor, or for that of all experts of a layer."""
         is_stacked = ".*." in name
-        first = sources[0]
-        if any((source.shape, source.type) != (first.shape, first.type) for source in sources):
+        first, n_free = sources[0], 0 if is_stacked else 1
+        if any((source.shape[n_free:], source.type) != (first.shape[n_free:], first.type) for source in sources):
             raise ModelError(f"the experts' tensors {quoted(name)} differ in shape or type: download them again")
         type, as_blocks = first.type, first.blocks is not None
         if as_blocks and not self._moves_rows(name, first, is_stacked):
@@ -361,7 +373,9 @@ class _Namer:
         outputs = self._changed(name, _placeholder(first.shape, np.zeros(1, dtype), is_stacked))
         found = {}
         for ours, array in outputs.items():
-            shape = (len(sources), *array.shape[1:]) if is_stacked else array.shape
+            shape = array.shape
+            if is_stacked or len(sources) > 1:
+                shape = len(sources) if is_stacked else sum(source.shape[0] for source in sources), *shape[1:]
 
             def read(ours: str = ours) -> Iterator[Array]:
                 for source in sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -43,6 +44,10 @@ class TensorInfo:
     def n_values(self) -> int:
         """Number of values, the product of the shape."""
         return prod(self.shape)
+
+    def parts(self) -> Iterator[NDArray[np.uint8]]:
+        """The data, in one piece."""
+        yield self.data
 
     def drop_pages(self) -> None:
         """Tell the system that the data is not needed soon: its pages leave this process's memory.

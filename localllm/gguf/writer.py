@@ -80,8 +80,8 @@ def _array(values: Sequence[Any] | NDArray[Any]) -> bytes:
     elif types == {bool}:
         kind, data = ValueType.BOOL, bytes(items)
     elif types <= {int}:
-        is_bytes = isinstance(values, np.ndarray) and values.dtype == np.uint8
-        kind = ValueType.UINT8 if is_bytes else ValueType.INT32
+        kinds = {np.dtype(np.uint8): ValueType.UINT8, np.dtype(np.uint64): ValueType.UINT64}
+        kind = kinds.get(values.dtype, ValueType.INT32) if isinstance(values, np.ndarray) else ValueType.INT32
         data = _integers(items, kind, values)
     elif types <= {int, float}:
         kind, data = ValueType.FLOAT32, _floats(items, values)

@@ -53,6 +53,9 @@ class SourceTensor(Weight, Protocol):
     def n_values(self) -> int: ...
     @property
     def n_bytes(self) -> int: ...
+    def parts(self) -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
+        """Its data in one piece or in several, which follow one another."""
+        ...
 
 
 class SourceFile(Protocol):
@@ -384,24 +387,24 @@ class TensorWork:
         n = source.shape[-1] if source.shape else 1
         per_expert = self._importance is not None and self._importance.ndim == 2
         groups = source.shape[0] if per_expert else 1
-        data = source.data  # of a checkpoint, read now
-        data = data.reshape(groups, -1, data.shape[-1] if data.ndim else 1)
         step, every = max(_PIECE // n, 1), max(source.n_values // _SAMPLE, 1)
 
-        def encode(at: tuple[int, int]) -> tuple[int, _Piece]:
-            group, first = at
+        def encode(at: tuple[np.ndarray[tuple[int, ...], np.dtype[np.uint8]], int, int]) -> tuple[int, _Piece]:
+            data, group, first = at
             rows = data[group, first : first + step]
             weights = self._importance if self._importance is None or not per_expert else self._importance[group]
             return rows.nbytes, self._encode(rows, weights, slice(-first % every, None, every))
 
-        places = [(group, first) for group in range(groups) for first in range(0, data.shape[1], step)]
         done = 0
-        for n_bytes, piece in map(encode, places) if len(places) < 2 else in_order(encode, places, self._threads):
-            done += n_bytes
-            self._error += piece.error
-            self._whole += piece.whole
-            self.n_cleared += piece.n_cleared
-            yield done, piece.data
+        for data in source.parts():  # of a checkpoint, read now
+            data = data.reshape(groups, -1, data.shape[-1] if data.ndim else 1)
+            places = [(data, group, first) for group in range(groups) for first in range(0, data.shape[1], step)]
+            for n_bytes, piece in map(encode, places) if len(places) < 2 else in_order(encode, places, self._threads):
+                done += n_bytes
+                self._error += piece.error
+                self._whole += piece.whole
+                self.n_cleared += piece.n_cleared
+                yield done, piece.data
 
     def _encode(
         self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], weights: Floats | None, sample: slice

@@ -178,6 +178,19 @@ RELEASED: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
     },
     "minimax-m2": {"rotary_dim": 8},
+    "minimax-m3": {
+        "model_type": "released",
+        "n_shared_experts": 1,
+        "rotary_dim": 8,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "sparse_attention_config": {
+            "sparse_num_index_heads": 2,
+            "sparse_index_dim": 32,
+            "sparse_block_size": 4,
+            "sparse_topk_blocks": 3,
+            "sparse_local_block": 1,
+        },
+    },
     "modern-bert": {
         "num_key_value_heads": None,
         "head_dim": None,
@@ -201,6 +214,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "mpt": {"architectures": ["MPTForCausalLM"]},
     "neo-bert": dict.fromkeys(("classifier_pooling", "num_key_value_heads", "head_dim")),
     "qwen": {"rms_norm_eps": 1e-5},
+    "qwen4exp": {"model_type": "released", "layer_types": ["linear_attention", "full_attention"] * 2},
     "step35": {
         "model_type": "released",
         "num_attention_groups": 2,

@@ -52,6 +52,17 @@ class Recording:
         state = self.graph.state("conv", kernel - 1, 16)
         return self.graph.add(g.CausalConv(self.x(16), f32(random(16, kernel)), state))
 
+    def select(self, q: int = 48, k: int = 16, run: int = 1, n_last: int = 0) -> Tensor:
+        index = self.graph.kv_cache(1, 16, values_in_keys=True, is_index=True)
+        return self.graph.add(g.IndexSelect(self.x(q), None, index, k, run, n_last=n_last))
+
+    def attend(self, selected: Tensor, **more: Any) -> Tensor:
+        return self.graph.add(g.Attention(self.x(32), self.cache, 1.0, selected=selected, **more))
+
+    def ngrams(self, n: int, sizes: tuple[int, ...]) -> Tensor:
+        state = self.graph.state("ids", n, is_on_host=True)
+        return self.graph.add(g.NgramEmbed(f32(random(4, 16)), state, (3, 5), sizes, (0, 2), 0))
+
     def head_linear(self, width: int, *shape: int) -> Tensor:
         return self.graph.add(g.HeadLinear(self.x(width), f32(random(*shape))))
 
@@ -120,7 +131,15 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"\[3\], but \[4\] is needed": lambda r: r.delta(f32(random(3)), f32(random(4))),
     r"\[1, 4\], but \[4, 1\] is needed": lambda r: r.delta(f32(random(1, 4)), f32(random(4))),
     r"\[4, 1\], but \[4\] is needed": lambda r: r.delta(f32(random(4, 1)), f32(random(4, 1))),
-    r"kernels of 2 to 8 values, not of 9": lambda r: r.conv(9),
+    r"kernels of 2 to 16 values, not of 17": lambda r: r.conv(17),
+    r"24 values are not an indexer's queries, of 16": lambda r: r.select(24),
+    r"runs of 3 positions": lambda r: r.select(run=3),
+    r"2 of 1 runs cannot be the last ones": lambda r: r.select(run=16, n_last=2),
+    r"selected where there is a window": lambda r: r.attend(r.x(4), window=8),
+    r"5 positions do not fit 2 heads": lambda r: r.attend(r.x(5), selected_by_head=True),
+    r"are not 3 streams": lambda r: r.graph.add(g.StreamGate(r.x(48), r.x(32), 3)),
+    r"2 heads and a state \[2\] do not fit n-grams of up to 2": lambda r: r.ngrams(2, (2, 2)),
+    r"rows that tensor .*, of 4, does not have": lambda r: r.ngrams(1, (2, 3)),
     r"each layer has at most one": lambda r: r.graph.kv_cache(1, 8),
     r"one in 3 tokens": lambda r: r.graph.kv_cache(1, 16, values_in_keys=True, part=1, every=3),
     r"one in 4 tokens": lambda r: r.graph.kv_cache(2, 16, values_in_keys=True, part=1, every=4),

@@ -326,6 +326,41 @@ def mix_streams(n: int, n_made: int, added: bool) -> Case:
     return Case(build, [rows(16 + 48 * n), rows(n * n_made, 1), rows(48 * n_made, 2)], expected)
 
 
+@cases(n=(1, 3))
+def stream_gate(n: int) -> Case:
+    def expected(key: Array, query: Array) -> Array:
+        products = (key * query).reshape(len(key), n, 48).sum(axis=2) / np.sqrt(48)
+        return sigmoid(np.sign(products) * np.sqrt(np.maximum(np.abs(products), 1e-6)))
+
+    key = rows(48 * n, 1)
+    key[:3] *= np.array([[0], [1e-9], [-1e-9]])
+    return Case(lambda graph, key, query: graph.add(g.StreamGate(key, query, n)), [key, rows(48 * n, 2)], expected)
+
+
+@cases(n=(2, 3))
+def ngram_embed(n: int) -> Case:
+    """Of the numbers of rows as ids, of which 37 ends what n-grams are of."""
+    sizes, table, factors = [7, 11, 13, 17][: 2 * n - 2], random(60, 48, seed=1), [(1 << 61) - 1, 12345677, 987654323]
+    offsets = [10, 17, 28, 41][: len(sizes)]
+
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        state = graph.state("ids", n - 1, is_on_host=True)
+        return graph.add(g.NgramEmbed(f32(table), state, tuple(factors[:n]), tuple(sizes), tuple(offsets), 37))
+
+    def expected(x: Array) -> Array:
+        ids, found = [int(i) for i in x[:, 0]], []
+        for t in range(len(ids)):
+            own, mixed = [ids[t]], ids[t] * factors[0]
+            for i in range(1, n):
+                own.append(ids[t - i] if t >= i and 37 not in own[1:] else 37)
+                mixed ^= own[i] * factors[i] % 2**64
+                numbers = [mixed % 2**64 % sizes[j] + offsets[j] for j in (2 * i - 2, 2 * i - 1)]
+                found += [table[number] for number in numbers]
+        return np.concatenate(found).reshape(len(ids), -1)
+
+    return Case(build, [np.arange(sum(LENGTHS), dtype=np.float32)[:, None]], expected)
+
+
 @cases(with_weight=(False, True))
 def scale(with_weight: bool) -> Case:
     weight = f32(random(1)) if with_weight else None
@@ -637,7 +672,7 @@ def _experts(matrices: Array) -> Tensor:
 # -- Recurrent states ----------------------------------------------------------------------------------------------
 
 
-@cases(kernel=(2, 3, 4, 8), silu_after=(False, True), with_bias=(False, True))
+@cases(kernel=(2, 3, 4, 8, 10), silu_after=(False, True), with_bias=(False, True))
 def causal_conv(kernel: int, silu_after: bool, with_bias: bool) -> Case:
     weight, bias = random(50, kernel, seed=1), random(50, seed=2) * with_bias
 
@@ -1144,7 +1179,7 @@ def attention_to_runs(k: int) -> Case:
         index = graph.kv_cache(1, 3 * dim, values_in_keys=True, is_index=True, is_exact=True)
         keys = graph.add(g.SideBySide((indexer[1], indexer[2], indexer[1])))
         graph.add(g.RopeAppend(keys, keys, None, index, None))
-        selected = graph.add(g.IndexSelect(indexer[0], indexer[3], index, k, f32(pool)))
+        selected = graph.add(g.IndexSelect(indexer[0], indexer[3], index, k, run, f32(pool)))
         q = graph.add(g.RopeAppend(q, key, None, cache, None))
         return graph.add(g.Attention(q, cache, made.key_dim**-0.5, selected=selected))
 
@@ -1228,6 +1263,102 @@ def attention_to_entries(window: int, every: int, k: int) -> Case:
     return Case(
         build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 3 and not has_near, has_near=has_near
     )
+
+
+def attended_at(made: Heads, q: Array, k: Array, v: Array, seen: Callable[[int, int], Array]) -> Array:
+    """Attention of each token, and each of its key/value heads, to the positions that ``seen`` gives."""
+    n, types, together = made.n_kv_heads, made.cache.types, made.cache.rotations
+    keys = stored(heads(k, made.key_dim), types[0], together[0])
+    values = stored(heads(v, made.value_dim), types[1], together[1])
+    q = q.reshape(len(q), n, -1, made.key_dim)
+    out = np.zeros((*q.shape[:3], made.value_dim))
+    for t, head in np.ndindex(len(q), n):
+        own = seen(t, head)
+        terms = np.exp(q[t, head] @ keys[own, head].T * made.key_dim**-0.5)
+        out[t, head] = terms @ values[own, head] / terms.sum(1, keepdims=True)
+    return out.reshape(len(q), -1)
+
+
+def positions_of(scores: Array, run: int, k: int, t: int) -> Array:
+    """Those up to t of the runs with the largest scores, and those behind the last run."""
+    runs = np.sort(np.argsort(-scores, kind="stable")[: k // run])
+    chosen = np.append(runs[:, None] * run + np.arange(run), np.arange(len(scores) * run, t + 1))
+    return chosen[chosen <= t].astype(np.int64)
+
+
+def of_heads(made: Heads, type: CacheType, index_dim: int, n_index_heads: int) -> dict[str, Any]:
+    """Inputs of attention whose positions an indexer chooses, and what it may differ by."""
+    q = rows(made.n_heads * made.key_dim, 1).astype(np.float16).astype(np.float32)
+    kv = rows(made.n_kv_heads * made.key_dim, 2), rows(made.n_kv_heads * made.value_dim, 3)
+    index = rows(n_index_heads * index_dim, 4), kept_rows(1, index_dim, "f16", 5)
+    error = max({"f16": 2e-3, "q8_0": 1e-2, "q5_0": 3e-2}.get(kind, 5e-2) for kind in made.cache.types)
+    return {"inputs": [q, *kv, *index], "error": error, "attends": True}
+
+
+GROUPED: dict[str, Any] = {"n_heads": 6, "n_kv_heads": 3, "key_dim": 40, "value_dim": 72}
+
+
+@cases(run=(4, 32), k=(32, 64), type=("f16", "q8_0", "q5_0", "q4_0/f16"))
+def attention_to_largest_runs(run: int, k: int, type: CacheType) -> Case:
+    """Attention of each key/value head to the runs with the largest product of its indexer's head and a key."""
+    made, dim, n_last = Heads(**GROUPED, type=type), 24, k // 32
+
+    def build(graph: Graph, q: g.Tensor, keys: g.Tensor, v: g.Tensor, of_index: g.Tensor, key: g.Tensor) -> g.Tensor:
+        graph.cache_type = type
+        cache = graph.kv_cache(3, made.key_dim, made.value_dim)
+        index = graph.kv_cache(1, dim, values_in_keys=True, is_index=True, is_exact=True)
+        of_index = graph.add(g.RopeAppend(of_index, key, None, index, None))
+        selected = graph.add(g.IndexSelect(of_index, None, index, k, run, n_last=n_last))
+        q = graph.add(g.RopeAppend(q, keys, v, cache, None))
+        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, selected=selected, selected_by_head=True))
+
+    def expected(q: Array, keys: Array, v: Array, of_index: Array, index_key: Array) -> Array:
+        def seen(t: int, head: int) -> Array:
+            products = heads(of_index, dim)[t, head] @ index_key[: t + 1].T
+            scores = np.array([products[i : i + run].max() for i in range(0, t + 1, run)])
+            scores[-n_last:] = np.inf
+            return positions_of(scores, run, k, t)
+
+        return attended_at(made, q, keys, v, seen)
+
+    return Case(
+        build,
+        expected=expected,
+        every_cpu=(run, k, type) == (4, 32, "f16"),
+        has_near=(run, k, type) not in {(4, 32, "f16"), (32, 64, "q8_0"), (4, 64, "q5_0"), (32, 32, "q4_0/f16")},
+        **of_heads(made, type, dim, 3),
+    )
+
+
+@cases(type=("f16", "q8_0"))
+def attention_to_runs_of_heads(type: CacheType) -> Case:
+    """Attention of all heads to the runs whose last keys an indexer of five heads scores highest."""
+    made, dim, run, k = Heads(**GROUPED, type=type), 32, 4, 24
+
+    def build(graph: Graph, q: g.Tensor, keys: g.Tensor, v: g.Tensor, of_index: g.Tensor, key: g.Tensor) -> g.Tensor:
+        graph.cache_type = type
+        cache = graph.kv_cache(3, made.key_dim, made.value_dim)
+        index = graph.kv_cache(1, dim, values_in_keys=True, is_index=True, is_exact=True)
+        ahead = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=False, ahead=run - 1)
+        of_index = graph.add(g.RopeAppend(of_index, None, None, index, ahead))
+        graph.add(g.RopeAppend(graph.add(g.SideBySide((key,))), key, None, index, replace(ahead, ahead=0)))
+        selected = graph.add(g.IndexSelect(of_index, None, index, k, run))
+        q = graph.add(g.RopeAppend(q, keys, v, cache, None))
+        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, selected=selected))
+
+    def expected(q: Array, keys: Array, v: Array, of_index: Array, index_key: Array) -> Array:
+        rope = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=False)
+        padded = np.pad(heads(of_index, dim), ((run - 1, 0), (0, 0), (0, 0)))  # to turn further by as many
+        turned = rotated(padded, rope)[run - 1 :]
+        turned_key = rotated(heads(index_key, dim), rope)[:, 0].astype(np.float16).astype(np.float64)
+
+        def seen(t: int, head: int) -> Array:
+            ends = turned_key[: t + 1][run - 1 :: run]
+            return positions_of(np.maximum(turned[t] @ ends.T, 0).sum(0), run, k, t)
+
+        return attended_at(made, q, keys, v, seen)
+
+    return Case(build, expected=expected, has_near=type != "f16", **of_heads(made, type, dim, 5))
 
 
 @pytest.mark.parametrize(("backend", "case"), _each(), scope="module")

@@ -21,8 +21,8 @@ INTERVAL = 64
 
 WINDOWED = ["olmo3", "gemma4-e2b", "gpt-oss", "llama4"]
 RECURRENT = ["qwen35", "qwen3next", "nemotron-h", "granitehybrid", "lfm2", "kimi-linear", "falcon-h1", "mamba2"]
-RECURRENT += ["mamba", "jamba", "glm-5.3", "bailingmoe3", "lfm3"]
-SPARSE = ["glm-5", "hy-v4", "deepseek-v3.2"]
+RECURRENT += ["mamba", "jamba", "glm-5.3", "bailingmoe3", "lfm3", "qwen4exp"]
+SPARSE = ["glm-5", "hy-v4", "deepseek-v3.2", "minimax-m3"]
 
 
 @pytest.mark.parametrize("name", WINDOWED + RECURRENT + SPARSE)

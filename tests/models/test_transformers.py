@@ -100,7 +100,7 @@ ON_CUDA_TOO = (
         "mamba",
         "mimo2",
     ),
-    *("minicpm3", "mistral4", "muse-glimmer", "nemotron-h-latent", "openelm", "step35"),
+    *("minicpm3", "minimax-m3", "mistral4", "muse-glimmer", "nemotron-h-latent", "openelm", "qwen4exp", "step35"),
 )
 
 

@@ -104,6 +104,16 @@ SECTIONS = {"rope_parameters": DELTA_NET["rope_parameters"] | {"mrope_section": 
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 LOCAL_MIXTURE = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 80}
+QWEN4EXP = (
+    DELTA_NET
+    | SECTIONS
+    | MIXTURE
+    | SHARED_EXPERT
+    | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "output_gate_type": "sigmoid"}
+    | {"hc_count": 3, "hc_lowrank": 24, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32}
+    | {"indexer_budget": 12, "indexer_compress_ratio": 4, "ple_layer_ids": [3], "heads_per_ngram": 2}
+    | {"ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3}
+)
 WINDOW = {"sliding_window": 7}
 GRANITE = {
     "attention_multiplier": 0.2,
@@ -313,6 +323,17 @@ def with_vision(text: Mapping[str, Any]) -> dict[str, Any]:
 PADDLEOCR = {
     "text_config": CONFIG | {"rope_parameters": PLAIN_ROPE | {"mrope_section": [4, 2, 2]}},
     "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+MINIMAX_M3 = {
+    "text_config": CONFIG
+    | LOCAL_MIXTURE
+    | HALF_ROTATED
+    | {"rotary_dim": 8, "dense_intermediate_size": 172, "shared_intermediate_size": 48, "routed_scaling_factor": 1.5}
+    | {"mlp_layer_types": ["dense", *["sparse"] * 3], "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3]}
+    | {"index_n_heads": 2, "index_head_dim": 32, "index_block_size": 4, "index_topk_blocks": 3},
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    | {"image_size": 28},
+    "projector_hidden_size": 32,
 }
 MUSE_GLIMMER = {
     "text_config": CONFIG | WINDOW | {"output_multiplier": 0.7, "final_logit_softcapping": 3.0},
@@ -1011,6 +1032,7 @@ TINY: dict[str, Tiny] = {
         "minimax-m2",
         LOCAL_MIXTURE | HALF_ROTATED,
     ),
+    "minimax-m3": Tiny("minimax_m3_vl", "minimax-m3", MINIMAX_M3, auto="MiniMaxM3SparseForConditionalGeneration"),
     "mistral3": Tiny(
         "ministral3",
         "mistral3",
@@ -1100,6 +1122,7 @@ TINY: dict[str, Tiny] = {
     "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT),
     "qwen3vl": Tiny("qwen3_vl", "qwen3vl", with_vision({}), auto="Qwen3VLForConditionalGeneration"),
     "qwen3vlmoe": Tiny("qwen3_vl_moe", "qwen3vlmoe", with_vision(MIXTURE), auto="Qwen3VLMoeForConditionalGeneration"),
+    "qwen4exp": Tiny("qwen4_exp_text", "qwen4exp", QWEN4EXP),
     "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3"),
     "stablelm": Tiny("stablelm", "stablelm", STABLELM),
@@ -1194,6 +1217,8 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     is_shifted = np.array_equal(shift, [1.0])
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
+            if not parameter.is_floating_point():
+                continue  # of n-grams, what they are hashed with
             shifted = is_shifted and not name.endswith("linear_attn.norm.weight")
             values = torch.from_numpy(random_values(rng, name, tuple(parameter.shape), shifted))
             parameter.copy_(values.to(torch.bfloat16))  # which it is saved as

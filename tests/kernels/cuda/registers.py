@@ -20,7 +20,7 @@ from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.attention import Variant, choose_variant
 from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.driver import Defines, Launch
-from localllm.kernels.cuda.lowering import selection_defines
+from localllm.kernels.cuda.lowering import index_defines, selection_defines
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.kernels.cuda.module import flat_source
 from localllm.kernels.graph import CacheType, Graph, KVCache
@@ -53,20 +53,23 @@ RECURRENCES: dict[str, Defines] = {
     "scan 256": {"ROWS": 256, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
     "channel scan": {"STATES": 16},
 }
-#: Of DeepSeek V3.2 and V4, and with runs as GLM-5.3 has them.
+#: Of DeepSeek V3.2 and V4, with runs as GLM-5.3 has them, and of each head's own as in MiniMax-M3.
 SELECTIONS: dict[str, Defines] = {
-    "selection": selection_defines(one_key(128, is_index=True), 2048) | {"HEADS": 64, "DIM": 128, "RUN": 1},
-    "selection of runs": selection_defines(one_key(384, is_index=True), 256) | {"HEADS": 32, "DIM": 128, "RUN": 8},
+    "selection": index_defines(one_key(128, is_index=True), 2048, 64, 128),
+    "selection of runs": index_defines(one_key(384, is_index=True), 256, 32, 128, run=8),
+    "selection of heads": index_defines(one_key(128, is_index=True), 16, 4, 128, run=128, n_last=1),
     "attention to a selection": selection_defines(one_key(576, 512), 2048),
     "attention to entries": selection_defines(one_key(512), 512, 4),
     "compression": selection_defines(one_key(512), 0) | {"RUN": 4, "SERIES": 2},
+    "attention to a selection of heads": selection_defines(KVCache(0, 4, 128, 128), 2048, by_head=True),
 }
 #: The bytes that variants spill at most, and their stack's, on some architecture: nobody has mended them yet.
 KNOWN_SPILLS = {
     "append q8_0 256 by axes": (16, 8),
-    "attention to a selection": (28, 16),
-    "attention to entries": (16, 8),
+    "attention to a selection": (64, 32),
+    "attention to entries": (24, 8),
     "gated delta": (16, 8),
+    "selection of heads": (8, 8),
 }
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
@@ -96,7 +99,7 @@ def everything() -> list[Case]:
                 cases |= {(case.name, architecture): case for case in _of_heads(head_dim, cache_type, architecture)}
         for module in ("elementwise", "experts", "ceilings"):
             cases[module, architecture] = Case(module, module, architecture, {})
-        for kernel in (3, 4):
+        for kernel in (3, 4, 10):
             name = f"convolution {kernel}"
             cases[name, architecture] = Case(name, "convolution", architecture, {"KERNEL": kernel})
         for name, defines in RECURRENCES.items():

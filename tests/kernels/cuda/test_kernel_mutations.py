@@ -23,7 +23,7 @@ from localllm.kernels.cuda.attention import Heads, Variant, choose_variant
 from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.calls import Mixture
 from localllm.kernels.cuda.driver import Defines
-from localllm.kernels.cuda.lowering import selection_defines
+from localllm.kernels.cuda.lowering import index_defines, selection_defines
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.kernels.cuda.module import FOLDER
 from localllm.kernels.cuda.roofline import KINDS, CUDARoofline, Kind
@@ -229,7 +229,7 @@ Q8_0 = replace(choose_variant(Variant(8, 8, "q8_0"), 99 << 10), warps=2)
 def of_index(kernel: str, dim: int, k: int, run: int) -> Case:
     """Of an indexer of five heads that chooses k positions, or runs of so many."""
     kept = one_key(3 * dim if run > 1 else dim, is_index=True, is_exact=run > 1)
-    defines: Defines = selection_defines(kept, k // run) | {"HEADS": 5, "DIM": dim, "RUN": run}
+    defines: Defines = index_defines(kept, k // run, 5, dim, run=run)
     made = (
         (lambda: operations.attention_to_runs(k))
         if run > 1
@@ -282,6 +282,7 @@ CASES = {
     "channel_scan": operation("channel_scan", "recurrent", {"STATES": 16}, lambda: operations.channel_scan(48, 16)),
     "hyper_weights": operation("hyper_weights", "elementwise", {}, lambda: operations.hyper_weights(3, 4)),
     "mix_streams": operation("mix_streams", "elementwise", {}, lambda: operations.mix_streams(3, 4, True)),
+    "stream_gate": operation("stream_gate", "elementwise", {}, lambda: operations.stream_gate(3)),
     "root_mean_square": operation("root_mean_square", "elementwise", {}, lambda: operations.root_mean_square(100)),
     "above_deviation": operation("above_deviation", "elementwise", {}, lambda: operations.above_deviation(100, 1.3)),
     "pool_keys": of_index("pool_keys", 32, 16, 8),
@@ -299,6 +300,21 @@ CASES = {
     ),
     "index_scores": of_index("index_scores", 24, 20, 1),
     "index_select": of_index("index_select", 24, 20, 1),
+    **{
+        f"{kernel} of heads": operation(
+            kernel,
+            "selection",
+            index_defines(one_key(24, is_index=True, is_exact=True), 8, 3, 24, run=4, n_last=1),
+            lambda: operations.attention_to_largest_runs(4, 32, "f16"),
+        )
+        for kernel in ("index_scores", "index_select")
+    },
+    "attention_selected of heads": operation(
+        "attention_selected",
+        "selection",
+        selection_defines(KVCache(0, 3, 40, 72), 32, by_head=True),
+        lambda: operations.attention_to_largest_runs(4, 32, "f16"),
+    ),
     "attention_selected": operation(
         "attention_selected",
         "selection",
