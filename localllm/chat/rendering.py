@@ -24,6 +24,12 @@ from localllm.errors import warn
 _ONE, _TWO, _THREE = "zqfirst", "zqsecond", "zqthird"
 
 #: Characters of call ids for templates that want nine of them, as Mistral's do.
+#: The variables of templates that switch thinking on and off.
+_SWITCHES: dict[str, tuple[object, object]] = {
+    "enable_thinking": (True, False),
+    "thinking": (True, False),
+    "thinking_mode": ("enabled", "disabled"),  # MiniMax M3
+}
 _LETTERS = string.ascii_letters + string.digits
 
 #: For the same tests: a call id that all templates take, arguments, and a tool, which is not the one called.
@@ -69,7 +75,8 @@ class Rendering:
         said = given.get("enable_thinking", given.get("thinking"))
         if said is False and not self._thinking_switches and any(tag in self._source for tag in TAGS):
             warn("this chat template has no switch for thinking: the model may think although it shall not")
-        return {**dict.fromkeys(self._thinking_switches, said is None or bool(said)), **given}
+        on = said is None or bool(said)
+        return {**{name: _SWITCHES[name][not on] for name in self._thinking_switches}, **given}
 
     # -- What it understands ---------------------------------------------------------------------------------------
 
@@ -136,8 +143,8 @@ class Rendering:
         """The variables that switch thinking on and off: those that change what the template makes of a message."""
         given: _Given = [{"role": "user", "content": self._content((_ONE,))}]
         texts = {
-            name: [self._render(given, None, **{name: value}) for value in (True, False)]
-            for name in ("enable_thinking", "thinking")
+            name: [self._render(given, None, **{name: value}) for value in values]
+            for name, values in _SWITCHES.items()
             if name in self._source
         }
         return [name for name, (on, off) in texts.items() if on != off and "True" not in (on or "")]

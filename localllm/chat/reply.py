@@ -22,13 +22,17 @@ from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import CALL, END_OF_CALL, Piece, ThinkingSplitter, n_open, opening_tag
 from localllm.tokenizer import Tokenizer
 
+#: What MiniMax M3 writes in front of its tags.
+_MARK = "]<]minimax[>["
+
 #: What stands around calls, opening and closing; where nothing closes them, the next opening or the reply's end does.
 _TAGS_AROUND_CALLS = {
     "<tool_call>": "</tool_call>",  # Hermes, Qwen, GLM, Nemotron 3
     "<TOOLCALL>": "</TOOLCALL>",  # Nemotron 2
     "<tool_calls>": "</tool_calls>",  # MiniMax M1, Hunyuan A13B, Jamba, Apriel
     "<function_calls>": "</function_calls>",  # OLMo 3
-    "<minimax:tool_call>": "</minimax:tool_call>",
+    "<minimax:tool_call>": "</minimax:tool_call>",  # MiniMax M2
+    f"{_MARK}<tool_call>": f"{_MARK}</tool_call>",  # MiniMax M3
     "<|tool_call>": "<tool_call|>",  # Gemma 4
     "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",  # DeepSeek to V3.1
     "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",  # DeepSeek V3.2
@@ -60,6 +64,7 @@ _OPENING = re.compile("|".join(map(re.escape, _CLOSING)))
 _LONGEST_OPENING, _OPENING_CHARACTERS = max(map(len, _CLOSING)), {opening[0] for opening in _CLOSING}
 
 #: What ends calls whose arguments are between tags, and what begins the next one.
+_MARKED_END = f"{_MARK}</invoke>"
 _TAGGED_ENDS = ("</function>", "</invoke>", "</｜DSML｜invoke>", "</atem:invoke>", "</tool_call:opensource>")
 _TAGGED_BEGINNINGS = (
     *("<function=", "<function name=", "<invoke ", "<｜DSML｜invoke ", "<atem:invoke ", "<tool_call:opensource>"),
@@ -67,6 +72,7 @@ _TAGGED_BEGINNINGS = (
 #: What may end a call, and stand between calls.
 _ENDS = (
     *_TAGGED_ENDS,
+    _MARKED_END,
     "```python",
     "```",
     "<|tool_call:end|>",
@@ -74,7 +80,9 @@ _ENDS = (
     "<|tool_call_end|>",
     END_OF_CALL,
 )
-_BETWEEN = re.compile(rf"(?:[\s\[\]}},;]|{'|'.join(map(re.escape, _ENDS))})*")
+#: A mark, or the beginning of one behind which no text is yet.
+_MAY_BE_MARK = "|".join([re.escape(_MARK), *(rf"{re.escape(_MARK[:n])}\Z" for n in range(2, len(_MARK)))])
+_BETWEEN = re.compile(rf"(?:(?!{_MAY_BE_MARK})[\s\[\]}},;]|{'|'.join(map(re.escape, _ENDS))})*")
 _SPACE = re.compile(r"\s*")
 
 #: What stands before the arguments of calls that are not JSON.
@@ -83,6 +91,7 @@ _HEADS = [
     for pattern in (
         r"<function=(?P<name>[^>\s]+)>",
         r'<(?:｜DSML｜|atem:)?(?:invoke|function) name="(?P<name>[^">]+)">',
+        rf'{re.escape(_MARK)}<invoke name="(?P<name>[^">]+)">',
         r"<tool_call:opensource>(?P<name>[^\s<]+)<tool_sep:opensource>",
         r"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<]+)<\|tool_call:args\|>(?=\{)",
         rf"{re.escape(CALL)}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|>",
@@ -125,6 +134,7 @@ _KEYS = (
     "<arg_key:opensource>",
 )
 
+_MARKED_TAG = re.compile(rf"{re.escape(_MARK)}<(?P<closes>/?)(?P<name>[^<>]+)>")
 
 #: What MiniCPM 5 writes around values that have characters of XML.
 _CDATA = "<![CDATA[", "]]>"
@@ -418,6 +428,8 @@ class ReplyParser:
             yield from self._json(_JSONReader(), 0, closing)
         elif self._text.startswith("(", self._at):
             yield from self._python()
+        elif head[0].startswith(_MARK):
+            yield from self._marked()
         else:
             yield from self._tagged(closing)
         self._end()
@@ -541,6 +553,30 @@ class ReplyParser:
             self._add(f"{separator}{json.dumps(name, ensure_ascii=False)}: {self._value(name, value)}")
             separator, self._at = ", ", at + len(tag)
 
+    def _marked(self) -> _Reading:
+        """Reads values between tags with a mark, whose parts are between such tags, too."""
+        assert self._call is not None
+        schema, separator = self._tools[self._call.name].get("parameters") or {}, "{"
+        while True:
+            self._skip(_SPACE)
+            rest = self._text[self._at :]
+            if rest.startswith(_MARKED_END):
+                self._add("}" if separator != "{" else "{}")
+                return
+            parameter = _marked_value(self._text, self._at, schema)
+            if parameter is not None:
+                name, value, self._at = parameter
+                self._add(f"{separator}{json.dumps({name: value}, ensure_ascii=False)[1:-1]}")
+                separator = ", "
+                continue
+            if not rest.startswith(_MARK[: len(rest)]):
+                raise _MalformedError("its arguments are written in no known way")
+            if not (yield from self._wait_for_more()):
+                if not self._is_cut:
+                    raise _MalformedError("its arguments are not closed")
+                self._at = len(self._text)
+                return
+
     def _is_text(self, name: str) -> bool:
         """Whether an argument of the call may be a text."""
         assert self._call is not None
@@ -549,14 +585,7 @@ class ReplyParser:
 
     def _value(self, name: str, value: str) -> str:
         """The JSON of a value between tags: a text where the tool's schema says so, else JSON if it is that."""
-        if not self._is_text(name):
-            try:
-                text = json.dumps(_value(_PYTHON.get(value, value)), ensure_ascii=False)
-                text.encode()  # a lone surrogate is not text
-                return text
-            except (ValueError, RecursionError):
-                pass
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value if self._is_text(name) else _as_json(value), ensure_ascii=False)
 
     def _partial_value(self, name: str, value: str) -> str:
         """The same of one that was cut off."""
@@ -676,6 +705,70 @@ class _JSONReader:
         return out, len(found)
 
 
+def _marked_value(text: str, at: int, schema: Any) -> tuple[str, Any, int] | None:
+    """The name and the value of what the marked tag at a place opens, and where it ends; None if it does not yet.
+
+    ``schema``: of a mapping that has it.
+    """
+    # Names, where their values begin, their parts and their schemas.
+    opened: list[tuple[str, int, list[tuple[str, Any]], Any]] = []
+    for tag in _MARKED_TAG.finditer(text, at):
+        if not opened and (tag.start() > at or tag["closes"]):
+            return None
+        if not tag["closes"]:
+            of = opened[-1][3] if opened else schema
+            opened.append((tag["name"], tag.end(), [], _schema_of_part(of, schema, tag["name"])))
+            continue
+        name, begin, parts, own = opened.pop()
+        if tag["name"] != name:
+            raise _MalformedError(f"{tag['name']!r:.40} closes {name!r:.40}")
+        value = _unmarked(text[begin : tag.start()], parts, _types(own, schema))
+        if not opened:
+            return name, value, tag.end()
+        opened[-1][2].append((name, value))
+    return None
+
+
+def _unmarked(text: str, parts: list[tuple[str, Any]], types: set[str]) -> Any:
+    """A value: of its parts, or of a text where it has none."""
+    if parts:
+        is_list = "array" in types or ("object" not in types and all(name == "item" for name, _ in parts))
+        return [value for _, value in parts] if is_list else dict(parts)
+    if "string" in types:
+        return text
+    if not text and types & {"array", "object"}:
+        return [] if "array" in types else {}
+    return _as_json(text)
+
+
+def _as_json(text: str) -> Any:
+    """The value whose JSON a text is, or the text."""
+    try:
+        value = _value(_PYTHON.get(text, text))
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is not text
+        return value
+    except (ValueError, RecursionError):
+        return text
+
+
+def _schema_of_part(schema: Any, root: Mapping[str, Any], name: str) -> Any:
+    """The schema of a mapping's value or of a list's items."""
+    schema = _referenced(schema, root)
+    if not isinstance(schema, Mapping):
+        return None
+    properties = schema.get("properties")
+    return properties.get(name) if isinstance(properties, Mapping) and name in properties else schema.get("items")
+
+
+def _referenced(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a schema refers to, as far as it does so at once."""
+    if isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
+        schema = root
+        for name in reference.removeprefix("#").split("/")[1:]:
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return schema
+
+
 def _begins(text: str, words: Sequence[str]) -> bool | None:
     """Whether a text begins with words, with white space before each; None if it may, once more of it comes."""
     for word in words:
@@ -716,11 +809,8 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """The types of JSON that a schema allows, as far as it names them; ``root``: what its references lead into."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
-    if isinstance(reference := schema.get("$ref"), str):
-        place: Any = root
-        for name in reference.removeprefix("#").split("/")[1:]:
-            place = place.get(name) if isinstance(place, Mapping) else None
-        return _types(place, root, depth + 1)
+    if isinstance(schema.get("$ref"), str):
+        return _types(_referenced(schema, root), root, depth + 1)
     named = schema.get("type")
     types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
     values = [schema["const"]] if "const" in schema else schema.get("enum")

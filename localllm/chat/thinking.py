@@ -20,6 +20,7 @@ TAGS = {
     "<seed:think>": "</seed:think>",
     "<think:opensource>": "</think:opensource>",  # Hunyuan 3
     "<|START_THINKING|>": "<|END_THINKING|>",  # Command R7B and A
+    "<mm:think>": "</mm:think>",  # MiniMax M3
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
     "<|channel>thought": "<channel|>",
@@ -114,9 +115,10 @@ class ThinkingSplitter:
             return
         if text and not self._tag and "<|channel|>".startswith(text):
             return
-        for tag in [self._tag] if self._tag else TAGS:
+        # A reply without any may begin with what closes it.
+        for tag in [self._tag] if self._tag else (*TAGS, *TAGS.values()):
             if text.startswith(tag):
-                self._tag, self._state, self._after_tag = tag, "thinking", True
+                self._tag, self._state, self._after_tag = tag, "thinking" if tag in TAGS else "answer", True
                 self._held = text[len(tag) :]
                 return
             if tag.startswith(text):  # it may become one, and so may white space alone

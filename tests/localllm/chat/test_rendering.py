@@ -220,6 +220,12 @@ def test_a_model_thinks_unless_that_is_switched_off(switch: str, given: dict[str
     assert text == "Hello<think>" + ("" if thinks else "</think>")
 
 
+@pytest.mark.parametrize(("given", "mode"), [({}, "enabled"), ({"enable_thinking": False}, "disabled")])
+def test_a_switch_for_thinking_may_have_words(given: dict[str, bool], mode: str) -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ thinking_mode }}")
+    assert template.render([{"role": "user", "content": "Hello"}], **given) == f"Hello{mode}"
+
+
 def test_a_template_without_a_switch_for_thinking(recwarn: pytest.WarningsRecorder) -> None:
     source = "{% for m in messages %}{% set thinking = m.thinking %}{{ thinking }}{{ m.content }}{% endfor %}<think>"
     template = ChatTemplate(source)

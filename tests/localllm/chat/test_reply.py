@@ -37,6 +37,7 @@ BOTH = json.loads(ARGUMENTS)
 NOTE = BOTH["note"]
 
 #: A call as each family writes it.
+M3 = "]<]minimax[>["
 FAMILIES = {
     "hermes": f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "qwen coder, nemotron 3": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n"
@@ -49,6 +50,8 @@ FAMILIES = {
     "minimax m1": f'<tool_calls>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_calls>',
     "minimax m2": f'<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
     f'<parameter name="note">{NOTE}</parameter>\n</invoke>\n</minimax:tool_call>',
+    "minimax m3": f'{M3}<tool_call>\n{M3}<invoke name="add">{M3}<a>1{M3}</a>{M3}<note>{NOTE}{M3}</note>'
+    f"{M3}</invoke>\n{M3}</tool_call>",
     "deepseek v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
     f"{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
@@ -345,6 +348,7 @@ CLOSING = {
     "apertus": "<|tools_suffix|>",
     "solar": "<|calls|> <|tool_call:end|>",
     "minimax m2": "</minimax:tool_call> </invoke> </parameter>",
+    "minimax m3": "</tool_call> </invoke> </note> <a>",
     "mistral": "[TOOL_CALLS]",
     "ministral": "[TOOL_CALLS]",
     "llama 3": "<|python_tag|>",
@@ -363,6 +367,27 @@ def test_an_argument_may_have_what_closes_calls(family: str, tag: str, step: int
     assert not text.strip()
     assert calls == [{"a": 1, "note": f"so {tag} it"}] * (1 if reply == call else 2)
     assert not parser.warnings
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_arguments_between_tags_may_have_parts(step: int) -> None:
+    def tagged(name: str, *values: str) -> str:
+        return "".join(f"{M3}<{name}>{value}{M3}</{name}>" for value in values)
+
+    texts = {"type": "array", "items": {"type": "string"}}
+    parts = {"a": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/texts"}}}}
+    parameters = {"type": "object", "properties": {**parts, "empty": texts}, "$defs": {"texts": texts}}
+    arguments = tagged("a", tagged("a", "1") + tagged("b", tagged("item", "2", "x < y")) + tagged("c", "true"))
+    arguments += tagged("empty", "") + tagged("rows", tagged("item", tagged("x", "1.5"), tagged("x", "two")))
+    reply = f'{M3}<tool_call>\n{M3}<invoke name="add">{arguments}{M3}</invoke>\n{M3}</tool_call>'
+    parser = ReplyParser([{"function": {"name": "add", "parameters": parameters}}])
+    _, text, (call,) = read(parser, [reply[i : i + step] for i in range(0, len(reply), step)])
+    assert json.loads(call.arguments) == {
+        "a": {"a": "1", "b": ["2", "x < y"], "c": True},
+        "empty": [],
+        "rows": [{"x": 1.5}, {"x": "two"}],
+    }
+    assert (text, parser.warnings) == ("", [])
 
 
 @pytest.mark.parametrize("line", ["", "\n"])
@@ -520,6 +545,11 @@ FORMS = {
         between('<invoke name="{}">\n', f'<parameter name="{{}}">|{XML}', "</invoke>"),
         "<minimax:tool_call>\n",
         behind="\n</minimax:tool_call>",
+    ),
+    "minimax m3": Form(
+        between(f'{M3}<invoke name="{{}}">', f"{M3}<{{}}>|{M3}</{{}}>", f"{M3}</invoke>", ""),
+        f"{M3}<tool_call>\n",
+        behind=f"\n{M3}</tool_call>",
     ),
     "deepseek v3": Form(
         named("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n", "\n```<｜tool▁call▁end｜>"),

@@ -70,6 +70,11 @@ def test_only_what_may_be_a_tag_is_held_back() -> None:
     assert splitter.feed("ink>three") == [("three", False)]
 
 
+def test_a_reply_without_reasoning_may_close_it() -> None:
+    assert split("</mm:think>Yes.") == ("", "Yes.")
+    assert split("Yes.</mm:think>") == ("", "Yes.</mm:think>")
+
+
 def test_the_tag_at_the_end_of_a_prompt() -> None:
     assert opening_tag("user: hi\nassistant:<think>\n") == "<think>"
     assert opening_tag("assistant:<think>\n\n</think>\n\n") == ""
