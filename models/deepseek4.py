@@ -139,8 +139,10 @@ class Attention:
         n_groups = meta.read("attention.output_group_count", int, low=1, high=heads.n)
         meta.check_multiple("attention.head_count", heads.n, "attention.output_group_count", n_groups)
         if heads.n_kv != 1 or heads.key_dim != heads.value_dim:
+            name = f"{meta.architecture}.attention"
             raise ModelError(
-                f"a {meta.architecture} model has one head of keys, which are its values: the file is broken"
+                f"{name}.head_count_kv is {heads.n_kv}, {name}.key_length {heads.key_dim} and {name}.value_length "
+                f"{heads.value_dim}, but keys have one head and are the values: the file is broken"
             )
         index_dim = meta.read("attention.indexer.key_length", int, low=2, high=MAX_HEAD_DIM)
         return cls(

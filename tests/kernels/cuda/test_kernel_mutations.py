@@ -289,7 +289,7 @@ CASES = {
     "compress": operation(
         "compress",
         "selection",
-        selection_defines(one_key(48), 0) | {"RUN": 4, "SERIES": 2},
+        selection_defines(replace(one_key(48), n_heads=4), 0) | {"RUN": 4, "SERIES": 2},
         lambda: operations.compress(4, True),
     ),
     "attention_selected, entries": operation(
