@@ -605,7 +605,7 @@ class Lowering:
     def index_select(self, op: g.IndexSelect) -> Stored:
         cache, tables, lanes = op.cache, self.tables, 2 * self.threads
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
-        row_bytes = 4 * padded(-(-tables.n_blocks * PAGE // op.run) * op.n_choices)
+        row_bytes = 8 * padded(-(-tables.n_blocks * PAGE // op.run) * op.n_choices)
         scores = Buffer(lanes * row_bytes)
         given = (
             *(self.counter(N_TOKENS), lanes, q.buffer, q.stride, *self._address_and_stride(op.head_weights)),

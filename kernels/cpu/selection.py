@@ -11,8 +11,8 @@ product with a key of each run; the LAST last runs are chosen whatever theirs is
 tokens (EVERY), numbers of those are chosen.
 
 The k largest are found by their bits (radix select): as integers that are in the order of the floats, digit by digit
-from the highest, of which each is the one that the k-th largest has.  All above it are taken, and of its equals the
-first.
+from the highest, of which each is the one that the k-th largest has, and what is below is left out.  All above it are
+taken, and of its equals the first.
 """
 
 from __future__ import annotations
@@ -154,22 +154,25 @@ def score_pages(q, weights, cache, table, low, high, row):
 
 
 @template
-def choose(row, seen, out):
-    """out = of ``seen`` positions those of the TOP runs of the largest values, and those behind; then -1."""
+def choose(row, near, seen, out):
+    """out = of ``seen`` positions those of the TOP runs of the largest values, and those behind; then -1.
+
+    near: int32 [runs], room for the runs that are not left out yet.
+    """
     n, place, rest = (seen + MISSING) // RUN, out, np.int64(0)
     if n > TOP:
         rest = n * RUN
         for i in range(n - LAST, n):
             store_f32(row + 4 * CHOICES * i, HIGHEST)
         counts = stack(4 << DIGIT)
-        found, wanted, above = np.int64(0), np.int64(TOP), np.int64(32)
-        for _ in range(3):
+        found, wanted, above, n_near = np.int64(0), np.int64(TOP), np.int64(32), n
+        for turn in range(3):
             shift = max(np.int64(0), above - DIGIT)
             last = (np.int64(1) << (above - shift)) - 1
             for i in range(last + 1):
                 store_i32(counts + 4 * i, np.int32(0))
-            for i in range(n):
-                bits = ordered(row + 4 * CHOICES * i)
+            for i in range(n_near):
+                bits = ordered(row + 4 * CHOICES * (i if turn == 0 else np.int64(load_i32(near + 4 * i))))
                 if bits >> above == found:
                     count = counts + 4 * (bits >> shift & last)
                     store_i32(count, np.int32(load_i32(count) + 1))
@@ -177,14 +180,21 @@ def choose(row, seen, out):
             while np.int64(load_i32(counts + 4 * digit)) < wanted:
                 wanted -= np.int64(load_i32(counts + 4 * digit))
                 digit -= 1
-            found, above = found << (above - shift) | digit, shift
-        for i in range(n):
-            bits = ordered(row + 4 * CHOICES * i)
-            if bits > found or (bits == found and wanted > 0):
-                if bits == found:
+            found, above, n_kept = found << (above - shift) | digit, shift, np.int64(0)
+            for i in range(n_near):
+                run = i if turn == 0 else np.int64(load_i32(near + 4 * i))
+                store_i32(near + 4 * n_kept, np.int32(run))
+                if ordered(row + 4 * CHOICES * run) >> above >= found:
+                    n_kept += 1
+            n_near = n_kept
+        for i in range(n_near):
+            run = np.int64(load_i32(near + 4 * i))
+            is_equal = ordered(row + 4 * CHOICES * run) == found
+            if not is_equal or wanted > 0:
+                if is_equal:
                     wanted -= 1
-                for j in range(min(np.int64(RUN), seen - RUN * i)):
-                    store_f32(place, np.float32(RUN * i + j))
+                for j in range(min(np.int64(RUN), seen - RUN * run)):
+                    store_f32(place, np.float32(RUN * run + j))
                     place += 4
     for i in range(rest, seen):
         store_f32(place, np.float32(i))
@@ -263,8 +273,8 @@ def index_scores(
 ):  # fmt: skip
     """Scores of few tokens, in rows of their own, of which each lane computes some parts; of more, nothing.
 
-    q: float32 [T, HEADS * DIM].  weights: float32 [T, HEADS].  scores: float32 [lanes, row_bytes / 4].  The rest
-    is as in `localllm.kernels.cpu.attention.attention`.
+    q: float32 [T, HEADS * DIM].  weights: float32 [T, HEADS].  scores: float32 [lanes, row_bytes / 4], of which the
+    second half of each is room for `choose`.  The rest is as in `localllm.kernels.cpu.attention.attention`.
     """
     n_tokens = load_i64(batch)
     if n_tokens <= lanes:
@@ -303,4 +313,4 @@ def index_select(
                     0, (EVERY * RUN * (n - LAST) - 1) // PAGE + 1, row,
                 )  # fmt: skip
             for choice in range(CHOICES):
-                choose(row + 4 * choice, seen, out + out_stride * token + 4 * WIDTH * choice)
+                choose(row + 4 * choice, row + row_bytes // 2, seen, out + out_stride * token + 4 * WIDTH * choice)
