@@ -1,4 +1,4 @@
-"""MiniMax-M3, text: MiniMax-M2 with heads of query and key that are normed each, a first dense layers, an expert that
+"""MiniMax-M3, text: MiniMax-M2 with heads of query and key that are normed each, dense first layers, an expert that
 every token goes to, and gpt-oss's clamped gates; and with an indexer in most layers, which chooses for each key/value
 head the blocks of positions that a token attends to.
 

@@ -365,7 +365,7 @@ class _Namer:
         is_stacked = ".*." in name
         first, n_free = sources[0], 0 if is_stacked else 1
         if any((source.shape[n_free:], source.type) != (first.shape[n_free:], first.type) for source in sources):
-            raise ModelError(f"the experts' tensors {quoted(name)} differ in shape or type: download them again")
+            raise ModelError(f"the tensors that make up {quoted(name)} differ in shape or type: download them again")
         type, as_blocks = first.type, first.blocks is not None
         if as_blocks and not self._moves_rows(name, first, is_stacked):
             type, as_blocks = GGMLType.BF16 if type is GGMLType.MXFP4 else GGMLType.F16, False

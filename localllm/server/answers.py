@@ -167,7 +167,9 @@ class GenerationJob:
             "messages": messages,
             "tools": tools or None,
             "template_variables": self.variables,
-            "reply_prefix": "" if self.begun is None else _reply_prefix(llm, messages, tools, self),
+            "reply_prefix": ""
+            if self.begun is None
+            else _reply_prefix(self.begun, llm, messages, tools, self.variables),
         }
 
     def prompt_ids(self, llm: LLM) -> list[int]:
@@ -377,16 +379,14 @@ def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[l
     return messages[:-1], last
 
 
-def _reply_prefix(llm: LLM, messages: list[Message], tools: Tools, job: GenerationJob) -> str:
+def _reply_prefix(begun: Message, llm: LLM, messages: list[Message], tools: Tools, given: dict[str, Any]) -> str:
     """The text of the begun reply; where the template has opened its reasoning, that is given and closed first."""
-    assert job.begun is not None
     texts = [replace(message, parts=(message.text,)) for message in messages]
-    variables: dict[str, Any] = llm.template_variables | checked_variables(job.variables)
+    variables: dict[str, Any] = llm.template_variables | checked_variables(given)
     closing = TAGS.get(opening_tag(llm.chat_template.render(texts, tools=tools or None, **variables)), "")
-    reasoning, text = job.begun.reasoning, job.begun.text
-    if not closing or closing in text:
-        return text
-    return f"{reasoning}\n{closing}\n\n{text}" if text else reasoning
+    if not closing or closing in begun.text:
+        return begun.text
+    return f"{begun.reasoning}\n{closing}\n\n{begun.text}" if begun.text else begun.reasoning
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,12 @@ from localllm.loading import load
 from localllm.loading.load import LoadOptions, plan_file
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_safetensors
+from tests.helpers.drafting import GREEDY, PROMPT, check_texts, recorded
 from tests.helpers.engines import in_engine
 from tests.models.tiny import CONFIG, PLAIN_ROPE, TINY, make_model, random_values, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
-
-PROMPT = [1, *np.random.default_rng(0).integers(3, 300, 40).tolist()]
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
 #: The tokens that models here write, for drafts to be right at times; and the mask.
 LIKELY, MASK = [5, 6], 4
@@ -101,29 +99,12 @@ def expected_drafts(model: Any, drafter: Any, tokens: list[int], n: int) -> NDAr
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35"])
 def test_it_drafts_what_transformers_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, drafts, model, drafter = with_drafter(tmp_path, name, few=False)
-    seen: list[tuple[list[int], list[int], NDArray[np.float32]]] = []
-    draft = BlockDrafter._draft
-
-    def record(self: BlockDrafter, tokens: list[int], n: int) -> list[int]:
-        logits: list[NDArray[np.float32]] = []
-        at_once = self._runner.at_once
-
-        def keep(*arguments: Any) -> NDArray[np.float32]:
-            logits.append(at_once(*arguments).copy())
-            return logits[-1]
-
-        monkeypatch.setattr(self._runner, "at_once", keep)
-        ids = draft(self, tokens, n)
-        monkeypatch.setattr(self._runner, "at_once", at_once)
-        seen.append((list(tokens), ids, logits[0]))
-        return ids
-
-    monkeypatch.setattr(BlockDrafter, "_draft", record)
+    seen = recorded(monkeypatch, BlockDrafter, "at_once")
     with localllm.load(path, draft_model=drafts, context=128, threads=1) as llm:
         llm.generate(PROMPT, **GREEDY, draft_always=True)
     assert len(seen) > 10
     assert max(len(ids) for _, ids, _ in seen) == BLOCK - 1
-    for tokens, ids, logits in seen:
+    for tokens, ids, (logits,) in seen:
         expected = expected_drafts(model, drafter, tokens, len(ids))
         assert np.abs(logits - expected).max() < 5e-3 * np.abs(expected).max()
         assert ids == expected.argmax(axis=1).tolist()
@@ -134,29 +115,8 @@ def test_it_drafts_what_transformers_does(name: str, tmp_path: Path, monkeypatch
 )
 def test_a_text_is_the_same_with_its_drafts(name: str, cache_type: str, tmp_path: Path) -> None:
     path, drafts, *_ = with_drafter(tmp_path, name)
-    n_accepted = 0
     with localllm.load(path, draft_model=drafts, context=256, threads=1, cache_type=cache_type) as llm:
-        chat = PROMPT
-        for turn in range(4):
-            llm.forget() if turn == 1 else None
-            expected = llm.generate(chat, **GREEDY, speculate=None)
-            sampled = llm.generate(chat, max_tokens=20, temperature=1.0, seed=turn, speculate=None)
-            assert expected.drafts is None
-            for draft_max in (1, 7):
-                done = llm.generate(chat, **GREEDY, draft_always=True, draft_max=draft_max)
-                assert done.ids == expected.ids
-                assert done.drafts is not None
-                assert done.drafts.drafted >= 10
-                n_accepted += done.drafts.accepted
-                done = llm.generate(chat, max_tokens=20, temperature=1.0, seed=turn, draft_always=True)
-                assert done.ids == sampled.ids
-            # The first is cut, and goes on otherwise; later ones are turns of a chat.
-            chat = [*chat[:20], 5, 6, 7] if turn == 0 else [*chat, *expected.ids[:20], 5, 6, 7]
-        prompts = [PROMPT[:n] for n in (3, 20, 41)]
-        alone = [llm.generate(prompt, **GREEDY, speculate=None).ids for prompt in prompts]
-        many = list(llm.generate_many(prompts, **GREEDY, draft_always=True))
-        assert [each.ids for each in many] == alone
-        assert all(each.drafts is not None and each.drafts.drafted > 10 for each in many)
+        n_accepted = check_texts(llm, (1, 7))
     assert n_accepted > 5 or name == "gemma2"
 
 
