@@ -18,6 +18,7 @@ of x86 and Arm want.  Codes whose bits a file keeps in several places are bit-pa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,19 +105,26 @@ class TileLayout:
 
     def unpack_rows(self, packed: Bytes, k: int, rows: NDArray[np.integer]) -> Bytes:
         """The raw blocks, uint8 [len(rows), bytes per row], of single rows of a packed matrix with ``k`` columns."""
-        tiles = packed.reshape(-1, k // self.columns, self.tile_bytes)
-        group, lane = np.divmod(rows, GROUP)
-        blocks = np.empty((len(rows), tiles.shape[1], self.block_bytes), np.uint8)
+        n_blocks = k // self.columns
+        group, lane = np.divmod(np.asarray(rows, np.intp), GROUP)
+        tiles = self.tile_bytes * (group[:, None] * n_blocks + np.arange(n_blocks))
+        blocks = packed.take(tiles[:, :, None] + self._places[lane][:, None])
+        if self.bit_packing is not None:
+            offset, length = self.words[-1]
+            blocks[..., offset : offset + length] = self.bit_packing.unpack(blocks[..., offset : offset + length])
+        return blocks.reshape(len(rows), -1)
+
+    @functools.cached_property
+    def _places(self) -> NDArray[np.intp]:
+        """Where in a tile each byte of each row's block is, [16, block_bytes]."""
+        places = np.empty((GROUP, self.block_bytes), np.intp)
         place = 0
         for part in self.parts:
-            end = place + part.length * GROUP
-            units = tiles[..., place:end].reshape(*tiles.shape[:2], -1, GROUP, part.unit)
-            data = units[group, :, :, lane].reshape(len(rows), -1, part.length)
-            if part.bit_packing is not None:
-                data = part.bit_packing.unpack(data)
-            blocks[..., part.offset : part.end] = data
-            place = end
-        return blocks.reshape(len(rows), -1)
+            number, byte = np.divmod(np.arange(part.length), part.unit)
+            in_word = np.arange(GROUP)[:, None] * part.unit + byte
+            places[:, part.offset : part.end] = place + number * GROUP * part.unit + in_word
+            place += part.length * GROUP
+        return places
 
 
 def _transpose(part: Bytes, tiles: Bytes, place: int, unit: np.dtype[np.unsignedinteger]) -> int:

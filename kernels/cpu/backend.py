@@ -37,7 +37,7 @@ from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.thread_limit import ThreadLimit
 from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
 from localllm.kernels.embedding import NgramRows
-from localllm.kernels.graph import Graph, Value, Weight
+from localllm.kernels.graph import Graph, Value
 
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
 FEW_TOKENS = 4
@@ -211,11 +211,11 @@ class CPUStep(Step):
         chosen = [batch.rows_of(table.shape[0], by_position=op.by_position) for op, table, _ in self._embeddings]
         self._tables.fill(batch)
         n_tokens = len(batch.ids)
-        found: dict[Weight, NDArray[np.float32]] = {}
+        found: dict[int, NDArray[np.float32]] = {}
         for (op, table, rows), numbers in zip(self._embeddings, chosen, strict=True):
-            if op.table not in found:
-                found[op.table] = table.rows(numbers)
-            values, width = found[op.table], op.result.width
+            if id(table) not in found:
+                found[id(table)] = table.rows(numbers)
+            values, width = found[id(table)], op.result.width
             if op.columns is not None:
                 values = values[:, op.columns.start : op.columns.stop]
             rows[:n_tokens, :width] = values if op.scale == 1.0 else values * np.float32(op.scale)

@@ -161,6 +161,7 @@ class Program:
         spins, sleep = spins_in(SPIN_SECONDS, target), _sleep_function()
         numbers = spins, sleep, ALL_UNITS, ALL_UNITS, _chunks_per_thread()
         self._call = np.array([table, len(instructions), head, counters, barrier, *numbers], np.int64)
+        self._call_address = self._call.ctypes.data
 
     def run(
         self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None
@@ -181,7 +182,7 @@ class Program:
             before()
             self._counters[:] = 0
 
-        job = Job(self._entry, self._call.ctypes.data, keep=self, threads=threads)
+        job = Job(self._entry, self._call_address, keep=self, threads=threads)
         workers.run(job, prepare)
         return max(job.lost)
 
@@ -264,6 +265,10 @@ class Job:
         #: The share of its time for which each of the threads had no core, or slept.
         self.lost: list[float] = []
 
+    def n_threads(self, n: int) -> int:
+        """On how many of n threads it runs."""
+        return min(self.threads or n, n)
+
     def run(self, i: int, n: int) -> None:
         """Does the part of thread i of n; an exception is kept for the thread that asked."""
         began, computed = time.perf_counter(), _thread_time()
@@ -290,8 +295,9 @@ class Workers:
     So idle ones burn nothing, and several `Workers` live side by side in one process.  A forked child inherits
     none of the threads, and must make its own `Workers`.
 
-    The thread that asks takes no part unless it is the only one: Ctrl-C may interrupt it between any two steps of
-    Python, and the others would wait for it for ever.
+    A thread that asks takes the first part itself, which saves waking another.  Only the process's main thread does
+    not, unless it is the only one: Ctrl-C may interrupt it between any two steps of Python, and the others would wait
+    for it for ever.
     """
 
     def __init__(self, n: int) -> None:
@@ -322,6 +328,8 @@ class Workers:
                 before()
             if self.n == 1:
                 job.run(0, 1)
+            elif threading.current_thread() is not threading.main_thread():
+                _run_shared(job, self._inboxes)
             else:
                 self._last = job
                 self._await(job)
@@ -349,8 +357,7 @@ class Workers:
             self._started = False
 
     def _start(self) -> None:
-        inboxes = [_Inbox() for _ in range(self.n)]
-        self._first, self._last = inboxes[0], None
+        self._inboxes, self._last = (inboxes := [_Inbox() for _ in range(self.n)]), None
         # The threads do not refer to the Workers, so that forgetting it ends them.
         self._end = weakref.finalize(self, _tell_all, inboxes)
         self._end.atexit = False  # engines may still need them: `localllm.kernels.process` has the order
@@ -374,9 +381,9 @@ class Workers:
             try:
                 while not job.done:
                     if not handed_over:
-                        self._first.jobs.put(job)  # again, if interrupted right behind this: a done job is ignored
+                        self._inboxes[0].jobs.put(job)  # again, if interrupted behind this: a done job is ignored
                         handed_over = True
-                    self._first.through.get()
+                    self._inboxes[0].through.get()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
@@ -392,16 +399,22 @@ def _tell_all(inboxes: list[_Inbox]) -> None:
 def _work(i: int, inboxes: list[_Inbox]) -> None:
     """A worker's life: thread 0 passes each job on to the others and reports when all are through with it."""
     while (job := inboxes[i].jobs.get()) is not None:
-        if i == 0 and job.done:
+        if i:
+            job.run(i, job.n_threads(len(inboxes)))
+        elif job.done:  # given twice
             continue
-        n = min(job.threads or len(inboxes), len(inboxes))
-        others = inboxes[1:n] if i == 0 else []
-        for other in others:
-            other.jobs.put(job)
-        job.run(i, n)
-        for other in others:
-            other.through.get()
-        if i == 0:
-            job.done = True
+        else:
+            _run_shared(job, inboxes)
         inboxes[i].through.put(None)
         del job
+
+
+def _run_shared(job: Job, inboxes: list[_Inbox]) -> None:
+    """Does the first part of a job in this thread and the others in theirs; returns when all are through with it."""
+    n = job.n_threads(len(inboxes))
+    for other in inboxes[1:n]:
+        other.jobs.put(job)
+    job.run(0, n)
+    for other in inboxes[1:n]:
+        other.through.get()
+    job.done = True

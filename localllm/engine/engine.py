@@ -410,6 +410,8 @@ class EngineLoop:
 
     def _encode(self) -> None:
         """Encodes pictures that prompts come to: for half a step beside requests that decode."""
+        if not self.sees:
+            return
         running = self._scheduler.running
         seconds = self._step_s / 2 if any(each.is_decoding for each in running) else self._step_s
         for request, error in self._encoding.advance(running, seconds).items():

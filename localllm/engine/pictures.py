@@ -97,11 +97,13 @@ class Pictures:
 
     placed: Sequence[PictureTokens] = ()
     starts: list[int] = field(init=False)
+    stop: int = field(init=False)  # the position behind the last one
     #: Of each, by how much it and those before it bring what follows nearer than their tokens are many.
     _saved: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", [each.start for each in self.placed])
+        object.__setattr__(self, "stop", self.placed[-1].stop if self.placed else 0)
         saved = (
             each.stop - each.start - max(each.picture.grid)
             if any(each.picture.grid) and not each.picture.is_numbered
@@ -109,11 +111,6 @@ class Pictures:
             for each in self.placed
         )
         object.__setattr__(self, "_saved", [*accumulate(saved, initial=0)])
-
-    @property
-    def stop(self) -> int:
-        """The position behind the last one."""
-        return self.placed[-1].stop if self.placed else 0
 
     def of(self, start: int, stop: int) -> Iterator[PictureTokens]:
         """The pictures with tokens at positions start : stop."""

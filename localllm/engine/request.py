@@ -176,7 +176,7 @@ class Request:
     @property
     def n_missing(self) -> int:
         """Tokens that are not in the cache."""
-        return len(self.tokens) - (0 if self.sequence is None else len(self.sequence))
+        return len(self.tokens) - (0 if self.sequence is None else len(self.sequence.ids))
 
     @property
     def is_decoding(self) -> bool:

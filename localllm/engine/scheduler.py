@@ -158,6 +158,8 @@ class Scheduler:
 
     def admit(self) -> None:
         """Gives requests that wait pages, as long as there are some."""
+        if not self.waiting:
+            return
         waiting = [each for each in self.waiting if not each.output.is_full]
         n_running = Counter(each.client for each in self.running)
         while waiting:

@@ -78,6 +78,8 @@ class _StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str, *, final: bool) -> str:
+        if not self._stops:
+            return text
         if self.found is not None:
             return ""
         text = self._held + text

@@ -67,7 +67,7 @@ def test_a_step_waits_for_one_whose_wait_was_cut_short(monkeypatch: pytest.Monke
     step(make_batch([(range(64), 0, [0])]))  # the threads are there
 
     def cut_short(workers: Workers, job: Job) -> None:
-        workers._first.jobs.put(job)
+        workers._inboxes[0].jobs.put(job)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -326,6 +326,31 @@ def test_threads_that_share_workers_take_turns(workers: Workers) -> None:
     assert max(most) <= 3
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_thread_that_asks_takes_the_first_part_but_for_the_main_one(n: int) -> None:
+    """Which Ctrl-C may interrupt between any two steps of Python, while others wait for its part."""
+    workers, took = Workers(n), dict[int, threading.Thread]()
+
+    def fail(i: int) -> None:
+        took[i] = threading.current_thread()
+        if i == 0:
+            raise ValueError("the first part failed")
+
+    def ask() -> None:
+        with pytest.raises(ValueError, match="the first part failed"):
+            workers.run(Log(fail).job())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join()
+    assert took[0] is asking
+    assert len({*took.values()}) == n
+    assert_working(workers)
+    ask()
+    assert (took[0] is threading.main_thread()) == (n == 1 and threading.current_thread() is threading.main_thread())
+    workers.close()
+
+
 def test_closing_ends_the_threads() -> None:
     before = worker_threads()
     workers = Workers(3)
