@@ -184,7 +184,7 @@ class Program:
 
         job = Job(self._entry, self._call_address, keep=self, threads=threads)
         workers.run(job, prepare)
-        return max(job.lost)
+        return max(job.lost, default=0.0)
 
     def run_in_pieces(self, workers: Workers, before: Callable[[], None], piece_s: float) -> Iterator[None]:
         """As `run`, with the same bits, in pieces of about so many seconds, between which others can compute."""
@@ -262,7 +262,8 @@ class Job:
         self.threads = threads
         self.done = False
         self.error: BaseException | None = None
-        #: The share of its time for which each of the threads had no core, or slept.
+        #: The share of its time for which each of the threads had no core, or slept; not measured of one alone, for
+        #: which nobody waits.
         self.lost: list[float] = []
 
     def n_threads(self, n: int) -> int:
@@ -271,13 +272,15 @@ class Job:
 
     def run(self, i: int, n: int) -> None:
         """Does the part of thread i of n; an exception is kept for the thread that asked."""
-        began, computed = time.perf_counter(), _thread_time()
+        if n > 1:
+            began, computed = time.perf_counter(), _thread_time()
         try:
             self.entry(self.arguments, i, n)
         except BaseException as error:
             self.error = error
-        seconds, computed = time.perf_counter() - began, _thread_time() - computed
-        self.lost.append(1 - computed / max(seconds, 1e-9))
+        if n > 1:
+            seconds, computed = time.perf_counter() - began, _thread_time() - computed
+            self.lost.append(1 - computed / max(seconds, 1e-9))
 
 
 class _Inbox:
