@@ -22,11 +22,11 @@ sixteen bits where values have eight, so that they add nothing to those's error.
 to ROWS rows.  Latents are few, and many rows share them: those are widened, too, and the scales are a factor of the
 keys, and of the weights.  Sums of values that were rotated (VALUE_ROTATION) are rotated back at the very end.
 
-Where positions are selected (SELECTED, so many; BY_HEAD, for each key/value head), those take the place of all
-others: the numbers 0, 1, … of a token's are its positions, of which a page is gathered before it is scored and before
-it is added, unless it is one of the cache's.  A tile is of one token.
-So it is where a token sees entries of runs beside a window (ENTRIES, the tokens of a run): the first numbers are its
-window's positions, and the others those entries, all or those that are selected.
+Where positions are selected (SELECTED, so many; BY_HEAD, for each key/value head), a token sees those alone, and a
+tile is of one token.  What it sees is numbered 0, 1, …: a page of those numbers is gathered before it is scored, and
+again before it is added, unless the cache has a page of the same positions.  Where a token sees entries of runs
+beside a window (ENTRIES, the tokens of a run), the first numbers are the window's positions, and those behind them
+the entries, all or the selected ones.
 
 Each split is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
 that look far back can be shared by many threads, a split each (as in Flash-Decoding, Dao et al., 2023): which thread
@@ -81,7 +81,7 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
     """Compile-time constants of `attention`; ``wide``: a vector fills one register, so that many fit."""
     vectors, cache = 2 if wide else 1, op.cache
     # Rows of encoders are many: six and their factors fill 16 registers, but of the four or eight heads that share a
-    # key in decoding, six would compute some twice.
+    # key in decoding, six would compute some twice.  `score_rows` adds up the lanes of four or sixteen sums at once.
     rows = 8 if wide else 4 if op.causal or cache.values_in_keys else 6
     keys, values = layouts_of(cache)
     values_dim = cache.key_dim if cache.values_in_keys else cache.value_dim
@@ -498,28 +498,35 @@ def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sin
             hadamard(place, value_dim, VALUE_ROTATION)
 
 
-@device
-def whole_page(cache, table, page_bytes, selected, n):
-    """The block of a page whose first n positions are those that are selected, float32 [n], in order; else 0."""
-    first, block = np.int64(load_f32(selected)), np.int64(0)
-    if first % PAGE == 0 and np.int64(load_f32(selected + 4 * (n - 1))) == first + n - 1:
-        block = block_at(cache, table, first // PAGE, page_bytes)
-    return block
+@template
+def copy_scales(block, place, gathered, i, n_bytes):
+    """Copies float16 numbers [n_bytes / (2 * PAGE), PAGE] of the position at ``place``, to place i."""
+    for c in range(0, n_bytes, 2 * PAGE):
+        copy_i16(block + c + 2 * place, gathered + c + 2 * i)
 
 
 @template
-def gather_page(rows, table, page, page_bytes, limits, selected, beside, gathered):
-    """gathered = a page of what a token sees, from number PAGE * page on: positions, or the last of runs.
+def copy_row(source, target, n_bytes):
+    """Copies a multiple of four bytes."""
+    for c in range(0, n_bytes // 64 * 64, 64):
+        store_f32x16(target + c, load_f32x16(source + c))
+    for c in range(n_bytes // 64 * 64, n_bytes, 4):
+        store_i32(target + c, load_i32(source + c))
 
-    selected: float32 [SELECTED].  beside: int64 [4], with ENTRIES: positions of the window, the first of them, where
+
+@template
+def gather_latents(cache, table, page_bytes, first, n, selected, beside, gathered):
+    """gathered = a block of n of the latents that a token sees, from number ``first`` on.
+
+    selected: float32 [SELECTED].  beside: int64 [4], with ENTRIES: the window's positions, the one behind them, where
     entries are, and the sequence's pages of those.
     """
-    for i in range(min(np.int64(PAGE), load_i64(limits + 8) + 1 - PAGE * page)):
-        number = PAGE * page + i
+    for i in range(n):
+        number = first + i
         if ENTRIES:
             number -= load_i64(beside)
         if ENTRIES and number < 0:
-            position = load_i64(beside + 8) + load_i64(beside) + number
+            position = load_i64(beside + 8) + number
         elif SELECTED:
             position = np.int64(load_f32(selected + 4 * number))
         else:
@@ -529,15 +536,10 @@ def gather_page(rows, table, page, page_bytes, limits, selected, beside, gathere
             block = block_at(load_i64(beside + 16), load_i64(beside + 24), position // PAGE, ENTRY_BLOCK)
             place = position % PAGE // ENTRIES
         else:
-            block, place = block_at(rows, table, position // PAGE, page_bytes), position % PAGE
-        for scale in range(0, KEY_SCALES, 2 * PAGE):
-            store_f16(gathered + scale + 2 * i, max_lanes(load_splat_f16(block + scale + 2 * place)))
+            block, place = block_at(cache, table, position // PAGE, page_bytes), position % PAGE
+        copy_scales(block, place, gathered, i, KEY_SCALES)
         row = UNIT * (KEY_HEAD // 16)
-        source, target = block + KEY_SCALES + row * place, gathered + KEY_SCALES + row * i
-        for c in range(0, row // 64 * 64, 64):
-            store_f32x16(target + c, load_f32x16(source + c))
-        for c in range(row // 64 * 64, row, 4):
-            store_i32(target + c, load_i32(source + c))
+        copy_row(block + KEY_SCALES + row * place, gathered + KEY_SCALES + row * i, row)
 
 
 @template
@@ -547,11 +549,9 @@ def gather_keys(keys, table, page_bytes, selected, n, gathered):
         position = np.int64(load_f32(selected + 4 * i))
         block, place = block_at(keys, table, position // PAGE, page_bytes), position % PAGE
         if KEY_BITS == 16:
-            for c in range(0, 2 * PAGE * KEY_HEAD, 2 * PAGE):
-                copy_i16(block + c + 2 * place, gathered + c + 2 * i)
+            copy_scales(block, place, gathered, i, 2 * PAGE * KEY_HEAD)
         else:
-            for c in range(0, KEY_SCALES, 2 * PAGE):
-                copy_i16(block + c + 2 * place, gathered + c + 2 * i)
+            copy_scales(block, place, gathered, i, KEY_SCALES)
             for g in range(KEY_HEAD // VALUES_PER_SCALE):
                 source = block + KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + place // 16) + 4 * (place % 16)
                 target = gathered + KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + i // 16) + 4 * (i % 16)
@@ -565,16 +565,10 @@ def gather_values(values, table, page_bytes, selected, n, gathered):
     for i in range(n):
         position = np.int64(load_f32(selected + 4 * i))
         block, place = block_at(values, table, position // PAGE, page_bytes), position % PAGE
-        for c in range(0, VALUE_SCALES, 2 * PAGE):
-            copy_i16(block + c + 2 * place, gathered + c + 2 * i)
         if VALUE_BITS == 16:
-            row = 2 * VALUE_ROW
-            source, target = block + VALUE_SCALES + row * place, gathered + VALUE_SCALES + row * i
-            for c in range(0, row // 64 * 64, 64):
-                store_f32x16(target + c, load_f32x16(source + c))
-            for c in range(row // 64 * 64, row, 4):
-                store_i32(target + c, load_i32(source + c))
+            copy_row(block + 2 * VALUE_ROW * place, gathered + 2 * VALUE_ROW * i, 2 * VALUE_ROW)
         else:
+            copy_scales(block, place, gathered, i, VALUE_SCALES)
             for g in range(VALUE_ROW // VALUES_PER_SCALE):
                 source = block + VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + place // 32)
                 target = gathered + VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + i // 32)
@@ -590,6 +584,32 @@ def gather_values(values, table, page_bytes, selected, n, gathered):
                         copy_i8(own + 4 * v, to + 4 * v)
 
 
+@device
+def whole_page(cache, table, page_bytes, selected, n, gathered):
+    """The block of the page whose first n positions are the selected ones, float32 [n], in order; or ``gathered``."""
+    first, block = np.int64(load_f32(selected)), gathered
+    if first % PAGE == 0 and np.int64(load_f32(selected + 4 * (n - 1))) == first + n - 1:
+        block = block_at(cache, table, first // PAGE, page_bytes)
+    return block
+
+
+@template
+def page_seen(block: Registers, cache, table, page, page_bytes, limits, selected, beside, gathered, gather):
+    """block[0] = the block of page number ``page`` of what a token sees, of the cache itself or gathered.
+
+    gather: `gather_keys` or `gather_values`, where it sees no latents.
+    """
+    n = min(np.int64(PAGE), load_i64(limits + 8) + 1 - PAGE * page)
+    block[0] = gathered
+    if VALUES_IN_KEYS:
+        gather_latents(cache, table, page_bytes, PAGE * page, n, selected, beside, gathered)
+    else:
+        own = selected + 4 * PAGE * page
+        block[0] = whole_page(cache, table, page_bytes, own, n, gathered)
+        if block[0] == gathered:
+            gather(cache, table, page_bytes, own, n, gathered)
+
+
 @template
 def score_split(
     queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, falls, ahead, selected, beside,
@@ -600,17 +620,9 @@ def score_split(
     for page in range(low, high):
         place, next_block = scores + 4 * PAGE * (page % SPLIT_PAGES), ahead
         if GATHERED:
-            block = gathered
-            if VALUES_IN_KEYS:
-                gather_page(keys, table, page, page_bytes, limits, selected, beside, gathered)
-            else:
-                own, n = selected + 4 * PAGE * page, min(np.int64(PAGE), load_i64(limits + 8) + 1 - page * PAGE)
-                block = whole_page(keys, table, page_bytes, own, n)
-                if block == 0:
-                    block = gathered
-                    gather_keys(keys, table, page_bytes, own, n, gathered)
+            page_seen(block, keys, table, page, page_bytes, limits, selected, beside, gathered, gather_keys)
         else:
-            block = block_at(keys, table, page, page_bytes)
+            block[0] = block_at(keys, table, page, page_bytes)
             if page + 1 < high:
                 next_block = block_at(keys, table, page + 1, page_bytes)
         for some in range(0, n_rows, ROWS):
@@ -619,11 +631,11 @@ def score_split(
             if load_i64(first) // PAGE <= page and page * PAGE <= load_i64(last + 8):
                 row = place + SCORES * some
                 if KEY_BITS < 16 and not VALUES_IN_KEYS:
-                    score_tiles(queries + 4 * KEY_HEAD * some, here, block, row, next_block)
+                    score_tiles(queries + 4 * KEY_HEAD * some, here, block[0], row, next_block)
                 elif VALUES_IN_KEYS:
-                    score_rows(queries + 4 * KEY_HEAD * some, block, row, next_block, pace)
+                    score_rows(queries + 4 * KEY_HEAD * some, block[0], row, next_block, pace)
                 else:
-                    score_page(queries + 4 * KEY_HEAD * some, block, row, next_block, pace)
+                    score_page(queries + 4 * KEY_HEAD * some, block[0], row, next_block, pace)
                 if KEY_BITS == 16 or VALUES_IN_KEYS:
                     next_block += (KEY_BLOCK * ROWS - 1) // n_rows + 1
                 if SOFT_CAP:
@@ -663,17 +675,9 @@ def add_split(
     for page in range(low, high):
         place, next_block = weights + 4 * PAGE * (page % SPLIT_PAGES), ahead
         if GATHERED:
-            block = gathered
-            if VALUES_IN_KEYS:
-                gather_page(values, table, page, page_bytes, limits, selected, beside, gathered)
-            else:
-                own, n = selected + 4 * PAGE * page, min(np.int64(PAGE), load_i64(limits + 8) + 1 - page * PAGE)
-                block = whole_page(values, table, page_bytes, own, n)
-                if block == 0:
-                    block = gathered
-                    gather_values(values, table, page_bytes, own, n, gathered)
+            page_seen(block, values, table, page, page_bytes, limits, selected, beside, gathered, gather_values)
         else:
-            block = block_at(values, table, page, page_bytes)
+            block[0] = block_at(values, table, page, page_bytes)
             if page + 2 < high:
                 next_block = block_at(values, table, page + 2, page_bytes)
         for some in range(0, n_rows, ROWS):
@@ -682,9 +686,9 @@ def add_split(
             n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
             if load_i64(first) // PAGE <= page and n > 0:
                 if VALUE_BITS < 16 and not VALUES_IN_KEYS:
-                    add_tiles(place + SCORES * some, here, block, n, sums + STATE * some, scaled, next_block)
+                    add_tiles(place + SCORES * some, here, block[0], n, sums + STATE * some, scaled, next_block)
                 else:
-                    add_page(place + SCORES * some, block, n, sums + STATE * some, scaled, next_block, pace)
+                    add_page(place + SCORES * some, block[0], n, sums + STATE * some, scaled, next_block, pace)
                     next_block += (VALUE_BLOCK * ROWS - 1) // n_rows + 1
 
 
@@ -787,9 +791,9 @@ def attention(
             load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r, seen)
         first, stop, first_token = load_i64(tile + 24), load_i64(tile + 32), start + first_row // group_size
         if ENTRIES:
-            own = np.int64(load_i32(positions + 4 * first_token)) + 1
-            store_i64(beside, min(own, window))
-            store_i64(beside + 8, max(np.int64(0), own - window))
+            n_seen = np.int64(load_i32(positions + 4 * first_token)) + 1
+            store_i64(beside, min(n_seen, window))
+            store_i64(beside + 8, n_seen)
             store_i64(beside + 16, entries)
             store_i64(beside + 24, entry_tables + 4 * sequence * block_stride)
         attend_splits(

@@ -7,8 +7,8 @@ scores token after token, and each row serves many.
 
 Where runs of positions are chosen (RUN), each has a key, that of its last position, or behind it one that `pool_keys`
 makes of its tokens'.  Where each head chooses for itself (LAST; CHOICES), a row is [runs, CHOICES], the largest
-product with a key of each run; the LAST last runs are chosen whatever theirs is.  Where a cache keeps one of several
-tokens (EVERY), numbers of those are chosen.
+product with a key of each run; the LAST last runs are chosen whatever theirs is.  Where a cache has an entry for
+each run of tokens (EVERY, so many), numbers of entries are chosen.
 
 The k largest are found by their bits (radix select): as integers that are in the order of the floats, digit by digit
 from the highest, of which each is the one that the k-th largest has, and what is below is left out.  All above it are
@@ -29,10 +29,10 @@ from localllm.kernels.cpu.elementwise import exp
 from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.graph import Compress, IndexSelect
+from localllm.kernels.graph import MOST_RUN, Compress, IndexSelect
 
-#: Pages whose scores lanes share out.
-PART = 16
+#: Pages of a part, of which lanes score one after the other: whole runs.
+PART = MOST_RUN // PAGE
 #: Bits of a digit.
 DIGIT = 11
 ZERO, ONE = np.float32(0), np.float32(1)
