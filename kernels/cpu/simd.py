@@ -274,10 +274,10 @@ def power_of_two(b, exponent):
 
 
 def _fold(b: Any, vectors: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    """Lane i combines the lanes of vector i, of one or a power of two.
+    """A vector whose lane i is what the 16 lanes of vector i are combined to; there are 1, 2, 4, 8 or 16 vectors.
 
-    Their upper halves are folded onto the lower, four times: the same order of additions on every processor, and
-    however many vectors there are.  Two that are folded fill one.
+    Upper halves are folded onto lower ones, four times, and two folded vectors are put into one: the order of
+    additions in a vector is the same on every processor, and however many vectors there are.
     """
     half = 16
     while half > 1:
@@ -317,14 +317,14 @@ def sum_lanes(b, x):
 
 @op(f32x16, *[f32x16] * 4)
 def sum_lanes_of_4(b, *vectors):
-    """`sum_lanes` of each, four times over."""
+    """`sum_lanes` of each vector, in lanes 0 to 3, and again in each further four."""
     sums = _fold(b, vectors, b.fadd)
     return b.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(i32, 16), [0, 1, 2, 3] * 4))
 
 
 @op(f32x16, *[f32x16] * 16)
 def sum_lanes_of_16(b, *vectors):
-    """`sum_lanes` of each."""
+    """`sum_lanes` of each vector."""
     return _fold(b, vectors, b.fadd)
 
 

@@ -60,6 +60,8 @@ from localllm.kernels.cpu.simd import (
     store_f32x16,
     store_i8x64,
     sum_lanes,
+    sum_lanes_of_4,
+    sum_lanes_of_16,
     to_float,
     zero_i32x16,
 )
@@ -299,14 +301,19 @@ def test_halves_and_exponentials(target: Target) -> None:
 
 @kernel
 def sums_in_order(begin, end, x, out):
-    """The sum of sixteen lanes, in every lane."""
-    store_f32x16(out, splat(sum_lanes(load_f32x16(x))))
+    """The sums of 16 vectors of sixteen lanes: of all, of the first four, four times over, and of the first."""
+    for i in static_range(16):
+        row[i] = load_f32x16(x + 64 * i)
+    store_f32x16(out, sum_lanes_of_16(*row[0:16]))
+    store_f32x16(out + 64, sum_lanes_of_4(*row[0:4]))
+    store_f32x16(out + 128, splat(sum_lanes(row[0])))
 
 
 def test_lanes_are_summed_in_the_same_order_everywhere(target: Target) -> None:
     x = (10.0 ** np.arange(16) * np.where(np.arange(16) % 3, 1, -1)).astype(np.float32)
-    out, expected = np.zeros(16, np.float32), x
-    call(sums_in_order, target, 1, x, out)
-    while len(expected) > 1:
-        expected = expected[: len(expected) // 2] + expected[len(expected) // 2 :]
-    np.testing.assert_array_equal(out, expected[0])
+    vectors = RNG.permuted(np.tile(x, (16, 1)), axis=1)
+    out, expected = np.zeros((3, 16), np.float32), vectors
+    call(sums_in_order, target, 1, vectors, out)
+    while expected.shape[1] > 1:
+        expected = np.add(*np.split(expected, 2, axis=1))
+    np.testing.assert_array_equal(out, [expected[:, 0], np.tile(expected[:4, 0], 4), expected[:1, 0].repeat(16)])
