@@ -160,6 +160,10 @@ class Lowering:
     def like(self, x: Tensor) -> Stored:
         return self.new(x.rows, x.width)
 
+    def _rows_of(self, x: Tensor | None) -> tuple[Any, ...]:
+        """What kernels take for a tensor that may be None: rows and their stride, or null and 0."""
+        return (None, 0) if x is None else (self.stored[x],)
+
     def in_place(self, op: g.Linear | g.ExpertOutput) -> Stored:
         """Memory for a sum: that of the residual, if nothing reads it any more."""
         if op.residual is None or self.last_uses[op.residual] > self.node:
@@ -373,8 +377,8 @@ class Lowering:
 
     def mix_streams(self, op: g.MixStreams) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
-        weights, residual = ((None, 0) if each is None else (self.stored[each],) for each in (op.mixing, op.residual))
-        values = x, *weights, *residual, op.n, op.first, op.size, float(op.offset), y, y.width
+        mixed = x, *self._rows_of(op.mixing), *self._rows_of(op.residual)
+        values = *mixed, op.n, op.first, op.size, float(op.offset), y, y.width
         self.elementwise("mix streams", "mix_streams", x, columns(y), GATE_THREADS, *values)
         return y
 
@@ -409,9 +413,8 @@ class Lowering:
     ) -> Stored:
         """factor * weight * sigmoid(gate) * x + residual; what is None is left out."""
         rows, y, other = self.stored[x], self.like(x), self.stored[residual]
-        gates = (None, 0) if gate is None else (self.stored[gate],)
         added = None if other is None else other.buffer
-        values = rows, rows.width, float(factor), self.weights.vector(weight), *gates, added, y
+        values = rows, rows.width, float(factor), self.weights.vector(weight), *self._rows_of(gate), added, y
         operands = [] if other is None else [other]
         self.elementwise("add", "add", rows, columns(rows), GATE_THREADS, *values, operands=operands)
         return y
@@ -591,8 +594,7 @@ class Lowering:
             *((batch.axes, limits.max_tokens) if rope.axes else (None, 0)),
             limits.frequencies(rope) if len(rope.frequencies) else None,
             *(len(rope.frequencies), rope.first, rope.interleaved, float(rope.magnitude), q),
-            *((k,) if k else (None, 0)),
-            *((v,) if v else (None, 0)),
+            *(*self._rows_of(op.k), *self._rows_of(op.v)),
             *(n_heads, kept.n_heads, *norms),
             *(op.norm_last, float(scale.rate), scale.length, scale.offset),
             # Without keys, the cache is another layer's.
@@ -663,7 +665,7 @@ class Lowering:
     def index_select(self, op: g.IndexSelect) -> Stored:
         limits, kept, batch = self.limits, op.cache, self.batch
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
-        weights = None if op.head_weights is None else self.stored[op.head_weights]
+        weights, of_heads = self.stored[op.head_weights], self._rows_of(op.head_weights)
         stride, n_choices = -(-limits.cache.n_pages[0] * PAGE // op.run), op.n_choices
         scores, cache = Buffer(4 * _SCORED_TOKENS * n_choices * stride), limits.cache.layer(kept.key)[:2]
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
@@ -678,7 +680,6 @@ class Lowering:
         def launches(extent: Extent) -> Iterator[Launch]:
             for first in range(0, extent.n_tokens, _SCORED_TOKENS):
                 n = min(_SCORED_TOKENS, extent.n_tokens - first)
-                of_heads = (weights,) if weights else (None, 0)
                 scored = header, starts, *tables, batch.positions, first, q, *of_heads, *cache, scores, stride
                 chosen = header, batch.positions, first, scores, stride, y
                 for kernel, grid, values in (
@@ -691,7 +692,7 @@ class Lowering:
             pairs, positions = sizes.seen(attention.NO_WINDOW)
             return Cost(positions * kept.bytes_per_token(), 2 * pairs * q.width)
 
-        operands = [q, y, scores, *([weights] if weights else [])]
+        operands = [x for x in (q, weights, y, scores) if x]
         self.calls.append(Call("index", launches, operands, index_cost))
         return y
 
@@ -709,7 +710,7 @@ class Lowering:
 
     def _attention_selected(self, op: g.Attention) -> Stored:
         limits, kept, batch, entries = self.limits, op.cache, self.batch, op.entries
-        q, y, selected = self.stored[op.q], self.new(Rows.TOKENS, op.result.width), self.stored[op.selected]
+        q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
         beside: tuple[Any, ...] = 0, None, None
         most, by_head = op.n_selected, op.selected_by_head
@@ -725,7 +726,7 @@ class Lowering:
             N_TOKENS,
             lambda n: (op.n_heads, n),
             128,
-            *(header, starts, *tables, batch.positions, *((None, 0) if selected is None else (selected,))),
+            *(header, starts, *tables, batch.positions, *self._rows_of(op.selected)),
             *(*limits.cache.layer(kept.key), q, y, self.weights.vector(op.sinks), float(op.scale), *beside),
             defines=selection_defines(kept, most, 0 if entries is None else entries.every, by_head=by_head),
             cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * longest * q.width),
@@ -846,7 +847,7 @@ class Lowering:
         values = (
             *(header, logits, logits.width, mixture.k, op.norm_topk_prob, float(op.scale), GATINGS.index(op.gating)),
             *(self.weights.vector(op.selection_bias), op.n_groups, op.n_top_groups, op.n_group_best),
-            *((None, 0) if op.chosen is None else (self.stored[op.chosen],)),
+            *self._rows_of(op.chosen),
             *([each.buffer for each in scored] or (None, None)),
             *(self.weights.vector(op.expert_scales), chosen.ids, chosen.weights),
         )
@@ -866,8 +867,8 @@ class Lowering:
         cost = lambda sizes: Cost(  # noqa: E731
             (1 + 2 * len(scored)) * logits.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4
         )
-        given = [] if op.chosen is None else [self.stored[op.chosen]]
-        self.calls.append(Call("route", launches, [logits, memory, *given, *scored], cost))
+        operands = [x for x in (logits, memory, self.stored[op.chosen], *scored) if x]
+        self.calls.append(Call("route", launches, operands, cost))
         return chosen
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
