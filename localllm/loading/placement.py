@@ -171,8 +171,8 @@ class Placement:
 
     def sharing(self, shared: Collection[tuple[str, LayerTag]]) -> Placement:
         """The same beside another model that has packed some of its weights: those of these names and layers."""
-        weights = (weight for group in self.groups for weight in group.packed if shared)
-        return self.loaded(replace(w, is_shared=(w.name, w.layer) in shared) for w in weights)
+        weights = (weight for group in self.groups for weight in group.packed)
+        return self.loaded(replace(w, is_shared=True) for w in weights if (w.name, w.layer) in shared)
 
     def loaded(self, weights: Iterable[PackedWeight]) -> Placement:
         """The same with the weights as they were loaded."""
