@@ -679,9 +679,8 @@ class LLM:
         info = self._info
         is_long = info.context > info.config.original_context  # which some models rotate otherwise
         text = f"{info.fingerprint} {__version__} {info.device} {info.kernels} {info.cache_type} {is_long}"
-        if (
-            info.draft is not None and info.draft.architecture == "dflash"
-        ):  # its keys and values lie beside the model's
+        # A DFlash drafter's keys and values lie beside the model's.
+        if info.draft is not None and info.draft.architecture == "dflash":
             text += f" {info.draft.fingerprint}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -23,13 +23,14 @@ from localllm.errors import warn
 #: Words of the conversations that test a template.
 _ONE, _TWO, _THREE = "zqfirst", "zqsecond", "zqthird"
 
-#: Characters of call ids for templates that want nine of them, as Mistral's do.
-#: The variables of templates that switch thinking on and off.
+#: The variables of templates that switch thinking, with their values for on and for off.
 _SWITCHES: dict[str, tuple[object, object]] = {
     "enable_thinking": (True, False),
     "thinking": (True, False),
     "thinking_mode": ("enabled", "disabled"),  # MiniMax M3
 }
+
+#: Characters of call ids for templates that want nine of them, as Mistral's do.
 _LETTERS = string.ascii_letters + string.digits
 
 #: For the same tests: a call id that all templates take, arguments, and a tool, which is not the one called.

@@ -63,8 +63,9 @@ _CLOSING = {**_TAGS_AROUND_CALLS, **_TAGS_IN_CALLS}
 _OPENING = re.compile("|".join(map(re.escape, _CLOSING)))
 _LONGEST_OPENING, _OPENING_CHARACTERS = max(map(len, _CLOSING)), {opening[0] for opening in _CLOSING}
 
-#: What ends calls whose arguments are between tags, and what begins the next one.
+#: What ends calls of MiniMax M3.
 _MARKED_END = f"{_MARK}</invoke>"
+#: What ends calls whose arguments are between tags, and what begins the next one.
 _TAGGED_ENDS = ("</function>", "</invoke>", "</｜DSML｜invoke>", "</atem:invoke>", "</tool_call:opensource>")
 _TAGGED_BEGINNINGS = (
     *("<function=", "<function name=", "<invoke ", "<｜DSML｜invoke ", "<atem:invoke ", "<tool_call:opensource>"),
@@ -80,7 +81,7 @@ _ENDS = (
     "<|tool_call_end|>",
     END_OF_CALL,
 )
-#: A mark, or the beginning of one behind which no text is yet.
+#: A mark, or the beginning of one at the end of the text.
 _MAY_BE_MARK = "|".join([re.escape(_MARK), *(rf"{re.escape(_MARK[:n])}\Z" for n in range(2, len(_MARK)))])
 _BETWEEN = re.compile(rf"(?:(?!{_MAY_BE_MARK})[\s\[\]}},;]|{'|'.join(map(re.escape, _ENDS))})*")
 _SPACE = re.compile(r"\s*")
@@ -134,6 +135,7 @@ _KEYS = (
     "<arg_key:opensource>",
 )
 
+#: A tag around an argument of MiniMax M3's calls, or around a part of one.
 _MARKED_TAG = re.compile(rf"{re.escape(_MARK)}<(?P<closes>/?)(?P<name>[^<>]+)>")
 
 #: What MiniCPM 5 writes around values that have characters of XML.
@@ -554,7 +556,7 @@ class ReplyParser:
             separator, self._at = ", ", at + len(tag)
 
     def _marked(self) -> _Reading:
-        """Reads values between tags with a mark, whose parts are between such tags, too."""
+        """Reads MiniMax M3's arguments: values between tags with a mark, whose parts are between such tags, too."""
         assert self._call is not None
         schema, separator = self._tools[self._call.name].get("parameters") or {}, "{"
         while True:
@@ -706,9 +708,10 @@ class _JSONReader:
 
 
 def _marked_value(text: str, at: int, schema: Any) -> tuple[str, Any, int] | None:
-    """The name and the value of what the marked tag at a place opens, and where it ends; None if it does not yet.
+    """The name and the value of the argument whose marked tag is at a place, and where it ends; None if that is not
+    there yet.
 
-    ``schema``: of a mapping that has it.
+    ``schema``: of the call's arguments, into which references lead.
     """
     # Names, where their values begin, their parts and their schemas.
     opened: list[tuple[str, int, list[tuple[str, Any]], Any]] = []
@@ -730,7 +733,7 @@ def _marked_value(text: str, at: int, schema: Any) -> tuple[str, Any, int] | Non
 
 
 def _unmarked(text: str, parts: list[tuple[str, Any]], types: set[str]) -> Any:
-    """A value: of its parts, or of a text where it has none."""
+    """The value that parts, named values, make up: a list or a mapping; without parts, the value of the text."""
     if parts:
         is_list = "array" in types or ("object" not in types and all(name == "item" for name, _ in parts))
         return [value for _, value in parts] if is_list else dict(parts)
@@ -761,7 +764,7 @@ def _schema_of_part(schema: Any, root: Mapping[str, Any], name: str) -> Any:
 
 
 def _referenced(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a schema refers to, as far as it does so at once."""
+    """The schema that a reference leads to, which may be another reference; what is no reference is returned."""
     if isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
         schema = root
         for name in reference.removeprefix("#").split("/")[1:]:

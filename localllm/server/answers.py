@@ -167,9 +167,7 @@ class GenerationJob:
             "messages": messages,
             "tools": tools or None,
             "template_variables": self.variables,
-            "reply_prefix": ""
-            if self.begun is None
-            else _reply_prefix(self.begun, llm, messages, tools, self.variables),
+            "reply_prefix": _reply_prefix(self.begun, llm, messages, tools, self.variables),
         }
 
     def prompt_ids(self, llm: LLM) -> list[int]:
@@ -379,8 +377,12 @@ def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[l
     return messages[:-1], last
 
 
-def _reply_prefix(begun: Message, llm: LLM, messages: list[Message], tools: Tools, given: dict[str, Any]) -> str:
-    """The text of the begun reply; where the template has opened its reasoning, that is given and closed first."""
+def _reply_prefix(
+    begun: Message | None, llm: LLM, messages: list[Message], tools: Tools, given: dict[str, Any]
+) -> str:
+    """The text of a begun reply; behind its reasoning, closed, where the template has opened that."""
+    if begun is None:
+        return ""
     texts = [replace(message, parts=(message.text,)) for message in messages]
     variables: dict[str, Any] = llm.template_variables | checked_variables(given)
     closing = TAGS.get(opening_tag(llm.chat_template.render(texts, tools=tools or None, **variables)), "")

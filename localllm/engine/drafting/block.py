@@ -20,7 +20,7 @@ from localllm.engine.runner import BatchItem, ModelRunner
 
 
 class BlockModel(MTPModel):
-    """The DFlash drafter of an engine's model, whose ``cache`` it is."""
+    """The DFlash drafter of an engine's model, whose cache it shares; ``mask`` is the token in place of a draft."""
 
     def __init__(
         self,
@@ -33,9 +33,8 @@ class BlockModel(MTPModel):
         token_ids: NDArray[np.int64] | None,
     ) -> None:
         super().__init__(runner, expected_cost, kind="draft", token_ids=token_ids)
-        # mask: the token that stands for a draft; most: drafts of a block at most
         self.cache, self.mask = cache, mask
-        self.most = min(block_size, runner.max_tokens, runner.max_outputs) - 1
+        self.most = min(block_size, runner.max_tokens, runner.max_outputs) - 1  # drafts of a block
 
     def drafter(self, cost: StepCost, most: int, always: bool = False) -> MTPDrafter:
         return BlockDrafter(self, cost, min(most, self.most), always)
