@@ -56,7 +56,7 @@ ACTIVATIONS = (*UNGATED, "sigmoid", "identity", "clamped_swiglu", "softplus")
 #: And what `HeadGate` can.
 HEAD_GATES = ("sigmoid", "softplus")
 
-#: What the runs of positions that `IndexSelect` chooses are a divisor of.
+#: Positions of the longest run that `IndexSelect` chooses; others are divisors of it.
 MOST_RUN = 1024
 
 #: What `Route` makes experts' probabilities of logits with.
@@ -64,8 +64,8 @@ GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
 #: The most groups of experts.
 MAX_GROUPS = 64
 
-#: Bits of a layer's number.
-_PART_BITS = 16
+#: Bits of a layer's number in `KVCache.key`.
+_LAYER_BITS = 16
 
 
 class Weight(Protocol):
@@ -190,17 +190,16 @@ class KVCache:
     window: int | None = None
     is_index: bool = False  # whether it is a layer's second one, of what `IndexSelect` chooses by
     part: int = 0  # its number among those of a layer that has several
-    # of how many tokens one has something in it, the last of each run of so many: what `Compress` makes of a run.  As
-    # pages belong to tokens, one has so many rows less, but at least one
+    # tokens of a run: the cache has one entry for each run (`Compress`), which its last token appends
     every: int = 1
 
     @property
     def key(self) -> int:
         """Its key among those of a graph."""
-        return ~self.layer if self.is_index else self.layer + (self.part << _PART_BITS)
+        return ~self.layer if self.is_index else self.layer + (self.part << _LAYER_BITS)
 
     def page_rows(self, page_size: int) -> int:
-        """Rows of a page of so many tokens."""
+        """Rows of a page of so many tokens: one for each run that ends there, or one where runs are longer."""
         return max(1, page_size // self.every)
 
     @property
@@ -463,7 +462,7 @@ class NgramEmbed(Operation[Tensor]):
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """None that is loaded."""
+        """None: the table stays in its file."""
         return ()
 
     @cached_property
@@ -810,8 +809,8 @@ class RopeAppend(Operation[Tensor]):
     same tensor, which is then normed as either.
 
     Without v, values are in the keys.  Without k too, the cache is another layer's, which has appended to it already.
-    A cache of one in several tokens takes the keys of those that end a run of so many (`KVCache.every`).  Where q is
-    k, it is only appended.
+    A cache of entries of runs (`KVCache.every`) takes the keys of tokens that end a run.  Where q is k, it is only
+    appended.
     """
 
     q: Tensor
@@ -966,7 +965,7 @@ class Attention(Operation[Tensor]):
 
 class IndexSelect(Operation[Tensor]):
     """The k positions that a token attends to, in order: numbers [T, k], and -1 behind them where it sees fewer.
-    Of a cache of one in several tokens (`KVCache.every`) they are the numbers of those, counted from 0.
+    Of a cache of entries of runs (`KVCache.every`) they are the numbers of entries, counted from 0.
 
     They are those of the largest scores, of equals the first: the sum over heads of weight * max(0, q · key), for
     queries [T, H * dim], ``head_weights`` [T, H] (without, all are 1) and the keys of an indexer, which `RopeAppend`
@@ -1549,26 +1548,26 @@ class Graph:
         """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long.
 
         ``is_index``: those are the keys of an indexer, which are kept beside them.  ``is_exact``: never as codes.
-        ``part``, ``every``: as `KVCache` has them; in one of runs there are no codes.
+        ``part``, ``every``: as in `KVCache`; a cache of runs has no codes.
         """
         value_dim = key_dim if value_dim is None else value_dim
         if not isinstance(self.layer, int):
-            raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
+            raise KernelError(f"a cache cannot be declared in {self.layer}: layers have them")
         if values_in_keys and value_dim > key_dim:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
         if window is not None and window < 1:
             raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
         if every < 1 or every & (every - 1) or (every > 1 and (n_heads > 1 or window or not values_in_keys)):
             raise KernelError(
-                f"a cache cannot have something of one in {every} tokens: of a power of two it has one key, with its "
-                "value, and no window"
+                f"a cache cannot have an entry for every {every} tokens: they must be a power of two, and the cache "
+                "has one head, whose keys are the values, and no window"
             )
         kept = self.cache_type, values_in_keys, window, is_index, part, every
         cache = KVCache(self.layer, n_heads, key_dim, value_dim, *kept)
         if (is_exact or every > 1) and cache.types[0] in CODE_BITS:
             cache = replace(cache, type="f16")
         if cache.key in self.caches:
-            raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
+            raise KernelError(f"layer {self.layer} already has such a cache")
         self.caches[cache.key] = cache
         if window not in self.windows:
             self.windows.append(window)

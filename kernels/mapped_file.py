@@ -46,7 +46,7 @@ def range_in_file(array: NDArray[Any]) -> FileRange | None:
 
 
 class OpenFile:
-    """A file that is read while a model is in use: what becomes of it is an error, not another text."""
+    """A file that is read while a model is in use: any change to it is an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,7 +59,7 @@ class OpenFile:
         return status.st_size, status.st_mtime_ns
 
     def fill(self, data: NDArray[np.uint8], offset: int, what: str) -> None:
-        """Reads the bytes from ``offset`` on.
+        """Fills ``data`` with the bytes from ``offset`` on.  ``what``: what they are, for the message.
 
         Raises:
             GGUFError: the disk failed, or the file is not what it was.

@@ -416,7 +416,7 @@ class _Run:
         return hadamard(out, cache.rotations[1]).reshape(len(q), -1)
 
     def _entries(self, cache: g.KVCache, s: int, numbers: Array) -> Array:
-        """What a cache of one in several tokens has of a sequence, under these numbers: [n, 1, key_dim]."""
+        """The entries of a sequence with these numbers (of positions, where each has one): [n, 1, key_dim]."""
         page, place = np.divmod((numbers + 1) * cache.every - 1, self.cache.page_size)
         page = self.batch.block_tables[self.graph.group(cache), s, page]
         rows: Array = self.cache.layers[cache.key][0][page, place // cache.every]

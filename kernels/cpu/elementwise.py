@@ -32,7 +32,7 @@ LOG_8, LOG_7, LOG_6 = np.float32(7.0376836292e-2), np.float32(-1.1514610310e-1),
 LOG_5, LOG_4, LOG_3 = np.float32(-1.2420140846e-1), np.float32(1.4249322787e-1), np.float32(-1.6668057665e-1)
 LOG_2, LOG_1, LOG_0 = np.float32(2.0000714765e-1), np.float32(-2.4999993993e-1), np.float32(3.3333331174e-1)
 HALF = np.float32(0.5)
-#: Of keys and queries of streams (`localllm.kernels.graph.StreamGate`).
+#: What a gate of streams (`localllm.kernels.graph.StreamGate`) takes the root of, at least.
 LEAST_PRODUCT = np.float32(1e-6)
 #: Bits of √2 and of infinity: floats that are not negative have the order of their bits, with NaN behind infinity.
 SQRT_2_BITS, INFINITY_BITS, MAGNITUDE = np.int32(0x3FB504F3), np.int32(0x7F800000), 0x7FFFFFFF
@@ -632,7 +632,7 @@ def rope_append(
 
     Q_NORM, K_NORM, V_NORM: as in `turn_head`.  HAS_KEYS, HAS_VALUES: whether there are k and v.  COPY_VALUES: whether
     v is in the memory of k, which is changed.  SCALES_Q: whether there are factors.  KEY_ROTATION, VALUE_ROTATION: of
-    what is kept, `KVCache.rotations`.  EVERY: of how many tokens one is kept, the last.
+    what is kept, `KVCache.rotations`.  EVERY: the cache keeps the last of each run of so many tokens.
     """
     scratch = stack(4 * VALUE_HEAD)
     for token in range(begin, end):

@@ -368,7 +368,7 @@ class _ExpertFile(OpenFile):
         data = np.empty(stop - start, np.uint8)
         offset = matrices.file.offset + expert * matrices.stride
         if not start and sys.platform == "linux":  # while the first piece is packed, the others come
-            with contextlib.suppress(OSError):  # which then comes again
+            with contextlib.suppress(OSError):  # a disk that fails is reported by the read below
                 os.posix_fadvise(self.file.fileno(), offset, matrices.file.n_bytes, os.POSIX_FADV_WILLNEED)
         self.fill(data, offset + start, f"tensor {matrices.weight.name}, expert {expert}")
         return data

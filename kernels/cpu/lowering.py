@@ -586,7 +586,7 @@ class Lowering:
         return y
 
     def _entries(self, cache: g.KVCache | None) -> tuple[Argument, Argument]:
-        """Where a cache of one in several tokens lies, and its block tables."""
+        """Where a cache of entries of runs lies, and its block tables; 0 without one."""
         if cache is None:
             return 0, 0
         return self.layers[cache.key][0], self.tables.block_tables[self.graph.group(cache)]

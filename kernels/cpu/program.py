@@ -298,9 +298,8 @@ class Workers:
     So idle ones burn nothing, and several `Workers` live side by side in one process.  A forked child inherits
     none of the threads, and must make its own `Workers`.
 
-    A thread that asks takes the first part itself, which saves waking another.  Only the process's main thread does
-    not, unless it is the only one: Ctrl-C may interrupt it between any two steps of Python, and the others would wait
-    for it for ever.
+    The thread that asks does the first part itself, which saves waking another.  The process's main thread does so
+    only where n is 1: Ctrl-C may interrupt it between any two steps of Python, and the others would wait for ever.
     """
 
     def __init__(self, n: int) -> None:
@@ -360,7 +359,8 @@ class Workers:
             self._started = False
 
     def _start(self) -> None:
-        self._inboxes, self._last = (inboxes := [_Inbox() for _ in range(self.n)]), None
+        self._inboxes = inboxes = [_Inbox() for _ in range(self.n)]
+        self._last = None
         # The threads do not refer to the Workers, so that forgetting it ends them.
         self._end = weakref.finalize(self, _tell_all, inboxes)
         self._end.atexit = False  # engines may still need them: `localllm.kernels.process` has the order

@@ -9,7 +9,7 @@ The cache is one allocation.  A layer has four parts in it, each for all pages a
     key and value scales            float16 [groups, PAGE]: of each 32 values of the head (the last may be of 16)
 
 where ``head`` is the head size of keys or of values, rounded up to whole 16 values; values that are in the keys have
-no parts.  A cache of one in several tokens (`KVCache.every`) has so many rows less in a page.  `append.cu` writes
+no parts.  A page of a cache of entries of runs has `KVCache.page_rows` in place of PAGE rows.  `append.cu` writes
 what pads a head as zeros.  Of a page that is not full, the rest is whatever it was: attention reads none of it.
 """
 
