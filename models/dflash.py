@@ -45,7 +45,7 @@ HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | {"fc": "fc", "enc.output_norm
 _ENCODER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "enc.output_norm.weight"}
 
 #: ``hidden_activation``, as checkpoints name it.
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu"}
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu"}
 
 #: Tokens of a block, where the file does not say.
 _BLOCK_SIZE = 16
@@ -60,6 +60,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         | {
             "block_size": own.get("block_size", _BLOCK_SIZE),
             "target_layers": [i + 1 for i in own["target_layer_ids"]],  # what goes into those layers
+            "hidden_activation": None if own.get("hidden_act") == "silu" else own.get("hidden_act"),
             "embedding_scale": own.get("input_embedding_scale"),
             "attention.value_scale": own.get("attention_value_scale"),
             "attention.causal": own.get("is_causal", own.get("causal")),

@@ -33,7 +33,9 @@ LIKELY, MASK = [5, 6], 4
 WINDOW, BLOCK = 9, 6
 
 
-def with_drafter(folder: Path, name: str, *, few: bool = True, kinds: str = "sfs") -> tuple[Path, Path, Any, Any]:
+def with_drafter(
+    folder: Path, name: str, *, few: bool = True, kinds: str = "sfs", activation: str = "silu"
+) -> tuple[Path, Path, Any, Any]:
     """A tiny random model, which writes a `few` tokens only, and a drafter for it: their files, and both in
     transformers.  ``kinds``: of its layers, with a window (s) or without (f)."""
     import torch
@@ -50,6 +52,7 @@ def with_drafter(folder: Path, name: str, *, few: bool = True, kinds: str = "sfs
     config = transformers.MuseGlimmerAssistantConfig(
         **{key: CONFIG[key] for key in kept.split()},
         num_hidden_layers=3,
+        hidden_act=activation,
         rope_parameters=PLAIN_ROPE,
         max_position_embeddings=256,
         sliding_window=WINDOW,
@@ -96,9 +99,13 @@ def expected_drafts(model: Any, drafter: Any, tokens: list[int], n: int) -> NDAr
     return logits
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35"])
-def test_it_drafts_what_transformers_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, drafts, model, drafter = with_drafter(tmp_path, name, few=False)
+@pytest.mark.parametrize(
+    ("name", "activation"), [("llama", "silu"), ("llama", "gelu"), ("qwen3", "silu"), ("qwen35", "silu")]
+)
+def test_it_drafts_what_transformers_does(
+    name: str, activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, drafts, model, drafter = with_drafter(tmp_path, name, few=False, activation=activation)
     seen = recorded(monkeypatch, BlockDrafter, "at_once")
     with localllm.load(path, draft_model=drafts, context=128, threads=1) as llm:
         llm.generate(PROMPT, **GREEDY, draft_always=True)
