@@ -88,6 +88,12 @@ class Stage:
             time.sleep(_LOOK_S)
 
     @property
+    def is_own(self) -> bool:
+        """Whether this thread is at such work."""
+        own = threading.current_thread()
+        return any(work.thread is own for work in list(self.under_way))
+
+    @property
     def is_busy(self) -> bool:
         """Whether another thread is at such work.
 

@@ -298,8 +298,9 @@ class Workers:
     So idle ones burn nothing, and several `Workers` live side by side in one process.  A forked child inherits
     none of the threads, and must make its own `Workers`.
 
-    The thread that asks does the first part itself, which saves waking another.  The process's main thread does so
-    only where n is 1: Ctrl-C may interrupt it between any two steps of Python, and the others would wait for ever.
+    An engine's thread takes the first part of its jobs itself, which saves waking another.  No thread of a caller
+    does, unless it is the only one: Ctrl-C, or whoever stops a thread by an exception, may interrupt it between any
+    two steps of Python, while the others wait for it or still work.
     """
 
     def __init__(self, n: int) -> None:
@@ -330,7 +331,7 @@ class Workers:
                 before()
             if self.n == 1:
                 job.run(0, 1)
-            elif threading.current_thread() is not threading.main_thread():
+            elif process.engines.is_own:
                 _run_shared(job, self._inboxes)
             else:
                 self._last = job

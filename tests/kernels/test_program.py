@@ -327,8 +327,9 @@ def test_threads_that_share_workers_take_turns(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_thread_that_asks_takes_the_first_part_but_for_the_main_one(n: int) -> None:
-    """Which Ctrl-C may interrupt between any two steps of Python, while others wait for its part."""
+@pytest.mark.parametrize("is_engine", [True, False])
+def test_only_an_engines_thread_takes_the_first_part(n: int, is_engine: bool) -> None:
+    """Callers' threads may be interrupted between any two steps of Python, while others wait for their part."""
     workers, took = Workers(n), dict[int, threading.Thread]()
 
     def fail(i: int) -> None:
@@ -337,17 +338,16 @@ def test_a_thread_that_asks_takes_the_first_part_but_for_the_main_one(n: int) ->
             raise ValueError("the first part failed")
 
     def ask() -> None:
-        with pytest.raises(ValueError, match="the first part failed"):
+        stage = process.engines if is_engine else process.workers
+        with process.UnfinishedWork(stage), pytest.raises(ValueError, match="the first part failed"):
             workers.run(Log(fail).job())
 
     asking = threading.Thread(target=ask)
     asking.start()
     asking.join()
-    assert took[0] is asking
+    assert (took[0] is asking) == (is_engine or n == 1)
     assert len({*took.values()}) == n
     assert_working(workers)
-    ask()
-    assert (took[0] is threading.main_thread()) == (n == 1 and threading.current_thread() is threading.main_thread())
     workers.close()
 
 
