@@ -86,23 +86,23 @@ _MAY_BE_MARK = "|".join([re.escape(_MARK), *(rf"{re.escape(_MARK[:n])}\Z" for n 
 _BETWEEN = re.compile(rf"(?:(?!{_MAY_BE_MARK})[\s\[\]}},;]|{'|'.join(map(re.escape, _ENDS))})*")
 _SPACE = re.compile(r"\s*")
 
-#: What stands before the arguments of calls that are not JSON.
+#: What stands before the arguments of calls that are not JSON; names are bounded, for texts are looked at often.
 _HEADS = [
     re.compile(pattern)
     for pattern in (
-        r"<function=(?P<name>[^>\s]+)>",
-        r'<(?:｜DSML｜|atem:)?(?:invoke|function) name="(?P<name>[^">]+)">',
-        rf'{re.escape(_MARK)}<invoke name="(?P<name>[^">]+)">',
-        r"<tool_call:opensource>(?P<name>[^\s<]+)<tool_sep:opensource>",
-        r"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<]+)<\|tool_call:args\|>(?=\{)",
-        rf"{re.escape(CALL)}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|>",
-        r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
-        r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>(?=\{)",
-        r"<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^:<]+)[^<]*<\|tool_call_argument_begin\|>",
-        r"(?P<name>[^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](?=\{)",
-        r"call:(?P<name>[^\s{]+)(?=\{)",
-        r"(?P<name>[\w.-]+)(?=\()",
-        r"(?P<name>[^\s<{]+)\s*(?=<arg_key>)",
+        r"<function=(?P<name>[^>\s]{1,256}+)>",
+        r'<(?:｜DSML｜|atem:)?(?:invoke|function) name="(?P<name>[^">]{1,256}+)">',
+        rf'{re.escape(_MARK)}<invoke name="(?P<name>[^">]{{1,256}}+)">',
+        r"<tool_call:opensource>(?P<name>[^\s<]{1,256}+)<tool_sep:opensource>",
+        r"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<]{1,256}+)<\|tool_call:args\|>(?=\{)",
+        rf"{re.escape(CALL)}(?:functions\.)?(?P<name>[^\s<]{{1,256}}+)<\|message\|>",
+        r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]{1,256}+)\n```json\n",
+        r"<｜tool▁call▁begin｜>(?P<name>[^<]{1,256}+)<｜tool▁sep｜>(?=\{)",
+        r"<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^:<]{1,256}+)[^<]*+<\|tool_call_argument_begin\|>",
+        r"(?P<name>[^\s\[{]{1,256}+)(?:\[CALL_ID\][^\[]*+)?\[ARGS\](?=\{)",
+        r"call:(?P<name>[^\s{]{1,256}+)(?=\{)",
+        r"(?P<name>[\w.-]{1,256}+)(?=\()",
+        r"(?P<name>[^\s<{]{1,256}+)\s*+(?=<arg_key>)",
     )
 ]
 #: How a reply begins that is a call without anything around it: JSON, Llama 4's lists of calls as Python has them, or
@@ -112,7 +112,7 @@ _BARE = re.compile(r"\[?\s*\{|\[\s*(?P<in_list>[\w.-]+)\(|(?P<on_line>[\w.-]+)\n
 _BARE_HEADS = re.compile(r"(?P<name>[\w.-]+)(?:(?=\()|\n\s*(?=\{))")
 #: And where that may still come.
 _BARE_BEGINNING = re.compile(r"\[?\s*[\w.-]*(?:\n\s*)?")
-_NAME_ALONE = re.compile(r"(?P<name>[^\s<{]+)\s*")
+_NAME_ALONE = re.compile(r"(?P<name>[^\s<{]{1,256}+)\s*")
 
 _PAIR = r'"[^"\\]*"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*'
 #: The same of a call that is JSON.
@@ -126,7 +126,7 @@ _NAMED_HEAD, _NAMED = re.compile(r'\{\s*(?P<name>"(?:[^"\\]|\\.)*")\s*:\s*(?=\{)
 _OTHER_KEY = re.compile(r'[\s\[]*\{\s*"(?!(?:name|type|id|arguments|parameters)")[^"]*"')
 
 _KEY = re.compile(
-    r"""<(?P<tag>(?:｜DSML｜|atem:)?param(?:eter)?)(?:=|\ name=")(?P<key>[^>"]+)[^>]*>
+    r"""<(?P<tag>(?:｜DSML｜|atem:)?param(?:eter)?)(?:=|\ name=")(?P<key>[^>"]++)[^>]*+>
     |<arg_key(?P<of>(?::\w+)?)>(?P<key_>.*?)</arg_key(?P=of)>\s*<arg_value(?P=of)>""",
     re.DOTALL | re.VERBOSE,
 )
@@ -137,6 +137,8 @@ _KEYS = (
 
 #: A tag around an argument of MiniMax M3's calls, or around a part of one.
 _MARKED_TAG = re.compile(rf"{re.escape(_MARK)}<(?P<closes>/?)(?P<name>[^<>]+)>")
+#: What may become one.
+_MAY_BE_TAG = re.compile(rf"{re.escape(_MARK)}(?:</?[^<>]*)?")
 
 #: What MiniCPM 5 writes around values that have characters of XML.
 _CDATA = "<![CDATA[", "]]>"
@@ -352,7 +354,8 @@ class ReplyParser:
                 head = _BARE_HEADS.match(self._text, at)
                 if head is not None and head["name"] in self._tools:
                     return at - self._at, head
-                if self._may_be_bare(self._text[at:]) and (yield from self._wait_for_more()):
+                rest = self._text[at:]
+                if (self._may_be_bare(rest) or _MARK.startswith(rest)) and (yield from self._wait_for_more()):
                     continue
                 self._at = at
                 return None
@@ -396,10 +399,15 @@ class ReplyParser:
 
     def _object(self, begin: int, closing: str) -> _Reading:
         """Reads a call that is a JSON object."""
-        whole, text, n = _JSONReader(), "", begin
+        whole, text, n, n_searched = _JSONReader(), "", begin, begin + 1
+        pattern = _NAMED_HEAD if closing == _NAMED else _OBJECT_HEAD
         while True:
-            pattern = _NAMED_HEAD if closing == _NAMED else _OBJECT_HEAD
-            if head := pattern.match(self._text, self._at + begin):
+            if not closing and _OTHER_KEY.match(self._text, self._at):
+                raise _MalformedError("it is written in no known way")
+            # What stands before arguments ends with the bracket that these begin with.
+            may_have_head = self._text.find("{", self._at + n_searched) >= 0
+            n_searched = max(n_searched, len(self._text) - self._at)
+            if may_have_head and (head := pattern.match(self._text, self._at + begin)):
                 self._begin(_value(head["name"]), head.end())
                 reader = _JSONReader()
                 reader.read(head[0], 0, len(head[0]))
@@ -407,8 +415,6 @@ class ReplyParser:
                 self._end()
                 yield from self._json(reader, 0, closing)
                 return
-            if not closing and _OTHER_KEY.match(self._text, self._at):
-                raise _MalformedError("it is written in no known way")
             out, at = whole.read(self._text, self._at + n, len(self._text))
             text, n = text + out, at - self._at
             if whole.has_closed:
@@ -481,23 +487,26 @@ class ReplyParser:
 
     def _python(self) -> _Reading:
         """Reads the arguments of a call as Python has it, which are told once all are there."""
-        while not (whole := _PYTHON_ARGUMENTS.match(self._text, self._at)):
-            if not (yield from self._wait_for_more()):
+        reader, n = _PythonReader(), 0
+        while not reader.has_closed:
+            n = reader.read(self._text, self._at + n) - self._at
+            if not reader.has_closed and not (yield from self._wait_for_more()):
                 if not self._is_cut:
                     raise _MalformedError("its arguments are not closed")
                 self._at = len(self._text)
                 return
         try:
-            text = _PYTHON_STRING.sub(lambda string: string[0].replace("\n", "\\n").replace("\r", "\\r"), whole[0])
+            whole = self._text[self._at : self._at + n]
+            text = _PYTHON_STRING.sub(lambda string: string[0].replace("\n", "\\n").replace("\r", "\\r"), whole)
             call = _JSONWords().visit(ast.parse(f"f{text}", mode="eval").body)
             assert isinstance(call, ast.Call)
             given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
             if call.args or None in given:
                 raise _MalformedError("its arguments have no names")
-            self._add(json.dumps(given, ensure_ascii=False))
+            self._add(_json_of(given))
         except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
             raise _MalformedError(f"its arguments are not Python's: {error}") from None
-        self._at = whole.end()
+        self._at += n
 
     def _tagged(self, closing: str) -> _Reading:
         """Reads values between tags."""
@@ -559,19 +568,19 @@ class ReplyParser:
         """Reads MiniMax M3's arguments: values between tags with a mark, whose parts are between such tags, too."""
         assert self._call is not None
         schema, separator = self._tools[self._call.name].get("parameters") or {}, "{"
+        reader = _MarkedReader(schema)
         while True:
             self._skip(_SPACE)
-            rest = self._text[self._at :]
-            if rest.startswith(_MARKED_END):
+            if self._text.startswith(_MARKED_END, self._at):
                 self._add("}" if separator != "{" else "{}")
                 return
-            parameter = _marked_value(self._text, self._at, schema)
-            if parameter is not None:
-                name, value, self._at = parameter
-                self._add(f"{separator}{json.dumps({name: value}, ensure_ascii=False)[1:-1]}")
-                separator = ", "
+            if parameter := reader.read(self._text, self._at):
+                name, value, end = parameter
+                self._add(f"{separator}{_json_of({name: value})[1:-1]}")
+                self._at, separator, reader = end, ", ", _MarkedReader(schema)
                 continue
-            if not rest.startswith(_MARK[: len(rest)]):
+            rest = self._text[self._at :]
+            if not reader.has_begun and not (_MARK.startswith(rest) or _MAY_BE_TAG.fullmatch(rest)):
                 raise _MalformedError("its arguments are written in no known way")
             if not (yield from self._wait_for_more()):
                 if not self._is_cut:
@@ -583,11 +592,11 @@ class ReplyParser:
         """Whether an argument of the call may be a text."""
         assert self._call is not None
         schema = self._tools[self._call.name].get("parameters") or {}
-        return "string" in _types((schema.get("properties") or {}).get(name), schema)
+        return "string" in _types(_schema_of_part(schema, schema, name), schema)
 
     def _value(self, name: str, value: str) -> str:
         """The JSON of a value between tags: a text where the tool's schema says so, else JSON if it is that."""
-        return json.dumps(value if self._is_text(name) else _as_json(value), ensure_ascii=False)
+        return _json_of(value if self._is_text(name) else _as_json(value))
 
     def _partial_value(self, name: str, value: str) -> str:
         """The same of one that was cut off."""
@@ -609,9 +618,9 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 _TOKEN = re.compile(r"""(?P<space>\s+)|(?P<quote>"|<\|"\|>)|(?P<mark>[{}\[\]:,])|(?P<word>[^\s{}\[\]:,"<]+)""")
 _PYTHON_STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
-#: The arguments of a call of Python, brackets in brackets as deep as calls have them.
-_PYTHON_TEXT = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^"'()])"""
-_PYTHON_ARGUMENTS = re.compile(rf"\((?:{_PYTHON_TEXT}|\({_PYTHON_TEXT}*\))*\)", re.DOTALL)
+#: Of calls of Python, what stands between quotation marks and brackets, and in texts.
+_PYTHON_TEXT = {"": re.compile(r"[^\"'()]*")}
+_PYTHON_TEXT |= {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
 _WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 #: Surrogates come in pairs.
 _ESCAPE = re.compile(
@@ -707,29 +716,69 @@ class _JSONReader:
         return out, len(found)
 
 
-def _marked_value(text: str, at: int, schema: Any) -> tuple[str, Any, int] | None:
-    """The name and the value of the argument whose marked tag is at a place, and where it ends; None if that is not
-    there yet.
+class _PythonReader:
+    """Follows the arguments of a call of Python as they come."""
+
+    def __init__(self) -> None:
+        self.has_closed = False  #: whether the last read has come to their end
+        self._depth, self._quote = 0, ""
+
+    def read(self, text: str, at: int) -> int:
+        """How far what is certain of them goes from a place of a text on."""
+        while not self.has_closed and (found := _PYTHON_TEXT[self._quote].match(text, at)):
+            at = found.end()
+            mark = text[at : at + 1]
+            if mark in ("", "\\"):  # more of it has to come
+                break
+            at += 1
+            if mark in "()":
+                self._depth += 1 if mark == "(" else -1
+                self.has_closed = not self._depth
+            else:
+                self._quote = "" if self._quote else mark
+        return at
+
+
+class _MarkedReader:
+    """Follows an argument of MiniMax M3's calls as it comes: a value, or parts between marked tags.
 
     ``schema``: of the call's arguments, into which references lead.
     """
-    # Names, where their values begin, their parts and their schemas.
-    opened: list[tuple[str, int, list[tuple[str, Any]], Any]] = []
-    for tag in _MARKED_TAG.finditer(text, at):
-        if not opened and (tag.start() > at or tag["closes"]):
-            return None
-        if not tag["closes"]:
-            of = opened[-1][3] if opened else schema
-            opened.append((tag["name"], tag.end(), [], _schema_of_part(of, schema, tag["name"])))
-            continue
-        name, begin, parts, own = opened.pop()
-        if tag["name"] != name:
-            raise _MalformedError(f"{tag['name']!r:.40} closes {name!r:.40}")
-        value = _unmarked(text[begin : tag.start()], parts, _types(own, schema))
-        if not opened:
-            return name, value, tag.end()
-        opened[-1][2].append((name, value))
-    return None
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        # Of the tags that are open, names, where their values begin, their parts and schemas; and how much was read.
+        self._open: list[tuple[str, int, list[tuple[str, Any]], Any]] = []
+        self._n = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a tag is open."""
+        return bool(self._open)
+
+    def read(self, text: str, at: int) -> tuple[str, Any, int] | None:
+        """The name and the value of what begins at a place, and where it ends; None if it does not yet."""
+        for tag in _MARKED_TAG.finditer(text, at + self._n):
+            if not self._open and (tag.start() > at or tag["closes"]):
+                return None
+            self._n = tag.end() - at
+            if not tag["closes"]:
+                of = self._open[-1][3] if self._open else self._schema
+                self._open.append((tag["name"], self._n, [], _schema_of_part(of, self._schema, tag["name"])))
+                continue
+            name, begin, parts, own = self._open.pop()
+            if tag["name"] != name:
+                raise _MalformedError(f"{tag['name']!r:.40} closes {name!r:.40}")
+            own_text = "" if parts else text[at + begin : tag.start()]
+            value = _unmarked(own_text, parts, _types(own, self._schema))
+            if not self._open:
+                return name, value, tag.end()
+            self._open[-1][2].append((name, value))
+        if self._open:
+            last = text.rfind(_MARK, at + self._n)
+            may_open = last >= 0 and _MAY_BE_TAG.fullmatch(text, last)
+            self._n = max(self._n, (last if may_open else len(text) - len(_MARK) + 1) - at)
+        return None
 
 
 def _unmarked(text: str, parts: list[tuple[str, Any]], types: set[str]) -> Any:
@@ -748,7 +797,7 @@ def _as_json(text: str) -> Any:
     """The value whose JSON a text is, or the text."""
     try:
         value = _value(_PYTHON.get(text, text))
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is not text
+        _json_of(value)
         return value
     except (ValueError, RecursionError):
         return text
@@ -791,13 +840,22 @@ def _call_of(text: str) -> tuple[str, str]:
         name = call["name"] if "name" in call else call["tool_name"]
         if not isinstance(arguments, dict):
             raise _MalformedError("its arguments are not a JSON object")
-        written = json.dumps(arguments, ensure_ascii=False)
-        written.encode()  # a lone surrogate is not text
+        written = _json_of(arguments)
     except KeyError as error:
         raise _MalformedError(f"it has no {error}") from None
     except (ValueError, RecursionError) as error:
         raise _MalformedError(str(error)) from None
     return str(name), written
+
+
+def _json_of(value: Any) -> str:
+    """Its JSON.  Raises ValueError for infinite numbers, texts with a lone surrogate, and what is too deep."""
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise _MalformedError("it has too many parts in one another") from None
+    written.encode()
+    return written
 
 
 def _value(text: str) -> Any:
@@ -815,11 +873,12 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     if isinstance(schema.get("$ref"), str):
         return _types(_referenced(schema, root), root, depth + 1)
     named = schema.get("type")
-    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
+    types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not types and isinstance(values, list):
         types = {"string" for value in values if isinstance(value, str)}
     for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or ():
+        alternatives = schema.get(key)
+        for each in alternatives if isinstance(alternatives, list) else ():
             types |= _types(each, root, depth + 1)
     return types

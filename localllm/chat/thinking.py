@@ -29,7 +29,7 @@ TAGS = {
 #: What prompts of gpt-oss end with.
 _MESSAGE = "<|start|>assistant"
 _HEADER = re.compile(
-    r"\s*(?:<\|start\|>assistant)?\s*(?:to=(\S+?))?\s*<\|channel\|>(\w+)\s*(?:to=([^\s<]+))?"
+    r"\s*+(?:<\|start\|>assistant)?\s*+(?:to=(\S+?))?\s*+<\|channel\|>(\w+)\s*(?:to=([^\s<]+))?"
     r"\s*(?:<\|constrain\|>)?\s*\w*<\|message\|>"
 )
 _LONGEST_HEADER = 200

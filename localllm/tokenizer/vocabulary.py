@@ -77,6 +77,7 @@ _VISIBLE_TEXTS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|python_tag|>"),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),  # GLM
     *("<minimax:tool_call>", "</minimax:tool_call>", "<tool_calls>", "</tool_calls>"),
+    *("]<]minimax[>[", "<mm:think>", "</mm:think>"),  # MiniMax M3
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),  # DeepSeek
     *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "｜DSML｜"),
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),  # Kimi

@@ -390,6 +390,71 @@ def test_arguments_between_tags_may_have_parts(step: int) -> None:
     assert (text, parser.warnings) == ("", [])
 
 
+def test_a_marked_call_may_lack_its_end() -> None:
+    parser = ReplyParser(TOOLS)
+    events = parser.feed(f'{M3}<tool_call>{M3}<invoke name="add">{M3}<a>1{M3}</a>{M3}</tool_call> Yes')
+    (call,) = (event for event in events if isinstance(event, ToolCall))
+    assert (call.arguments, len(parser.warnings)) == ('{"a": 1', 1)
+    assert "".join(event.text for event in events if isinstance(event, Piece)) == " Yes"
+
+
+@pytest.mark.parametrize("step", [1, 10_000])
+@pytest.mark.parametrize("closes", [True, False])
+def test_parts_may_be_in_one_another_as_deep_as_a_model_likes(step: int, closes: bool) -> None:
+    parts = f"{M3}<a>" * 3000 + f"1{M3}</a>" * (3000 * closes)
+    reply = f'{M3}<tool_call>{M3}<invoke name="add">{parts}{M3}</invoke>{M3}</tool_call> Yes.'
+    parser = ReplyParser(TOOLS)
+    _, text, (call,) = read(parser, [reply[i : i + step] for i in range(0, len(reply), step)])
+    assert (call.name, call.arguments, len(parser.warnings)) == ("add", "", 1)
+    assert text.startswith(f"{M3}<a>{M3}<a>")
+
+
+ENDLESS = {
+    "a key": "<tool_call><function=add><parameter=",
+    "a value": "<tool_call><function=add><parameter=note>",
+    "a marked value": f'{M3}<tool_call>{M3}<invoke name="add">{M3}<note>',
+    "a name": "<|tool_calls_section_begin|><|tool_call_begin|>",
+    "a text of Python": '<|tool_call_start|>[add(note="',
+    "a text before a name": '<tool_call>{"id": "',
+}
+
+
+@pytest.mark.parametrize("begin", ENDLESS.values(), ids=ENDLESS)
+def test_what_never_ends_is_read_no_slower_for_it(begin: str) -> None:
+    """Of what was read before, nothing is tried in all ways again with each piece: that took hours."""
+    parser, text = ReplyParser(TOOLS), "so it is " * 4000
+    _, said, _ = read(parser, [begin, *(text[i : i + 4] for i in range(0, len(text), 4))])
+    assert said.endswith(text)
+    assert len(parser.warnings) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"tool_name": "now", "parameters": {}} and',
+        '{"x": "y", "name": "add", "arguments": {"a": 1}}',
+        "[add(a=1), now()]]<]mi",
+        f"[add(a=1), now()]{M3}<tool_call>",
+    ],
+)
+def test_replies_that_were_read_otherwise_in_pieces(text: str) -> None:
+    assert called(text, 1) == called(text, 2) == called(text, 10_000)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": [["string"]]}, {"type": 5}, {"anyOf": 5}, {"enum": 5}, {"items": []}, [], 5], ids=str
+)
+@pytest.mark.parametrize("of_argument", [True, False])
+def test_a_schema_may_be_none(schema: Any, of_argument: bool) -> None:
+    parameters = {"properties": {"a": schema}} if of_argument else schema
+    tools = [{"function": {"name": "add", "parameters": parameters}}]
+    for reply in (
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
+        f'{M3}<tool_call>{M3}<invoke name="add">{M3}<a>1{M3}</a>{M3}</invoke>{M3}</tool_call>',
+    ):
+        assert parsed(ReplyParser(tools), [reply]) == ("", "", [{"a": 1}])
+
+
 @pytest.mark.parametrize("line", ["", "\n"])
 def test_a_broken_call_costs_the_next_one_nothing(line: str) -> None:
     broken = f'<tool_call>\n{{"name": "add", "arguments": {{"note": "x}}}}{line}</tool_call>'
@@ -406,7 +471,10 @@ def test_a_broken_call_costs_the_next_one_nothing(line: str) -> None:
         ('note="so", a=(1 + 2j)', None),
         ("a=[1, {'b': None}], note=\"é\"", {"a": [1, {"b": None}], "note": "é"}),
         ("", {}),
+        ("a=((1, ((2))))", {"a": [1, 2]}),
         ("1", None),
+        ("a=1e999", None),
+        ("note='\\ud800'", None),
         ("a=open('x')", None),
         ("**{'a': 1}", None),
     ],
@@ -418,6 +486,7 @@ def test_calls_as_python_has_them(arguments: str, expected: object) -> None:
         _, text, calls = read(parser, pieces)
         if expected is None:
             assert parser.warnings
+            assert [call.arguments for call in calls] == [""]
         else:
             assert [json.loads(call.arguments) for call in calls] == [expected, {"a": 2}]
             assert (text.strip(), parser.warnings) == ("Yes.", [])
@@ -450,7 +519,7 @@ def test_what_may_be_text_stays_text_between_tags(schema: dict[str, object]) -> 
         assert between_tags(parameters, value) == value
 
 
-@pytest.mark.parametrize(("value", "read"), [("True", True), ("None", None), ("12", 12)])
+@pytest.mark.parametrize(("value", "read"), [("True", True), ("None", None), ("12", 12), ("1e999", "1e999")])
 def test_what_is_no_text_is_read_in_pythons_words_too(value: str, read: object) -> None:
     assert between_tags({"properties": {"a": {"type": ["integer", "boolean", "null"]}}}, value) == read
 
