@@ -24,6 +24,9 @@ _REQUIRED: Any = object()
 #: Values in a head of attention: real models have at most 256, and kernels keep rows of them on their stack.
 MAX_HEAD_DIM = 512
 
+#: Layers of a model.
+MAX_LAYERS = 1 << 16
+
 #: Keys that may be left unread if they have one of these values, which change nothing; with none given, any value.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "vocab_size": (),
@@ -184,7 +187,7 @@ def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
 def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
     """``block_count``, less the blocks that predict further tokens, unless all do; the file must have tensors of all
     layers."""
-    n_blocks = meta.read("block_count", int, low=1, high=1 << 16)
+    n_blocks = meta.read("block_count", int, low=1, high=MAX_LAYERS)
     n_layers = n_blocks - meta.read("nextn_predict_layers", int, 0, low=0, high=n_blocks) or n_blocks
     indices = {int(match[1]) for name in tensors if (match := re.match(r"(?:enc\.)?blk\.(\d{1,9})\.", name))}
     widths = meta.find("feed_forward_length")

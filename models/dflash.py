@@ -37,7 +37,7 @@ from localllm.models.blocks import Layer, add, gated_mlp, norm
 from localllm.models.config import Header, Heads, Metadata
 from localllm.models.hf_convert import Array, rotated_part, window_keys
 from localllm.models.rope import make_rope
-from localllm.models.target import before_outputs, layer_inputs, read_ends, read_layers, read_token_ids
+from localllm.models.target import before_outputs, check_target, layer_inputs, read_ends, read_layers, read_token_ids
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | {"fc": "fc", "enc.output_norm": "hidden_norm"}
 
@@ -53,6 +53,7 @@ _BLOCK_SIZE = 16
 
 def hf_keys(config: Any) -> dict[str, Any]:
     own = config.values | (config.values.get("dflash_config") or {})
+    check_target(config, len(own["target_layer_ids"]))
     has_windows = config.model_type == "muse_glimmer_assistant" or own.get("use_sliding_window")
     return (
         (window_keys(config) if has_windows else {})

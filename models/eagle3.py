@@ -19,7 +19,7 @@ from localllm.models.blocks import Layer, attention, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_query_and_key, llama3_factors
 from localllm.models.rope import make_rope
-from localllm.models.target import before_outputs, layer_inputs, read_ends, read_layers, read_token_ids
+from localllm.models.target import before_outputs, check_target, layer_inputs, read_ends, read_layers, read_token_ids
 
 _LAYER = {ours: theirs for ours, theirs in hf_names.COMMON.items() if ours.startswith(("attn_", "ffn_"))}
 _LAYER |= {"attn_norm_2": "hidden_norm"}
@@ -35,8 +35,10 @@ HF_NAMES = (
 def hf_keys(config: Any) -> dict[str, Any]:
     target = config.target
     layers = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    layers = list(layers or (2, target.n_layers // 2, target.n_layers - 3))
+    check_target(config, len(layers))
     return llama.hf_keys(config) | {
-        "target_layers": list(layers or (2, target.n_layers // 2, target.n_layers - 3)),
+        "target_layers": layers,
         "target_hidden_size": getattr(config, "target_hidden_size", None) or target.n_embd,
         "norm_before_residual": bool(getattr(config, "norm_before_residual", False)),
         "norm_before_fc": bool(getattr(config, "norm_before_fc", False)),

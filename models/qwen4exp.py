@@ -47,6 +47,8 @@ HF_NAMES = qwen35.HF_NAMES | {
 }
 #: Of all n-grams' embeddings.
 _TABLE = "per_layer_token_embd.weight"
+#: Tokens of the longest n-grams, and heads of those of a length, at most.
+_MAX_N, _MAX_HEADS = 8, 1 << 8
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -73,6 +75,8 @@ def _ngram_keys(config: Any) -> dict[str, Any]:
     if len(layers) > 1:
         raise ModelError(f"config.json has n-grams in {len(layers)} layers, and GGUF files in one")
     n, per_n, end = config.ngram_size, config.heads_per_ngram, config.eos_token_id
+    if not 2 <= n <= _MAX_N or not 1 <= per_n <= _MAX_HEADS or not 1 < config.ngram_vocab_size_base < 1 << 32:
+        raise ValueError(f"n-grams of {n} tokens, with {per_n} heads of {config.ngram_vocab_size_base} rows")
     primes = (x for x in count(config.ngram_vocab_size_base) if all(x % y for y in range(2, math.isqrt(x) + 1)))
     sizes = [next(primes) for _ in range((n - 1) * per_n)]
     half = max(1, ((1 << 63) - 1) // config.vocab_size // 2)
@@ -220,8 +224,8 @@ class Ngrams:
         if meta.find("ple.layers") is None:
             return None
         (layer,) = numbers("layers", 1)
-        n = meta.read("ple.ngram_size", int, low=2, high=8)
-        n_heads = (n - 1) * meta.read("ple.heads_per_ngram", int, low=1, high=1 << 8)
+        n = meta.read("ple.ngram_size", int, low=2, high=_MAX_N)
+        n_heads = (n - 1) * meta.read("ple.heads_per_ngram", int, low=1, high=_MAX_HEADS)
         kernel = meta.read("ple.conv_kernel", int, low=2, high=8)
         end = meta.read("ple.eos_token_id", int, low=0, high=m.config.n_vocab - 1)
         width = meta.read("embedding_length_per_layer_input", int, low=1, high=1 << 16)

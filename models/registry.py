@@ -239,7 +239,8 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
     architecture = read_architecture(metadata)
     if architecture in DRAFTERS:
         raise UnsupportedArchitectureError(
-            f"a {architecture} file only drafts for another model: load that one, with this as its draft model"
+            f"the file is of {architecture}, which only drafts for another model: load that one, with this as its "
+            "draft model"
         )
     if architecture not in ARCHITECTURES:
         raise UnsupportedArchitectureError(

@@ -13,6 +13,7 @@ from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Embed, Graph, LayerTag, Linear, Outputs, SideBySide, Tensor, Weight
 from localllm.models.config import Metadata
 from localllm.models.weights import Weights
+from localllm.quant.types import GGMLType
 
 _CHOOSE = "choose the drafter that was made for it"
 
@@ -24,6 +25,18 @@ def read_layers(meta: Metadata) -> list[int]:
         key = f"{meta.architecture}.target_layers"
         raise ModelError(f"{key} is {quoted(numbers)}, but must be numbers of layers: the file is broken")
     return numbers
+
+
+def check_target(config: Any, n_layers: int) -> None:
+    """Makes sure, where a drafter's checkpoint is converted, that the model named with it is as wide as the one that
+    it reads so many layers of."""
+    names = ("fc.weight", "encoder.fc.weight")
+    widths = {config.tensors[name].shape[-1] for name in names if name in config.tensors}
+    if any(width != n_layers * config.target.n_embd for width in widths):
+        raise ModelError(
+            f"the drafter reads hidden states of {max(widths) // n_layers:,} values, and those of the model named "
+            f"with --target have {config.target.n_embd:,}: name the one that it was made for"
+        )
 
 
 @contextmanager
@@ -80,8 +93,8 @@ def read_token_ids(w: Weights, n_vocab: int) -> NDArray[np.int64] | None:
     if not shape:
         return None
     weight = w.require("d2t", *shape)
-    ids = np.array(weight.data).reshape(-1).view("<i8")
-    if len(shape) != 1 or weight.type.name != "I64" or ids.min() < 0 or ids.max() >= n_vocab:
+    ids = np.array(weight.data).view("<i8") if len(shape) == 1 and weight.type is GGMLType.I64 else None
+    if ids is None or ids.min() < 0 or ids.max() >= n_vocab:
         raise ModelError(f"tensor d2t does not hold ids of the vocabulary, of {n_vocab:,} tokens: the file is broken")
     return ids
 

@@ -54,6 +54,20 @@ def opening_tag(prompt: str) -> str:
     return next((tag for tag in (*TAGS, _MESSAGE) if end.endswith(tag)), "")
 
 
+def begun(prompt: str, reasoning: str, text: str) -> str:
+    """A reply as far as it is there, as it stands behind a prompt: where that opens reasoning, this comes first."""
+    tag = opening_tag(prompt)
+    if tag == _MESSAGE and "<|message|>" not in text:
+        said = {"analysis": reasoning, "final": text}
+        return f"<|end|>{_MESSAGE}".join(f"<|channel|>{name}<|message|>{part}" for name, part in said.items() if part)
+    closing = TAGS.get(tag, "")
+    if closing and text.lstrip().startswith(tag):
+        return text.lstrip().removeprefix(tag + prompt[len(prompt.rstrip()) :]).removeprefix(tag)
+    if not closing or closing in text:
+        return text
+    return f"{reasoning}\n{closing}\n\n{text}" if text else reasoning
+
+
 def split(text: str, opened: str = "") -> tuple[str, str]:
     """Splits a whole reply into reasoning and answer.  ``opened``: the tag that its prompt ended with
     (`opening_tag`)."""

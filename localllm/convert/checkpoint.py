@@ -31,7 +31,7 @@ from localllm.errors import (
     quoted,
 )
 from localllm.gguf.writer import TensorSpec, read_back
-from localllm.models.config import Metadata, read_general
+from localllm.models.config import MAX_LAYERS, Metadata, read_general
 from localllm.models.hf_convert import floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, DRAFTERS, Conversion, has_block, read_model
 from localllm.models.weights import ModelFile
@@ -160,6 +160,8 @@ class Checkpoint:
         self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
         sources = config.tensors = find_sources(files, config)
         try:
+            if config.num_hidden_layers > MAX_LAYERS:
+                raise ValueError(f"it has num_hidden_layers = {config.num_hidden_layers}")
             self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
             self.tensors |= (dense := _dense(folder))
             is_late = "dense_2.weight" in self.tensors and not (folder / "1_Pooling").exists()
@@ -171,7 +173,7 @@ class Checkpoint:
                 keys |= {"pooling_type": 0, "embedding_length_out": last.shape[0]}
             if config.n_nextn:
                 keys |= {"block_count": n_blocks, "nextn_predict_layers": config.n_nextn}
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise ModelError(
                 f"config.json and the tensors of {path_text(folder)} do not make a {self.architecture} model "
                 f"({type(error).__name__}: {error!s:.150}): is the folder complete, and of this architecture?"
@@ -231,7 +233,7 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
         return "eagle3"  # whatever its class, which some call that of the model
     kind = str(values.get("model_type"))
     wanted = {kind, f"{kind}/{values.get('version')}", str(config.values.get("model_type"))}
-    kinds = set(map(str, config.values.get("architectures") or ()))  # which some share a type with others
+    kinds = _texts(config.values.get("architectures"))  # which some share a type with others
     found = [name for name, each in _KNOWN.items() if kinds & set(each.hf_types.split())]
     found = found or [name for name, each in _KNOWN.items() if wanted & set(each.hf_types.split())]
     if found == ["bert"] and config.values.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
@@ -240,13 +242,18 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
         return next(name for name in found if _KNOWN[name].is_encoder)
     found = [name for name in found if not _KNOWN[name].is_encoder] or found
     if found:  # of two, the one behind has experts
-        layers = config.values.get("layers_block_type") or config.values.get("hybrid_override_pattern") or ""
-        return found[-1 if {"moe", "E"} & set(layers) else 0]
+        layers = config.values.get("layers_block_type") or config.values.get("hybrid_override_pattern")
+        return found[-1 if {"moe", "E"} & _texts(layers) else 0]
     known = ", ".join(sorted({kind for each in _KNOWN.values() for kind in each.hf_types.split()}))
     raise UnsupportedArchitectureError(
         f"config.json has model_type = {quoted(values.get('model_type'))}, which localllm does not convert; it "
         f"converts {known}"
     )
+
+
+def _texts(values: Any) -> set[str]:
+    """The texts of a list, or the characters of a text."""
+    return {each for each in values if isinstance(each, str)} if isinstance(values, list | str) else set()
 
 
 def checkpoint_name(folder: Path) -> str:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from localllm.chat import thinking
 from localllm.chat.conversation import Media, Message, ToolCall, decoded, kind_of
 from localllm.chat.rendering import described_tools
 from localllm.chat.reply import CallDelta
-from localllm.chat.thinking import TAGS, opening_tag
 from localllm.chat.tool_choice import Tools, choose_tools
 from localllm.chat.tool_choice import call_schema as _call_schema
 from localllm.engine.drafting import Drafts
@@ -380,15 +380,13 @@ def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[l
 def _reply_prefix(
     begun: Message | None, llm: LLM, messages: list[Message], tools: Tools, given: dict[str, Any]
 ) -> str:
-    """The text of a begun reply; behind its reasoning, closed, where the template has opened that."""
+    """What a begun reply is behind what the template ends with."""
     if begun is None:
         return ""
     texts = [replace(message, parts=(message.text,)) for message in messages]
     variables: dict[str, Any] = llm.template_variables | checked_variables(given)
-    closing = TAGS.get(opening_tag(llm.chat_template.render(texts, tools=tools or None, **variables)), "")
-    if not closing or closing in begun.text:
-        return begun.text
-    return f"{begun.reasoning}\n{closing}\n\n{begun.text}" if begun.text else begun.reasoning
+    prompt = llm.chat_template.render(texts, tools=tools or None, **variables)
+    return thinking.begun(prompt, begun.reasoning, begun.text)
 
 
 @dataclass(frozen=True)

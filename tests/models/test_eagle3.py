@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import localllm
 from localllm.convert import Checkpoint
+from localllm.convert.checkpoint import CheckpointTensor
 from localllm.engine.drafting.mtp import MTPDrafter
 from localllm.errors import ModelError, UnsupportedArchitectureError, UsageError
 from localllm.gguf import GGUFFile
@@ -355,12 +356,19 @@ def broken(path: Path, out: Path, change: Callable[[Checkpoint], object]) -> Pat
     return out
 
 
+def with_ids(made: Any, ids: NDArray[Any], type: GGMLType) -> None:
+    made.tensors["d2t"] = CheckpointTensor("d2t", ids.shape, type, lambda: iter([ids]))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda made: made.metadata.update({"eagle3.target_layers": 3}), "must be numbers of layers"),
         (lambda made: made.tensors.pop("output.weight"), r"\(d2t\), but no tensor output\.weight"),
         (lambda made: made.tensors.pop("fc.weight"), r"the file has no tensor fc\.weight"),
+        (lambda made: with_ids(made, IDS.astype(np.int32), GGMLType.I32), "tensor d2t does not hold ids"),
+        (lambda made: with_ids(made, IDS[:32].astype(np.float32), GGMLType.F32), "tensor d2t does not hold ids"),
+        (lambda made: with_ids(made, IDS + 300, GGMLType.I64), "tensor d2t does not hold ids"),
     ],
 )
 def test_a_broken_file(change: Any, words: str, files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -380,6 +388,9 @@ def test_converting_needs_the_model_that_it_drafts_for(files: tuple[Path, Path],
         Checkpoint(folder / "drafter")
     with pytest.raises(UsageError, match="leave --target out"):
         Checkpoint(folder / "model.hf", target=Checkpoint(folder / "model.hf"))
+    wider = Checkpoint(other_model(tmp_path, hidden_size=96).with_suffix(".hf"))
+    with pytest.raises(ModelError, match=r"reads hidden states of 64 values, and .* with --target have 96"):
+        Checkpoint(folder / "drafter", target=wider)
 
 
 def test_the_command_converts(

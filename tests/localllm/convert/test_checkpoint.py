@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -162,6 +163,8 @@ BAD: list[tuple[dict[str, Any], type[LocalLLMError], str]] = [
     ({"rope_scaling": "linear"}, ModelError, "rope_scaling = 'linear', which must be an object"),
     ({"rope_scaling": {"rope_type": "llama3"}}, ModelError, "do not make a llama model"),
     ({"model_type": ["llama"]}, UnsupportedArchitectureError, "which localllm does not convert"),
+    ({"head_dim": math.inf}, ModelError, "do not make a llama model"),
+    ({"num_hidden_layers": 10**12}, ModelError, "it has num_hidden_layers = 1000000000000"),
     ({"vocab_size": {"a": 1}}, ModelError, "key 'llama.vocab_size': {'a': 1} has no place in a GGUF file"),
     ({"vocab_size": -1}, ModelError, "key 'llama.vocab_size': -1 has no place"),
     ({"vocab_size": 1e300}, ModelError, r"key 'llama.vocab_size': 1e\+300 has no place"),
@@ -179,6 +182,15 @@ def test_odd_configurations_are_refused(
     (folder / "config.json").write_text(json.dumps(settings))
     with pytest.raises(kind, match=message):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("key", ["architectures", "layers_block_type", "hybrid_override_pattern"])
+@pytest.mark.parametrize("value", [5, [[]], {}])
+def test_what_tells_architectures_apart_may_be_odd(key: str, value: object, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "a")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 3} | settings | {key: value}))
+    assert Checkpoint(folder).architecture == "llama"
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -265,12 +265,36 @@ def test_a_begun_reply_stands_behind_reasoning_that_the_template_opens() -> None
         "with its reasoning": ({"content": "x", "reasoning_content": "hm"}, "a<think>\nhm\n</think>\n\nx"),
         "reasoning alone": ({"content": "", "reasoning_content": "hm"}, "a<think>\nhm"),
         "with its tags": ({"content": "hm</think>x"}, "a<think>\nhm</think>x"),
+        "with both tags": ({"content": "<think>\nhm</think>x"}, "a<think>\nhm</think>x"),
+        "within its tags": ({"content": "<think>\nhm"}, "a<think>\nhm"),
     }
     with serving(demo(chat_template=template)) as server:
         for said, expected in begun.values():
             messages = [asked, {"role": "assistant", **said}]
             assert post(server, "/apply-template", messages=messages)["prompt"] == expected
         messages = [asked, {"role": "assistant", "content": "x"}]
+        reply = post(server, "/v1/chat/completions", messages=messages, regex="yes")["choices"][0]["message"]
+        assert (reply["content"], reply.get("reasoning_content")) == ("yes", None)
+
+
+def test_a_begun_reply_of_gpt_oss_is_a_message() -> None:
+    template = "{{ messages[-1].content }}<|start|>assistant"
+    thought, final = "<|channel|>analysis<|message|>hm", "<|channel|>final<|message|>x"
+    begun = {
+        "text": ({"content": "x"}, final),
+        "with its reasoning": (
+            {"content": "x", "reasoning_content": "hm"},
+            f"{thought}<|end|><|start|>assistant{final}",
+        ),
+        "reasoning alone": ({"content": "", "reasoning_content": "hm"}, thought),
+        "with its header": ({"content": final}, final),
+        "nothing": ({"content": ""}, ""),
+    }
+    with serving(demo(chat_template=template)) as server:
+        for said, expected in begun.values():
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", **said}]
+            assert post(server, "/apply-template", messages=messages)["prompt"] == f"a<|start|>assistant{expected}"
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
         reply = post(server, "/v1/chat/completions", messages=messages, regex="yes")["choices"][0]["message"]
         assert (reply["content"], reply.get("reasoning_content")) == ("yes", None)
 
