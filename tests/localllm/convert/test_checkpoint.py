@@ -27,7 +27,7 @@ from localllm.convert import Checkpoint
 from localllm.convert.config import with_floats
 from localllm.errors import LocalLLMError, ModelError, OutputError, UnsupportedArchitectureError
 from localllm.gguf import GGUFFile, writer
-from localllm.models import gpt_oss
+from localllm.models import gpt_oss, qwen4exp
 from localllm.models.hf_convert import gemma_keys
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
@@ -355,6 +355,21 @@ def test_what_files_have_no_key_for_is_refused() -> None:
         gemma_keys(SimpleNamespace(**gemma, query_pre_attn_scalar=24))
     with pytest.raises(ModelError, match="truncates, which GGUF files of gpt-oss do not"):
         gpt_oss.hf_keys(SimpleNamespace(rope_parameters={"rope_type": "yarn"}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ngram_size": 10**9}, {"heads_per_ngram": 10**9}, {"ngram_vocab_size_base": 1 << 62}, {"heads_per_ngram": 0}],
+    ids=str,
+)
+def test_n_grams_beyond_what_a_model_can_have(changes: dict[str, int]) -> None:
+    """Whose tables' sizes, primes, would be looked for for ever."""
+    usual = {"ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
+    config = SimpleNamespace(
+        **usual | changes, ple_layer_ids=[3], eos_token_id=2, vocab_size=300, seed=0, hidden_size=64
+    )
+    with pytest.raises(ValueError, match=r"^n-grams of \d+ tokens, with \d+ heads of \d+ rows$"):
+        qwen4exp._ngram_keys(config)
 
 
 def test_numbers_that_files_have_as_floats_are_floats_also_where_the_configuration_has_whole_ones() -> None:
