@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
+from localllm.models.config import MAX_HEAD_DIM
 
 Array = NDArray[Any]
 
@@ -65,11 +66,14 @@ def llama3_factors(config: Any) -> Mapping[str, Array]:
     if rope.get("rope_type") != "llama3":
         return {}
     dim = getattr(config, "qk_rope_head_dim", None) or int(head_dim(config) * rope.get("partial_rotary_factor", 1))
-    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
-    turns = rope["original_max_position_embeddings"] / wavelengths
+    if dim > MAX_HEAD_DIM:
+        raise ValueError(f"{dim} values of a head are rotated")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)  # Llama 4 has no ramp
-    return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
+    with np.errstate(all="ignore"):  # whoever reads the factors checks them
+        wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+        turns = rope["original_max_position_embeddings"] / wavelengths
+        kept = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)  # Llama 4 has no ramp
+        return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
 
 
 def proportional_factors(config: Any, dim: int) -> dict[str, Array]:

@@ -154,6 +154,8 @@ def test_sampling_settings_and_name(tmp_path: Path) -> None:
     assert sampling == {"general.sampling.temp": 1.0, "general.sampling.top_k": 20}
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 BAD: list[tuple[dict[str, Any], type[LocalLLMError], str]] = [
     ({"model_type": "t5"}, UnsupportedArchitectureError, "has model_type = 't5', which localllm does not convert"),
     ({"num_attention_heads": None}, ModelError, "cannot be converted|do not make a llama model"),
@@ -164,6 +166,9 @@ BAD: list[tuple[dict[str, Any], type[LocalLLMError], str]] = [
     ({"rope_scaling": {"rope_type": "llama3"}}, ModelError, "do not make a llama model"),
     ({"model_type": ["llama"]}, UnsupportedArchitectureError, "which localllm does not convert"),
     ({"head_dim": math.inf}, ModelError, "do not make a llama model"),
+    ({"head_dim": 1 << 40, "rope_scaling": LLAMA3}, ModelError, "1099511627776 values of a head are rotated"),
+    ({"rope_scaling": LLAMA3 | {"rope_theta": 0}}, ModelError, "cannot be converted: llama.rope.freq_base is 0"),
+    ({"rope_scaling": LLAMA3 | {"factor": 0}}, ModelError, "cannot be converted: .*rope_freqs|do not make"),
     ({"num_hidden_layers": 10**12}, ModelError, "it has num_hidden_layers = 1000000000000"),
     ({"vocab_size": {"a": 1}}, ModelError, "key 'llama.vocab_size': {'a': 1} has no place in a GGUF file"),
     ({"vocab_size": -1}, ModelError, "key 'llama.vocab_size': -1 has no place"),
