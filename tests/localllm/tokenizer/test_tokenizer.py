@@ -382,6 +382,15 @@ def test_end_tokens_are_known_by_metadata() -> None:
     assert tokenizer.eog_ids == {256, 257, 258, 259}
 
 
+@pytest.mark.parametrize("name", ["]<]minimax[>[", "<mm:think>", "</mm:think>", "</think>", "[TOOL_CALLS]"])
+def test_what_stands_around_reasoning_and_calls_is_text(name: str) -> None:
+    """Though files may call it control."""
+    tokenizer = tiny(bpe_metadata([], [(name, CONTROL), ("<x>", CONTROL)]))
+    (id_,) = tokenizer.encode(name, add_special=False)
+    assert tokenizer.decode([id_]) == name
+    assert len(tokenizer.encode("<x>", add_special=False)) == 3
+
+
 def test_the_messages_of_gpt_oss_end_without_ending_the_answer() -> None:
     special = [(f"<|{name}|>", CONTROL) for name in ("end", "return", "call", "channel", "message")]
     tokenizer = tiny(bpe_metadata([], special, eos_token_id=257))
