@@ -87,6 +87,8 @@ async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> Non
             await chat.say(f"hello {number}")
             await chat.sees("The model is being loaded: your message is sent as soon as it is there")
             assert chat.app._chat.composer.text == ""
+            # Whoever sees the device may have a reply continued, which would be refused now.
+            assert not chat.app._chat.status.status.device
             await chat.type("typed next")  # and not sent
             halt.goes.set()
             await chat.until(lambda n=number: len(texts(chat)) == 2 * n + 2)  # type: ignore[misc]

@@ -184,8 +184,6 @@ class ModelLoader:
         self.model, self.name = model, loading.name
         # It has a million objects that stay: to look through all of them takes a tenth of a second without a key.
         gc.freeze()
-        info = model.info
-        self._show(activity="", progress=None, model=name_of(model), device=info.device, gpu_memory=info.gpu_bytes)
         for chat in self.chats:
             await self._app.offload(chat.session.use_model, model, kept)
         try:
@@ -193,7 +191,9 @@ class ModelLoader:
                 await chat.refresh_all()
         finally:
             if not loading.cancelled.is_set():  # else the app ends, or another model is to be loaded
-                self.state = "loaded"
+                self.state, info = "loaded", model.info
+                shown = {"model": name_of(model), "device": info.device, "gpu_memory": info.gpu_bytes}
+                self._show(activity="", progress=None, **shown)  # not before: /continue would still be refused
                 self._go_on()
         return None
 
