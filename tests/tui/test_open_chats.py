@@ -165,7 +165,7 @@ async def test_the_app_tells(tmp_path: Path) -> None:
     built = setup(AppModel(), second, conversation=second.load(one.conversation.id))
     async with chatting(built) as chat:
         await chat.hears("open in another terminal too")
-        assert "Open in another terminal too: what both say is kept" in chat.screen
+        await chat.sees("Open in another terminal too: what both say is kept")
         await chat.press("ctrl+o")
         await chat.sees("hello  open")
         await chat.press("delete")
