@@ -55,13 +55,13 @@ def opening_tag(prompt: str) -> str:
 
 
 def begun(prompt: str, reasoning: str, text: str) -> str:
-    """A reply as far as it is there, as it stands behind a prompt: where that opens reasoning, this comes first."""
+    """The beginning of a reply as it follows a prompt; where the prompt opens reasoning, that comes first."""
     tag = opening_tag(prompt)
     if tag == _MESSAGE and "<|message|>" not in text:
         said = {"analysis": reasoning, "final": text}
         return f"<|end|>{_MESSAGE}".join(f"<|channel|>{name}<|message|>{part}" for name, part in said.items() if part)
     closing = TAGS.get(tag, "")
-    if closing and text.lstrip().startswith(tag):
+    if closing and text.lstrip().startswith(tag):  # it opens again what the prompt has opened
         return text.lstrip().removeprefix(tag + prompt[len(prompt.rstrip()) :]).removeprefix(tag)
     if not closing or closing in text:
         return text

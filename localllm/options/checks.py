@@ -84,7 +84,7 @@ def token_ids(ids: object, n_vocab: int, name: str = "tokens", rule: str = "a li
 
 def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where: str | None = None) -> None:
     """Makes sure that integers are ids of a vocabulary; ``where`` is the argument that has them."""
-    # Not NumPy, which takes many times as long for one number.
+    # Without NumPy, whose comparison of a single id, one for each token, takes many times as long.
     outside = next((id_ for id_ in ids if not 0 <= id_ < n_vocab), None)
     if outside is not None:
         place = () if where is None else (" in ", Argument(where))

@@ -380,7 +380,7 @@ def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[l
 def _reply_prefix(
     begun: Message | None, llm: LLM, messages: list[Message], tools: Tools, given: dict[str, Any]
 ) -> str:
-    """What a begun reply is behind what the template ends with."""
+    """The beginning of the reply, as it follows what the template ends with; empty where none was begun."""
     if begun is None:
         return ""
     texts = [replace(message, parts=(message.text,)) for message in messages]

@@ -92,7 +92,7 @@ class _StopStrings:
 
     def _begin_of_open(self, text: str) -> int:
         """From where on the end of ``text`` may be the beginning of a stop string; its length if nowhere."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        longest = max(len(stop) for stop in self._stops) - 1
         for begin in range(max(0, len(text) - longest), len(text)):
             if any(stop.startswith(text[begin:]) for stop in self._stops):
                 return begin

@@ -193,7 +193,7 @@ class ModelLoader:
             if not loading.cancelled.is_set():  # else the app ends, or another model is to be loaded
                 self.state, info = "loaded", model.info
                 shown = {"model": name_of(model), "device": info.device, "gpu_memory": info.gpu_bytes}
-                self._show(activity="", progress=None, **shown)  # not before: /continue would still be refused
+                self._show(activity="", progress=None, **shown)  # only now, as /continue is refused before
                 self._go_on()
         return None
 
