@@ -469,7 +469,8 @@ class LLM:
             GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
-        return self._stream(prompt, add_special, parse_special, self.with_defaults(options), images, audio).read()
+        given = self.with_defaults(options)
+        return warned(self._stream(prompt, add_special, parse_special, given, images, audio).read())
 
     def stream(
         self,
@@ -518,7 +519,7 @@ class LLM:
         """
         given = self.with_defaults(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
-        return warned(stream, stream.read())
+        return warned(stream.read())
 
     def stream_chat(
         self,
@@ -607,7 +608,7 @@ class LLM:
                 i = engine.wait_for(ended)
                 try:
                     stream = streams.pop(i)
-                    done[i] = warned(stream, stream.read())
+                    done[i] = warned(stream.read())
                 except Exception as error:
                     done[i], refused, numbered = error, [], enumerate(())
                 if progress is not None:
@@ -628,7 +629,7 @@ class LLM:
     ) -> Completion:
         """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = self.with_defaults(options)
-        return await self._stream(prompt, add_special, parse_special, given, images, audio).aread()
+        return warned(await self._stream(prompt, add_special, parse_special, given, images, audio).aread())
 
     async def achat(
         self,
@@ -642,7 +643,7 @@ class LLM:
         """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = self.with_defaults(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
-        return warned(stream, await stream.aread())
+        return warned(await stream.aread())
 
     #: The same under names that say what they are for.
     astream, astream_chat = stream, stream_chat
@@ -1023,9 +1024,9 @@ class LLM:
         return self._grammars
 
 
-def warned(stream: Stream, completion: Completion) -> Completion:
-    """A reply that was read, after warnings of what could not be read of its calls."""
-    for message in stream.parser.warnings if stream.parser is not None else ():
+def warned(completion: Completion) -> Completion:
+    """Return ``completion`` after a Python warning for each of its ``warnings``."""
+    for message in completion.warnings:
         warn(message)
     return completion
 

@@ -628,7 +628,7 @@ class Llama:
             raise _with_their_names(error) from None
 
     def _read(self, stream: Stream) -> Completion:
-        done = warned(stream, stream.read())
+        done = warned(stream.read())
         self._ids = stream.tokens
         return done
 

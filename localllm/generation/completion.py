@@ -54,6 +54,7 @@ class Completion:
         drafts: how many tokens were drafted and how many accepted, where ``speculate`` asked for drafts.
         reasoning: what the model thought before its answer, which is no part of ``text`` (`LLM.chat`).
         tool_calls: the tools that it calls, which are no part of ``text`` either.
+        warnings: why the time limit ended the text, and which calls stayed text; empty if there is nothing to report.
     """
 
     text: str
@@ -65,6 +66,7 @@ class Completion:
     drafts: Drafts | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -99,6 +101,7 @@ class Completion:
             "logprobs": logprobs,
             "reasoning": self.reasoning,
             "tool_calls": [{"name": call.name, "arguments": call.values} for call in self.tool_calls],
+            "warnings": list(self.warnings),
         }
 
 
@@ -123,7 +126,7 @@ class Chunk:
         reasoning: of a chat, what the model thinks, which is no part of ``text``.
         call: of a chat, the beginning of a call of a tool, more of its arguments (`CallDelta`), or all of it at its
             end (`ToolCall`).
-        warnings: in the last chunk of a chat, which calls were left as text, and why.
+        warnings: in the last chunk; as in `Completion`.
         n_evaluated: tokens of the prompt that are in the cache, in chunks of their own before the first token, where
             `Stream.tells_progress`; the first has those that were there before.
     """
@@ -160,7 +163,7 @@ def _events(parser: ReplyParser, chunk: Chunk) -> Iterator[Chunk]:
     if ids:
         yield Chunk("", ids, logprobs)
     if chunk.finish_reason is not None:
-        yield replace(chunk, text="", warnings=tuple(parser.warnings))
+        yield replace(chunk, text="", warnings=(*chunk.warnings, *parser.warnings))
 
 
 #: What comes out of the engine's thread.  The last item is an exception, or a chunk with a finish reason.
@@ -228,7 +231,17 @@ class TextOutput:
         text = self._decoder.finish()
         if self._decoder.stopped is not None:
             r.finish_reason = "stop"
-        return Chunk(text, finish_reason=r.finish_reason, usage=r.usage, timings=r.timings, drafts=r.draft_counts)
+        warnings: tuple[str, ...] = ()
+        if r.finish_reason == "timeout":
+            warnings = (f"the text is cut off: its timeout of {r.timeout_s:g} seconds has passed",)
+        return Chunk(
+            text,
+            finish_reason=r.finish_reason,
+            usage=r.usage,
+            timings=r.timings,
+            drafts=r.draft_counts,
+            warnings=warnings,
+        )
 
 
 class _ItemQueue:
@@ -415,6 +428,7 @@ class Stream:
             drafts=self.drafts,
             reasoning="".join(chunk.reasoning for chunk in chunks),
             tool_calls=tuple(chunk.call for chunk in chunks if isinstance(chunk.call, ToolCall)),
+            warnings=tuple(warning for chunk in chunks for warning in chunk.warnings),
         )
 
     def __iter__(self) -> Self:

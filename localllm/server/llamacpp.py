@@ -54,6 +54,7 @@ from localllm.server.openai import (
     timings_json,
     timings_so_far,
     token_json,
+    warnings_json,
 )
 from localllm.tokenizer import Tokenizer
 from localllm.version import __version__
@@ -443,4 +444,5 @@ def _end(pending: PendingReplies, reply: Reply, body: _CompletionFields) -> dict
         "generation_settings": _settings(pending.llm, pending.job.options),
         "timings": timings_json(reply),
         **_probabilities(pending.llm, reply.logprobs, bool(body.post_sampling_probs)),
+        **warnings_json(reply),
     }

@@ -19,6 +19,7 @@ from localllm.generation.completion import Chunk
 from localllm.server.answers import GenerationFields, GenerationJob, Reply
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
+from localllm.server.openai import warnings_json
 
 #: Ends the language, which Qwen 3 ASR names first: "language English<asr_text>".
 _TEXT_BEGINS = "<asr_text>"
@@ -50,7 +51,7 @@ async def transcriptions(request: Request, dispatcher: Dispatcher) -> Response:
         (reply,) = await cancel_on_disconnect(request, pending.read())
     if body.response_format == "text":
         return PlainTextResponse(f"{_transcript(reply.text)}\n")
-    return json_response({"text": _transcript(reply.text), "usage": _usage(reply)})
+    return json_response({"text": _transcript(reply.text), "usage": _usage(reply), **warnings_json(reply)})
 
 
 class _Transcript:
@@ -79,7 +80,7 @@ def _piece(transcript: _Transcript, reply: Reply, chunk: Chunk) -> Iterator[byte
 
 def _end(replies: Sequence[Reply]) -> Iterator[bytes]:
     text, usage = _transcript(replies[0].text), _usage(replies[0])
-    yield event({"type": "transcript.text.done", "text": text, "usage": usage})
+    yield event({"type": "transcript.text.done", "text": text, "usage": usage, **warnings_json(replies[0])})
 
 
 def _usage(reply: Reply) -> dict[str, Any]:

@@ -376,8 +376,10 @@ def test_a_generation_inside_another_of_the_same_thread(llm: LLM) -> None:
 
 
 def test_a_timeout(llm: LLM) -> None:
-    completion = llm.generate("hello", timeout=1e-6)
+    with pytest.warns(UserWarning, match="cut off: its timeout of 1e-06 seconds has passed"):
+        completion = llm.generate("hello", timeout=1e-6)
     assert (completion.finish_reason, completion.ids) == ("timeout", ())
+    assert completion.to_dict()["warnings"] == list(completion.warnings)
     assert llm.generate("hello", timeout=1000, max_tokens=3, ignore_eos=True).finish_reason == "length"
 
 

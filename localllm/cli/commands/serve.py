@@ -173,7 +173,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         hosts=[*names, *hosts],
         origins=arguments.origins,
         max_body=arguments.max_body << 20,
-        read_timeout_s=arguments.timeout,
+        read_timeout_s=arguments.read_timeout,
         image_hosts=arguments.image_hosts,
     )
 
@@ -325,7 +325,13 @@ COMMAND = Command(
         ),
         flag("--ssl-key-file FILE", "private key for HTTPS (PEM)", Path, dest="ssl_key"),
         flag("--ssl-cert-file FILE", "certificate for HTTPS (PEM)", Path, dest="ssl_certificate"),
-        flag("-to --timeout S", "seconds in which a request must arrive completely", whole(1), default=60),
+        flag(
+            "-to --timeout S",
+            "seconds in which a request must arrive completely",
+            whole(1),
+            default=60,
+            dest="read_timeout",
+        ),
         flag("--max-queue N", "maximum number of queued requests", whole(1), default=256),
         flag("--max-body MiB", "maximum size of a request", whole(1), default=32),
         flag("--grace S", "seconds that running replies have to finish after Ctrl-C", whole(0), default=10),

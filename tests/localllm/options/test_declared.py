@@ -9,7 +9,7 @@ import pytest
 import localllm
 from localllm import UsageError
 from localllm.cli.argument_types import reader
-from localllm.cli.parser import parser_of
+from localllm.cli.parser import command_names, parser_of
 from localllm.kernels.graph import CACHE_TYPES
 from localllm.options.declared import CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 from localllm.options.keywords import SamplingOptions
@@ -47,6 +47,31 @@ def test_flags_set_the_option_of_their_name(cls: type) -> None:
         assert declared(cls)[name].brief in str(actions[flag].help)
         if name not in ("stop", "ignore_eos", "post_sampling_probs"):
             assert f"(default: {default_text(cls, name)})" in str(actions[flag].help)
+
+
+#: Flags that set an option of their destination's name in other words than the option declares.
+_OTHER_FLAGS = {
+    "cache_type": {"--cache-type-k", "--cache-type-v", "-ctk", "-ctv"},
+    "chat_template": {"--chat-template"},
+    "dry_sequence_breakers": {"--dry-sequence-breaker"},
+    "grammar": {"--grammar-file"},
+    "json_schema": {"--json-schema-file", "-jf"},
+    "logit_bias": {"--logit-bias", "-l"},
+    "logprobs": {"--logprobs"},
+    "mmproj": {"--no-mmproj"},
+    "parallel": {"--parallel", "-np"},
+    "speculate": {"--lookup"},
+}
+
+
+@pytest.mark.parametrize("command", command_names())
+def test_a_flag_with_an_options_destination_sets_that_option(command: str) -> None:
+    """The values of flags become options by the names of their destinations, so no other flag may have such a name."""
+    options = {name: each for cls in (LoadOptions, Sampling, CheckedOptions) for name, each in declared(cls).items()}
+    for action in parser_of(command)._actions:
+        if action.dest in options:
+            allowed = {*flags_of(action.dest, options[action.dest]), *_OTHER_FLAGS.get(action.dest, ())}
+            assert {*action.option_strings} <= allowed, action.dest
 
 
 def test_what_is_kept_is_in_the_settings_file_and_numbers_in_the_chat() -> None:

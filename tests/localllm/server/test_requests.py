@@ -50,6 +50,31 @@ def test_null_is_absent_and_whole_floats_are_integers(server: Serving, path: str
     assert post(server, path, {**body, "stream": "no"}).status_code == 400
 
 
+def warnings_in(value: Any) -> list[str]:
+    """The texts of every ``warnings`` field in a JSON value."""
+    if isinstance(value, list):
+        return [text for each in value for text in warnings_in(each)]
+    if not isinstance(value, dict):
+        return []
+    return [*value.get("warnings", ()), *(text for each in value.values() for text in warnings_in(each))]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", APIS)
+def test_a_reply_that_its_time_limit_ends_has_a_warning(server: Serving, path: str, stream: bool) -> None:
+    limit = {"timeout": 1e-3, "ignore_eos": True}
+    body = {**APIS[path], "stream": stream, **limit}
+    for name in ("max_tokens", "max_output_tokens", "n_predict"):
+        body.update({name: 900} if name in body else {})
+    if "options" in body:
+        body["options"] = {"num_predict": 900, **limit}
+    response = post(server, path, body)
+    assert response.status_code == 200
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if "{" in line]
+    texts = [text for line in lines for text in warnings_in(json.loads(line))]
+    assert texts == ["the text is cut off: its timeout of 0.001 seconds has passed"]
+
+
 def read(body: Any, kind: Any) -> tuple[Any, list[str]]:
     ignored: list[str] = []
     return msgspec.convert(tolerant(body, kind, ignored), kind), ignored

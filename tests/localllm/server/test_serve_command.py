@@ -17,7 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from localllm.cli.commands.generate import generation_options
 from localllm.cli.commands.serve import sources
+from localllm.cli.parser import parser_of
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.options.settings import Settings
 from localllm.server.local_network import invitation, lan_address
@@ -117,6 +119,12 @@ def test_models_have_options_of_their_own(tmp_path: Path) -> None:
             each["model"].removesuffix(":latest"): each for each in httpx.get(f"{url}/api/ps").json()["models"]
         }
         assert running["short"]["expires_at"] < running["demo"]["expires_at"]
+
+
+def test_the_time_to_read_a_request_does_not_limit_replies() -> None:
+    arguments = parser_of("serve").parse_args(["--timeout", "5"])
+    assert arguments.read_timeout == 5
+    assert generation_options(arguments, Settings()).get("timeout") is None
 
 
 def test_the_context_is_divided_as_in_llama_server(tmp_path: Path) -> None:
