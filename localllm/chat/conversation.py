@@ -39,6 +39,12 @@ _MEDIA = {
 #: Maximum tokens of a picture that a client sends with low detail.
 _LOW_DETAIL = 256
 
+#: Translates the URL-safe alphabet of base64.
+_BASE64 = bytes.maketrans(b"-_", b"+/")
+
+#: Percent signs of a data URL; more take too much memory.
+_MAX_PERCENT_SIGNS = 1 << 20
+
 #: Keys of a message that are read; others are given to the template as they are.
 _READ = {"role", "content", *_REASONING, "tool_calls", "tool_call_id", "name", "tool_name", "is_error"}
 
@@ -211,6 +217,8 @@ def source_of_text(text: str, where: str, may_open_files: bool = False, example:
     head, comma, body = text.partition(",") if text[:5].lower() == "data:" else ("", "", "")
     if comma:
         if not head.lower().endswith(";base64"):
+            if body.count("%") > _MAX_PERCENT_SIGNS:
+                raise TemplateError(f"{where} has more than {_MAX_PERCENT_SIGNS:,} percent signs: send it in base64")
             return unquote_to_bytes(body)
         return decoded(body, where)
     scheme = urlsplit(text[:2000]).scheme
@@ -226,10 +234,10 @@ def source_of_text(text: str, where: str, may_open_files: bool = False, example:
 
 
 def decoded(text: str, where: str) -> bytes:
-    """The bytes of a text in base64."""
-    compact = "".join(text.split()).rstrip("=").replace("-", "+").replace("_", "/")
+    """Return the bytes of a base64 string, also of the URL-safe alphabet, with white space and without padding."""
+    compact = text.encode("ascii", "replace").translate(_BASE64, b" \t\n\r\v\f").rstrip(b"=")
     try:
-        return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
+        return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
     except (binascii.Error, ValueError):
         raise TemplateError(f"{where} is not in base64: encode its file's bytes") from None
 

@@ -51,21 +51,22 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 #: Characters of a grammar, rules and references in it, and patterns of schemas that are combined, at most: in
 #: llguidance a chain of rules takes stack, which ends the process where there is none left, and each pattern that is
 #: combined with others doubles time and memory.  More properties that are not required it compiles for many seconds,
-#: and then can follow no text.
-_MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL = 512 << 10, 500, 10, 500
+#: and then can follow no text.  Twice the patterns of one object's properties take 50 times the time.
+_MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
 
-#: Strings and expressions of Lark's notation, in which nothing is an operator; "and"; and "not".
-_LARK_OPERATORS = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|/(?:[^/\\\n]++|\\.)++/|//[^\n]*|(&)|(~)(?!\s*\d)')
+#: Strings and expressions of Lark's notation, which have no operators; "and"; and "not".  The closing quote is
+#: optional: without it a search that starts again at every quote takes quadratic time.
+_LARK_OPERATORS = re.compile(r'"(?:[^"\\\n]++|\\.)*+"?|//[^\n]*|/(?:[^/\\\n]++|\\.)++/?|(&)|(~)(?!\s*\d)')
 
 #: Compiled grammars that are kept for the next request.
 _MAX_KEPT = 32
 
 #: A rule of llama.cpp's GBNF; Lark's have a colon alone.
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
 #: A backslash at the end of a regular expression that escapes nothing; llguidance ignores it.
 _LONE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
-#: Texts, classes, comments, names and single characters of GBNF.
-_GBNF_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*|[\w-]+|.', re.DOTALL)
+#: Strings, classes, comments, names and single characters of GBNF; strings and classes may lack their end.
+_GBNF_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"?|\[(?:[^\]\\]|\\.)*+\]?|#[^\n]*|[\w-]+|.', re.DOTALL)
 #: An escape of GBNF, by its number where it is one of a character beyond a byte.
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
@@ -187,7 +188,10 @@ def _check_size(sampling: Sampling) -> None:
         if isinstance(schema, dict):
             n_rules += "$ref" in schema
             n_optional = max(n_optional, _length(schema.get("properties")) - _length(schema.get("required")))
-            n_patterns += ("pattern" in schema) + len(schema.get("patternProperties") or ())
+            n_of_object = _length(schema.get("patternProperties"))
+            if n_of_object > _MAX_PATTERNS:
+                raise ValueError(f"patternProperties has more than {_MAX_PATTERNS} patterns: use fewer")
+            n_patterns += ("pattern" in schema) + n_of_object
             is_combined |= "allOf" in schema or ("pattern" in schema and not schema.keys().isdisjoint(_COMBINE))
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or references: make it simpler")

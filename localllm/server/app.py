@@ -136,6 +136,7 @@ class _Path:
         if endpoint is None:
             allow = ", ".join(self.endpoints)
             raise HTTPError(405, f"{scope['path']:.80} takes {allow}, not {scope['method']:.20}", allow=allow)
+        scope["state"]["read_long"] = self.dispatcher.read_body
         response = await endpoint(Request(scope, receive, send), self.dispatcher)
         await response(scope, receive, send)
 

@@ -71,6 +71,7 @@ class Dispatcher:
         self._threads = ThreadPoolExecutor(4, "localllm-prompt")
         self._model_threads = ThreadPoolExecutor(4, "localllm-model")
         self._long_threads = ThreadPoolExecutor(2, "localllm-long")
+        self._body_thread = ThreadPoolExecutor(1, "localllm-body")
         self._works: set[asyncio.Future[Any]] = set()
 
     async def begin(self, job: GenerationJob, request: Request) -> PendingReplies:
@@ -92,7 +93,8 @@ class Dispatcher:
             served, llm = await self.models.acquire(job.model)
             load_s = time.perf_counter() - began
             try:
-                streams = await self._run(request, self._threads, _submit, job, llm, client)
+                threads = self._threads_for(request, self._threads)
+                streams = await self._run(request, threads, _submit, job, llm, client)
                 break
             except ClosedError:  # it was unloaded between the two
                 self.models.release(served)
@@ -119,7 +121,7 @@ class Dispatcher:
         """Calls ``work`` with a model in another thread; returns its result."""
         served, llm = await self.models.acquire(name)
         try:
-            return await self._run(request, self._model_threads, work, llm)
+            return await self._run(request, self._threads_for(request, self._model_threads), work, llm)
         finally:
             self.models.release(served)
 
@@ -129,12 +131,17 @@ class Dispatcher:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
 
+    async def read_body(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
+        """Call ``work`` with a long body in another thread, which reads one body at a time."""
+        return await self._run(request, self._body_thread, work, *args)
+
+    def _threads_for(self, request: Request, threads: ThreadPoolExecutor) -> ThreadPoolExecutor:
+        return self._long_threads if request.state.n_bytes > LONG_REQUEST else threads
+
     async def _run(self, request: Request, threads: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> _T:
         """Runs ``work`` in another thread; cancelled when the client goes or the server stops."""
         if self.is_cut:
             raise stopping()
-        if request.state.n_bytes > LONG_REQUEST:
-            threads = self._long_threads
         is_over = threading.Event()
 
         def call() -> _T:
@@ -165,7 +172,7 @@ class Dispatcher:
                 work.cancel()
 
     def close(self) -> None:
-        for threads in (self._threads, self._model_threads, self._long_threads):
+        for threads in (self._threads, self._model_threads, self._long_threads, self._body_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, pending: PendingReplies) -> None:

@@ -15,8 +15,9 @@ from starlette.responses import Response
 
 from localllm.llm import LLM
 from localllm.server.answers import Prompt, Prompts, join_prompt, prompts_of
+from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import HTTPError, cancel_on_disconnect, decode, json_response
+from localllm.server.http import HTTPError, cancel_on_disconnect, json_response
 
 
 class EmbeddingsRequest(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""HTTP for all APIs: access, bodies, errors and streams."""
+"""HTTP for all APIs: access, errors and streams."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ import socket
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from email import message_from_bytes, message_from_string
-from functools import cache
-from itertools import chain, repeat
-from types import MappingProxyType, UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from types import MappingProxyType
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -39,7 +34,6 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.options.declared import LoadOptions, declared, in_flags
-from localllm.server.image_urls import fetch_pictures
 from localllm.server.models import LoadError, UnknownModelError
 
 _T = TypeVar("_T")
@@ -49,9 +43,6 @@ _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
 
 #: Bytes of a request that is long.
 LONG_REQUEST = 256 << 10
-
-#: Reads long bodies, one after another: the event loop sends tokens between two of them.
-_reader = ThreadPoolExecutor(1, "localllm-body")
 
 #: Seconds between two signs of life in a stream that has nothing to say, as while a long prompt is evaluated.
 PING_S = 10.0
@@ -162,135 +153,12 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 # -- Requests ------------------------------------------------------------------------------------------------------
 
 
-async def decode(request: Request, kind: type[_T]) -> _T:
-    """A request's body as ``kind``, read as `tolerant` reads it; an empty one as ``{}``, and a form as its fields."""
-    body, form = await request.body(), request.headers.get("content-type", "")
-    if not (is_form := form.lower().startswith("multipart/form-data")):
-        form = ""
-    packing = request.headers.get("content-encoding", "identity").lower()
-    is_long = len(body) > LONG_REQUEST or packing != "identity"
-    request.state.ignored = ignored = list[str]()
-    request.state.fields = _field_names(kind)  # type: ignore[arg-type]  # a class can be hashed
-    try:
-        given, request.state.n_bytes = await _read(is_long, _decoded, body, packing, request.state.max_body, form)
-        if request.state.image_hosts:
-            await fetch_pictures(given, request.state.image_hosts, request.state.max_body)
-        return await _read(is_long, lambda: msgspec.convert(tolerant(given, kind, ignored), kind, strict=not is_form))
-    except RecursionError:
-        raise msgspec.DecodeError("it is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise msgspec.DecodeError("it is not UTF-8") from None
-
-
-async def _read(is_long: bool, work: Callable[..., _T], *args: Any) -> _T:
-    """The result of ``work``, which reads a body: beside the event loop where that is long."""
-    if not is_long:
-        return work(*args)
-    return await asyncio.get_running_loop().run_in_executor(_reader, _with_pause, work, *args)
-
-
-def _with_pause(work: Callable[..., _T], *args: Any) -> _T:
-    """The result of ``work``, after a pause as long: a parser of JSON holds the interpreter's lock, which the engine
-    and the event loop need before the next body is parsed."""
-    began = time.perf_counter()
-    try:
-        return work(*args)
-    finally:
-        time.sleep(time.perf_counter() - began)
-
-
-def _decoded(body: bytes, packing: str, limit: int, form: str = "") -> tuple[Any, int]:
-    """The decoded JSON of a body, or the fields of a ``form`` of that content type; and its bytes when unpacked."""
-    body = (body if packing == "identity" else _unpacked(body, packing, limit)) or b"{}"
-    return _fields_of(body, form) if form else msgspec.json.decode(body), len(body)
-
-
-def _fields_of(body: bytes, content_type: str) -> dict[str, Any]:
-    """The texts of a form by their names, and the bytes of its files.  Source: RFC 7578."""
-    boundary = message_from_string(f"content-type: {content_type}").get_boundary("")
-    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1"))
-    if len(parts) < 3 or not parts[-1].startswith(b"--"):
-        raise HTTPError(400, "the form is cut off, or not as its Content-Type says")
-    found: dict[str, Any] = {}
-    for part in parts[1:-1]:
-        head, _, value = part.partition(b"\r\n\r\n")
-        headers = message_from_bytes(head.lstrip())
-        name = headers.get_param("name", "", "content-disposition")
-        is_file = headers.get_param("filename", None, "content-disposition") is not None
-        found[str(name)] = value if is_file else value.decode()
-    return found
-
-
-def _unpacked(body: bytes, packing: str, limit: int) -> bytes:
-    """A body that comes in gzip."""
-    if packing not in ("gzip", "x-gzip"):
-        raise HTTPError(415, f"the body is in {packing!r:.40}: send it in gzip, or as it is")
-    unpacking = zlib.decompressobj(wbits=31)
-    try:
-        unpacked = unpacking.decompress(body, limit + 1)
-    except zlib.error:
-        raise HTTPError(400, "the body is not gzip, as its Content-Encoding says") from None
-    if len(unpacked) > limit:
-        raise _too_large(limit)
-    if not unpacking.eof:
-        raise HTTPError(400, "the body ends in the midst of its gzip data")
-    return unpacked
-
-
-def _too_large(limit: int) -> HTTPError:
-    return HTTPError(413, f"the request has more than {limit:,} bytes: make it shorter")
-
-
-def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
-    """A value of JSON for ``kind``: fields that are null are absent, and 2.0 is 2 where only an integer can be.
-    ``kind``: a type that msgspec reads; ``ignored``: takes the names of fields that nothing here reads."""
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    if isinstance(value, float):
-        return int(value) if int in kinds and float not in kinds and value.is_integer() else value
-    if isinstance(value, list):
-        kinds_within = [get_args(each) for each in kinds if get_origin(each) in (list, tuple)]
-        if not kinds_within or kinds_within[0] == (Any,):
-            return value
-        within = chain(kinds_within[0], repeat(kinds_within[0][-1]))
-        return [tolerant(each, of, ignored) for each, of in zip(value, within, strict=False)]
-    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
-    if not isinstance(value, dict) or not structs:
-        return value
-    types = _field_types(structs[0])
-    read = {}
-    for name, each in value.items():
-        if name in types and each is not None:
-            read[name] = tolerant(each, types[name], ignored)
-        elif each is not None and name not in _HARMLESS:
-            ignored.append(name)
-    return read
-
-
-@cache
-def _field_names(kind: Any) -> dict[str, str]:
-    """The name in JSON of each field by its name here, which is the library's, also of those inside others."""
-    names: dict[str, str] = {}
-    for each in msgspec.structs.fields(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else ():
-        names[each.name] = each.encode_name
-        for within in get_args(each.type):
-            for name, inner in _field_names(within).items():
-                names.setdefault(name, f"{each.encode_name}.{inner}")
-    return names | getattr(kind, "FIELDS", {})
-
-
-@cache
-def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return {each.encode_name: each.type for each in msgspec.structs.fields(struct)}
-
-
-#: Fields that ask for nothing which could be missed here.
-_HARMLESS = frozenset(
-    """user store metadata service_tier safety_identifier prompt_cache_key cache_control context_management include
-    betas cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation""".split()  # noqa: SIM905
-)
-
 #: How to get what some fields of Ollama's ask for.
 _ADVICE = {"num_ctx": "-c", "num_thread": "-t", "num_gpu": "-ngl"}
+
+
+def too_large(limit: int) -> HTTPError:
+    return HTTPError(413, f"the request has more than {limit:,} bytes: make it shorter")
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[_T]) -> _T:
@@ -522,7 +390,7 @@ class Guard:
 
     def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
         limit = self._limits.max_body
-        refusal = _too_large(limit)
+        refusal = too_large(limit)
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length[:20]) > limit:
             raise refusal

@@ -7,6 +7,7 @@ import base64
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from localllm.cancellation import check_cancelled
 from localllm.chat.conversation import IMAGE_KEYS, IMAGE_TYPES
 from localllm.errors import UsageError
 from localllm.web import fetch, is_web
@@ -15,13 +16,26 @@ from localllm.web import fetch, is_web
 _MAX_FETCHED = 32
 
 
-async def fetch_pictures(body: object, hosts: Sequence[str], max_bytes: int) -> None:
-    """Puts data URLs in the places of addresses of pictures, in any API's JSON.  ``hosts``: that are asked, as
-    `localllm.web.fetch` takes them; ``max_bytes``: of all pictures."""
-    found = [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
-    if len(found) > _MAX_FETCHED:
-        raise UsageError(f"{len(found)} pictures are to be fetched; up to {_MAX_FETCHED} are: send data URLs")
-    for holder, key in found:
+#: A dict and the key of its value that is an address.
+Place = tuple[dict[str, Any], str]
+
+
+def picture_addresses(body: object) -> list[Place]:
+    """Return the places of pictures' web addresses in any API's JSON."""
+    return [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
+
+
+async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_bytes: int) -> None:
+    """Replace the addresses at ``places`` by data URLs.
+
+    Args:
+        places: as `picture_addresses` returns them.
+        hosts: hosts that may be asked, in the form of `localllm.web.fetch`.
+        max_bytes: limit for all pictures together.
+    """
+    if len(places) > _MAX_FETCHED:
+        raise UsageError(f"{len(places)} pictures are to be fetched; up to {_MAX_FETCHED} are: send data URLs")
+    for holder, key in places:
         address = holder[key]
         try:
             page = await asyncio.to_thread(fetch, address, max_bytes + 1, hosts=hosts)
@@ -34,10 +48,11 @@ async def fetch_pictures(body: object, hosts: Sequence[str], max_bytes: int) -> 
         holder[key] = f"data:;base64,{base64.b64encode(page.data).decode()}"
 
 
-def _places(value: object) -> Iterator[tuple[dict[str, Any], str]]:
+def _places(value: object) -> Iterator[Place]:
     """Where parts that are pictures have texts: as OpenAI's and Anthropic's APIs and the library write them."""
     pending = [value]
     while pending:
+        check_cancelled()
         each = pending.pop()
         if isinstance(each, list):
             pending += reversed(each)

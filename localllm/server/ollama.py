@@ -34,8 +34,9 @@ from localllm.server.answers import (
     offer_tools,
     split_begun,
 )
+from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, json_bytes, json_response
+from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, json_bytes, json_response
 from localllm.server.models import ServedModel
 from localllm.server.openai import thinking_variables, warnings_json
 from localllm.version import __version__

@@ -37,8 +37,9 @@ from localllm.server.answers import (
     prompts_of,
     split_begun,
 )
+from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import DONE, EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
+from localllm.server.http import DONE, EventStream, HTTPError, cancel_on_disconnect, event, json_response
 from localllm.server.models import ServedModel
 from localllm.tokenizer.stream import TextOffsets
 from localllm.version import __version__

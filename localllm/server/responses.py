@@ -32,8 +32,9 @@ from localllm.server.answers import (
     offer_tools,
     split_begun,
 )
+from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
+from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
 from localllm.server.openai import (
     checked_logprobs,
     count_input,

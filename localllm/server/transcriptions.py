@@ -17,8 +17,9 @@ from starlette.responses import PlainTextResponse, Response
 from localllm.chat.conversation import Media, Message
 from localllm.generation.completion import Chunk
 from localllm.server.answers import GenerationFields, GenerationJob, Reply
+from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
+from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
 from localllm.server.openai import warnings_json
 
 #: Ends the language, which Qwen 3 ASR names first: "language English<asr_text>".

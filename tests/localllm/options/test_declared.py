@@ -66,7 +66,7 @@ _OTHER_FLAGS = {
 
 @pytest.mark.parametrize("command", command_names())
 def test_a_flag_with_an_options_destination_sets_that_option(command: str) -> None:
-    """The values of flags become options by the names of their destinations, so no other flag may have such a name."""
+    """Flags become options by the names of their destinations, so no other flag may have such a name."""
     options = {name: each for cls in (LoadOptions, Sampling, CheckedOptions) for name, each in declared(cls).items()}
     for action in parser_of(command)._actions:
         if action.dest in options:

@@ -262,7 +262,7 @@ def test_no_json_is_a_5xx(server: Serving, path: str, body: dict[str, Any], mess
 MANY_ITEMS = {
     "/v1/responses": {"input": [{"type": "function_call", "name": "a"}] * 30_000, "max_output_tokens": 1},
     "/v1/messages": {
-        "messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a" * 99}] * 99_999}],
+        "messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a" * 99}] * 49_999}],
         "max_tokens": 1,
     },
     "/v1/completions": {"prompt": " " * 9_000_000},

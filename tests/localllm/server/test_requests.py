@@ -18,7 +18,8 @@ from localllm.cli.defaults import chat_template
 from localllm.cli.parser import parser_of
 from localllm.errors import UsageError
 from localllm.server import ollama, openai
-from localllm.server.http import LONG_REQUEST, HTTPError, event, json_bytes, tolerant
+from localllm.server.bodies import tolerant
+from localllm.server.http import LONG_REQUEST, HTTPError, event, json_bytes
 from localllm.server.ollama import _seconds
 from localllm.server.response_store import ResponseStore
 from tests.helpers.http_server import Serving

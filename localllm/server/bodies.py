@@ -1,0 +1,210 @@
+"""Bodies of requests: JSON and forms, decoded within limits of work and memory."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from email import message_from_bytes, message_from_string
+from functools import cache
+from itertools import chain, repeat
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+
+from localllm.cancellation import check_cancelled
+from localllm.server.http import LONG_REQUEST, HTTPError, too_large
+from localllm.server.image_urls import fetch_pictures, picture_addresses
+
+_T = TypeVar("_T")
+
+#: Limits of one JSON body.  The parser holds the interpreter's lock, which running replies need: at these limits for
+#: about half a second.  A value takes up to 100 bytes of memory, a container or a string with its key up to 300.
+MAX_VALUES, MAX_TEXTS, MAX_BYTES_OUTSIDE_STRINGS = 1_500_000, 1 << 18, 12 << 20
+
+#: Limits of one form: parts, and bytes of a part's header or of the Content-Type, whose parser takes quadratic time.
+MAX_PARTS, MAX_HEADER = 100, 2048
+
+#: Bytes of a body between two checks for cancellation.
+_CHUNK = 1 << 20
+
+
+async def decode(request: Request, kind: type[_T]) -> _T:
+    """Return a request's body as ``kind``, read by `tolerant`: JSON, or a form.  An empty body is ``{}``.
+
+    Long bodies, forms and compressed bodies are read in another thread.
+    """
+    body, form = await request.body(), request.headers.get("content-type", "")
+    if not (is_form := form.lower().startswith("multipart/form-data")):
+        form = ""
+    packing = request.headers.get("content-encoding", "identity").lower()
+    is_long = len(body) > LONG_REQUEST or packing != "identity" or is_form
+    request.state.ignored = ignored = list[str]()
+    request.state.fields = _field_names(kind)  # type: ignore[arg-type]  # a class can be hashed
+
+    async def read(work: Callable[..., Any], *args: Any) -> Any:
+        return await request.state.read_long(request, _with_pause, work, *args) if is_long else work(*args)
+
+    try:
+        value, n_bytes = await read(_decoded, body, packing, request.state.max_body, form)
+        if hosts := request.state.image_hosts:
+            await fetch_pictures(await read(picture_addresses, value), hosts, request.state.max_body)
+        converted: _T = await read(lambda: msgspec.convert(tolerant(value, kind, ignored), kind, strict=not is_form))
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise msgspec.DecodeError("it is not UTF-8") from None
+    request.state.n_bytes = n_bytes
+    return converted
+
+
+def _with_pause(work: Callable[..., _T], *args: Any) -> _T:
+    """Return the result of ``work`` after a pause of the same length.
+
+    A parser of JSON holds the interpreter's lock, which the engine and the event loop need before the next body is
+    parsed.
+    """
+    began = time.perf_counter()
+    try:
+        return work(*args)
+    finally:
+        time.sleep(time.perf_counter() - began)
+
+
+def _decoded(body: bytes, packing: str, limit: int, form: str = "") -> tuple[Any, int]:
+    """Return the JSON value of a body, or the fields of a ``form`` of that content type; and its unpacked length."""
+    body = (body if packing == "identity" else _unpacked(body, packing, limit)) or b"{}"
+    if form:
+        return _form_fields(body, form), len(body)
+    if len(body) > LONG_REQUEST:
+        _check_json(body)
+    return _decode_json(body), len(body)
+
+
+def _float(text: str) -> float:
+    return float(text)
+
+
+#: Decodes JSON.  msgspec's own reader of numbers takes 12 µs for some of them, with the interpreter's lock held.
+_decode_json = msgspec.json.Decoder(float_hook=_float).decode
+
+
+def _check_json(body: bytes) -> None:
+    """Raise HTTPError if a body has more values than a request may have, before the parser builds them."""
+    if b"\\" in body:
+        body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    n_values = n_texts = n_outside = 0
+    in_string = np.bool_(False)
+    for begin in range(0, len(body), _CHUNK):
+        check_cancelled()
+        chunk = np.frombuffer(body, np.uint8, min(_CHUNK, len(body) - begin), begin)
+        # A string lasts from its opening quote to the byte before the closing one.
+        in_strings = np.logical_xor.accumulate(chunk == ord('"')) ^ in_string
+        in_string = in_strings[-1]
+        counts = np.bincount(chunk[~in_strings], minlength=256)
+        n_outside += int(counts.sum())
+        n_values += int(counts[ord(",")])
+        n_texts += int(counts[[ord('"'), ord("["), ord("{")]].sum())
+        if n_values > MAX_VALUES or n_texts > MAX_TEXTS or n_outside > MAX_BYTES_OUTSIDE_STRINGS:
+            raise HTTPError(
+                413,
+                f"the body has too many values: a request has up to {MAX_VALUES:,}, of them {MAX_TEXTS:,} strings, "
+                f"arrays and objects, and up to {MAX_BYTES_OUTSIDE_STRINGS >> 20} MiB outside of strings",
+            )
+
+
+def _form_fields(body: bytes, content_type: str) -> dict[str, Any]:
+    """Return the fields of a form by name: strings, and the bytes of files.  Source: RFC 7578."""
+    _check_header(len(content_type), "Content-Type")
+    boundary = message_from_string(f"content-type: {content_type}").get_boundary("").encode("latin-1", "replace")
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary, MAX_PARTS + 1)
+    if len(parts) > MAX_PARTS + 1:
+        raise HTTPError(413, f"the form has more than {MAX_PARTS} parts: send fewer fields")
+    if not boundary or len(parts) < 3 or not parts[-1].startswith(b"--"):
+        raise HTTPError(400, "the form is cut off, or not as its Content-Type says")
+    fields: dict[str, Any] = {}
+    for part in parts[1:-1]:
+        check_cancelled()
+        head, _, value = part.partition(b"\r\n\r\n")
+        _check_header(len(head), "header of a form's part")
+        headers = message_from_bytes(head.lstrip())
+        name = headers.get_param("name", "", "content-disposition")
+        is_file = headers.get_param("filename", None, "content-disposition") is not None
+        fields[str(name)] = value if is_file else value.decode()
+    return fields
+
+
+def _check_header(n_bytes: int, name: str) -> None:
+    if n_bytes > MAX_HEADER:
+        raise HTTPError(400, f"the {name} has {n_bytes:,} bytes, but may have {MAX_HEADER:,}: shorten it")
+
+
+def _unpacked(body: bytes, packing: str, limit: int) -> bytes:
+    """Return the bytes of a gzip body."""
+    if packing not in ("gzip", "x-gzip"):
+        raise HTTPError(415, f"the body is in {packing!r:.40}: send it in gzip, or as it is")
+    unpacking = zlib.decompressobj(wbits=31)
+    try:
+        unpacked = unpacking.decompress(body, limit + 1)
+    except zlib.error:
+        raise HTTPError(400, "the body is not gzip, as its Content-Encoding says") from None
+    if len(unpacked) > limit:
+        raise too_large(limit)
+    if not unpacking.eof:
+        raise HTTPError(400, "the body ends in the midst of its gzip data")
+    return unpacked
+
+
+def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
+    """Return a JSON value for ``kind``, a type that msgspec reads.
+
+    Fields that are null are absent, and 2.0 becomes 2 for integers.  ``ignored`` takes the names of unknown fields.
+    """
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if isinstance(value, float):
+        return int(value) if int in kinds and float not in kinds and value.is_integer() else value
+    if isinstance(value, list):
+        check_cancelled()
+        kinds_within = [get_args(each) for each in kinds if get_origin(each) in (list, tuple)]
+        if not kinds_within or kinds_within[0] == (Any,):
+            return value
+        within = chain(kinds_within[0], repeat(kinds_within[0][-1]))
+        return [tolerant(each, of, ignored) for each, of in zip(value, within, strict=False)]
+    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    if not isinstance(value, dict) or not structs:
+        return value
+    types = _field_types(structs[0])
+    read = {}
+    for name, each in value.items():
+        if name in types and each is not None:
+            read[name] = tolerant(each, types[name], ignored)
+        elif each is not None and name not in _HARMLESS:
+            ignored.append(name)
+    return read
+
+
+@cache
+def _field_names(kind: Any) -> dict[str, str]:
+    """The name in JSON of each field by its name here, which is the library's, also of those inside others."""
+    names: dict[str, str] = {}
+    for each in msgspec.structs.fields(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else ():
+        names[each.name] = each.encode_name
+        for within in get_args(each.type):
+            for name, inner in _field_names(within).items():
+                names.setdefault(name, f"{each.encode_name}.{inner}")
+    return names | getattr(kind, "FIELDS", {})
+
+
+@cache
+def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {each.encode_name: each.type for each in msgspec.structs.fields(struct)}
+
+
+#: Fields that ask for nothing which could be missed here.
+_HARMLESS = frozenset(
+    """user store metadata service_tier safety_identifier prompt_cache_key cache_control context_management include
+    betas cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation""".split()  # noqa: SIM905
+)
