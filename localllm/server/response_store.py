@@ -58,19 +58,19 @@ class ResponseStore:
                 print(f"localllm: a response will be lost at a restart: {error}", file=sys.stderr)
 
     def get(self, id_: str, client: str) -> StoredResponse:
-        """The response of that id, if it is this client's: else an error of status 404."""
+        """Return the response with that id.
+
+        Raises:
+            HTTPError: 404; the id is unknown, its file is damaged, or the response is another client's.
+        """
         data = self._stored.get(id_)
         if data is None and self._folder is not None and _ID.fullmatch(id_):
             with contextlib.suppress(OSError):
                 data = (self._folder / f"{id_}.json").read_bytes()
-        found = None
-        if data is not None:
-            with contextlib.suppress(msgspec.DecodeError):  # a damaged file
-                found = msgspec.json.decode(data, type=StoredResponse)
-                found.conversation[:] = map(_with_bytes, found.conversation)
-        if found is None or found.client != client:
+        stored = None if data is None else _read(data)
+        if stored is None or stored.client != client or stored.response.get("id") != id_:
             raise HTTPError(404, f"there is no response {id_!r:.80}: send the whole chat as input", "not_found")
-        return found
+        return stored
 
     def remove(self, id_: str) -> None:
         self._n_bytes -= len(self._stored.pop(id_, b""))
@@ -78,7 +78,17 @@ class ResponseStore:
             (self._folder / f"{id_}.json").unlink(missing_ok=True)
 
 
+def _read(data: bytes) -> StoredResponse | None:
+    """Return a stored response; None if the data are damaged."""
+    try:
+        stored = msgspec.json.decode(data, type=StoredResponse)
+        stored.conversation[:] = map(_with_bytes, stored.conversation)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
+        return None
+    return stored
+
+
 def _with_bytes(message: Message) -> Message:
-    """A message that was kept: JSON has the bytes of its pictures as texts."""
+    """Return a stored message with the bytes of its media, which JSON has in base64."""
     parts = (p if isinstance(p, str) else replace(p, source=base64.b64decode(p.source)) for p in message.parts)
     return replace(message, parts=tuple(parts))

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     app = App(
         models,
         limits,
-        arguments.responses,
+        _folder("--responses", arguments.responses),
         loads_first=loads_first,
         is_verbose=arguments.verbose,
         has_slots=arguments.slots,
@@ -115,7 +115,7 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         tags=_split_commas(arguments.tags),
         takes_any_name=len(served) == 1,
         adapters={str(path): share for path, share in arguments.lora},
-        prompts=_folder(arguments.prompts),
+        prompts=_folder("--prompt-cache", arguments.prompts),
         log=(lambda line: None) if arguments.quiet else say,
     )
     return models, bool(given or presets)
@@ -239,17 +239,17 @@ def sources(given: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str,
     return found
 
 
-def _folder(prompts: Path | None) -> Path | None:
-    """The folder, made where it is missing."""
-    if prompts is not None:
-        prompts = expanded(prompts)
+def _folder(flag: str, folder: Path | None) -> Path | None:
+    """Return the folder of a flag, which is created if it is missing."""
+    if folder is not None:
+        folder = expanded(folder)
         try:
-            prompts.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"--prompt-cache {path_text(prompts)} cannot be made ({error.strerror}): name another folder"
+                f"{flag} {path_text(folder)} cannot be created ({error.strerror}): name another folder"
             ) from None
-    return prompts
+    return folder
 
 
 def _name(given: str) -> str:

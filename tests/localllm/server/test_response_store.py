@@ -1,0 +1,87 @@
+"""Stored responses: a damaged file is a response that is not there."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.cli.commands.serve import _folder
+from localllm.errors import UsageError
+from localllm.server.http import HTTPError
+from localllm.server.response_store import ResponseStore
+from tests.helpers.http_server import demo, serving
+
+ID = f"resp_{'0' * 32}"
+PICTURE = {"source": base64.b64encode(b"\x89PNG").decode(), "where": "the picture", "kind": "image"}
+STORED: dict[str, Any] = {
+    "client": "127.0.0.1",
+    "conversation": [
+        {"role": "user", "parts": ["hi", PICTURE]},
+        {"role": "assistant", "parts": ["ho"], "calls": [{"name": "f", "arguments": "{}", "id": "call_1"}]},
+    ],
+    "response": {"id": ID, "object": "response", "output": []},
+}
+
+
+def damaged() -> Iterator[bytes]:
+    """The file of a response with one value replaced or left out, cut off, or with a wrong byte."""
+
+    def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, child in children:
+            yield (*path, key)
+            yield from paths(child, (*path, key))
+
+    for *path, last in paths(STORED):
+        for value in (None, 5, "x", "é", [], {}, [5], {"a": 1}, True, ...):
+            changed = target = copy.deepcopy(STORED)
+            for key in path:
+                target = target[key]
+            if value is ...:
+                del target[last]
+            else:
+                target[last] = value
+            yield json.dumps(changed).encode()
+    data = json.dumps(STORED).encode()
+    for place in range(len(data)):
+        yield data[:place]
+        yield data[:place] + b"\xff" + data[place + 1 :]
+    yield from (b"null", b"5", b"[" * 100_000)
+
+
+def test_a_damaged_file_is_no_response(tmp_path: Path) -> None:
+    file, store = tmp_path / f"{ID}.json", ResponseStore(tmp_path)
+    file.write_text(json.dumps(STORED))
+    assert store.get(ID, "127.0.0.1").conversation[0].media[0].source == b"\x89PNG"
+    n_refused = 0
+    for data in damaged():
+        file.write_bytes(data)
+        try:
+            store.get(ID, "127.0.0.1")
+        except HTTPError as error:
+            n_refused += error.status == 404
+    assert n_refused > 200
+
+
+@pytest.mark.parametrize("data", [b'{"client": "\xff"}', json.dumps({**STORED, "response": {}}).encode()])
+def test_a_server_answers_404_for_a_damaged_file(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / f"{ID}.json").write_bytes(data)
+    with serving(demo(), responses_folder=tmp_path) as server, httpx.Client(base_url=server.url) as client:
+        body = {"previous_response_id": ID, "input": "a", "max_output_tokens": 1}
+        assert client.get(f"/v1/responses/{ID}").status_code == 404
+        assert client.get(f"/v1/responses/{ID}/input_items").status_code == 404
+        assert client.post("/v1/responses", json=body, timeout=60).status_code == 404
+        assert client.delete(f"/v1/responses/{ID}").status_code == 404
+
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"^--responses .*file.a cannot be created \("):
+        _folder("--responses", tmp_path / "file" / "a")
