@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import ipaddress
 import json
 import os
@@ -12,8 +14,9 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +450,66 @@ def test_a_call_that_is_answered_badly_fails(hostile: Any, how: str) -> None:
     toolbox = hostile(how)
     assert result_of(toolbox.tools()["h__add"], {}, lambda: False).startswith("error: ")
     toolbox.close()
+
+
+class _HostileHTTP(BaseHTTPRequestHandler):
+    """An MCP server whose tool's result is endless: as JSON, as an event, or packed by gzip."""
+
+    how = "json"
+    packed = b""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        result: dict[str, object] = {}
+        if asked["method"] == "initialize":
+            info = {"name": "h", "version": "1"}
+            version = asked["params"]["protocolVersion"]
+            result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
+        elif asked["method"] == "tools/list":
+            result = {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]}
+        elif asked["method"] != "tools/call":
+            self.send_error(404 if "id" in asked else 202)
+            return
+        whole = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}).encode()
+        is_call = asked["method"] == "tools/call"
+        self.send_response(200)
+        self.send_header(
+            "content-type", "text/event-stream" if is_call and self.how == "event" else "application/json"
+        )
+        if is_call and self.how == "gzip":
+            self.send_header("content-encoding", "gzip")
+            whole = self.packed
+        elif is_call:
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(b"data: " if self.how == "event" else b'{"jsonrpc": "2.0", "result": "')
+                for _ in range(1000):
+                    self.wfile.write(b"x" * 300_000)
+            return
+        self.send_header("content-length", str(len(whole)))
+        self.end_headers()
+        self.wfile.write(whole)
+
+
+@pytest.mark.parametrize("how", ["json", "event", "gzip"])
+def test_the_answers_of_a_server_over_http_are_bounded(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mcp")
+    monkeypatch.setattr(_HostileHTTP, "how", how)
+    monkeypatch.setattr(_HostileHTTP, "packed", gzip.compress(bytes(120_000_000), 1))
+    tracemalloc.start()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _HostileHTTP) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        toolbox = Toolbox({"servers": {"h": {"url": f"http://127.0.0.1:{web.server_port}/mcp"}}})
+        tool = toolbox.tools()["h__add"]
+        tracemalloc.reset_peak()
+        assert result_of(tool, {}, lambda: False).startswith("error: ")
+        assert tracemalloc.get_traced_memory()[1] < 10 * mcp_servers.MAX_BYTES
+        toolbox.close()
+        web.shutdown()
+    tracemalloc.stop()
 
 
 async def test_a_server_that_says_nothing_holds_up_no_key(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> None:

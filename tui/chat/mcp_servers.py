@@ -19,7 +19,7 @@ from localllm.shell import found_program, kill_tree, own_group
 
 #: Seconds that a server has to start in, and to answer a call in.
 START_SECONDS, CALL_SECONDS = 30.0, 120.0
-#: Bytes of a line, tools of a server, and characters of a description.
+#: Bytes of a message, tools of a server, and characters of a description.
 MAX_BYTES, MAX_TOOLS, MAX_CHARACTERS = 8 << 20, 100, 2000
 #: Seconds that one has to end in.
 _END_SECONDS = 5.0
@@ -77,7 +77,7 @@ class Server:
             raise UsageError('MCP servers need the package mcp: pip install "localllm[mcp]"') from None
         logging.getLogger("mcp").propagate = False  # it would write over the screen
         logging.getLogger("mcp").addHandler(logging.NullHandler())
-        target = self._url or _over_stdio(self._command, self._env)
+        target = _over_http(self._url) if self._url else _over_stdio(self._command, self._env)
         async with Client(target, read_timeout_seconds=CALL_SECONDS) as client:
             async with asyncio.timeout(START_SECONDS):
                 cursor = None
@@ -119,6 +119,39 @@ def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__
+
+
+@asynccontextmanager
+async def _over_http(url: str) -> AsyncIterator[Any]:
+    """Yield the streams of a server at an address, whose messages have up to `MAX_BYTES`."""
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    class Bounded(httpx2.AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            n_bytes = 0
+            async for chunk in self._stream:
+                n_bytes += len(chunk)
+                if n_bytes > MAX_BYTES:
+                    raise httpx2.StreamError(f"the answer has more than {MAX_BYTES:,} bytes")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def bound(response: Any) -> None:
+        response.headers.pop("content-encoding", None)  # a short body could unpack to any length
+        if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+            response.stream = Bounded(response.stream)  # in an event stream the client bounds each event
+
+    timeout = httpx2.Timeout(START_SECONDS, read=CALL_SECONDS)
+    hooks, headers = {"response": [bound]}, {"Accept-Encoding": "identity"}
+    async with httpx2.AsyncClient(timeout=timeout, event_hooks=hooks, headers=headers) as http:
+        async with streamable_http_client(url, http_client=http, max_sse_event_size=MAX_BYTES) as streams:
+            yield streams
 
 
 @asynccontextmanager
