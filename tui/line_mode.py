@@ -29,7 +29,7 @@ from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Choice, Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
-from localllm.tui.text import escape_controls
+from localllm.tui.text import escape_controls, spelled_out
 
 BLOCK = '"""'
 
@@ -305,7 +305,7 @@ class LineChat(commands.UI):
             warn(event.text)
         elif isinstance(event, events.ToolApprovalRequest):
             printer.end()
-            self._say(f"the model wants to use {event.name} {event.arguments}")
+            self._say(spelled_out(f"the model wants to use {event.name} {event.arguments}"))
             answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}  # nothing, in a pipe
             answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")
             event.answer(answers.get(answer[:1].lower(), "no"))

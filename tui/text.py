@@ -43,6 +43,31 @@ def escape_controls(text: str) -> str:
     return visible(text.replace("\r\n", "\n").translate(_PICTURES))
 
 
+#: Characters that are neither a line end nor plain ASCII: most are shown as they are.
+_UNUSUAL = re.compile(r"[^\n -~]")
+#: Letters, marks and symbols that have no visible shape, which `str.isprintable` does not exclude.
+_SHAPELESS = frozenset(
+    map(chr, (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)))
+) | frozenset(map(chr, (*range(0x180B, 0x1810), *range(0xE0100, 0xE01F0))))
+
+
+def spelled_out(text: str) -> str:
+    """Return ``text`` with an escape in place of each character that is invisible or changes how others are drawn.
+
+    Control characters, marks of direction, zero-width characters and unusual spaces become ``\\x1b``, ``\\u202e``, …
+    Line feeds stay, and CR LF becomes a line feed.  Dialogs show text from outside this way, because people decide by
+    what they read there.
+    """
+    return _UNUSUAL.sub(_spelled, text.replace("\r\n", "\n"))
+
+
+def _spelled(match: re.Match[str]) -> str:
+    character = match[0]
+    if character.isprintable() and character not in _SHAPELESS:
+        return character
+    return character.encode("ascii", "backslashreplace").decode() if ord(character) > 0x7F else repr(character)[1:-1]
+
+
 def storable(text: str) -> str:
     """A text with lone surrogates spelled out, which UTF-8 does not have, but names of files do."""
     return text.encode("utf-8", "backslashreplace").decode()

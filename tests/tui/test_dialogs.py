@@ -11,6 +11,8 @@ from rich.console import Console
 
 from localllm.tui.chat.export import read_export
 from localllm.tui.commands import COMMANDS
+from localllm.tui.screens.commands import PERMISSIONS
+from localllm.tui.screens.dialogs import Choose, Dialog, DialogText, TextDialog, confirm
 from localllm.tui.screens.help import help_text
 from localllm.tui.setup import ModelEntry
 from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
@@ -176,6 +178,69 @@ async def test_system_prompt_and_settings() -> None:
         assert "a\\nb" in chat.screen
         await chat.press("ctrl+r", "ctrl+s")
         await chat.hears("all by default")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 12)])
+@pytest.mark.parametrize("argument", ["harmless words " * 100, "x" * 1400, "\n" * 300, "", "words " * 30_000])
+async def test_a_long_command_scrolls_above_the_choices(argument: str, size: tuple[int, int]) -> None:
+    text = f"run_command {argument}; rm -r everything"
+    async with chatting(setup(AppModel()), size) as chat:
+        answer = chat.app.spawn(chat.app.push_screen_wait(Choose("May it?", text, PERMISSIONS.items())))
+        await chat.sees("run_command")
+
+        def is_fitted() -> bool:
+            return all(label in chat.screen for label in PERMISSIONS.values())
+
+        await chat.until(is_fitted, "every choice")
+        if argument:
+            assert "everything" not in chat.screen
+            await chat.until(lambda: "below: Page ↓" in chat.screen)
+            dialog_text = chat.app.screen.query_one(DialogText)
+            await chat.press("pagedown", "pagedown")
+            assert is_fitted()
+            assert dialog_text.scroll_offset.y > 1
+            dialog_text.scroll_end(animate=False)
+        await chat.sees("everything")
+        assert "below" not in chat.screen
+        await chat.press("down", "enter")
+        await chat.until(lambda: answer.is_finished)
+        assert answer.result == "once"
+
+
+async def test_a_dialog_that_was_made_smaller_shows_its_choices() -> None:
+    async with chatting(setup(AppModel()), (100, 40)) as chat:
+        chat.app.spawn(chat.app.push_screen_wait(Choose("May it?", "words " * 300, PERMISSIONS.items())))
+        await chat.sees("Yes, always")
+        await chat.pilot.resize_terminal(40, 12)
+        await chat.until(lambda: all(label in chat.screen for label in PERMISSIONS.values()))
+        await chat.press("escape")
+
+
+async def test_what_is_invisible_in_a_command_is_spelled_out() -> None:
+    text = "\u202e\u2066\u200b\u00ad\u3164\U000e0041\x1b[2J\x07\r \u00a0\ufe0f é 漢 שלום"
+    async with chatting(setup(AppModel()), (100, 24)) as chat:
+        chat.app.spawn(chat.app.push_screen_wait(Choose("May it?", text, PERMISSIONS.items())))
+        await chat.sees(r"\u202e\u2066\u200b\xad\u3164\U000e0041\x1b[2J\x07\r \xa0\ufe0f é 漢 שלום")
+        await chat.press("escape")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 12)])
+async def test_the_text_of_every_dialog_scrolls(size: tuple[int, int]) -> None:
+    text = "words " * 300 + "(end)"
+    dialogs = (
+        Dialog[str]("Title", text),
+        TextDialog("Title", text, value="a value"),
+        confirm("Title", text, "Delete"),
+    )
+    async with chatting(setup(AppModel()), size) as chat:
+        for dialog in dialogs:
+            chat.app.spawn(chat.app.push_screen_wait(dialog))
+            await chat.until(lambda: "below: Page ↓" in chat.screen)
+            chat.app.screen.query_one(DialogText).scroll_end(animate=False)
+            await chat.sees("(end)")
+            assert {TextDialog: "a value", Choose: "Cancel"}.get(type(dialog), "Title") in chat.screen
+            await chat.press("escape")
+            await chat.until(lambda: "Title" not in chat.screen)
 
 
 async def test_dialogs_fit_in_60_columns() -> None:

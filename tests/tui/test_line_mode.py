@@ -197,6 +197,19 @@ def test_a_tool_is_asked_for(give: Give, store: Store, capfd: pytest.CaptureFixt
     assert "does not allow" in (plain.session.conversation.path()[1].calls[0].result or "")
 
 
+def test_a_tool_question_shows_all_of_the_command(
+    give: Give, store: Store, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = "echo " + "pears " * 20_000 + "\u202e\u200b\u3164; rm -r everything"
+    call = f'<tool_call>{{"name": "run_command", "arguments": {{"command": "{command}"}}}}</tool_call>'
+    give("go\nn\n")
+    plain = chat(store, FakeModel([call, "done"], context=1_000_000), interactive=True)
+    plain.session.toolbox = Toolbox({"run": True})
+    plain.run()
+    question = capfd.readouterr().err.partition("allow it?")[0]
+    assert question.endswith('\\u202e\\u200b\\u3164; rm -r everything"}\n')
+
+
 def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) -> None:
     give("hi\nnever")
     model = FakeModel(["one two three"], seconds=0.05)

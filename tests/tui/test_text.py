@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.tui import text
-from localllm.tui.text import escape_controls
+from localllm.tui.text import escape_controls, spelled_out
 
 
 @pytest.mark.linux("simulates macOS")
@@ -39,3 +39,18 @@ def test_nothing_to_obey_is_left(line: str) -> None:
 def test_other_text_stays(line: str) -> None:
     reorders = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
     assert all(escape_controls(c) == c for c in line if unicodedata.bidirectional(c) not in reorders)
+
+
+def test_invisible_characters_are_spelled_out() -> None:
+    assert spelled_out("a\tb\r\nc\rd\x1b\x9b") == "a\\tb\nc\\rd\\x1b\\x9b"
+    assert (
+        spelled_out("\u202e\u2067\u200b\u200f\u2028\ufeff\xa0\u3164")
+        == r"\u202e\u2067\u200b\u200f\u2028\ufeff\xa0\u3164"
+    )
+    assert spelled_out("\U000e0041\U000e0100\ud800") == r"\U000e0041\U000e0100\ud800"
+    assert spelled_out("é 漢字 שלום ← 🙂 ␛") == "é 漢字 שלום ← 🙂 ␛"
+
+
+@given(st.text())
+def test_what_is_spelled_out_is_printable(text: str) -> None:
+    assert spelled_out(text).replace("\n", "").isprintable()

@@ -297,7 +297,7 @@ async def test_in_the_app_a_question_takes_no_keys(folder: Path) -> None:
         await chat.press(*"yes")
         assert chat.app._chat.composer.text == "yes"
         await chat.press("f3")
-        await chat.sees("whatever the arguments")
+        await chat.sees("with any arguments")
         await chat.press("down", "enter")
         await chat.sees("It says pears.")
         await chat.rest()
@@ -532,7 +532,7 @@ async def test_nothing_of_a_hostile_server_reaches_the_terminal(hostile: Any) ->
         await chat.sees("May the model use h__add")
         seen = [chat.screen]
         await chat.press("f3")
-        await chat.sees("whatever the arguments")
+        await chat.sees("with any arguments")
         seen.append(chat.screen)
         await chat.press("down", "enter")
         await chat.sees("done")

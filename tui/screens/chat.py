@@ -33,7 +33,7 @@ from localllm.tui.screens.models import ModelLoader
 from localllm.tui.screens.streaming import Draft, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
-from localllm.tui.text import SELECT_SIGN, escape_controls, sentence, shortened
+from localllm.tui.text import SELECT_SIGN, escape_controls, sentence, shortened, spelled_out
 from localllm.tui.widgets.composer import Composer, Suggestions
 from localllm.tui.widgets.message import MessageView
 from localllm.tui.widgets.status import KeyFooter, StatusLine
@@ -253,8 +253,14 @@ class ChatScreen(Screen[None]):
     def ask_for_tool(self, asked: ToolApprovalRequest | None) -> None:
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
-        call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MAX_OF_A_CALL)}"
-        self.hint(call and f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply.")
+        text = ""
+        if asked is not None:
+            call = spelled_out(f"{asked.name} {asked.arguments}").replace("\n", "\\n")
+            n_hidden = len(call) - _MAX_OF_A_CALL
+            if n_hidden > 0:
+                call = f"{call[:_MAX_OF_A_CALL]}… ({n_hidden:,} more characters)"
+            text = f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply."
+        self.hint(text)
         self.draw_heading()
 
     async def _free_context(self, session: ChatSession, full: ContextFull) -> None:

@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 _MAX_LINES = 3
 
 
-_PERMISSIONS = {
+#: Answers to a tool call, and their labels, which fit into a line of 32 columns.
+PERMISSIONS = {
     "no": "No: the model is told so",
     "once": "Yes, this time",
-    "chat": "Yes, and whenever it asks in this chat",
-    "always": "Yes, always: also in other chats, whatever the arguments",
+    "chat": "Yes, from now on in this chat",
+    "always": "Yes, always, with any arguments",
 }
 
 
@@ -169,12 +170,13 @@ class ScreenUI(commands.UI):
         if (asked := self._screen.asked) is None:
             raise UsageError("no tool waits for an answer")
         if not answer:
-            title = f"May the model use {asked.name}?"
-            answer = await self._ask(Choose(title, asked.arguments, _PERMISSIONS.items()))
+            # The name is in the text too: a narrow screen cuts the title.
+            text = f"{asked.name} {asked.arguments}"
+            answer = await self._ask(Choose("May the model use this tool?", text, PERMISSIONS.items()))
             if answer is None or self._screen.asked is not asked:
                 return
-        if answer not in _PERMISSIONS:
-            raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
+        if answer not in PERMISSIONS:
+            raise UsageError(f"answer with {', '.join(PERMISSIONS)}")
         asked.answer(cast(Permission, answer))
         self._screen.ask_for_tool(None)
 

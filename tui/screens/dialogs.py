@@ -19,7 +19,7 @@ from localllm.options.declared import Sampling, declared
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.events import ContextFull
-from localllm.tui.text import escape_controls, parser, sentence
+from localllm.tui.text import escape_controls, parser, sentence, spelled_out
 from localllm.tui.widgets.status import KeyFooter
 from localllm.web import is_web
 
@@ -27,25 +27,102 @@ Result = TypeVar("Result")
 Entry = TypeVar("Entry")
 
 
+#: Characters of a dialog's text.  The middle of a longer text is omitted: 40,000 short lines take a second to draw.
+_MAX_TEXT = 40_000
+#: Lines of a dialog's text that are visible on the smallest screen.
+_MIN_LINES = 2
+
+
+class DialogText(VerticalScroll, can_focus=False):
+    """The text of a dialog, which scrolls; `fit` bounds its height."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Static(Content(text)), classes="text")
+
+    @property
+    def n_below(self) -> int:
+        """The number of lines below the visible ones."""
+        return max(0, self.max_scroll_y - self.scroll_offset.y)
+
+    def fit(self, height: int) -> None:
+        """Show at most ``height`` lines."""
+        self.styles.max_height = height
+
+    def on_resize(self) -> None:
+        self._update_box()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self._update_box()
+
+    def _update_box(self) -> None:
+        if isinstance(box := self.parent, Vertical):
+            n = self.n_below
+            box.border_subtitle = f"{n:,} more line{'s' * (n != 1)} below: Page ↓" if n else ""
+            self.screen.refresh_bindings()
+
+
 class Dialog(ModalScreen[Result | None]):
-    """A box with a text above the conversation; Esc closes it without a result."""
+    """A box with a text above the conversation; Esc closes it without a result.
+
+    The text scrolls where it is long, so that the widgets below it are always visible.
+    """
 
     app = getters.app(BaseApp)
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "close", "Close"),
+        # With priority, because a list of choices uses these keys as well.
+        Binding("pagedown", "scroll_text('page_down')", "More text", priority=True),
+        Binding("pageup", "scroll_text('page_up')", "Page up", show=False, priority=True),
+        Binding("down", "scroll_text('down')", "Down", show=False),
+        Binding("up", "scroll_text('up')", "Up", show=False),
+    ]
 
     def __init__(self, title: str, text: str = "") -> None:
         super().__init__()
         self._title = title
-        self._text = text
+        text = spelled_out(text)
+        if len(text) > _MAX_TEXT:
+            half = _MAX_TEXT // 2
+            text = f"{text[:half]}\n… {len(text) - 2 * half:,} characters are not shown …\n{text[-half:]}"
+        self._text = DialogText(text) if text else None
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
             box.border_title = Content(escape_controls(self._title))
-            if self._text:
-                yield Static(Content(escape_controls(self._text)), classes="text")
+            if self._text is not None:
+                yield self._text
             yield from self.content()
         yield KeyFooter(show_command_palette=False, compact=True)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._fit)
+
+    def _fit(self) -> None:
+        """Give the text the height that the widgets below it leave."""
+        box = self.query_one(".box")
+        if self._text is None or not self._text.is_attached or box.styles.max_height is None:
+            return
+        screen = self.size.with_height(self.size.height - 1)  # without the line of keys
+        limit = int(box.styles.max_height.resolve(screen, screen)) - box.gutter.height
+        limit -= self._text.styles.margin.height
+        below = 0
+        for widget in box.children:
+            if isinstance(widget, OptionList):
+                widget.styles.max_height = max(1, limit - _MIN_LINES)
+                below += min(widget.virtual_size.height, limit - _MIN_LINES)
+            elif widget is not self._text:
+                below += widget.outer_size.height + widget.styles.margin.height
+        self._text.fit(max(_MIN_LINES, limit - below))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Whether a key does something: keys that scroll the text do if it is longer than its area."""
+        return action != "scroll_text" or (self._text is not None and self._text.max_scroll_y > 0)
+
+    def action_scroll_text(self, direction: str) -> None:
+        if self._text is not None:
+            getattr(self._text, f"scroll_{direction}")(animate=False)
 
     def content(self) -> ComposeResult:
         """Widgets in the box, below its text."""
@@ -165,7 +242,7 @@ class Find(Dialog[str], Generic[Entry]):
     def _explain(self) -> None:
         place = self._list.highlighted
         text = self.note(None if place is None else self.found[place])
-        self._note.update(Content(text))
+        self._note.update(Content(spelled_out(text)))
         self._note.display = bool(text)
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -304,7 +381,7 @@ def ask_when_full(event: ContextFull) -> Choose:
 
 async def open_link(app: BaseApp, address: str) -> None:
     """Asks whether to open a link, with all of its address, and does so."""
-    text = escape_controls(address).replace("\n", "")
+    text = spelled_out(address).replace("\n", "")
     choices = [("no", "Cancel"), ("copy", "Copy the address")]
     title = "Not a link to a web page"
     if is_web(address):
