@@ -9,10 +9,12 @@ Nothing heavy is imported here, so that ``localllm --help`` need not wait for it
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import numbers
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -258,18 +260,22 @@ class _Checked:
 
 
 def describes(cls: type[Any]) -> Callable[[_Documented], _Documented]:
-    """A decorator that puts a paragraph for each option of ``cls`` in place of ``{options}`` in a docstring."""
+    """Return a decorator that replaces ``{options}`` in a docstring with one paragraph per option of ``cls``."""
     lines: list[str] = []
     for name, option in declared(cls).items():
         default = default_text(cls, name)
         first, _, more = option.help.partition(".  ")
         words = f"; {option.kind.words}" if option.kind.parse is not str else ""
         text = f"{name}: {first}{words}." + (f"  By default {default}." if default else "") + f"  {more}"
-        lines += textwrap.wrap(text.rstrip(), 118, initial_indent="        ", subsequent_indent="            ")
+        lines += textwrap.wrap(text.rstrip(), 110, subsequent_indent="    ")
 
     def add(target: _Documented) -> _Documented:
-        if target.__doc__:  # python -OO has none
-            target.__doc__ = target.__doc__.replace("        {options}", "\n".join(lines))
+        if target.__doc__:  # None under python -OO
+            # Python 3.13 and later remove the common indentation of docstrings; `cleandoc` does it on 3.11 and 3.12.
+            text = inspect.cleandoc(target.__doc__)
+            target.__doc__ = re.sub(
+                r"^( *)\{options\}$", lambda marker: textwrap.indent("\n".join(lines), marker[1]), text, flags=re.MULTILINE
+            )
         return target
 
     return add
