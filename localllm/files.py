@@ -54,11 +54,17 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_by
 
 
 def check_is_new(path: Path, sources: Iterable[Path] = ()) -> None:
-    """Refuse the name of a file to write, before the work for it begins.  ``sources``: what it is made of."""
-    if path.is_dir():
-        raise OutputError(f"{path_text(path)} is a folder: name a file in it")
-    if not path.exists():
-        return
+    """Raise OutputError or UsageError if a file cannot be written, before the work for it starts.
+
+    ``sources``: the files from which it is made, which it must not replace.
+    """
+    try:
+        if path.is_dir():
+            raise OutputError(f"{path_text(path)} is a folder: name a file in it")
+        if not path.exists():
+            return
+    except OSError as error:  # its name is too long
+        raise OutputError(f"{path_text(path)} cannot be written ({error.strerror}): choose another name") from None
     if any(source.samefile(path) for source in sources):
         raise UsageError(f"{path_text(path)} is the model itself: choose another name for the new file")
     raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
@@ -81,14 +87,14 @@ class NewFile:
         self.path = path
         self.n_bytes = n_bytes
         self.is_resumable = is_resumable
-        self._partial = path.with_name(path.name + ".part")
         self._lock = -1  # a descriptor of it that holds a lock
 
     def __enter__(self) -> Self:
-        # Who may write to its folder would replace it by a file: /dev/null, for root.
-        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
-            raise OutputError(f"{path_text(self.path)} is a device or a pipe, not a file: choose another name")
         try:
+            self._partial = self.path.with_name(self.path.name + ".part")
+            # Root could replace a device such as /dev/null by a file.
+            if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+                raise OutputError(f"{path_text(self.path)} is a device or a pipe, not a file: choose another name")
             n_kept = self._n_kept() if self.is_resumable and self._partial.is_file() else 0
             free = shutil.disk_usage(self.path.parent).free
             if free < self.n_bytes - n_kept:
@@ -100,7 +106,7 @@ class NewFile:
             self._claim()
             self._file.truncate(n_kept)
             self._file.seek(n_kept)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no name, a NUL, or what is not Unicode
             raise self._error(error) from error
         return self
 
@@ -184,8 +190,10 @@ class NewFile:
             os.close(self._lock)
             self._lock = -1
 
-    def _error(self, error: OSError) -> OutputError:
+    def _error(self, error: OSError | ValueError) -> OutputError:
         shown = path_text(self.path)
+        if not isinstance(error, OSError):
+            return OutputError(f"{shown:.200} is not the name of a file ({error}): choose another one")
         if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
             return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
         return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")
