@@ -151,6 +151,8 @@ class App:
     has_slots: bool = True  # whether ``/slots`` answers
     dispatcher: Dispatcher = field(init=False)  # takes requests to the models
     asgi: ASGIApp = field(init=False)  # what a server such as uvicorn runs
+    load_error: Exception | None = field(init=False, default=None)  # why the only model cannot be loaded
+    stop: Callable[[], object] = field(init=False, default=lambda: None)  # stops the server, which sets it
 
     def __post_init__(self) -> None:
         self.models.describe = llamacpp.described
@@ -181,10 +183,15 @@ class App:
             self.dispatcher.close()
 
     async def _load_first(self) -> None:
-        with contextlib.suppress(LocalLLMError):  # the log has it, and whoever asks is told
+        try:
             served, _ = await self.models.acquire(None)
             self.models.release(served)
-        self.dispatcher.is_starting = False
+        except LocalLLMError as error:  # the log has it, and requests for the model report it
+            if len(self.models.served) == 1 and not self.models.is_closed:
+                self.load_error = error
+                self.stop()
+        finally:
+            self.dispatcher.is_starting = False
 
     async def _unload_expired(self) -> None:
         while True:

@@ -34,12 +34,13 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.options.declared import LoadOptions, declared, in_flags
-from localllm.server.models import LoadError, UnknownModelError
+from localllm.server.models import LoadError, TooLargeError, UnknownModelError
 
 _T = TypeVar("_T")
 
-#: The folders of a model file's path, which clients are not told.
+#: Folders of model files and of other absolute paths, which clients must not learn.
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
+_ABSOLUTE = re.compile(r"(?<![\w.~])(?:~|[A-Za-z]:)?[/\\](?:[^/\\\s]+[/\\])+")
 
 #: Bytes of a request that is long.
 LONG_REQUEST = 256 << 10
@@ -109,7 +110,8 @@ class HTTPError(LocalLLMError):
         if isinstance(error, ClientDisconnect):  # nobody reads it
             return cls(499, "the client has gone")
         if isinstance(error, LoadError):
-            return cls(500, str(error))
+            text = _ABSOLUTE.sub("", _FOLDERS.sub("", error.worded(word)))
+            return cls(400 if isinstance(error, TooLargeError) else 500, text)
         traceback.print_exception(error, file=sys.stderr)
         return cls(500, "something went wrong inside localllm: the server's log says where")
 

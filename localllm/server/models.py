@@ -39,7 +39,11 @@ class UnknownModelError(LocalLLMError):
 
 
 class LoadError(LocalLLMError):
-    """A model cannot be loaded; the server's log says why."""
+    """A model cannot be loaded."""
+
+
+class TooLargeError(LoadError):
+    """A model does not fit into memory, even without other models."""
 
 
 @dataclass(eq=False)
@@ -210,9 +214,13 @@ class Models:
                     await self._unload(min(idle, key=lambda each: each.used_at))
         except Exception as error:
             self.log(f"{served.name} cannot be loaded: {error}")
+            kind: type[LoadError] = LoadError
             if isinstance(error, NotEnoughMemoryError):
-                raise
-            raise LoadError(f"the model {served.name} cannot be loaded: the server's log says why") from error
+                if any(each.llm is not None for each in self.served.values()):
+                    raise  # it may fit once their requests have ended
+                kind = TooLargeError
+            why = error.args if isinstance(error, LocalLLMError) else ("the server's log says why",)
+            raise kind(f"the model {served.name} cannot be loaded: ", *why) from error
         finally:
             served.load_progress = None
         self.log(f"loaded {served.name}")

@@ -152,6 +152,7 @@ class Server(uvicorn.Server):
             ) from None
         super().__init__(config)
         self._app, self._grace_s = app, grace_s
+        app.stop = self._stop_when_started
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -178,6 +179,13 @@ class Server(uvicorn.Server):
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._stop, 0.0 if at_once else self._grace_s)
+
+    def _stop_when_started(self) -> None:
+        """Stop the server; called in its event loop.  Uvicorn cleans up only after a start that was completed."""
+        if self.started:
+            self.handle_exit(signal.SIGTERM, None)
+        elif self._loop is not None:
+            self._loop.call_later(0.01, self._stop_when_started)
 
     def _stop(self, grace_s: float) -> None:
         self._app.dispatcher.stop(at_once=not grace_s)

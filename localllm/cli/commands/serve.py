@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from localllm.cli.parser import Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, read_presets
 from localllm.cli.shared_flags import ENDING, LORA, PRESETS, RUNNING, SAMPLING, SEEING, options
 from localllm.console import say, warn
-from localllm.errors import UsageError, path_text
+from localllm.errors import LocalLLMError, UsageError, path_text
 from localllm.files import expanded, read_text
 from localllm.library.hub_names import DEMO, HubName
 from localllm.options.declared import CheckedOptions, LoadOptions
@@ -68,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
     sys.setswitchinterval(_SWITCH_S)
     _listen(arguments, app, limits, stats)
+    if app.load_error is not None:
+        raise app.load_error.__cause__ or app.load_error
     return 0
 
 
@@ -88,14 +91,27 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
     presets, as_given = read_presets(arguments.presets), deepcopy(arguments)
     settings, load = _loader(arguments, stats)
 
-    def preset(name: str, section: Mapping[str, Any]) -> Preset:
+    def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
         own = deepcopy(as_given)
         own.aliases, own.ttl = [], None
         apply_preset(parser_of("serve"), own, section, name)
-        chat_template(own)
-        _, own_load = _loader(own, stats)
-        (source,) = sources([{"model": section["model"]}], settings).values()
-        return Preset(source, own_load, own.ttl, own.aliases)
+        aliases = list(own.aliases)
+        try:
+            chat_template(own)
+            _, own_load = _loader(own, stats)
+            (source,) = sources([{"model": section["model"]}], settings).values()
+        except LocalLLMError as error:
+            if is_again or len(presets) == 1:
+                raise
+            warn(f"the model {name} is not available: {error}")
+            return Preset(section["model"], partial(load_again, name, section), own.ttl, aliases)
+        return Preset(source, own_load, own.ttl, aliases)
+
+    def load_again(name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress) -> LLM:
+        """Load a model whose preset was not usable when the server started."""
+        section = read_presets(arguments.presets).get(name, section)  # its files may be there now
+        usable = preset(name, section, is_again=True)
+        return usable.load(usable.source, progress)
 
     given: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
     given += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
@@ -202,7 +218,7 @@ def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stat
             say(invitation(url, limits.api_keys[0]))
         with stats.shown(app.models) if arguments.stats else nullcontext():
             server.run(sockets=listening)
-    end_if_busy(0)
+    end_if_busy(0 if app.load_error is None else 1)
 
 
 def _api_keys(arguments: argparse.Namespace) -> list[str]:

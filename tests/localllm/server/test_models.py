@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from localllm.errors import GGUFError, NotEnoughMemoryError
-from localllm.server.models import LoadError, Models, UnknownModelError
+from localllm.server.http import HTTPError
+from localllm.server.models import LoadError, Models, TooLargeError, UnknownModelError
 from tests.helpers.engines import eventually
 from tests.helpers.http_server import Serving, demo, serving
 
@@ -81,6 +82,34 @@ def test_what_is_in_use_stays() -> None:
     assert memory.names == ["b"]
 
 
+def test_a_model_that_fits_beside_no_other_is_too_large() -> None:
+    """To try again later would not help: that is a 400, which says why."""
+
+    async def use() -> None:
+        for name in ("a", "b"):
+            with pytest.raises(TooLargeError) as caught:
+                await models.acquire(name)
+            error = HTTPError.of(caught.value)
+            assert (error.status, str(error)) == (400, f"the model {name} cannot be loaded: there is no room")
+
+    models = models_in(Memory(0))
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("/home/me/my models/a.gguf is damaged", "a.gguf is damaged"),
+        (r"C:\Users\me\a.gguf is damaged", "a.gguf is damaged"),
+        ("the file /home/me/a.jinja cannot be read", "the file a.jinja cannot be read"),
+        ("~/b/adapter is no folder of PEFT", "adapter is no folder of PEFT"),
+        ("the cache of org/repo has f16/q8_0, or 5 GB/s", "the cache of org/repo has f16/q8_0, or 5 GB/s"),
+    ],
+)
+def test_a_load_error_tells_clients_the_reason_without_folders(reason: str, expected: str) -> None:
+    assert str(HTTPError.of(LoadError("it cannot be loaded: ", reason))) == f"it cannot be loaded: {expected}"
+
+
 def test_a_model_is_loaded_when_the_memory_of_one_that_goes_is_free() -> None:
     async def use() -> None:
         served, llm = await models.acquire("a")
@@ -116,8 +145,9 @@ def test_a_broken_model_is_told_without_its_path_and_others_go_on() -> None:
     said: list[str] = []
 
     async def use() -> None:
-        with pytest.raises(LoadError, match="the model broken cannot be loaded: the server's log says why"):
+        with pytest.raises(LoadError) as caught:
             await models.acquire("broken")
+        assert str(HTTPError.of(caught.value)).startswith("the model broken cannot be loaded: broken.gguf is damaged")
         await models.acquire("a")
 
     models = models_in(Memory(1), log=said.append)

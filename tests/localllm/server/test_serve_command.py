@@ -26,7 +26,7 @@ from localllm.server.local_network import invitation, lan_address
 from localllm.server.models import Models
 from localllm.server.stats import Stats
 from localllm.server.uvicorn_server import listen
-from tests.helpers.command_line import Outcome, command, environment, run_main
+from tests.helpers.command_line import Outcome, command, environment, run_main, run_process
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import demo, serving
 from tests.helpers.tiny_models import config, random_weights, write_gguf
@@ -35,7 +35,9 @@ PAGE = ROOT / "docs" / "serve.md"
 
 
 @contextmanager
-def started(*arguments: object, **variables: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    *arguments: object, warns: bool = False, **variables: object
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command at work, and the address that it says."""
     process = subprocess.Popen(
         command("serve", *arguments),
@@ -47,6 +49,9 @@ def started(*arguments: object, **variables: object) -> Iterator[tuple[subproces
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
+        if warns:
+            assert line.startswith("localllm: warning: ")
+            line = process.stderr.readline()
         match = re.search(r"listening on (https?://[^ ]+)", line)
         assert match is not None, line + process.stderr.read()
         yield process, match[1]
@@ -119,6 +124,42 @@ def test_models_have_options_of_their_own(tmp_path: Path) -> None:
             each["model"].removesuffix(":latest"): each for each in httpx.get(f"{url}/api/ps").json()["models"]
         }
         assert running["short"]["expires_at"] < running["demo"]["expires_at"]
+
+
+def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.gguf"
+    done = run_process(["serve", "-m", "demo", "--mmproj", missing, "--port", 0])
+    assert done.code == 1
+    assert done.err.splitlines()[-1] == f"localllm: error: {missing} does not exist: check the path"
+
+
+@pytest.mark.parametrize("content", [None, b"GGUF" + bytes(100)])
+def test_one_model_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path, content: bytes | None) -> None:
+    model, presets = tmp_path / "big.gguf", tmp_path / "models.toml"
+    presets.write_text('[demo]\nmodel = "demo"\n[big]\nmodel = "big.gguf"\nalias = ["gpt-4o"]\n')
+    if content is not None:
+        model.write_bytes(content)
+    with started("-q", "--port", 0, "--models", presets, warns=True) as (_, url):
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        replies = [
+            httpx.post(f"{url}/v1/chat/completions", json=body | {"model": name}, timeout=300)
+            for name in ("demo", "gpt-4o")
+        ]
+        assert [reply.status_code for reply in replies] == [200, 500]
+        message = replies[1].json()["error"]["message"]
+        assert message.startswith("the model big cannot be loaded: ")
+        assert "big.gguf" in message
+        assert str(tmp_path) not in message
+        shutil.copy(ROOT / "tests" / "data" / "demo-f16.gguf", model)  # as when its drive is plugged in
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body | {"model": "big"}, timeout=300)
+        assert reply.status_code == 200
+
+
+def test_the_only_model_of_a_file_must_be_usable(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text('[big]\nmodel = "big.gguf"\n')
+    done = run_process(["serve", "--models", tmp_path / "models.toml", "--port", 0])
+    assert done.code == 1
+    assert "big.gguf" in done.err
 
 
 def test_the_time_to_read_a_request_does_not_limit_replies() -> None:
