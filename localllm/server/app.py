@@ -147,7 +147,6 @@ class App:
     limits: Limits = field(default_factory=Limits)  # who may ask
     responses_folder: Path | None = None  # keeps responses; None keeps them in memory alone
     loads_first: bool = False  # whether the first model is loaded before anybody asks for it
-    is_verbose: bool = False  # whether answers tell their prompts
     has_slots: bool = True  # whether ``/slots`` answers
     dispatcher: Dispatcher = field(init=False)  # takes requests to the models
     asgi: ASGIApp = field(init=False)  # what a server such as uvicorn runs
@@ -156,7 +155,7 @@ class App:
 
     def __post_init__(self) -> None:
         self.models.describe = llamacpp.described
-        self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder), self.is_verbose)
+        self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder))
         paths: dict[str, _Path] = {}
         for method, names, endpoint, _ in _ENDPOINTS:
             for name in names:

@@ -55,12 +55,11 @@ def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bo
 class Dispatcher:
     """Submits requests to the models, and does their other work in threads beside the event loop.
 
-    ``responses`` are those that later requests may continue; with ``is_verbose``, replies include their prompts
-    (``__verbose``, as in llama.cpp).
+    ``responses``: stored responses, from which later requests may continue.
     """
 
-    def __init__(self, models: Models, responses: ResponseStore, is_verbose: bool = False) -> None:
-        self.models, self.responses, self.is_verbose = models, responses, is_verbose
+    def __init__(self, models: Models, responses: ResponseStore) -> None:
+        self.models, self.responses = models, responses
         self.active: dict[int, PendingReplies] = {}  # replies under way
         self.is_starting = False  # the first model is still loading
         self.is_stopping = False  # nothing new is taken

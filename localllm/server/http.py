@@ -288,6 +288,10 @@ class Limits:
     read_timeout_s: float = 60.0  # seconds in which a request has to come
     image_hosts: Sequence[str] = ()  # of whose addresses pictures are fetched; "*" is any on the Internet
 
+    def __post_init__(self) -> None:
+        if not all(key.strip() for key in self.api_keys):
+            raise UsageError(Argument("api_keys"), " has an empty key: leave it out, or give a key")
+
 
 class Guard:
     """Refuses requests before anything reads them, and bounds what is read.

@@ -263,8 +263,7 @@ async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response
         logprobs = _chat_logprobs(pending.llm, reply.logprobs) if body.logprobs else None
         choice = {"index": reply.index, "message": _chat_message(reply), "logprobs": logprobs}
         choices.append({**choice, "finish_reason": finish_reason(reply)})
-    is_verbose = dispatcher.is_verbose or body.verbose
-    verbose = {"__verbose": {"prompt": pending.prompt_text(0)}} if is_verbose else {}
+    verbose = {"__verbose": {"prompt": pending.prompt_text(0)}} if body.verbose else {}
     return json_response(head.json(choices, **_totals(replies), **verbose))
 
 

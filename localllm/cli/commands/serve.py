@@ -63,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
         limits,
         _folder("--responses", arguments.responses),
         loads_first=loads_first,
-        is_verbose=arguments.verbose,
         has_slots=arguments.slots,
     )
     # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
@@ -222,13 +221,23 @@ def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stat
 
 
 def _api_keys(arguments: argparse.Namespace) -> list[str]:
-    """API keys of flags, of the environment and of a file."""
-    keys = [key for text in (*arguments.api_keys, os.environ.get(KEY_VARIABLE, "")) for key in text.split(",") if key]
+    """Return the API keys of flags, of the environment and of a file.
+
+    Each of these must have a key: a server without keys is open to everyone.
+    """
+    sources = [("--api-key", text.split(",")) for text in arguments.api_keys]
+    if KEY_VARIABLE in os.environ:
+        sources.append((f"the environment variable {KEY_VARIABLE}", os.environ[KEY_VARIABLE].split(",")))
     if arguments.key_file is not None:
-        lines = (line.strip() for line in read_text(arguments.key_file, "the file of API keys").splitlines())
-        keys += [line for line in lines if line and not line.startswith("#")]
-        if not keys:  # else everybody would be let in
-            raise UsageError(f"--api-key-file {path_text(arguments.key_file)} has no key: write one into each line")
+        lines = read_text(arguments.key_file, "the file of API keys").splitlines()
+        name = f"--api-key-file {path_text(arguments.key_file)}"
+        sources.append((name, [line for line in lines if not line.lstrip().startswith("#")]))
+    keys = []
+    for name, words in sources:
+        own_keys = [key for word in words if (key := word.strip())]
+        if not own_keys:
+            raise UsageError(f"{name} has no key: give one, or leave it out")
+        keys += own_keys
     return keys
 
 

@@ -20,12 +20,17 @@ _NAME = "localllm"
 _LABEL = "localllm.serve"
 
 
+#: Seconds that a server has to stop, beyond those that its replies have (``--grace``), before it is killed.
+_STOP_S = 20
+
+
 class Task(NamedTuple):
-    """The command line of a service, its folder, and its environment variables."""
+    """A service to install."""
 
     command: Sequence[str]
-    folder: Path
-    variables: Mapping[str, str]
+    folder: Path  # working directory of the command
+    variables: Mapping[str, str]  # environment variables
+    stop_s: int  # seconds after which a server that does not stop is killed
 
 
 class Manager(NamedTuple):
@@ -104,7 +109,7 @@ def systemd_unit(task: Task) -> bytes:
         *(f"Environment={quoted(f'{name}={value}')}" for name, value in task.variables.items()),
         "Restart=on-failure",
         "RestartSec=2",
-        "TimeoutStopSec=30",
+        f"TimeoutStopSec={task.stop_s}",
         "",
         "[Install]",
         "WantedBy=default.target",
@@ -124,6 +129,7 @@ def launch_agent(task: Task) -> bytes:
             "EnvironmentVariables": dict(task.variables),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
+            "ExitTimeOut": task.stop_s,
             "StandardErrorPath": str(_log()),
         }
     )
@@ -186,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _install(found: Manager, flags: Sequence[str]) -> None:
     parser = parser_of("serve")
     line, _, parser.typed = in_our_flags("serve", flags, parser.flags)
-    _, strange = parser.parse_known_args(line)
+    arguments, strange = parser.parse_known_args(line)
     if strange:
         raise UsageError(f"serve does not take {strange[0]!r:.80}: see localllm serve --help")
     program = sys.executable
@@ -194,7 +200,7 @@ def _install(found: Manager, flags: Sequence[str]) -> None:
         windowless = Path(program).with_name("pythonw.exe")
         program = str(windowless) if windowless.exists() else program
     variables = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    task = Task([program, "-m", "localllm", "serve", *line], Path.cwd(), variables)
+    task = Task([program, "-m", "localllm", "serve", *line], Path.cwd(), variables, arguments.grace + _STOP_S)
     try:
         found.path.parent.mkdir(parents=True, exist_ok=True)
         found.path.touch(mode=0o600)  # flags may have keys in them

@@ -21,6 +21,7 @@ TASK = Task(
     ["/opt/py thon/python", "-m", "localllm", "serve", "-m", 'a "b" 100% $HOME\\<&>.gguf'],
     Path("/home/me/some models"),
     {"LOCALLLM_CACHE": "/tmp/100%"},
+    80,
 )
 
 LOG = """#!/bin/sh
@@ -81,11 +82,17 @@ def test_a_unit_is_installed_shown_and_removed(
     assert [line for line in lines if line.startswith(f'ExecStart="{sys.executable}" {words}')]
     assert f"WorkingDirectory={systemctl.parent}" in lines
     assert 'Environment="HF_HUB_OFFLINE=1"' in lines
+    assert "TimeoutStopSec=30" in lines  # 10 seconds for replies and 20 to stop
     assert path.stat().st_mode & 0o777 == 0o600
+    assert run_main(capfdbinary, "service", "install", "--", "--grace", "60").code == 0
+    assert "TimeoutStopSec=80" in path.read_text().splitlines()
     assert run_main(capfdbinary, "service", "status").code == 0
     assert run_main(capfdbinary, "service", "uninstall").code == 0
     assert not path.exists()
     assert systemctl.read_text(encoding="utf-8").splitlines() == [
+        "--user daemon-reload",
+        "--user enable localllm",
+        "--user restart localllm",
         "--user daemon-reload",
         "--user enable localllm",
         "--user restart localllm",
@@ -157,6 +164,7 @@ def test_launchd_gets_a_property_list(monkeypatch: pytest.MonkeyPatch) -> None:
     values = plistlib.loads(launch_agent(TASK))
     assert values["ProgramArguments"] == TASK.command
     assert values["KeepAlive"] == {"SuccessfulExit": False}
+    assert values["ExitTimeOut"] == 80
     assert values["EnvironmentVariables"] == TASK.variables
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(os, "getuid", lambda: 501, raising=False)

@@ -22,6 +22,7 @@ from localllm.cli.commands.serve import sources
 from localllm.cli.parser import parser_of
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.options.settings import Settings
+from localllm.server.http import Limits
 from localllm.server.local_network import invitation, lan_address
 from localllm.server.models import Models
 from localllm.server.stats import Stats
@@ -211,15 +212,32 @@ def test_https_and_keys_of_a_file(tmp_path: Path, capfdbinary: pytest.CaptureFix
         (("--ssl-key-file", key), "belong together: give both"),
         (("--api-key-file", tmp_path / "none"), "the file of API keys"),
         (("--api-key-file", os.devnull), "has no key"),
+        (("--api-key", ""), "--api-key has no key: give one, or leave it out"),
+        (("--api-key", "k", "--api-key", " , "), "--api-key has no key"),
     ):
         assert words in run_main(capfdbinary, "serve", "-m", "demo", "--port", 0, *flags).error()
+
+
+@pytest.mark.parametrize("value", ["", " ", ",", " ,"])
+def test_an_environment_variable_without_a_key_opens_no_server(
+    value: str, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setenv("LOCALLLM_API_KEY", value)
+    outcome = run_main(capfdbinary, "serve", "-m", "demo", "--port", 0)
+    assert outcome.error() == "the environment variable LOCALLLM_API_KEY has no key: give one, or leave it out"
+    with pytest.raises(UsageError, match="api_keys has an empty key"):
+        Limits(api_keys=(value.strip(" ,"),))
 
 
 def test_templates_read_what_flags_say(tmp_path: Path) -> None:
     template = "{{ style }} {{ enable_thinking }} {{ messages[-1].content }}"
     flags = ("--chat-template", template, "--chat-template-kwargs", '{"style": "short"}', "--reasoning-budget", 0)
-    with started("-m", "demo", "--port", 0, "-q", *flags) as (_, url):
+    with started("-m", "demo", "--port", 0, "-v", *flags) as (_, url):
         body = {"messages": [{"role": "user", "content": "hi"}]}
+        for more, has_prompt in (({}, False), ({"verbose": True}, True)):  # -v is for the log alone
+            asked = body | {"max_tokens": 1, **more}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=300).json()
+            assert ("__verbose" in answer) == has_prompt
         for more, prompt in (({}, "short False hi"), ({"enable_thinking": True}, "short True hi")):
             asked = body | {"chat_template_kwargs": more}
             answer = httpx.post(f"{url}/apply-template", json=asked, timeout=300).json()
