@@ -7,7 +7,7 @@ replica, whose cache has what was said before, by Ray's consistent hashing of ho
 whose replica dies is asked again of another, unless a part of its answer has been sent.
 """
 
-from __future__ import annotations
+# Without postponed annotations: the command ``serve run`` reads the type of the argument of `app`.
 
 import asyncio
 import hashlib

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import socket
@@ -60,6 +61,17 @@ def cluster() -> Iterator[Any]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+def test_the_command_serve_run_makes_a_config_of_its_words() -> None:
+    """Ray converts ``model=demo max_replicas=2`` to the type of the argument, which must not be a string."""
+    from ray.serve import Application
+
+    from localllm.integrations.ray_serve import Config, app
+
+    (parameter,) = inspect.signature(app).parameters.values()
+    assert parameter.annotation is Config
+    assert isinstance(app(parameter.annotation.model_validate({"model": "demo", "max_replicas": "2"})), Application)
 
 
 @contextmanager
