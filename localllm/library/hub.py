@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -40,6 +40,40 @@ class RemoteFile:
     name: str
     n_bytes: int
     hash: str  # SHA-256 of its bytes, or if it is small git's SHA-1: what its blob in the cache is called
+
+
+#: Environment variables, in lower case, that the HTTP client reads when it is created.
+_PROXIES = ("all_proxy", "https_proxy", "http_proxy")
+_CERTIFICATES = ("ssl_cert_file", "ssl_cert_dir")
+
+
+def _session(package: Any) -> Any:
+    """Return the HTTP client of huggingface_hub.
+
+    Raises:
+        HubError: a proxy or a file of certificates in the environment cannot be used; the text names the variable.
+    """
+    try:
+        return package.get_session()
+    except Exception as error:  # its parser of addresses has errors of its own
+        reason = f"{error!s:.200}"
+        if isinstance(error, OSError):
+            reason = error.strerror or reason
+            names = _set_variables(_CERTIFICATES, lambda path: not os.path.exists(path))
+            advice = "name files of certificates in PEM, or unset it"
+        else:
+            names = _set_variables(_PROXIES, lambda address: not address.startswith(("http://", "https://")))
+            advice = "name a proxy with http:// or https://, or unset it"
+            if isinstance(error, ImportError):
+                reason, advice = "a SOCKS proxy needs the package socksio", f'pip install "httpx[socks]", {advice}'
+        name = " or ".join(names) or "for proxies or certificates"
+        raise HubError(f"the environment variable {name} cannot be used ({reason}): {advice}") from error
+
+
+def _set_variables(names: Sequence[str], is_wrong: Callable[[str], bool]) -> list[str]:
+    """Return those of the environment variables with a wrong value; all that are set if no value is wrong."""
+    values = {name: value for name, value in os.environ.items() if name.lower() in names and value}
+    return sorted(name for name, value in values.items() if is_wrong(value)) or sorted(values)
 
 
 class Hub:
@@ -93,7 +127,7 @@ class Hub:
     @contextlib.contextmanager
     def _get(self, url: str, **headers: str) -> Iterator[Any]:
         package = self._package
-        session, headers = package.get_session(), package.utils.build_hf_headers(**_LIBRARY) | headers
+        session, headers = _session(package), package.utils.build_hf_headers(**_LIBRARY) | headers
         with session.stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as answer:
             if answer.status_code >= 400:
                 # Without its body, which the package would read to its end, however long that is.

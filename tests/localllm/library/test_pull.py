@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
+from importlib.util import find_spec
 from pathlib import Path
 
 import huggingface_hub
@@ -321,6 +322,34 @@ def test_no_repository_no_files_no_hub(hub: HubServer, monkeypatch: pytest.Monke
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port for what is discarded: nobody listens
     with pytest.raises(HubError, match=r"the hub at http://127\.0\.0\.1:9 cannot be reached .*: check the network"):
         pull("org/repo")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9", "a SOCKS proxy needs the package socksio"),
+        ("https_proxy", "socks5h://me:secret@127.0.0.1:9", "a SOCKS proxy needs the package socksio"),
+        ("ALL_PROXY", "socks://127.0.0.1:9/", "Unknown scheme"),
+        ("HTTPS_PROXY", "http://127.0.0.1:port", "Invalid port"),
+        ("SSL_CERT_FILE", "/nonexistent/cert.pem", "No such file or directory"),
+        ("SSL_CERT_FILE", __file__, "no certificate or crl found"),
+    ],
+)
+def test_a_variable_of_the_environment_that_cannot_be_used_is_named(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
+) -> None:
+    """Nothing of the network or of localllm is at fault."""
+    if "socksio" in reason and find_spec("socksio") is not None:
+        pytest.skip("the package for SOCKS is installed")
+    for other in [each for each in os.environ if each.lower().endswith("_proxy") or each.startswith("SSL_CERT")]:
+        monkeypatch.delenv(other)
+    monkeypatch.setenv(name, value)
+    huggingface_hub.close_session()
+    with pytest.raises(HubError) as caught:
+        pull("org/repo")
+    assert str(caught.value).startswith(f"the environment variable {name} cannot be used (")
+    assert reason.lower() in str(caught.value).lower()
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("hash", ["../../x", "a" * 40 + "/../../../x"])

@@ -49,6 +49,7 @@ def status(server: Serving, method: str = "GET", path: str = "/v1/models", **mor
         ("127.0.0.1", 200),
         ("[::1]:8080", 200),
         ("LOCALHOST", 200),
+        ("tauri.localhost", 200),
         ("192.168.0.7", 200),
         ("evil.example", 403),
         ("localhost.evil.example", 403),
