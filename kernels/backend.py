@@ -77,7 +77,7 @@ class Batch:
     def check(self, cache: Cache, n_joined: int = 1) -> None:
         """Raises KernelError if an index leads outside the batch or the cache; outputs have ``n_joined`` rows."""
         n_tokens, starts = len(self.ids), self.query_starts.tolist()
-        if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
+        if starts[0] != 0 or starts[-1] != n_tokens or n_tokens == 0 or any(a >= b for a, b in pairwise(starts)):
             raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
         n_groups, n_tables, n_blocks = self.block_tables.shape
         if n_groups != len(cache.windows):

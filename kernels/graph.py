@@ -521,6 +521,11 @@ class AdapterWeights(Operation[Tensor]):
         return np.repeat(weights[:, list(numbers)], widths, axis=1)
 
 
+def _check_groups(width: int, n_groups: int) -> None:
+    if n_groups < 1 or width % n_groups or (n_groups > 1 and width // n_groups % 16):
+        raise KernelError(f"{width} values are not {n_groups} groups of a multiple of 16 values")
+
+
 class RMSNorm(SameShape):
     """x / sqrt(mean(x²) + eps) * weight over the last axis, or over each of ``n_groups`` parts of it.
 
@@ -534,20 +539,25 @@ class RMSNorm(SameShape):
 
     def check(self) -> None:
         width, n_groups = self.x.width, self.n_groups
-        if n_groups < 1 or width % n_groups or (n_groups > 1 and width // n_groups % 16):
-            raise KernelError(f"{width} values are not {n_groups} groups of a multiple of 16 values")
+        _check_groups(width, n_groups)
         if self.weight is not None and self.weight.shape != (width // n_groups,):
             _check_shape(self.weight, width)
 
 
 class LayerNorm(SameShape):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.  Source: arXiv:1607.06450."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis, or over ``n_groups`` equal parts of it.
+
+    Weight and bias have a value for each value of x.  The width of several groups is a multiple of 16.
+    Source: arXiv:1607.06450.
+    """
 
     weight: Weight
     bias: Weight | None
     eps: float
+    n_groups: int = 1
 
     def check(self) -> None:
+        _check_groups(self.x.width, self.n_groups)
         _check_shape(self.weight, self.x.width)
         _check_shape(self.bias, self.x.width)
 

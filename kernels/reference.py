@@ -247,8 +247,9 @@ class _Run:
         return normed(x, weight, op.eps).reshape(-1, op.x.width)
 
     def layer_norm(self, op: g.LayerNorm) -> Array:
-        x = self.values[op.x]
-        y = normed(x - x.mean(axis=-1, keepdims=True), self.arrays[op.weight], op.eps)
+        x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)
+        weight = self.arrays[op.weight].reshape(op.n_groups, -1)
+        y = normed(x - x.mean(axis=-1, keepdims=True), weight, op.eps).reshape(-1, op.x.width)
         if op.bias is not None:
             y += self.arrays[op.bias]
         return y
@@ -270,7 +271,7 @@ class _Run:
             weights += self.values[op.mixing].reshape(weights.shape)
         weights += np.float32(op.offset)
         weights[:, : op.first] = 0
-        y: Array = np.einsum("tji,tid->tjd", weights, x).reshape(len(x), -1)
+        y: Array = np.einsum("tji,tid->tjd", weights, x).reshape(len(x), op.result.width)
         return y if op.residual is None else y + self.values[op.residual]
 
     def hyper_weights(self, op: g.HyperWeights) -> tuple[Array, ...]:
@@ -284,7 +285,7 @@ class _Run:
             mixing = softmax(others[1].reshape(-1, op.n, op.n)) + eps
             for i in range(2 * op.n_rounds - 1):
                 mixing = mixing / (mixing.sum(axis=1 + i % 2, keepdims=True) + eps)
-            made.append(mixing.swapaxes(1, 2).reshape(len(mixing), -1))
+            made.append(mixing.swapaxes(1, 2).reshape(len(mixing), op.n * op.n))
         return tuple(made)
 
     def stream_gate(self, op: g.StreamGate) -> Array:
@@ -320,9 +321,9 @@ class _Run:
 
     def head_linear(self, op: g.HeadLinear) -> Array:
         x, (n_heads, _, n_in) = self.values[op.x], op.weight.shape
-        heads = x.reshape(len(x), n_heads, -1)
+        heads = x.reshape(len(x), n_heads, op.x.width // n_heads)
         y = np.matmul(self.arrays[op.weight], heads[..., :n_in, None])[..., 0]
-        return np.concatenate([y, heads[..., n_in:]], axis=-1).reshape(len(x), -1)
+        return np.concatenate([y, heads[..., n_in:]], axis=-1).reshape(len(x), op.result.width)
 
     def rope_append(self, op: g.RopeAppend) -> Array:
         batch, page_size, cache = self.batch, self.cache.page_size, op.cache
@@ -560,8 +561,8 @@ class _Run:
 
     def head_gate(self, op: g.HeadGate) -> Array:
         x, gate = self.values[op.x], self.values[op.gate]
-        heads = x.reshape(*gate.shape, -1) * ACTIVATION_FUNCTIONS[op.activation](gate)[..., None]
-        return heads.reshape(x.shape)
+        heads = x.reshape(*gate.shape, op.x.width // op.gate.width)
+        return (heads * ACTIVATION_FUNCTIONS[op.activation](gate)[..., None]).reshape(x.shape)
 
     def activation(self, op: g.Activation) -> Array:
         return ACTIVATION_FUNCTIONS[op.activation](self.values[op.x])

@@ -151,26 +151,28 @@ def rms_norm(begin, end, x, weight, n_groups, n, width, weight_step, x_stride, y
 
 
 @kernel
-def layer_norm(begin, end, x, weight, bias, n, width, stride, y, eps: float):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight (+ bias), over rows of ``n`` values."""
+def layer_norm(begin, end, x, weight, bias, n_groups, n, width, stride, y, eps: float):
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight (+ bias), over groups of ``n`` values."""
     last = splat_int(np.int32(n - 1))
     for token in range(begin, end):
-        row, out = x + token * stride, y + token * stride
-        total, squares = zero_f32x16(), zero_f32x16()
-        for i in range(0, 4 * width, 64):
-            total = total + load_f32x16(row + i)
-        mean = splat(sum_lanes(total) / np.float32(n))
-        for i in range(0, 4 * width, 64):
-            lanes = lane_numbers() + splat_int(np.int32(i // 4))
-            v = select_between(lanes, zero_i32x16(), last, load_f32x16(row + i) - mean, zero_f32x16())
-            squares = fma(v, v, squares)
-        variance = sum_lanes(squares) / np.float32(n)
-        scale = splat(ONE / sqrt(variance + eps))
-        for i in range(0, 4 * width, 64):
-            v = (load_f32x16(row + i) - mean) * scale * load_f32x16(weight + i)
-            if bias != 0:
-                v = v + load_f32x16(bias + i)
-            store_f32x16(out + i, v)
+        for group in range(n_groups):
+            first = 4 * n * group
+            row, out = x + token * stride + first, y + token * stride + first
+            total, squares = zero_f32x16(), zero_f32x16()
+            for i in range(0, 4 * width, 64):
+                total = total + load_f32x16(row + i)
+            mean = splat(sum_lanes(total) / np.float32(n))
+            for i in range(0, 4 * width, 64):
+                lanes = lane_numbers() + splat_int(np.int32(i // 4))
+                v = select_between(lanes, zero_i32x16(), last, load_f32x16(row + i) - mean, zero_f32x16())
+                squares = fma(v, v, squares)
+            variance = sum_lanes(squares) / np.float32(n)
+            scale = splat(ONE / sqrt(variance + eps))
+            for i in range(0, 4 * width, 64):
+                v = (load_f32x16(row + i) - mean) * scale * load_f32x16(weight + first + i)
+                if bias != 0:
+                    v = v + load_f32x16(bias + first + i)
+                store_f32x16(out + i, v)
 
 
 @device

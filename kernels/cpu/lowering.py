@@ -293,7 +293,9 @@ class Lowering:
     def layer_norm(self, op: g.LayerNorm) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         weight, bias = self.weights.vector(op.weight), self.weights.vector(op.bias)
-        arguments = (x.buffer, weight, bias, x.width, x.stride // 4, x.stride, y.buffer, float(op.eps))
+        n = x.width // op.n_groups
+        width = x.stride // 4 if op.n_groups == 1 else n
+        arguments = (x.buffer, weight, bias, op.n_groups, n, width, x.stride, y.buffer, float(op.eps))
         self.call(elementwise.layer_norm, arguments, 1, x.slot)
         return y
 

@@ -70,14 +70,16 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 
 // -- Layer norm -------------------------------------------------------------------------------------------------------
 
-// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over rows of n values.  Grid: (rows).  bias: or null.
+// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over groups of n values.  Grid: (rows, groups of a row).
+// bias: or null.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     layer_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
                const float* __restrict__ weight, const float* __restrict__ bias, float eps, float* __restrict__ y,
                int y_stride) {
   __shared__ float parts[2][ROW_WARPS];
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
-  const float* row = x + (size_t)blockIdx.x * stride;
+  const size_t first = (size_t)blockIdx.y * n;
+  const float* row = x + (size_t)blockIdx.x * stride + first;
   float total = 0.0f, squares = 0.0f;
   for (int column = threadIdx.x; column < n; column += ROW_THREADS) total += row[column];
   const float mean = block_sum(total, parts[0]) / (float)n;
@@ -85,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     squares = fmaf(row[column] - mean, row[column] - mean, squares);
   const float scale = 1.0f / sqrtf(block_sum(squares, parts[1]) / (float)n + eps);
   for (int column = threadIdx.x; column < n; column += ROW_THREADS)
-    y[(size_t)blockIdx.x * y_stride + column] =
-        (row[column] - mean) * scale * weight[column] + (bias ? bias[column] : 0.0f);
+    y[(size_t)blockIdx.x * y_stride + first + column] =
+        (row[column] - mean) * scale * weight[first + column] + (bias ? bias[first + column] : 0.0f);
 }
 
 // -- Activations ------------------------------------------------------------------------------------------------------

@@ -314,8 +314,8 @@ class Lowering:
     def layer_norm(self, op: g.LayerNorm) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
-        values = x, x.width, *weights, float(op.eps), y
-        self.elementwise("layer norm", "layer_norm", x, _each, _NORM_THREADS, *values)
+        values, grid = (x, x.width // op.n_groups, *weights, float(op.eps), y), lambda n: (n, op.n_groups)
+        self.elementwise("layer norm", "layer_norm", x, grid, _NORM_THREADS, *values)
         return y
 
     def gated(self, op: g.Gated) -> Stored | Inputs | None:

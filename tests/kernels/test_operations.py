@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from localllm.errors import KernelError
 from localllm.kernels import graph as g
 from localllm.kernels.backend import Batch
 from localllm.kernels.graph import CacheType, Graph, HeadNorm, KVCache, Matrix, PositionScale, Rope
@@ -232,15 +233,26 @@ def rms_norm_of_groups(n_groups: int, weights: int) -> Case:
     )
 
 
-@cases(width=(1, 5, 100), with_bias=(False, True))
-def layer_norm(width: int, with_bias: bool) -> Case:
+def layer_norm_case(width: int, n_groups: int, with_bias: bool) -> Case:
     weight, bias = random(width, seed=1), random(width, seed=2) * with_bias
     own = f32(weight), f32(bias) if with_bias else None
 
     def expected(x: Array) -> Array:
-        return (x - x.mean(axis=1, keepdims=True)) / np.sqrt(x.var(axis=1, keepdims=True) + 0.1) * weight + bias
+        groups = x.reshape(len(x), n_groups, -1)
+        centred = groups - groups.mean(axis=2, keepdims=True)
+        return (centred / np.sqrt(groups.var(axis=2, keepdims=True) + 0.1)).reshape(x.shape) * weight + bias
 
-    return Case(lambda graph, x: graph.add(g.LayerNorm(x, *own, 0.1)), [3 + rows(width)], expected)
+    return Case(lambda graph, x: graph.add(g.LayerNorm(x, *own, 0.1, n_groups)), [3 + rows(width)], expected)
+
+
+@cases(width=(1, 5, 100), with_bias=(False, True))
+def layer_norm(width: int, with_bias: bool) -> Case:
+    return layer_norm_case(width, 1, with_bias)
+
+
+@cases(n_groups=(3, 6), with_bias=(False, True))
+def layer_norm_of_groups(n_groups: int, with_bias: bool) -> Case:
+    return layer_norm_case(96, n_groups, with_bias)
 
 
 def sigmoid(x: Array) -> Array:
@@ -266,14 +278,11 @@ def hyper_weights(n_parts: int, n_rounds: int) -> Case:
     widths = [n, n, n * n][:n_parts]
     scale, base = random(n_parts, seed=1), random(sum(widths), seed=2)
 
-    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+    def build(graph: Graph, x: g.Tensor, ones: g.Tensor) -> g.Tensor:
         made = graph.add(g.HyperWeights(x, f32(scale), f32(base), n, eps, 1.5, 0.1, n_rounds))
-        spread = [
-            graph.add(g.MixStreams(graph.add(g.Embed(f32(np.ones((120, 16), np.float32)))), y, 1)) for y in made
-        ]
-        return graph.add(g.SideBySide(tuple(spread)))
+        return graph.add(g.SideBySide(tuple(graph.add(g.MixStreams(ones, y, 1)) for y in made)))
 
-    def expected(x: Array) -> Array:
+    def expected(x: Array, ones: Array) -> Array:
         x = x * np.repeat(scale, widths) + base
         parts = [sigmoid(x[:, :n]) + eps, 1.5 * sigmoid(x[:, n : 2 * n]) + 0.1]
         if n_parts == 3:
@@ -286,7 +295,7 @@ def hyper_weights(n_parts: int, n_rounds: int) -> Case:
             parts.append(between.transpose(0, 2, 1).reshape(len(x), -1))
         return np.repeat(np.concatenate(parts[:n_parts], axis=1), 16, axis=1)
 
-    return Case(build, [rows(sum(widths))], expected)
+    return Case(build, [rows(sum(widths)), np.ones((sum(LENGTHS), 16), np.float32)], expected)
 
 
 @cases(width=(5, 100))
@@ -1364,3 +1373,48 @@ def attention_to_runs_of_heads(type: CacheType) -> Case:
 @pytest.mark.parametrize(("backend", "case"), _each(), scope="module")
 def test_operation(backend: Backend, ops: Ops, case: Case) -> None:
     check_operation(backend, ops, case)
+
+
+def after_outputs(case: Case) -> Graph | None:
+    """A case's operations over rows of `Outputs`; None if one of them is over the rows of all tokens."""
+    graph = Graph()
+    graph.layer = 0
+    tables = [graph.add(g.Embed(f32(x))) for x in case.inputs]
+    try:
+        y = case.build(graph, *(graph.add(g.Outputs(x)) for x in tables))
+    except KernelError:
+        return None
+    return graph if y.rows is g.Rows.OUTPUTS else None
+
+
+def _after_outputs() -> list[Any]:
+    first = {name.split("-")[0]: CASES[name]() for name in reversed(CASES)}
+    graphs = {name: (case, after_outputs(case)) for name, case in reversed(first.items())}
+    return [
+        pytest.param(backend, graph, id=f"{backend.name}-{name}")
+        for backend in BACKENDS
+        for name, (case, graph) in graphs.items()
+        if graph is not None and _runs_on(case, backend)
+    ]
+
+
+@pytest.mark.parametrize(("backend", "graph"), _after_outputs(), scope="module")
+def test_operation_without_rows(backend: Backend, ops: Ops, graph: Graph) -> None:
+    """A batch that wants no logits leaves no rows to the operations that follow `Outputs`."""
+    step = ops.backend.compile(graph, n_pages=(3,), n_states=0, max_tokens=20, max_outputs=20)
+    assert step(make_batch([(np.arange(20), 0, np.arange(3))], outputs=[])).shape == (0, graph.result.width)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_a_batch_without_tokens_is_refused(backend: Backend) -> None:
+    graph = Graph()
+    graph.layer = 0
+    graph.add(g.Outputs(graph.add(g.Embed(f32(rows(32))))))
+    step = backend.make().backend.compile(graph, n_pages=(1,), n_states=0, max_tokens=4, max_outputs=4)
+    batch = make_batch([([0], 0, [0])])
+    nothing: dict[str, Array] = {
+        name: np.zeros(0, np.int32) for name in ("ids", "positions", "kv_lengths", "outputs")
+    }
+    tables, starts = np.zeros((1, 0, 0), np.int32), np.zeros(1, np.int32)
+    with pytest.raises(KernelError, match="a batch of 0 tokens"):
+        step(replace(batch, block_tables=tables, query_starts=starts, **nothing))

@@ -53,6 +53,7 @@ def check(name: str, runner: Runner, limit: float) -> None:
         theirs = expected(name, tuple(ids))[first:]
         return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
+    assert runner.run((IDS[:3], 0, pages), outputs=[]).shape == (0, runner.model.config.n_vocab)
     whole = run(IDS, 0)
     assert error(whole, IDS) < limit
     chunks = [run(IDS[first : first + n], first) for first, n in ((0, 7), (7, CUT - 7))]
