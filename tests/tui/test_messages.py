@@ -10,7 +10,7 @@ from textual.widget import Widget
 
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.text import SELECT_SIGN
-from localllm.tui.widgets.message import Reply
+from localllm.tui.widgets.reply import Reply
 from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
 from tests.helpers.fake_chat import leaves
 
@@ -201,7 +201,7 @@ async def test_a_reply_that_streams_in_is_drawn_as_a_whole_one_is(n: int) -> Non
         assert whole is not None
         for _ in range(n):
             text = "".join(chosen.choices(_BLOCKS, k=chosen.randint(1, 14)))
-            await streamed.update("")
+            await streamed.show("")
             at = 0
             while at < len(text):
                 before, at = at, at + chosen.randint(1, 12)

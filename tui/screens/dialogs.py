@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, Label, Markdown, OptionList, Static, TextArea
+from textual.widgets import Input, Label, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from localllm.errors import UsageError
@@ -19,7 +19,8 @@ from localllm.options.declared import Sampling, declared
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.events import ContextFull
-from localllm.tui.text import escape_controls, parser, sentence, spelled_out
+from localllm.tui.text import escape_controls, sentence, spelled_out
+from localllm.tui.widgets.reply import Reply
 from localllm.tui.widgets.status import KeyFooter
 from localllm.web import is_web
 
@@ -306,14 +307,19 @@ class CompareScreen(Dialog[str]):
         """``replies`` are ids, the models' names and texts."""
         super().__init__("Compare")
         self._replies = replies
+        self._views = [Reply() for _ in replies]
         self.add_class("large").add_class("wide")
 
     def content(self) -> ComposeResult:
         with Horizontal():
-            for _, name, text in self._replies:
+            for (_, name, _), view in zip(self._replies, self._views, strict=True):
                 with VerticalScroll():
                     yield Static(Content.styled(escape_controls(name), "bold"))
-                    yield Markdown(escape_controls(text), parser_factory=parser, open_links=False)
+                    yield view
+
+    def on_mount(self) -> None:
+        for (_, _, text), view in zip(self._replies, self._views, strict=True):
+            self.app.spawn(view.show(text), group="compare")
 
     def action_pick(self, place: int) -> None:
         self.dismiss(self._replies[place][0])

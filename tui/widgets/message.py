@@ -3,87 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
-from textual import events, getters
+from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.style import Style
-from textual.widgets import Collapsible, Markdown, Static
+from textual.widgets import Collapsible, Static
 
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Call, Message
 from localllm.tui.chat.events import ThinkingClock
-from localllm.tui.text import escape_controls, parser, shortened
+from localllm.tui.text import escape_controls, shortened
 from localllm.tui.widgets.picture import half_blocks
-
-
-class Reply(Markdown):
-    """A reply's answer, drawn in pieces: a long one that comes at once holds up no key."""
-
-    def __init__(self) -> None:
-        super().__init__(parser_factory=parser, open_links=False)
-        self._held = ""
-        self._n_settled = self._width = 0
-
-    async def write(self, text: str) -> None:
-        """Adds a piece, but for the beginning of a line that may become anything yet: an item, a fence, a title."""
-        text = self._held + escape_controls(text)
-        line = text[text.rfind("\n") + 1 :]
-        self._held = line if _UNCERTAIN.fullmatch(line) else ""
-        await self._add(text.removesuffix(self._held))
-
-    async def _add(self, text: str) -> None:
-        for piece in _pieces(text):
-            self._settle()
-            last = self.children[-1] if self.children else None
-            await self.append(piece)
-            # The style sheet's :last-child would have all blocks styled anew for each that comes.
-            if last is not None:
-                last.remove_class("last")
-            if self.children:
-                self.children[-1].add_class("last")
-            await asyncio.sleep(_REST)
-
-    def _settle(self) -> None:
-        """Fixes the heights of blocks that stay as they are: to lay out hundreds anew for each that comes is slow."""
-        for block in self.children[self._n_settled : -_UNSETTLED]:
-            if not block.outer_size.height:
-                break
-            block.styles.height = block.outer_size.height
-            self._n_settled += 1
-
-    def on_resize(self, event: events.Resize) -> None:
-        if event.size.width != self._width:
-            self._width, n, self._n_settled = event.size.width, self._n_settled, 0
-            for block in self.children[:n]:
-                block.styles.height = "auto"
-
-    async def show(self, text: str) -> None:
-        """Shows a whole text; what stands there already is drawn anew only where the end may have changed it."""
-        text, self._held = escape_controls(text), ""
-        is_odd = "]:" in text or len(text.split("\n")) != len(f"{text}.".splitlines())
-        if text.startswith(self.source) and not is_odd:
-            await self._add(text.removeprefix(self.source))
-        else:
-            self._n_settled = 0
-            await self.update("")
-            await self._add(text)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces that are drawn one at a time, cut where blocks of Markdown end if that can be."""
-    while len(text) > _PIECE_LENGTH:
-        cuts = (text.rfind(mark, 0, _PIECE_LENGTH) + len(mark) for mark in ("\n\n", "\n", " "))
-        cut = next((cut for cut in cuts if cut > len(" ")), _PIECE_LENGTH)
-        yield text[:cut]
-        text = text[cut:]
-    if text:
-        yield text
+from localllm.tui.widgets.reply import Reply, block_end
 
 
 class Thinking(Collapsible):
@@ -118,12 +53,12 @@ class Thinking(Collapsible):
             return
         while True:
             rest = self.text[self._n_drawn :]
-            end = rest.rfind("\n", 0, _BLOCK_LENGTH) if len(rest) > _BLOCK_LENGTH else -1
-            if end < 0:
+            end = block_end(rest)
+            if not end:
                 self._last.update(Content(rest.rstrip()))
                 return
-            self._last.update(Content(rest[:end]))
-            self._n_drawn += end + 1
+            self._last.update(Content(rest[:end].removesuffix("\n")))
+            self._n_drawn += end
             self._add_block()
 
     def _add_block(self) -> None:
@@ -143,20 +78,13 @@ def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
     return f"Thought in {n_words:,} word{'s' * (n_words != 1)}"
 
 
-#: Blocks at the end of a reply whose heights are not fixed.
-_UNSETTLED = 2
-#: Characters of a reply that are drawn at a time.
-_PIECE_LENGTH = 500
-#: Seconds between two of them, in which keys are handled.
-_REST = 0.01
-#: The beginning of a line without a letter.
-_UNCERTAIN = re.compile(r"\W{0,80}+\d{0,9}+\W{0,80}+")
 #: Characters of a call's arguments that are shown before it is unfolded.
 _MAX_OF_A_CALL = 200
-#: Lines of a user's message that are shown before it is unfolded.
+#: Characters of a call's arguments, and of its result, that are shown after it is unfolded.
+_MAX_UNFOLDED = 20_000
+#: Lines and characters of a user's message that are shown before it is unfolded.
 _MAX_LINES = 30
-#: Characters of thinking that are drawn as one block, which ends where a line does.
-_BLOCK_LENGTH = 2000
+_MAX_CHARACTERS = 5000
 
 _ENDS = {
     "stopped": "stopped",
@@ -236,7 +164,8 @@ class MessageView(Vertical, can_focus=True):
     @property
     def can_unfold(self) -> bool:
         """Whether something is folded in it: thinking, calls of tools, or the end of a user's long message."""
-        is_long = self.message.role == "user" and self.message.text.count("\n") >= _MAX_LINES
+        text = self.message.text
+        is_long = self.message.role == "user" and (text.count("\n") >= _MAX_LINES or len(text) > _MAX_CHARACTERS)
         return bool(self._thinking.display) or is_long or bool(self.message.calls)
 
     def show(self, place: Place) -> None:
@@ -323,12 +252,16 @@ class MessageView(Vertical, can_focus=True):
         return Content.assemble(*parts)
 
     def _said_text(self) -> Content:
-        lines = escape_controls(self.message.text).split("\n")
-        if len(lines) <= _MAX_LINES or self._is_unfolded:
-            return Content("\n".join(lines))
-        n_more = len(lines) - _MAX_LINES // 2
-        shown_lines = "\n".join(lines[: _MAX_LINES // 2])
-        return Content.assemble(shown_lines, (f"\n… {n_more:,} more lines (t unfolds)", "dim"))
+        text = escape_controls(self.message.text)
+        lines = text.split("\n")
+        if self._is_unfolded or (len(lines) <= _MAX_LINES and len(text) <= _MAX_CHARACTERS):
+            return Content(text)
+        beginning = "\n".join(lines[: _MAX_LINES // 2])
+        n_more, what = len(lines) - _MAX_LINES // 2, "lines"
+        if len(beginning) > _MAX_CHARACTERS or n_more <= 0:
+            beginning = text[: _MAX_CHARACTERS // 2]
+            n_more, what = len(text) - len(beginning), "characters"
+        return Content.assemble(beginning, (f"\n… {n_more:,} more {what} (t unfolds)", "dim"))
 
     def _foot_text(self) -> Content:
         message = self.message
@@ -350,8 +283,14 @@ class MessageView(Vertical, can_focus=True):
 def _call(call: Call) -> Collapsible:
     size = "…" if call.result is None else f"{len(call.result):,} characters"
     title = escape_controls(f"{call.name} {shortened(call.arguments, _MAX_OF_A_CALL)} · {size}")
-    text = Content(escape_controls(f"{call.arguments}\n\n{call.result or ''}"))
+    parts = (_beginning(call.arguments), _beginning(call.result or ""))
+    text = Content(escape_controls("\n\n".join(parts)))
     return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=True)
+
+
+def _beginning(text: str) -> str:
+    n_more = len(text) - _MAX_UNFOLDED
+    return text if n_more <= 0 else f"{text[:_MAX_UNFOLDED]}\n… {n_more:,} more characters"
 
 
 def _seconds(message: Message) -> float | None:
