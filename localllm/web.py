@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import io
 import ipaddress
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -17,8 +19,10 @@ from urllib.parse import urlsplit
 
 from localllm.errors import UsageError
 
-#: Seconds that a server may take to go on.
-_SECONDS = 20.0
+#: Seconds that a server may send nothing, and seconds of a whole download.
+_SECONDS, MAX_SECONDS = 20.0, 60.0
+#: Seconds between two checks whether a download is stopped.
+_POLL_SECONDS = 0.2
 #: IPv6 addresses that stand for those of IPv4, in networks that have only IPv6 (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 #: Where the Internet's hosts have their IPv6 addresses (IANA, IPv6 Address Space).
@@ -71,23 +75,60 @@ def is_public(address: str) -> bool:
     return (ip.version == 4 or ip in _GLOBAL_UNICAST) and not any(ip in block for block in _SPECIAL)
 
 
-def _connect(address: tuple[str, int], *options: Any) -> socket.socket:
-    """Connects with what was checked: a name may mean another address when it is asked for again."""
-    found = [str(each[4][0]) for each in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
-    if not all(map(is_public, found)):
+class _Limits:
+    """The end of a download: its deadline, or that it is stopped."""
+
+    def __init__(self, seconds: float, is_stopped: Callable[[], bool]) -> None:
+        self._end, self._is_stopped = time.monotonic() + seconds, is_stopped
+
+    def left(self) -> float:
+        """Return the seconds until the deadline.  Raises TimeoutError after it, or if the download is stopped."""
+        if (left := self._end - time.monotonic()) <= 0 or self._is_stopped():
+            raise TimeoutError("it takes too long")
+        return left
+
+
+class _Reader(io.RawIOBase):
+    """Bytes from a socket, until the download ends."""
+
+    def __init__(self, stream: Any, connection: socket.socket, limits: _Limits) -> None:
+        self._stream, self._connection, self._limits = stream, connection, limits
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        silent_until = time.monotonic() + _SECONDS
+        while True:
+            self._connection.settimeout(min(_POLL_SECONDS, self._limits.left()))
+            try:
+                return self._connection.recv_into(buffer)
+            except TimeoutError:
+                if time.monotonic() > silent_until:
+                    raise
+
+    def close(self) -> None:
+        self._stream.close()  # which closes the connection
+        super().close()
+
+
+def _connect(limits: _Limits, address: tuple[str, int], timeout: float, *options: Any) -> socket.socket:
+    """Connect to an address that was checked: a name may mean another address when it is asked for again."""
+    addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
+    if not all(map(is_public, addresses)):
         raise UsageError(f"{address[0]} is not in the Internet")
-    for ip in found[:-1]:
+    for ip in addresses[:-1]:
         with suppress(OSError):
-            return socket.create_connection((ip, address[1]), *options)
-    return socket.create_connection((found[-1], address[1]), *options)
+            return socket.create_connection((ip, address[1]), min(timeout, limits.left()), *options)
+    return socket.create_connection((addresses[-1], address[1]), min(timeout, limits.left()), *options)
 
 
 class _Web(urllib.request.HTTPSHandler):
-    """Opens pages, also those that others redirect to."""
+    """Opens pages, also after redirections."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[str], limits: _Limits) -> None:
         super().__init__()
-        self._hosts = hosts
+        self._hosts, self._limits = hosts, limits
 
     def http_open(self, request: Any) -> Any:
         return self.do_open(partial(self._connection, http.client.HTTPConnection), request)
@@ -98,22 +139,45 @@ class _Web(urllib.request.HTTPSHandler):
     http_request = urllib.request.HTTPSHandler.https_request
 
     def _connection(self, kind: Any, *arguments: Any, **options: Any) -> Any:
-        made = kind(*arguments, **options)
-        if not any(fnmatchcase(made.host.lower(), host.lower()) for host in self._hosts):
-            raise UsageError(f"{made.host} is not one of the hosts that are allowed")
-        made._create_connection = _connect
-        return made
+        connection = kind(*arguments, **options)
+        if not any(fnmatchcase(connection.host.lower(), host.lower()) for host in self._hosts):
+            raise UsageError(f"{connection.host} is not one of the hosts that are allowed")
+        connection._create_connection = partial(_connect, self._limits)
+        connection.response_class = self._response
+        return connection
+
+    def _response(self, connection: Any, *arguments: Any, **options: Any) -> http.client.HTTPResponse:
+        response = http.client.HTTPResponse(connection, *arguments, **options)
+        response.fp = io.BufferedReader(_Reader(response.fp, connection, self._limits))
+        return response
 
 
 def fetch(
-    address: str, max_bytes: int, *, hosts: Sequence[str] = ("*",), is_stopped: Callable[[], bool] = lambda: False
+    address: str,
+    max_bytes: int,
+    *,
+    hosts: Sequence[str] = ("*",),
+    is_stopped: Callable[[], bool] = lambda: False,
+    seconds: float = MAX_SECONDS,
 ) -> Page:
-    """Fetches an address, up to so many bytes.  ``hosts``: names that may be asked, also by redirections;
-    "*.example.org" are all below it; ``is_stopped``: says that nobody waits for it any more."""
+    """Fetch the first bytes of an address.
+
+    Args:
+        address: an address on the web.
+        max_bytes: the number of bytes; the rest is not read.
+        hosts: names of hosts that may be asked, also by redirections; "*.example.org" allows all hosts below it.
+        is_stopped: whether the page is no longer needed.
+        seconds: the limit for the whole download.
+
+    Raises:
+        UsageError: the address is none of a web page, or its host is not allowed.
+        OSError: the host cannot be reached, or the download is stopped or takes too long.
+    """
     if not is_web(address):
         raise UsageError("it is not the address of a web page")
+    limits = _Limits(seconds, is_stopped)
     opener = urllib.request.OpenerDirector()
-    for handler in (_Web(hosts), *(each() for each in _HANDLERS)):
+    for handler in (_Web(hosts, limits), *(handler() for handler in _HANDLERS)):
         opener.add_handler(handler)
     request = urllib.request.Request(address, headers={"User-Agent": "localllm"})
     data = b""
@@ -123,7 +187,7 @@ def fetch(
         error.close()  # it holds the connection
         raise
     with page:
-        while len(data) < max_bytes and not is_stopped() and (more := page.read1(1 << 16)):
+        while len(data) < max_bytes and (more := page.read1(1 << 16)):
             data += more
         headers = page.headers
         return Page(data, headers.get_content_type(), headers.get_content_charset("utf-8"))

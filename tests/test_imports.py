@@ -27,7 +27,7 @@ LAYERS = (
 FOLDERS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm.tui")
 
 #: What every layer may import.
-FOUNDATION = {"localllm.errors", "localllm.parallel"}
+FOUNDATION = {"localllm.cancellation", "localllm.errors", "localllm.parallel"}
 
 #: Where a program begins stands above all layers.
 ENTRANCES = {"localllm.__main__"}

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.cancellation import cancellable
 from localllm.chat.conversation import Media
 from localllm.engine.pictures import Embeddings, Picture, PictureTokens
 from localllm.errors import ModelError, UsageError, path_text
@@ -244,7 +245,7 @@ class VisionEncoder:
         for picture in pictures:
             source = picture.source
             if isinstance(source, _Released):
-                source = yield from _beside(partial(self._prepared, picture))
+                source = yield from _cancellable(partial(self._prepared, picture))
             prepared.append(source)
         found: dict[int, Embeddings] = {}
         for kind, encoder in self.encoders.items():
@@ -343,7 +344,7 @@ class VisionEncoder:
 
 
 def _beside(work: Callable[[], _T]) -> Generator[None, None, _T]:
-    """The result of ``work``, which cannot be cut into pieces, from a thread of its own; yields meanwhile."""
+    """Return the result of ``work``, which cannot be cut into pieces, from another thread; yields until then."""
     executor = ThreadPoolExecutor(1, "localllm-encoder")
     try:
         result = executor.submit(work)
@@ -352,6 +353,29 @@ def _beside(work: Callable[[], _T]) -> Generator[None, None, _T]:
         return result.result()
     finally:
         executor.shutdown(wait=False)
+
+
+def _cancellable(work: Callable[[], _T]) -> Generator[None, None, _T]:
+    """Return the result of ``work`` as `_beside` does.
+
+    The work is cancelled when the generator is closed, and does not delay the end of the program.
+    """
+    result, is_over = Future[_T](), threading.Event()
+
+    def run() -> None:
+        try:
+            with cancellable(is_over.is_set):
+                result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="localllm-media", daemon=True).start()
+    try:
+        while not wait((result,), _LOOK_S).done:
+            yield
+        return result.result()
+    finally:
+        is_over.set()
 
 
 def _batches(frames: Sequence[FrameRows]) -> Iterator[list[FrameRows]]:

@@ -1,18 +1,22 @@
-"""Pictures that requests name by addresses on the web, where ``--allow-image-urls`` lets them."""
+"""Images that requests name by addresses on the web, where ``--allow-image-urls`` permits them."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 from typing import Any
 
 from localllm.cancellation import check_cancelled
 from localllm.chat.conversation import IMAGE_KEYS, IMAGE_TYPES
 from localllm.errors import UsageError
-from localllm.web import fetch, is_web
+from localllm.web import MAX_SECONDS, Page, fetch, is_web
 
-#: Pictures of a request that are fetched at most.
+#: Images that are fetched for a request.
 _MAX_FETCHED = 32
 
 
@@ -35,11 +39,12 @@ async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_byte
     """
     if len(places) > _MAX_FETCHED:
         raise UsageError(f"{len(places)} pictures are to be fetched; up to {_MAX_FETCHED} are: send data URLs")
+    end = time.monotonic() + MAX_SECONDS  # of all images
     for holder, key in places:
         address = holder[key]
         try:
-            page = await asyncio.to_thread(fetch, address, max_bytes + 1, hosts=hosts)
-        except (OSError, UsageError, ValueError) as error:
+            page = await _fetched(address, max_bytes + 1, hosts, end - time.monotonic())
+        except (OSError, UsageError, ValueError, HTTPException) as error:
             words = f"the picture at {address!r:.200} cannot be fetched ({error!s:.200}): send it as a data URL"
             raise UsageError(words) from None
         max_bytes -= len(page.data)
@@ -48,8 +53,36 @@ async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_byte
         holder[key] = f"data:;base64,{base64.b64encode(page.data).decode()}"
 
 
+async def _fetched(address: str, max_bytes: int, hosts: Sequence[str], seconds: float) -> Page:
+    """Fetch an address in a daemon thread, which does not delay the end of the program; stopped when cancelled."""
+    loop, is_stopped = asyncio.get_running_loop(), threading.Event()
+    future: asyncio.Future[Page] = loop.create_future()
+
+    def settle(page: Page | None, error: Exception | None) -> None:
+        if not future.done():
+            if page is None:
+                future.set_exception(error or OSError("no page"))
+            else:
+                future.set_result(page)
+
+    def run() -> None:
+        page, failure = None, None
+        try:
+            page = fetch(address, max_bytes, hosts=hosts, is_stopped=is_stopped.is_set, seconds=seconds)
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, page, failure)
+
+    threading.Thread(target=run, name="localllm-fetch", daemon=True).start()
+    try:
+        return await asyncio.wait_for(future, max(0.0, seconds))  # a resolver of names has no limit of its own
+    finally:
+        is_stopped.set()
+
+
 def _places(value: object) -> Iterator[Place]:
-    """Where parts that are pictures have texts: as OpenAI's and Anthropic's APIs and the library write them."""
+    """Yield the mappings, and their keys, that hold an image as a text, in OpenAI's and Anthropic's APIs."""
     pending = [value]
     while pending:
         check_cancelled()

@@ -6,7 +6,6 @@ Every step has the values of transformers' processors that use Pillow, to the la
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
 import warnings
@@ -18,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import UsageError, path_text, warn
+from localllm.kernels.regular_file import open_regular, reading_error
+from localllm.models.vision import isolation
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,81 +28,116 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 #: Pixels that a picture may have: more take gigabytes once they are unpacked (Pillow's own limit).
 MAX_PIXELS = 89_478_485
 
-#: What a picture may be given as.
+#: A path, the bytes of a file, a Pillow image, or an array.
 Source = Any
+#: Formats of animations.  Further images of a JPEG file are previews, and of a TIFF file pages.
+_ANIMATED = ("PNG", "WEBP", "GIF", "AVIF")
+#: Tags of TIFF: bits of a value, and their type.
+_BITS_PER_SAMPLE, _SAMPLE_FORMAT, _SIGNED = 258, 339, 2
 
 
 def open_picture(source: Source, where: str = "the picture") -> Image:
-    """A picture in three colours, upright as its EXIF data says; of an animation the first frame.
+    """Return an image in RGB, turned as its EXIF data specifies.
 
-    Transparency is dropped, not blended, as transformers' ``load_image`` does.
+    An animation becomes its first frame, and a TIFF file its first page.  Transparency is dropped, not blended, and
+    colour profiles are ignored, as in transformers' ``load_image``.  Files are decoded in a worker process
+    (`isolation`).
 
     Args:
         source: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width] or [height, width, 3].
-        where: what it is called in errors, if it has no path.
+        where: the name of the image in errors, if it has no path.
 
     Raises:
-        UsageError: it is none of these, damaged, too large, or in another format than `FORMATS`.
+        UsageError: the source is none of these, damaged, too large, or in another format than `FORMATS`.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image
 
-    what = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else where
+    if isinstance(source, str | os.PathLike | bytes | bytearray):
+        where = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else where
+        info, data = isolation.decode(decode_picture, source, where)
+        if info["is_animation"]:
+            warn(f"{where} is an animation: the model sees its first frame")
+        return Image.frombuffer("RGB", info["size"], data, "raw", "RGB", 0, 1)
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,)):
+            raise UsageError("a picture as an array is uint8 [height, width] or [height, width, 3]")
+        source = Image.fromarray(source)
+    if not isinstance(source, Image.Image):
+        raise UsageError(f"a picture is a path, bytes, an image or an array, not {type(source).__name__}")
+    return _upright(source, where)
+
+
+def decode_picture(source: str | bytes | bytearray, where: str) -> isolation.Decoded:
+    """Return the pixels of a file, uint8 [height, width, 3]; see `open_picture`."""
+    from PIL import Image, UnidentifiedImageError
+
     try:
-        with warnings.catch_warnings(), contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about damaged EXIF data and palettes with transparency
-            if isinstance(source, np.ndarray):
-                if source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,)):
-                    raise UsageError("a picture as an array is uint8 [height, width] or [height, width, 3]")
-                image = Image.fromarray(source)
-            elif isinstance(source, Image.Image):
-                image = source
-            elif isinstance(source, bytes | bytearray):
-                image = Image.open(io.BytesIO(source), formats=FORMATS)
-            elif isinstance(source, str | os.PathLike):
-                image = Image.open(opened.enter_context(open(source, "rb")), formats=FORMATS)
-            else:
-                raise UsageError(f"a picture is a path, bytes, an image or an array, not {type(source).__name__}")
-            if prod(image.size) > MAX_PIXELS:
-                raise UsageError(f"{what} has {prod(image.size):,} pixels; up to {MAX_PIXELS:,} are taken: shrink it")
-            if not prod(image.size):
-                raise UsageError(f"{what} has no pixels")
-            n_frames = getattr(image, "n_frames", 1)
-            if image is not source and image.format == "WEBP" and n_frames == 1:
-                image = _decoded_webp(image)
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-    except FileNotFoundError:
-        raise UsageError(f"{what} is not there: check the path") from None
+            file = stack.enter_context(open_regular(source)) if isinstance(source, str) else io.BytesIO(source)
+            image = Image.open(file, formats=FORMATS)
+            is_animation = image.format in _ANIMATED and getattr(image, "is_animated", False)
+            upright = _upright(image, where)
     except UnidentifiedImageError:
-        raise UsageError(f"{what} is not one that can be read: give a file of {', '.join(FORMATS)}") from None
+        raise UsageError(f"{where} is not one that can be read: give a file of {', '.join(FORMATS)}") from None
     except UsageError:
         raise
-    except Exception as error:  # whatever Pillow's decoders raise: IndexError for a palette, struct.error, …
-        raise UsageError(f"{what} cannot be read ({error!s:.100}): the file is damaged, or too large") from error
-    if n_frames > 1:
-        warn(f"{what} is an animation of {n_frames} frames, of which the model sees the first")
-    return upright
+    except Exception as error:  # any error of Pillow's decoders: IndexError for a palette, struct.error, …
+        if isinstance(error, OSError) and error.errno is not None:
+            raise reading_error(where, error) from None
+        raise _damaged(where, error) from error
+    return isolation.Decoded({"size": upright.size, "is_animation": is_animation}, upright.tobytes())
 
 
-def _decoded_webp(image: Any) -> Image:
-    """A WebP file that Pillow has opened, decoded without Python's lock, which Pillow holds meanwhile: other threads
-    would not run for 0.6 s at 50 megapixels.  Where libwebp does not take it, or is not to be had (Windows' Pillow
-    hides it), the image as it was.
-    """
-    from PIL import Image, _webp
+def _damaged(where: str, error: Exception) -> UsageError:
+    return UsageError(f"{where} cannot be read ({error!s:.100}): the file is damaged, or too large")
 
+
+def _upright(image: Image, where: str) -> Image:
+    """Return an image in RGB, turned as its EXIF data specifies."""
+    from PIL import ImageOps
+
+    if prod(image.size) > MAX_PIXELS:
+        raise UsageError(f"{where} has {prod(image.size):,} pixels; the limit is {MAX_PIXELS:,}: shrink it")
+    if not prod(image.size):
+        raise UsageError(f"{where} has no pixels")
     try:
-        decode = ctypes.CDLL(_webp.__file__).WebPDecodeRGBInto
-    except (AttributeError, OSError):
-        return cast("Image.Image", image)
-    decode.argtypes = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    decode.restype = ctypes.c_void_p
-    image.fp.seek(0)
-    data, pixels = image.fp.read(), np.empty((image.height, image.width, 3), np.uint8)
-    if not decode(data, len(data), pixels.ctypes.data, pixels.nbytes, pixels.strides[0]):
-        return cast("Image.Image", image)
-    decoded = Image.fromarray(pixels)
-    decoded.info = image.info  # among it how it is turned
-    return decoded
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tags = getattr(image, "tag_v2", {})
+            n_bits, kind = (tags.get(tag, (0,)) for tag in (_BITS_PER_SAMPLE, _SAMPLE_FORMAT))
+            n_bits = max(n_bits) - (kind[0] == _SIGNED)
+            return _in_rgb(ImageOps.exif_transpose(image), n_bits)
+    except Exception as error:
+        raise _damaged(where, error) from error
+
+
+def _in_rgb(image: Image, n_bits: int) -> Image:
+    """Return an image in RGB.  Pillow clips values of more than 8 bits, which are scaled here instead.
+
+    ``n_bits``: bits of an integer without its sign, or 0 if unknown.
+    """
+    from PIL import Image, ImageCms
+
+    if image.mode in ("La", "RGBa"):  # premultiplied by transparency
+        return image.convert(image.mode.upper()).convert("RGB")
+    if image.mode == "LAB":
+        profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        return cast("Image.Image", ImageCms.profileToProfile(image, *profiles, outputMode="RGB"))
+    if image.mode == "F":  # from 0 to 1, to 255, or to a larger maximum
+        floats = np.nan_to_num(np.asarray(image, np.float64), posinf=0.0, neginf=0.0)
+        largest = floats.max()
+        scale = 255 if largest <= 1 else 1 if largest <= 255 else 255 / largest
+        return Image.fromarray((floats * scale + 0.5).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        if image.mode == "I" and n_bits == 32:
+            values = values.view(np.uint32)
+        elif image.mode == "I" and not n_bits:  # an image of Pillow's: 8 bits, 16 as in PNG files, or more
+            n_bits = next(n for n in (8, 16, 31) if n == 31 or values.max() < 1 << n)
+        values = values.clip(0) >> max(0, (n_bits or 16) - 8)
+        return Image.fromarray(values.clip(0, 255).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
 
 
 def resized(image: Image, height: int, width: int, method: str) -> Image:

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import UsageError, path_text
+from localllm.kernels.regular_file import open_regular, reading_error
+from localllm.models.vision import isolation
 
 Samples = NDArray[np.float32]
 
@@ -45,7 +47,7 @@ def open_sound(source: Any, where: str = "the sound") -> Samples:
         values = source.astype(np.float32) / (1 << 15 if source.dtype == np.int16 else 1)
         samples = values if values.ndim == 1 else values.mean(axis=1)
     elif isinstance(source, str | os.PathLike | bytes | bytearray):
-        samples = _decoded(source, what)
+        samples = np.frombuffer(isolation.decode(decode_sound, source, what).data, np.float32)
     else:
         raise UsageError(f"a sound is a path, bytes or an array, not {type(source).__name__}")
     if len(samples) > MAX_SECONDS * RATE:
@@ -57,37 +59,38 @@ def open_sound(source: Any, where: str = "the sound") -> Samples:
     return np.ascontiguousarray(samples, np.float32)
 
 
-def _decoded(source: str | os.PathLike[str] | bytes | bytearray, what: str) -> Samples:
+def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decoded:
+    """Return the samples of a file, float32 [n] at 16 kHz; see `open_sound`."""
     try:
         import soundfile
         import soxr
     except (ImportError, OSError):  # OSError: without libsndfile
         raise UsageError('sounds need the packages soundfile and soxr: pip install "localllm[audio]"') from None
     try:
-        with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes | bytearray) else source) as file:
+        stream = open_regular(source) if isinstance(source, str) else io.BytesIO(source)
+    except OSError as error:
+        raise reading_error(where, error) from None
+    try:
+        with stream, soundfile.SoundFile(stream) as file:
             if file.format not in FORMATS:
-                raise UsageError(f"{what} is {file.format}: give a WAV, MP3, FLAC or OGG file")
+                raise UsageError(f"{where} is {file.format}: give a WAV, MP3, FLAC or OGG file")
             if not 1000 <= file.samplerate <= 1_000_000:
-                raise UsageError(f"{what} has {file.samplerate:,} samples a second: give one of 1,000 to 1,000,000")
+                raise UsageError(f"{where} has {file.samplerate:,} samples a second: give one of 1,000 to 1,000,000")
             resample = soxr.ResampleStream(file.samplerate, RATE, 1, dtype="float32", quality="HQ")
-            found, n = list[Samples](), 0
+            parts, n = list[Samples](), 0
             while n <= MAX_SECONDS * RATE:
                 block = file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)
                 mono = np.ascontiguousarray(block.mean(axis=1))
-                found.append(mono if file.samplerate == RATE else resample.resample_chunk(mono, last=not len(block)))
-                n += len(found[-1])
+                parts.append(mono if file.samplerate == RATE else resample.resample_chunk(mono, last=not len(block)))
+                n += len(parts[-1])
                 if not len(block):
                     break
-    except FileNotFoundError:
-        raise UsageError(f"{what} is not there: check the path") from None
     except UsageError:
         raise
-    except Exception as error:  # soundfile.LibsndfileError, and whatever else decoders raise
-        if isinstance(source, str | os.PathLike) and not os.path.exists(source):
-            raise UsageError(f"{what} is not there: check the path") from None
-        words = f"{what} cannot be read ({error!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
+    except Exception as error:  # soundfile.LibsndfileError, and any other error of decoders
+        words = f"{where} cannot be read ({error!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
         raise UsageError(words) from error
-    return np.concatenate(found)
+    return isolation.Decoded({}, np.concatenate(parts))
 
 
 def mel_filters(n_mels: int) -> NDArray[np.float64]:

@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 import re
-import stat
 import subprocess
 import sys
 import tempfile
@@ -25,15 +24,14 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from localllm.errors import UsageError
+from localllm.kernels.regular_file import read_regular
 from localllm.shell import decoded, kill_tree, own_group
-from localllm.tui.chat import pieces
+from localllm.tui.chat import pdf, pieces
 from localllm.tui.chat.conversation import Attachment, Message
 from localllm.tui.text import storable
 
 #: Bytes of a file, of what a command prints, and files of a folder.
 MAX_BYTES, MAX_OUTPUT, MAX_FILES = 32 << 20, 1 << 20, 500
-#: Pages of a PDF file that are sent as pictures, and their dots an inch.
-MAX_PAGES, _PAGE_DPI = 20, 150
 #: Seconds that a shell command may take.
 COMMAND_SECONDS = 30.0
 #: Seconds between two looks at whether it is to end.
@@ -245,25 +243,19 @@ def path_of(name: str) -> Path:
 
 
 def read_file(name: str) -> bytes:
-    """The bytes of a file.  Raises UsageError if it cannot be read, or is too large."""
-    path = path_of(name)
+    """Return the bytes of a file.  Raises UsageError if it cannot be read or is too large."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UsageError(f"{name} cannot be attached: it is not a regular file")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{name} cannot be attached ({error.strerror}): check path and permissions") from None
-    if len(data) > MAX_BYTES:
-        raise UsageError(f"{name} cannot be attached: it has more than {MAX_BYTES >> 20} MiB; cut it short")
-    return data
+        return read_regular(path_of(name), MAX_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{name} cannot be attached ({reason}): check its path, size and permissions") from None
 
 
 def read_text_file(name: str) -> str:
-    """The text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
+    """Return the text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
     data = read_file(name)
     if _is_pdf(name):  # its pages, with form feeds between them
-        text = _pdf_pages(name, data)
+        text = pdf.page_texts(name, data)
         if not text.replace("\f", "").strip():
             raise UsageError(f"{name} cannot be attached: it has no text, only pictures of it")
         return storable(text)
@@ -280,37 +272,11 @@ def _is_pdf(name: str) -> bool:
     return name.lower().endswith(".pdf")
 
 
-def _pdf_pages(name: str, data: bytes) -> str:
-    try:
-        from pypdf import PdfReader
-    except ImportError:
-        raise UsageError(f'{name} needs the package pypdf: pip install "localllm[pdf]"') from None
-    try:
-        return "\f".join(page.extract_text() for page in PdfReader(io.BytesIO(data)).pages)
-    except Exception as error:  # whatever the package raises
-        raise UsageError(f"{name} cannot be attached: it cannot be read as a PDF ({error})") from None
-
-
 def _scanned_pages(name: str) -> list[bytes] | None:
-    """Pictures of a PDF file's pages; None where it has text, which is read then."""
-    if not _is_pdf(name) or _pdf_pages(name, data := read_file(name)).replace("\f", "").strip():
+    """Return images of a PDF file's pages; None if it has text."""
+    if not _is_pdf(name) or pdf.page_texts(name, data := read_file(name)).replace("\f", "").strip():
         return None
-    try:
-        import pypdfium2
-    except ImportError:
-        raise UsageError(f'{name} has no text: to see it needs pypdfium2: pip install "localllm[pdf]"') from None
-    pages: list[bytes] = []
-    try:
-        document = pypdfium2.PdfDocument(data)
-        if len(document) > MAX_PAGES:
-            raise UsageError(f"{name} has {len(document)} pages without text: attach a file of up to {MAX_PAGES}")
-        for page in document:
-            file = io.BytesIO()
-            page.render(scale=_PAGE_DPI / 72).to_pil().convert("RGB").save(file, "PNG")
-            pages.append(file.getvalue())
-    except pypdfium2.PdfiumError as error:
-        raise UsageError(f"{name} cannot be attached: it cannot be read as a PDF ({error})") from None
-    return pages
+    return pdf.page_images(name, data)
 
 
 def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:

@@ -9,9 +9,11 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from localllm.compat import Llama, Llava15ChatHandler
 from localllm.errors import ContextLengthError, LocalLLMError, ModelError, TemplateError, UsageError
 from localllm.loading import vision
 from localllm.models.vision.pictures import open_picture
+from localllm.server import image_urls
 from localllm.server.http import Limits
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
@@ -250,6 +253,51 @@ def test_addresses_of_allowed_hosts_are_fetched(server: Serving, monkeypatch: py
     assert "example.org is not one of the hosts" in post("http://example.org/x.png").json()["error"]["message"]
 
 
+@contextlib.contextmanager
+def slow_host(beginning: bytes) -> Iterator[tuple[str, threading.Semaphore]]:
+    """A host that sends a byte now and then, for good: its address, and a semaphore of connections that ended."""
+    is_over, ended = threading.Event(), threading.Semaphore(0)
+
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1000)
+            connection.sendall(beginning)
+            while not is_over.wait(0.02):
+                connection.sendall(b"x")
+        ended.release()
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/x.png", ended
+        is_over.set()
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("beginning", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n"])
+def test_slow_hosts_stop_nothing(server: Serving, beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "is_public", lambda address: True)
+
+    def post(url: str, timeout: float = 60) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/chat/completions", json={"messages": asked(url)}, timeout=timeout)
+
+    with slow_host(beginning) as (url, ended), ThreadPoolExecutor() as clients:
+        with pytest.raises(httpx.ReadTimeout):  # this client leaves
+            post(url, 0.3)
+        assert ended.acquire(timeout=30)
+        monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.5)
+        errors = [answer.json()["error"]["message"] for answer in clients.map(post, 8 * [url])]
+        assert all(f"the picture at '{url}' cannot be fetched (" in error for error in errors), errors
+        for _ in errors:
+            assert ended.acquire(timeout=30)
+
+
 # -- Bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +309,7 @@ def test_whatever_a_decoder_raises_is_a_sentence(llm: LLM, monkeypatch: pytest.M
 
     data = data_of(picture(8, 8), "GIF")
     monkeypatch.setattr("PIL.GifImagePlugin.GifImageFile.load", fail)
+    monkeypatch.setattr("localllm.models.vision.isolation._interpreter", lambda: None)  # decodes in this process
     with pytest.raises(UsageError, match=r"cannot be read \(index out of range\): the file is damaged"):
         llm.tokenize_chat(messages(data))
 
@@ -275,7 +324,7 @@ def test_odd_pictures_are_seen(llm: LLM) -> None:
         assert sum(id_ < 0 for id_ in ids) == N_TOKENS
     frames = [picture(20, 20), picture(20, 21).resize((20, 20))]
     gif = data_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    with pytest.warns(UserWarning, match="an animation of 2 frames, of which the model sees the first"):
+    with pytest.warns(UserWarning, match="is an animation: the model sees its first frame"):
         llm.tokenize_chat(messages(gif))
 
 

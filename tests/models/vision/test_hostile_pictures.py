@@ -153,7 +153,7 @@ def by_chat(llm: LLM) -> Ask:
 
 
 @pytest.mark.timeout(600 + 5 * N_FILES)
-@pytest.mark.filterwarnings("ignore:.*is an animation of")
+@pytest.mark.filterwarnings("ignore:.*is an animation")
 def test_every_front_end_sees_or_refuses_damaged_pictures(
     llm: LLM, server: Serving, compat: Llama, files: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

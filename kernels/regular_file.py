@@ -1,0 +1,76 @@
+"""Opens files whose folders came from elsewhere: no pipe that blocks, and no link to a file of another folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from localllm.errors import UsageError
+
+
+def open_regular(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None = None) -> BinaryIO:
+    """Open a regular file for reading.
+
+    A pipe would block until another program writes to it, and a device may have no end.
+
+    Args:
+        path: the file.
+        folder: if given, the file must be in this folder after links are followed, or among the blobs that a
+            snapshot of Hugging Face's cache links to.
+
+    Raises:
+        OSError: the file does not exist, may not be read, is no regular file, or is a link to another folder.
+        ValueError: the path has a NUL.
+    """
+    if folder is not None:
+        path = _linked_within(Path(path), Path(folder))
+    if os.name == "nt" and not stat.S_ISREG(os.stat(path).st_mode):  # Windows has no O_NONBLOCK
+        raise _irregular(path)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_NOCTTY", 0))
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise _irregular(path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(
+    path: str | os.PathLike[str], max_bytes: int, *, folder: str | os.PathLike[str] | None = None
+) -> bytes:
+    """Return the content of a regular file.  Raises OSError, as `open_regular`, also if the file is larger."""
+    with open_regular(path, folder=folder) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes >> 20} MiB", os.fspath(path))
+    return data
+
+
+def reading_error(where: str, error: OSError) -> UsageError:
+    """Return the error of a file that cannot be opened."""
+    if isinstance(error, FileNotFoundError):
+        return UsageError(f"{where} is not there: check the path")
+    return UsageError(f"{where} cannot be read ({error.strerror or error}): check the path and its permissions")
+
+
+def _irregular(path: str | os.PathLike[str]) -> OSError:
+    return OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+
+
+def _linked_within(path: Path, folder: Path) -> Path:
+    """Return the file that a path leads to.  Raises OSError where it is outside the folder."""
+    target, root = path.resolve(), folder.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(each) for each in roots):
+        raise OSError(errno.EPERM, "it is a link to a file of another folder: copy that file here", os.fspath(path))
+    return target
