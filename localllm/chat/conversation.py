@@ -36,6 +36,8 @@ _MEDIA = {
     "image": ("picture", IMAGE_KEYS, "image/png"),
     "audio": ("sound", _SOUNDS, "audio/wav"),
 }
+#: Characters around a URL that do not belong to it, and characters that are removed from it.
+_URL_SPACE, _NO_LINES = "".join(map(chr, range(33))), dict.fromkeys(map(ord, "\t\n\r"))
 #: Maximum tokens of a picture that a client sends with low detail.
 _LOW_DETAIL = 256
 
@@ -213,15 +215,15 @@ def _media(kind: Literal["image", "audio"], number: int, part: Mapping[str, Any]
 
 
 def source_of_text(text: str, where: str, may_open_files: bool = False, example: str = "image/png") -> Any:
-    """The bytes in a data URL, or the path that a ``file:`` URL or a text names."""
-    head, comma, body = text.partition(",") if text[:5].lower() == "data:" else ("", "", "")
-    if comma:
-        if not head.lower().endswith(";base64"):
-            if body.count("%") > _MAX_PERCENT_SIGNS:
-                raise TemplateError(f"{where} has more than {_MAX_PERCENT_SIGNS:,} percent signs: send it in base64")
-            return unquote_to_bytes(body)
-        return decoded(body, where)
-    scheme = urlsplit(text[:2000]).scheme
+    """Return the bytes of a data URL, or the path that a ``file:`` URL or a text names."""
+    url = text.strip(_URL_SPACE)
+    head, comma, body = url.partition(",") if url[:5].lower() == "data:" else ("", "", "")
+    if comma:  # https://fetch.spec.whatwg.org/#data-url-processor
+        head = head.rstrip()
+        if head[-6:].lower() == "base64" and head[:-6].rstrip(" ").endswith(";"):
+            return decoded(body, where)
+        return _unquoted(body.partition("#")[0].translate(_NO_LINES), where)
+    scheme = urlsplit(url[:2000]).scheme
     if scheme in ("http", "https"):
         raise TemplateError(f"{where} is an address on the web, where localllm does not look: send it as a data URL")
     if not may_open_files:
@@ -230,12 +232,20 @@ def source_of_text(text: str, where: str, may_open_files: bool = False, example:
         return os.path.expanduser(text)
     from urllib.request import url2pathname  # imported here: it brings HTTP and TLS
 
-    return url2pathname(urlsplit(text).path)
+    return url2pathname(urlsplit(url).path)
+
+
+def _unquoted(text: str, where: str) -> bytes:
+    """Return the bytes of a percent-encoded text."""
+    if text.count("%") > _MAX_PERCENT_SIGNS:
+        raise TemplateError(f"{where} has more than {_MAX_PERCENT_SIGNS:,} percent signs: send it in base64")
+    return unquote_to_bytes(text)
 
 
 def decoded(text: str, where: str) -> bytes:
-    """Return the bytes of a base64 string, also of the URL-safe alphabet, with white space and without padding."""
-    compact = text.encode("ascii", "replace").translate(_BASE64, b" \t\n\r\v\f").rstrip(b"=")
+    """Return the bytes of a base64 string: either alphabet, white space, no padding, or percent-encoded."""
+    data = _unquoted(text, where) if "%" in text else text.encode("ascii", "replace")
+    compact = data.translate(_BASE64, b" \t\n\r\v\f").rstrip(b"=")
     try:
         return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
     except (binascii.Error, ValueError):

@@ -16,7 +16,7 @@ import numpy as np
 from starlette.requests import Request
 
 from localllm.cancellation import check_cancelled
-from localllm.server.http import LONG_REQUEST, HTTPError, too_large
+from localllm.server.http import LONG_REQUEST, HTTPError, cancel_on_disconnect, too_large
 from localllm.server.image_urls import fetch_pictures, picture_addresses
 
 _T = TypeVar("_T")
@@ -51,7 +51,8 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     try:
         value, n_bytes = await read(_decoded, body, packing, request.state.max_body, form)
         if hosts := request.state.image_hosts:
-            await fetch_pictures(await read(picture_addresses, value), hosts, request.state.max_body)
+            places = await read(picture_addresses, value)
+            await cancel_on_disconnect(request, fetch_pictures(places, hosts, request.state.max_body))
         converted: _T = await read(lambda: msgspec.convert(tolerant(value, kind, ignored), kind, strict=not is_form))
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None

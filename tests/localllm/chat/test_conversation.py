@@ -161,3 +161,33 @@ def test_strict_tools_may_have_keywords_that_texts_cannot_be_held_to() -> None:
     check_grammar(
         Sampling(grammar=calls_grammar([{"function": {"name": "f", "strict": True, "parameters": parameters}}]))
     )
+
+
+@pytest.mark.parametrize(
+    ("url", "data"),
+    [
+        ("data:image/png;base64,aGk+", b"hi>"),
+        ("DATA:image/png;charset=utf-8;BASE64,aGk=", b"hi"),
+        ("data:image/png; base64,aGk=", b"hi"),
+        ("data:image/png;base64 ,aGk=", b"hi"),
+        (" \n data:image/png;base64,aGk=\n", b"hi"),
+        ("data:image/png;base64,aGk%3D", b"hi"),
+        ("data:image/png;base64,aGk%2B", b"hi>"),
+        ("data:;base64,a G\nk", b"hi"),
+        ("data:image/png;base64,aG-_", b"ho\xbf"),
+        ("data:,h%69%20+\n#fragment", b"hi +"),
+        ("data:text/plain;base64=no,aGk=", b"aGk="),
+    ],
+)
+def test_data_urls_are_decoded_as_the_url_standard_specifies(url: str, data: bytes) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    (message,) = read_messages([{"role": "user", "content": [part]}])
+    assert message.media[0].source == data
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", " FILE:///etc/passwd", "/etc/passwd", "data:image/png;base64", "x:y"]
+)
+def test_files_of_this_machine_are_not_for_clients(url: str) -> None:
+    with pytest.raises(TemplateError, match="is not a data URL"):
+        read_messages([{"role": "user", "content": [{"type": "image_url", "image_url": url}]}])
