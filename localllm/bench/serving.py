@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from localllm.errors import LocalLLMError
+from localllm.nesting import parse_json
 
 #: Standard deviations of the logarithms of lengths: of prompts, and of replies.
 _SPREADS = (1.0, 0.7)
@@ -126,7 +127,7 @@ class Load:
         while line := response.readline():
             if not line.startswith(b"data: {"):
                 continue
-            event = json.loads(line[6:])
+            event = parse_json(line[6:])
             if "error" in event:
                 raise ValueError(str(event["error"]))
             if event.get("choices") and event["choices"][0].get("text"):

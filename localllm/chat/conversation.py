@@ -18,6 +18,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from localllm.cancellation import check_cancelled
 from localllm.errors import TemplateError, quoted
+from localllm.nesting import MAX_CALL_NESTING, parse_json
 
 EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
 _PART = "{'type': 'text', 'text': 'Hello!'}"
@@ -63,16 +64,16 @@ class ToolCall:
     def is_whole(self) -> bool:
         """Whether the arguments are a JSON object, and not cut off or malformed."""
         try:
-            return isinstance(json.loads(self.arguments), dict)
-        except (ValueError, RecursionError):
+            return isinstance(parse_json(self.arguments, MAX_CALL_NESTING), dict)
+        except ValueError:
             return False
 
     @property
     def values(self) -> dict[str, Any]:
         """The arguments; what is not a JSON object stands under the name ``arguments``."""
         try:
-            values = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
+            values = parse_json(self.arguments or "{}", MAX_CALL_NESTING)
+        except ValueError:
             values = None
         return values if isinstance(values, dict) else {"arguments": self.arguments}
 

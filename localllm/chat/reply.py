@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import CALL, END_OF_CALL, Piece, ThinkingSplitter, n_open, opening_tag
+from localllm.nesting import MAX_CALL_NESTING, NestingError, check_expression, check_values, parse_json
 from localllm.tokenizer import Tokenizer
 
 #: What MiniMax M3 writes in front of its tags.
@@ -498,13 +499,14 @@ class ReplyParser:
         try:
             whole = self._text[self._at : self._at + n]
             text = _PYTHON_STRING.sub(lambda string: string[0].replace("\n", "\\n").replace("\r", "\\r"), whole)
+            check_expression(f"f{text}", MAX_CALL_NESTING)
             call = _JSONWords().visit(ast.parse(f"f{text}", mode="eval").body)
             assert isinstance(call, ast.Call)
             given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
             if call.args or None in given:
                 raise _MalformedError("its arguments have no names")
             self._add(_json_of(given))
-        except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        except (SyntaxError, TypeError, NestingError) as error:
             raise _MalformedError(f"its arguments are not Python's: {error}") from None
         self._at += n
 
@@ -700,6 +702,9 @@ class _JSONReader:
             out, self._expects = json.dumps(found, ensure_ascii=False), ":"
         elif kind == "word" and expects in "vV" and _WORD.fullmatch(_PYTHON.get(found, found)):
             out, self._expects = _PYTHON.get(found, found), ","
+        elif found in "{[" and len(self._open) == MAX_CALL_NESTING:
+            self.error = "its arguments are nested too deeply"
+            return "", 0
         elif found in "{[" and expects in "vV":
             self._open.append("}" if found == "{" else "]")
             self._expects = "K" if found == "{" else "V"
@@ -799,7 +804,7 @@ def _as_json(text: str) -> Any:
         value = _value(_PYTHON.get(text, text))
         _json_of(value)
         return value
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
 
 
@@ -843,23 +848,24 @@ def _call_of(text: str) -> tuple[str, str]:
         written = _json_of(arguments)
     except KeyError as error:
         raise _MalformedError(f"it has no {error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _MalformedError(str(error)) from None
     return str(name), written
 
 
 def _json_of(value: Any) -> str:
-    """Its JSON.  Raises ValueError for infinite numbers, texts with a lone surrogate, and what is too deep."""
+    """Return the JSON of ``value``.  Raises ValueError for infinite numbers, lone surrogates and deep nesting."""
     try:
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise _MalformedError("it has too many parts in one another") from None
+        check_values(value, MAX_CALL_NESTING)
+    except NestingError as error:
+        raise _MalformedError(str(error)) from None
+    written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     written.encode()
     return written
 
 
 def _value(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse)
+    return parse_json(text, parse_constant=_refuse)
 
 
 def _refuse(name: str) -> Any:

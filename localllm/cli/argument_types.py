@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import UsageError
+from localllm.nesting import parse_json
 from localllm.options.declared import CheckedOptions, Option, declared
 
 
@@ -93,7 +93,7 @@ def layers(text: str) -> int | None:
 
 def json_object(text: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        if isinstance(value := json.loads(text), dict):
+        if isinstance(value := parse_json(text), dict):
             return value
     raise argparse.ArgumentTypeError(f'{text!r:.80} is not a JSON object, such as {{"enable_thinking": false}}')
 

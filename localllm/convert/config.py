@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from localllm import nesting
 from localllm.errors import ModelError, path_text, quoted
 from localllm.models.config import ModelConfig
 
@@ -87,10 +87,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ModelError(f"{path_text(path)} has more than {_MAX_BYTES >> 20} MiB: it is not of a checkpoint")
-        value = json.loads(path.read_text("utf-8"))
+        value = nesting.parse_json(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path_text(path)} cannot be read as JSON ({error!s:.100}): download it again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path_text(path)} is not a JSON object: download it again")

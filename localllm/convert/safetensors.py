@@ -6,7 +6,6 @@ Layout (https://github.com/huggingface/safetensors): u64 length of the header, t
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from localllm.convert.config import read_json
 from localllm.errors import ModelError, path_text, quoted
+from localllm.nesting import parse_json
 
 #: numpy's types; those that numpy lacks are read as their bits.
 DTYPES = {
@@ -84,12 +84,12 @@ def read_header(path: Path) -> dict[str, FileTensor]:
             n_header = int.from_bytes(file.read(8), "little")
             if not 2 <= n_header <= min(n_file - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {n_header} bytes in a file of {n_file}")
-            header = json.loads(file.read(n_header))
+            header = parse_json(file.read(n_header))
         header.pop("__metadata__", None)
         return {name: _entry(path, name, entry, 8 + n_header, n_file) for name, entry in header.items()}
     except OSError as error:
         raise ModelError(f"{path_text(path)} cannot be read ({error.strerror or error})") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path_text(path)} is not a whole safetensors file ({error!s:.100}): {_AGAIN}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from localllm.errors import UsageError, path_text
 from localllm.evaluate.perplexity import Estimate
 from localllm.files import read_text
 from localllm.llm import LLM
+from localllm.nesting import parse_json
 from localllm.options.checks import as_int
 from localllm.parallel import in_order
 
@@ -50,8 +50,8 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
 
 def _question(line: str, where: str) -> Question:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(line)
+    except ValueError as error:
         raise UsageError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{where} is not a JSON object with prompt, choices and answer")

@@ -26,6 +26,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from localllm.library.find import model_path
 from localllm.llm import load
+from localllm.nesting import parse_json
 from localllm.server.app import App
 from localllm.server.http import Limits
 from localllm.server.models import Models
@@ -174,7 +175,7 @@ def conversation_key(body: bytes) -> str:
     Empty where a request has neither: any replica will do.
     """
     try:
-        given = json.loads(body)
+        given = parse_json(body)
     except ValueError:
         return ""
     if not isinstance(given, dict):

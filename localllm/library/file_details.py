@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.errors import GGUFError, LocalLLMError
 from localllm.kernels.code_cache import cache_root, write_aside
+from localllm.nesting import parse_json
 from localllm.version import __version__
 
 if TYPE_CHECKING:
@@ -97,8 +98,8 @@ def _stamp(path: Path) -> list[int] | None:
 
 def _read_store(path: Path) -> dict[str, Any]:
     try:
-        stored = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        stored = parse_json(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     if not isinstance(stored, dict) or stored.get("version") != _VERSION or not isinstance(stored.get("files"), dict):
         return {}

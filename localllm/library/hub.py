@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import importlib
-import json
 import os
 import re
 import time
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 
 from localllm.errors import HubError, UsageError
 from localllm.library.hub_cache import hub_cache
+from localllm.nesting import parse_json
 from localllm.version import __version__
 
 #: Seconds to wait for an answer.
@@ -90,7 +90,7 @@ class Hub:
     def files(self, wanted: Callable[[str], bool]) -> tuple[str, dict[str, RemoteFile]]:
         """The newest commit, and those of its files that are wanted, by name."""
         try:
-            listing = json.loads(self._listing())
+            listing = parse_json(self._listing())
             commit = listing["sha"]
             if not _COMMIT.fullmatch(commit):  # it becomes the name of a folder
                 raise ValueError(f"the commit is {commit!r:.100}")
@@ -98,7 +98,7 @@ class Hub:
             return commit, {each["rfilename"]: _remote_file(each) for each in names}
         except (HubError, UsageError):
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"what answered at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200})"
             raise HubError(f"{what}: check the network, and the environment variable HF_ENDPOINT") from error
 

@@ -9,13 +9,14 @@ Ollama's layout (its documentation of manifests: https://pkg.go.dev/github.com/o
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from localllm.nesting import parse_json
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MODEL = "application/vnd.ollama.image.model"
@@ -120,7 +121,7 @@ def _model_layer(manifest: dict[str, Any], blobs: Path) -> Path | None:
 def _json(path: Path) -> dict[str, Any]:
     """An object of another program's file; empty if it is not there, or not one."""
     try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        values = parse_json(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

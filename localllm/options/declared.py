@@ -14,7 +14,6 @@ import json
 import math
 import numbers
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 from localllm.errors import Argument, UsageError
+from localllm.nesting import parse_json
 from localllm.options.checks import as_int, check_keywords
 from localllm.options.foreign_names import THEIR_OPTIONS
 from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Speculate, SplitMode
@@ -129,7 +129,7 @@ def _read_schema(value: Any) -> str | None:
     """A JSON schema's text, of which a pydantic model class makes its own."""
     schema = value.model_json_schema() if callable(getattr(value, "model_json_schema", None)) else value
     try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
+        schema = parse_json(schema) if isinstance(schema, str) else schema
         # Not sorted: the order of properties is that of the text.
         return json.dumps(schema, allow_nan=False) if isinstance(schema, Mapping) else None
     except (ValueError, TypeError, RecursionError):
@@ -139,7 +139,7 @@ def _read_schema(value: Any) -> str | None:
 def _parse_schema(text: str) -> str:
     """A JSON schema of the command line, as it is."""
     try:
-        json.loads(text)
+        parse_json(text)
     except ValueError as error:
         raise UsageError(f"{text!r:.80} is not valid JSON ({error}); -jf FILE reads a schema from a file") from None
     return text
@@ -273,9 +273,7 @@ def describes(cls: type[Any]) -> Callable[[_Documented], _Documented]:
         if target.__doc__:  # None under python -OO
             # Python 3.13 and later remove the common indentation of docstrings; `cleandoc` does it on 3.11 and 3.12.
             text = inspect.cleandoc(target.__doc__)
-            target.__doc__ = re.sub(
-                r"^( *)\{options\}$", lambda marker: textwrap.indent("\n".join(lines), marker[1]), text, flags=re.MULTILINE
-            )
+            target.__doc__ = text.replace("    {options}", textwrap.indent("\n".join(lines), "    "))
         return target
 
     return add

@@ -25,6 +25,7 @@ from localllm.chat.thinking import TAGS
 from localllm.chat.tool_choice import JSON_OPTIONS
 from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
+from localllm.nesting import check_nesting, parse_json
 from localllm.sampling.candidates import IntArray
 from localllm.sampling.json_schema import enforceable_schema
 from localllm.sampling.penalties import Logits
@@ -53,6 +54,9 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 #: combined with others doubles time and memory.  More properties that are not required it compiles for many seconds,
 #: and then can follow no text.  Twice the patterns of one object's properties take 50 times the time.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
+
+#: Levels of a JSON schema.  llguidance reads schemas recursively, in 4 KB of stack per level.
+_MAX_SCHEMA_NESTING = 64
 
 #: Strings and expressions of Lark's notation, which have no operators; "and"; and "not".  The closing quote is
 #: optional: without it a search that starts again at every quote takes quadratic time.
@@ -121,7 +125,7 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
     try:
         _check_size(sampling)
         if sampling.json_schema is not None:
-            given = {"x-guidance": JSON_OPTIONS, **json.loads(str(sampling.json_schema))}
+            given = {"x-guidance": JSON_OPTIONS, **parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)}
             schema, not_held = _enforceable_schema(json.dumps(given))
             lark = f"start: %json {schema}"
         elif sampling.regex is not None:
@@ -138,13 +142,14 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
                 lark, not_held = lark[:start] + schema + lark[end:], not_held + more
         return lark + _NO_FORCING, not_held
     except Exception as error:  # it raises nothing more specific
-        raise _error(sampling, complaint, str(error)) from None
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise _error(sampling, complaint, reason) from None
 
 
 @lru_cache(_MAX_KEPT)
 def _enforceable_schema(text: str) -> tuple[str, list[str]]:
     """A JSON schema as it stands in Lark's notation, and what of it no text is held to."""
-    given = json.loads(text)
+    given = parse_json(text, _MAX_SCHEMA_NESTING)
     found, validate = [], llguidance.LLMatcher.validate_grammar_with_warnings
     for is_strict in (True, False):
         schema, not_held = enforceable_schema(given, is_strict=is_strict)
@@ -165,6 +170,7 @@ def _enforceable_schema(text: str) -> tuple[str, list[str]]:
 def _schemas(lark: str) -> Iterator[tuple[tuple[int, int], Any]]:
     """JSON schemas in Lark's notation, each with its place."""
     for found in re.finditer(r"%json\s*", lark):
+        check_nesting(lark, _MAX_SCHEMA_NESTING, found.end())
         with contextlib.suppress(ValueError):  # llguidance says what is wrong
             schema, end = json.JSONDecoder().raw_decode(lark, found.end())
             yield (found.end(), end), schema
@@ -179,7 +185,9 @@ def _check_size(sampling: Sampling) -> None:
     if 1 in operators and 2 in operators:
         raise ValueError("it has both & and ~, which may take for ever to compile: write it with one of them")
     n_rules, n_patterns, n_optional, is_combined = len(lark.splitlines()), 0, 0, False
-    left: list[Any] = [json.loads(str(sampling.json_schema))] if sampling.json_schema is not None else []
+    left: list[Any] = (
+        [parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)] if sampling.json_schema is not None else []
+    )
     left += [schema for _, schema in _schemas(lark)]
     while left:
         check_cancelled()

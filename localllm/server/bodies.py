@@ -16,6 +16,7 @@ import numpy as np
 from starlette.requests import Request
 
 from localllm.cancellation import check_cancelled
+from localllm.nesting import NestingError, check_nesting
 from localllm.server.http import LONG_REQUEST, HTTPError, cancel_on_disconnect, too_large
 from localllm.server.image_urls import fetch_pictures, picture_addresses
 
@@ -54,8 +55,8 @@ async def decode(request: Request, kind: type[_T]) -> _T:
             places = await read(picture_addresses, value)
             await cancel_on_disconnect(request, fetch_pictures(places, hosts, request.state.max_body))
         converted: _T = await read(lambda: msgspec.convert(tolerant(value, kind, ignored), kind, strict=not is_form))
-    except RecursionError:
-        raise msgspec.DecodeError("it is nested too deeply") from None
+    except NestingError as error:
+        raise msgspec.DecodeError(str(error)) from None
     except UnicodeDecodeError:
         raise msgspec.DecodeError("it is not UTF-8") from None
     request.state.n_bytes = n_bytes
@@ -82,6 +83,7 @@ def _decoded(body: bytes, packing: str, limit: int, form: str = "") -> tuple[Any
         return _form_fields(body, form), len(body)
     if len(body) > LONG_REQUEST:
         _check_json(body)
+    check_nesting(body)
     return _decode_json(body), len(body)
 
 

@@ -20,6 +20,7 @@ from msgspec import Meta
 from localllm.chat.conversation import kind_of
 from localllm.chat.thinking import split
 from localllm.errors import StoreError, UsageError
+from localllm.nesting import MAX_CALL_NESTING, NestingError, check_nesting, parse_json
 
 T = TypeVar("T")
 
@@ -305,9 +306,10 @@ class Conversation:
 def parsed(text: str | bytes) -> Any:
     """The values of a JSON text.  Raises StoreError if it is not valid."""
     try:
+        check_nesting(text)
         return msgspec.json.decode(text)
-    except RecursionError:
-        raise StoreError("it is nested too deeply") from None
+    except NestingError as error:
+        raise StoreError(str(error)) from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise StoreError(f"it is not valid JSON ({error})") from None
 
@@ -327,9 +329,9 @@ def to_message(values: object, where: str) -> Message:
     message = converted(values, Message, where)
     for call in message.calls:
         try:
-            arguments = json.loads(call.arguments)
+            arguments = parse_json(call.arguments, MAX_CALL_NESTING)
             json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-        except (ValueError, RecursionError):
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             raise StoreError(f"{where} is damaged: the arguments of a call are not a JSON object")

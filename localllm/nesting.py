@@ -1,0 +1,99 @@
+"""A limit on the nesting of input from files, models and clients, checked before the input is parsed.
+
+The parsers of JSON and of Python are recursive and written in C.  Whether they raise an error for deeply nested input
+depends on the version of Python.  On 3.12 and 3.13 they overflow a thread's stack of 512 KiB, which ends the process.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import keyword
+import re
+import tokenize
+from collections.abc import Mapping
+from typing import Any
+
+#: Levels of lists and objects in a document, and of brackets and operators in an expression.
+MAX_NESTING = 100
+#: Levels in the arguments of a tool call.  Chat templates read these arguments in messages, up to 64 levels in total.
+MAX_CALL_NESTING = 50
+
+_TOKEN = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]'
+_TOKENS: dict[type, Any] = {str: re.compile(_TOKEN, re.DOTALL), bytes: re.compile(_TOKEN.encode(), re.DOTALL)}
+
+
+class NestingError(ValueError):
+    """The input has too many levels."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"it is nested too deeply: at most {limit} levels are supported")
+
+
+def check_nesting(text: str | bytes, limit: int = MAX_NESTING, start: int = 0) -> None:
+    """Raise NestingError if the JSON value at ``start`` has more than ``limit`` levels."""
+    opening: Any = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(text.count(bracket, start) for bracket in opening) <= limit:
+        return
+    depth = 0
+    for token in _TOKENS[type(text)].finditer(text, start):
+        if token[0] in opening:
+            depth += 1
+            if depth > limit:
+                raise NestingError(limit)
+        elif len(token[0]) == 1:
+            depth -= 1
+            if depth <= 0:
+                return
+
+
+def check_values(values: object, limit: int = MAX_NESTING) -> None:
+    """Raise NestingError if lists and dicts in ``values`` have more than ``limit`` levels."""
+    level: list[Any] = [values]
+    for _ in range(limit + 1):
+        containers = [value for value in level if isinstance(value, Mapping | list | tuple)]
+        if not containers:
+            return
+        level = [item for value in containers for item in (value.values() if isinstance(value, Mapping) else value)]
+    raise NestingError(limit)
+
+
+def parse_json(text: str | bytes, limit: int = MAX_NESTING, **options: Any) -> Any:
+    """Return the values of a JSON text.  ``options``: arguments of `json.loads`.
+
+    Raises:
+        NestingError: the text has more than ``limit`` levels; also a ValueError.
+        ValueError: the text is not valid JSON.
+    """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    check_nesting(text, limit)
+    return json.loads(text, **options)
+
+
+def check_expression(text: str, limit: int = MAX_NESTING) -> None:
+    """Check a Python expression, in which operators nest as brackets do.
+
+    Raises:
+        NestingError: it has more than ``limit`` levels.
+        SyntaxError: its tokens are not valid.
+    """
+    n_operators = [0]  # in the current item of each open bracket
+    depth = 0  # open brackets, and their operators
+    try:
+        for kind, token, *_ in tokenize.generate_tokens(io.StringIO(text).readline):
+            if kind == tokenize.OP and token in ("(", "[", "{"):
+                n_operators.append(0)
+                depth += 1
+            elif kind == tokenize.OP and token == ",":
+                depth -= n_operators[-1]
+                n_operators[-1] = 0
+            elif kind == tokenize.OP or keyword.iskeyword(token):
+                if token in (")", "]", "}") and len(n_operators) > 1:
+                    depth -= n_operators.pop() + 1
+                n_operators[-1] += 1  # a call or a subscript may follow
+                depth += 1
+            if depth > limit:
+                raise NestingError(limit)
+    except tokenize.TokenError as error:
+        raise SyntaxError(error.args[0]) from None
