@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,12 +47,11 @@ if TYPE_CHECKING:
 _FLUSH_SECONDS = 5.0
 
 
-def setup_of(arguments: argparse.Namespace) -> Setup:
+def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) -> Setup:
+    """Return the parts of the chat that the command line describes.  ``notices``: collects messages for the start."""
     question = _question(arguments)
     names_model = arguments.model is not None
     defaults = apply_settings(arguments)
-    notices: list[str] = []
-    store = _store(arguments, notices)
     conversation = _conversation(arguments, store, notices)
     is_new = not len(conversation)
     # A chat goes on as it was, but for what the command line says.
@@ -118,9 +117,11 @@ def run(arguments: argparse.Namespace) -> int | None:
     """Chats as the command line asks; returns the exit code."""
     if arguments.list_chats:
         return _list_chats()
-    setup = setup_of(arguments)
+    notices: list[str] = []
     sessions: list[ChatSession] = []
-    with closing(setup.store), closing(setup.toolbox):
+    with closing(_store(arguments, notices)) as store, ExitStack() as toolbox:
+        setup = setup_of(arguments, store, notices)
+        toolbox.callback(setup.toolbox.close)
         has_screen = is_terminal(sys.stdin) and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
         is_plain = arguments.plain or not has_screen
         try:

@@ -72,6 +72,7 @@ def main() -> None:
     with responsive():
         waited = sorted(1000 * seconds for seconds in asyncio.run(measure(app, arguments.seconds)))
     app.end()
+    setup.store.close()
     result = {
         "keys": len(waited),
         "median_ms": statistics.median(waited),

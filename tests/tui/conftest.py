@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from localllm.tui.screens import streaming
+from localllm.tui.storage import schema
 from tests.helpers.chat_app import run
 
 
@@ -25,3 +29,18 @@ def quick_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws what a model writes as soon as it comes; collecting garbage would take longer than most tests."""
     monkeypatch.setattr(streaming, "PERIOD", 0.005)
     monkeypatch.setattr(gc, "freeze", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def stores_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the databases that a test opened: Python 3.13 warns of those that are collected while open."""
+    connect, connections = schema.connect, list[sqlite3.Connection]()
+
+    def connect_and_note(path: Path | None) -> sqlite3.Connection:
+        connections.append(connect(path))
+        return connections[-1]
+
+    monkeypatch.setattr(schema, "connect", connect_and_note)
+    yield
+    for connection in connections:
+        connection.close()

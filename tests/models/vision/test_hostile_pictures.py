@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,14 @@ def by_chat(llm: LLM) -> Ask:
 
     def ask(path: Path) -> str | None:
         assert half_blocks(path.read_bytes()).plain
-        session = ChatSession(llm, Store(None))
-        session.set_options({"max_tokens": 2, "temperature": 0})
-        try:
-            play(session.send, f'@"{path}" {QUESTION}')
-        except LocalLLMError as error:
-            refusal(str(error))
-            return None
+        with closing(Store(None)) as store:
+            session = ChatSession(llm, store)
+            session.set_options({"max_tokens": 2, "temperature": 0})
+            try:
+                play(session.send, f'@"{path}" {QUESTION}')
+            except LocalLLMError as error:
+                refusal(str(error))
+                return None
         return session.conversation.path()[-1].content
 
     return ask
