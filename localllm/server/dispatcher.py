@@ -31,7 +31,7 @@ from localllm.server.answers import (
     stopping,
 )
 from localllm.server.http import LONG_REQUEST, HTTPError, cancel_on_disconnect
-from localllm.server.models import Models
+from localllm.server.models import Models, ServedModel
 
 if TYPE_CHECKING:
     from localllm.server.response_store import ResponseStore
@@ -79,9 +79,10 @@ class Dispatcher:
             raise stopping()
         if not 1 <= job.n <= MAX_REPLIES:
             raise HTTPError(400, f"n is {job.n}, but must be from 1 to {MAX_REPLIES}")
-        wanted = job.options.pop("adapters", None)
-        if wanted is not None or self.models.adapters:  # else those of the model's own defaults
-            job.options["adapters"] = self.adapter_scales(wanted)
+        scales = job.options.pop("adapters", None)
+        model = self.models.find(job.model)
+        if scales is not None or model.adapters:  # otherwise the model's defaults
+            job.options["adapters"] = adapter_scales(model, scales)
         client: str = request.state.client
         if "x-priority" in request.headers:
             job.options.setdefault("priority", request.headers["x-priority"])
@@ -105,16 +106,6 @@ class Dispatcher:
         pending = PendingReplies(job, served, llm, streams, self._end, began, load_s)
         self.active[pending.number] = pending
         return pending
-
-    def adapter_scales(self, wanted: list[LoraScale] | None) -> dict[str, float]:
-        """The share of each adapter by name: 0 of those that ``wanted`` leaves out, as in llama.cpp."""
-        if wanted is None:
-            return dict(self.models.adapters)
-        names = [*self.models.adapters]
-        for each in wanted:
-            if not (0 <= each.id < len(names) and math.isfinite(each.scale)):
-                raise HTTPError(400, f"lora: there is no adapter {each.id}, or its scale is not finite")
-        return dict.fromkeys(names, 0.0) | {names[each.id]: each.scale for each in wanted}
 
     async def with_model(self, request: Request, name: str | None, work: Callable[[LLM], Any]) -> Any:
         """Calls ``work`` with a model in another thread; returns its result."""
@@ -231,3 +222,20 @@ def _seconds(text: str) -> float:
         return float(text)
     except ValueError:
         raise HTTPError(400, f"X-Timeout is {text!r:.40}, but must be a number of seconds") from None
+
+
+def adapter_scales(model: ServedModel, scales: list[LoraScale] | None) -> dict[str, float]:
+    """Return the scale of each of a model's adapters, by its path.
+
+    Adapters that ``scales`` omits get 0, as in llama.cpp; without ``scales`` every adapter has its default.
+    """
+    if scales is None:
+        return dict(model.adapters)
+    paths = [*model.adapters]
+    for adapter in scales:
+        if not 0 <= adapter.id < len(paths):
+            has = f"adapters 0 to {len(paths) - 1}" if paths else "no adapters"
+            raise HTTPError(400, f"lora: there is no adapter {adapter.id}, the model {model.name} has {has}")
+        if not math.isfinite(adapter.scale):
+            raise HTTPError(400, f"lora: the scale of adapter {adapter.id} is not finite")
+    return dict.fromkeys(paths, 0.0) | {paths[adapter.id]: adapter.scale for adapter in scales}

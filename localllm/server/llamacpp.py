@@ -46,8 +46,9 @@ from localllm.server.answers import (
     split_begun,
 )
 from localllm.server.bodies import decode
-from localllm.server.dispatcher import Dispatcher
+from localllm.server.dispatcher import Dispatcher, adapter_scales
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
+from localllm.server.models import ServedModel
 from localllm.server.openai import (
     checked_logprobs,
     progress_json,
@@ -311,14 +312,20 @@ async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
-    adapter_scales = enumerate(dispatcher.models.adapters.items())
-    return json_response([{"id": i, "path": Path(name).name, "scale": share} for i, (name, share) in adapter_scales])
+    """Lists the adapters of the query's ``model``, by default of the first one."""
+    adapters = enumerate(_model_of_query(request, dispatcher).adapters.items())
+    return json_response([{"id": i, "path": Path(path).name, "scale": scale} for i, (path, scale) in adapters])
 
 
 async def set_lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
-    """Changes how much of each adapter requests get that do not say it."""
-    dispatcher.models.adapters = dispatcher.adapter_scales(await decode(request, list[LoraScale]))
+    """Sets the adapters' scales in requests without ``lora``."""
+    model = _model_of_query(request, dispatcher)
+    model.adapters = adapter_scales(model, await decode(request, list[LoraScale]))
     return await lora_adapters(request, dispatcher)
+
+
+def _model_of_query(request: Request, dispatcher: Dispatcher) -> ServedModel:
+    return dispatcher.models.find(request.query_params.get("model"))
 
 
 # -- Completions ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from localllm.engine.engine import Counts
@@ -32,6 +33,7 @@ class Preset(NamedTuple):
     load: Loader
     ttl_s: float | None = None
     aliases: Sequence[str] = ()
+    adapters: Mapping[str, float] = MappingProxyType({})  # scale of each adapter, by its path
 
 
 class UnknownModelError(LocalLLMError):
@@ -63,6 +65,8 @@ class ServedModel:
     # aliases, tags: what requests may call it, too, and words that lists show
     aliases: Sequence[str] = ()
     tags: Sequence[str] = ()
+    # scale of each low-rank adapter in requests without `lora`, by the adapter's path
+    adapters: dict[str, float] = field(default_factory=dict)
     props: dict[str, Any] = field(default_factory=dict)  # what ``/props`` says of it while it is not loaded
     last_counts: Counts | None = None  # what it had done when it was last unloaded
     told_counts: Counts = field(default_factory=Counts)  # what it had done when ``/metrics`` was last asked for
@@ -115,6 +119,7 @@ class Models:
             aliases: other names of the first one, of which lists show the first in the alphabet, as llama.cpp's.
             tags: of the first one.
             takes_any_name: whether a name that is not known means the first one.
+            adapters: scale of each low-rank adapter of the models without a `Preset`, by the adapter's path.
         """
         aliases = sorted(aliases)
         self.served: dict[str, ServedModel] = {}  # by name; the first is taken where a request names none
@@ -123,8 +128,9 @@ class Models:
             if isinstance(each, Preset):
                 own_ttl_s = ttl_s if each.ttl_s is None else each.ttl_s
                 model = ServedModel(name, each.source, own_ttl_s, preset=each, aliases=each.aliases)
+                model.adapters = dict(each.adapters)
             else:
-                model = ServedModel(name, each, ttl_s)
+                model = ServedModel(name, each, ttl_s, adapters=dict(adapters or {}))
             if not self.served:
                 model.tags = tuple(tags)
                 if aliases:
@@ -135,8 +141,6 @@ class Models:
         # n_loads: how often a model was loaded
         # prompts: the folder that keeps what was evaluated of prompts while a model is not loaded, if there is one
         self.n_loads, self.prompts = 0, prompts
-        # how much of each low-rank adapter a request gets that says nothing, by the adapter's name
-        self.adapters = dict(adapters or {})
         self.is_closed = False  # nothing is loaded any more
         self.log = log  # told of what is loaded and unloaded
         self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}  # makes a model's ``props``

@@ -149,9 +149,11 @@ async def _over_http(url: str) -> AsyncIterator[Any]:
 
     timeout = httpx2.Timeout(START_SECONDS, read=CALL_SECONDS)
     hooks, headers = {"response": [bound]}, {"Accept-Encoding": "identity"}
-    async with httpx2.AsyncClient(timeout=timeout, event_hooks=hooks, headers=headers) as http:
-        async with streamable_http_client(url, http_client=http, max_sse_event_size=MAX_BYTES) as streams:
-            yield streams
+    async with (
+        httpx2.AsyncClient(timeout=timeout, event_hooks=hooks, headers=headers) as http,
+        streamable_http_client(url, http_client=http, max_sse_event_size=MAX_BYTES) as streams,
+    ):
+        yield streams
 
 
 @asynccontextmanager

@@ -104,7 +104,7 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
                 raise
             warn(f"the model {name} is not available: {error}")
             return Preset(section["model"], partial(load_again, name, section), own.ttl, aliases)
-        return Preset(source, own_load, own.ttl, aliases)
+        return Preset(source, own_load, own.ttl, aliases, _adapters(own))
 
     def load_again(name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress) -> LLM:
         """Load a model whose preset was not usable when the server started."""
@@ -129,11 +129,15 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         aliases=_split_commas(arguments.aliases),
         tags=_split_commas(arguments.tags),
         takes_any_name=len(served) == 1,
-        adapters={str(path): share for path, share in arguments.lora},
+        adapters=_adapters(arguments),
         prompts=_folder("--prompt-cache", arguments.prompts),
         log=(lambda line: None) if arguments.quiet else say,
     )
     return models, bool(given or presets)
+
+
+def _adapters(arguments: argparse.Namespace) -> dict[str, float]:
+    return {str(path): scale for path, scale in arguments.lora}
 
 
 def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Loader]:

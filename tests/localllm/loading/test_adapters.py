@@ -171,6 +171,42 @@ def test_a_server_with_adapters(base: Path, adapters: dict[str, Path], llm: loca
         assert httpx.get(url).json()[1]["scale"] == -0.3
 
 
+def test_each_model_of_a_server_has_its_own_adapters(
+    base: Path, adapters: dict[str, Path], llm: localllm.LLM
+) -> None:
+    httpx = pytest.importorskip("httpx", reason="needs httpx")
+    http_server = pytest.importorskip("tests.helpers.http_server", reason="needs the extra 'serve'")
+    models = pytest.importorskip("localllm.server.models", reason="needs the extra 'serve'")
+    load = {name: http_server.demo(path=base, context=128, adapters={name: adapters[name]}) for name in ("a", "b")}
+    sources = {
+        "first": models.Preset(None, load["a"], adapters={"a": 1.0}),
+        "second": models.Preset(None, load["b"], adapters={"b": 0.5}),
+        "plain": None,
+    }
+    with http_server.serving(http_server.demo(path=base, context=128), sources=sources) as server:
+
+        def text(model: str, **more: Any) -> str:
+            body = {"model": model, "prompt": IDS, "temperature": 0, "n_predict": 12, **more}
+            return str(httpx.post(server.url + "/completion", json=body, timeout=60).json()["content"])
+
+        def expected(**scales: float) -> str:
+            return llm.generate(IDS, max_tokens=12, temperature=0.0, adapters=scales).text
+
+        assert text("first") == expected(a=1)
+        assert text("second") == expected(b=0.5)
+        assert text("second", lora=[{"id": 0, "scale": 1.0}]) == expected(b=1)
+        assert text("plain") == expected()
+        url = server.url + "/lora-adapters"
+        assert httpx.get(url).json() == [{"id": 0, "path": "a", "scale": 1.0}]
+        assert httpx.get(url, params={"model": "second"}).json() == [{"id": 0, "path": "b", "scale": 0.5}]
+        assert httpx.get(url, params={"model": "plain"}).json() == []
+        httpx.post(url, params={"model": "second"}, json=[{"id": 0, "scale": 0}]).raise_for_status()
+        assert text("second") == expected()
+        assert text("first") == expected(a=1)
+        body = {"model": "plain", "prompt": IDS, "lora": [{"id": 0, "scale": 1}]}
+        assert "plain has no adapters" in httpx.post(server.url + "/completion", json=body).json()["error"]["message"]
+
+
 def test_adding_an_adapter_later_is_the_same(base: Path, adapters: dict[str, Path], llm: localllm.LLM) -> None:
     with localllm.load(base, device="cpu", context=128) as other:
         before = other.generate(IDS, max_tokens=8, temperature=0.0).ids

@@ -157,11 +157,11 @@ def test_a_model_that_sleeps_is_told_of_and_not_woken() -> None:
         assert (served.llm, server.models.n_loads) == (None, 1)
 
 
-def test_a_model_that_cannot_be_loaded_does_not_keep_the_server_from_being_ready() -> None:
+def test_one_model_that_cannot_be_loaded_does_not_keep_the_server_from_being_ready() -> None:
     def broken(source: str | None, progress: object) -> LLM:
         raise GGUFError("it is damaged")
 
-    with serving(broken, loads_first=True) as server:
+    with serving(broken, loads_first=True, names=("demo", "other")) as server:
         assert eventually(lambda: httpx.get(server.url + "/health").status_code == 200)
         assert httpx.post(server.url + "/completion", json={"prompt": "a"}).status_code == 500
 
