@@ -18,6 +18,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 import llguidance
 
 from localllm.cancellation import check_cancelled
+from localllm.sampling.ecma_patterns import from_ecma
 
 Node = dict[str, Any]
 
@@ -237,17 +238,22 @@ class _Reader:
             found["patternProperties"] = {pattern: each for pattern, each in held if pattern is not None}
 
     def _pattern(self, pattern: Any) -> Any:
-        if not isinstance(pattern, str) or _is_enforced(pattern):
+        """Return a pattern for llguidance; None if no text is held to it."""
+        if not isinstance(pattern, str):
             return pattern
-        shorter: str | None = _without_look(pattern)
-        if shorter == pattern or not _is_enforced(str(shorter)):
-            try:
-                re.compile(pattern)
-            except re.error:
-                return pattern  # llguidance says what is wrong
-            shorter = None
-        self.not_held.append(f"pattern {pattern!r:.60}" + ("" if shorter is None else " in full"))
-        return shorter
+        translated, has_references = from_ecma(pattern)
+        wider: str | None = translated
+        if not _is_enforced(translated):
+            wider = _without_look(translated)
+            if not _is_enforced(wider):
+                try:
+                    re.compile(translated)
+                except (re.error, OverflowError, RecursionError):
+                    return pattern  # llguidance says what is wrong
+                wider = None
+        if wider != translated or has_references:
+            self.not_held.append(f"pattern {pattern!r:.60}" + ("" if wider is None else " in full"))
+        return wider
 
     def _read_properties(self, schema: Node, found: Node, read: Any) -> None:
         names = schema.get("propertyNames")
