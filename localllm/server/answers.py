@@ -63,13 +63,60 @@ _OPTIONS = {
     if option.kind.json is not None and name not in _NOT_FIELDS
 }
 
+
+class Thinking(msgspec.Struct):
+    """A switch of thinking in the form of Anthropic, GLM, Kimi and DeepSeek."""
+
+    type: str = "disabled"
+
+
+class Reasoning(msgspec.Struct):
+    """A switch of thinking in the form of OpenAI's responses, OpenRouter and vLLM."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+class ThinkingFields(msgspec.Struct):
+    """Fields that switch thinking, in the forms of several APIs; every API accepts every form."""
+
+    enable_thinking: bool | None = None
+    thinking: Thinking | bool | str | None = None
+    think: bool | str | None = None
+    reasoning: Reasoning | bool | str | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template; the most explicit field decides."""
+        reasoning, thinking = self.reasoning, self.thinking
+        kind = thinking.type if isinstance(thinking, Thinking) else thinking
+        efforts: list[bool | str | None] = [self.think, kind]
+        if isinstance(reasoning, Reasoning):
+            efforts += [reasoning.effort, reasoning.enabled]
+        else:
+            efforts.append(reasoning)
+        variables: dict[str, Any] = {}
+        for effort in (*efforts, self.reasoning_effort, self.enable_thinking):
+            if isinstance(effort, bool):
+                variables["enable_thinking"] = effort
+            elif effort in ("enabled", "adaptive", "on", "true"):
+                variables["enable_thinking"] = True
+            elif effort in ("disabled", "off", "false"):
+                variables["enable_thinking"] = False
+            elif effort and effort != "auto":
+                variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return {**variables, **(self.chat_template_kwargs or {})}
+
+
 if TYPE_CHECKING:
 
-    class _Options(msgspec.Struct):
+    class _Options(ThinkingFields):
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    _Options = msgspec.defstruct("_Options", [(name, each.kind.json | None, None) for name, each in _OPTIONS.items()])
+    _fields = [(name, each.kind.json | None, None) for name, each in _OPTIONS.items()]
+    _Options = msgspec.defstruct("_Options", _fields, bases=(ThinkingFields,))
 
 
 class StructuredOutputs(msgspec.Struct):

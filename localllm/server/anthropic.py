@@ -39,10 +39,6 @@ class Tool(msgspec.Struct):
     strict: bool = False
 
 
-class Thinking(msgspec.Struct):
-    type: str = "disabled"
-
-
 class OutputFormat(msgspec.Struct):
     type: str = "json_schema"
     schema: dict[str, Any] | None = None
@@ -59,7 +55,6 @@ class MessagesRequest(GenerationFields, kw_only=True):
     stop: list[str] | None = msgspec.field(name="stop_sequences", default=None)
     tools: list[Tool] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
@@ -82,9 +77,8 @@ def _job(body: MessagesRequest) -> GenerationJob:
         if tool.input_schema is not None
     ]
     hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
-    variables: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
-    if body.thinking is not None:
-        variables["enable_thinking"] = body.thinking.type != "disabled"
+    effort: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
+    variables = effort | body.template_variables()
     messages, begun = split_begun(_messages(body))
     more = offer_tools(options, tools, body.tool_choice)
     more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use")), "hosted_tools": hosted}

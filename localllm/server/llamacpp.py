@@ -40,6 +40,7 @@ from localllm.server.answers import (
     Prompt,
     Prompts,
     Reply,
+    ThinkingFields,
     infill_tokens,
     offer_tools,
     prompts_of,
@@ -52,7 +53,6 @@ from localllm.server.models import ServedModel
 from localllm.server.openai import (
     checked_logprobs,
     progress_json,
-    thinking_variables,
     timings_json,
     timings_so_far,
     token_json,
@@ -256,11 +256,9 @@ class DetokenizeRequest(msgspec.Struct):
     model: str | None = None
 
 
-class TemplateRequest(msgspec.Struct):
+class TemplateRequest(ThinkingFields, kw_only=True):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     model: str | None = None
 
@@ -296,7 +294,7 @@ async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
     goes_on = None if body.add_generation_prompt else False
     read = partial(read_messages, body.messages)
     messages, begun = split_begun(await dispatcher.read(request, read), goes_on)
-    variables = thinking_variables(body.reasoning_effort, body.chat_template_kwargs)
+    variables = body.template_variables()
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
     tools = offer_tools({}, body.tools, None)

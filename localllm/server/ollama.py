@@ -29,6 +29,7 @@ from localllm.server.answers import (
     GenerationJob,
     PendingReplies,
     Reply,
+    ThinkingFields,
     constrain,
     infill_tokens,
     offer_tools,
@@ -38,7 +39,7 @@ from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, json_bytes, json_response
 from localllm.server.models import ServedModel
-from localllm.server.openai import thinking_variables, warnings_json
+from localllm.server.openai import warnings_json
 from localllm.version import __version__
 
 #: Of Ollama, whose API this is.
@@ -49,10 +50,10 @@ class RunOptions(GenerationFields):
     max_tokens: int | None = msgspec.field(name="num_predict", default=None)
 
 
-class OllamaRequest(msgspec.Struct):
+class OllamaRequest(ThinkingFields):
     model: str | None = None
     name: str | None = None
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     prompt: str = ""
     system: str | None = None
     suffix: str | None = None
@@ -62,7 +63,6 @@ class OllamaRequest(msgspec.Struct):
     format: str | dict[str, Any] | None = None
     options: RunOptions | None = None
     stream: bool = True
-    think: bool | str | None = None
     keep_alive: str | float | None = None
     context: list[int] | None = None
 
@@ -78,9 +78,7 @@ def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
         raise HTTPError(400, f"format is {body.format!r:.40}, but must be 'json' or a JSON schema")
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
-    think, variables = body.think, dict[str, Any]()
-    if think is not None and think != "":
-        variables = {"enable_thinking": think} if isinstance(think, bool) else thinking_variables(think)
+    variables = run.template_variables() | body.template_variables()
     return GenerationJob(
         body.model or body.name, options, variables=variables, **offer_tools(options, body.tools, None), **more
     )

@@ -73,8 +73,6 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     stream_options: StreamOptions | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -87,13 +85,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     stream_options: StreamOptions | None = None
-
-
-def thinking_variables(effort: str | None, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    variables: dict[str, Any] = {}
-    if effort is not None:
-        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return {**variables, **(given or {})}
 
 
 def _chat_job(body: ChatRequest) -> GenerationJob:
@@ -116,7 +107,7 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
         messages=messages,
         begun=begun,
         **offer_tools(options, body.tools, body.tool_choice),
-        variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
+        variables=body.template_variables(),
         n=1 if body.n is None else body.n,
         one_call=body.parallel_tool_calls is False,
         tells_progress=body.return_progress and body.stream,

@@ -40,17 +40,12 @@ from localllm.server.openai import (
     count_input,
     new_id,
     progress_json,
-    thinking_variables,
     timings_json,
     timings_so_far,
     tokens_json,
     warnings_json,
 )
 from localllm.server.response_store import StoredResponse
-
-
-class Reasoning(msgspec.Struct):
-    effort: str | None = None
 
 
 class TextFormat(msgspec.Struct):
@@ -73,7 +68,6 @@ class ResponsesRequest(GenerationFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
     text: TextOptions | None = None
     store: bool | None = None
     top_logprobs: int | None = None
@@ -108,7 +102,6 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     messages, begun = split_begun([*before, *_messages(items)])
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
-    variables = thinking_variables(body.reasoning.effort if body.reasoning else None)
     return GenerationJob(
         body.model,
         options,
@@ -116,7 +109,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
         begun=begun,
         **offer_tools(options, tools, body.tool_choice),
         hosted_tools=hosted,
-        variables=variables,
+        variables=body.template_variables(),
         one_call=body.parallel_tool_calls is False,
         tells_progress=body.return_progress and body.stream,
         tells_timings=body.timings_per_token,
@@ -281,7 +274,7 @@ class _ResponseWriter:
             "output": list(self._output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "reasoning": {"effort": getattr(body.reasoning, "effort", None), "summary": None},
             "store": body.store is not False,
             "temperature": body.temperature,
             "text": {"format": body.text.format if body.text and body.text.format else TextFormat()},

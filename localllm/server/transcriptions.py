@@ -39,7 +39,8 @@ def _job(body: TranscriptionRequest) -> GenerationJob:
     instruction = f"{body.prompt} (language: {body.language})" if body.language else body.prompt
     sound = Media(body.file, where="the sound in file", kind="audio")
     options = {"temperature": 0, **body.options()}
-    return GenerationJob(body.model, options, messages=[Message("user", (sound, instruction))])
+    messages = [Message("user", (sound, instruction))]
+    return GenerationJob(body.model, options, messages=messages, variables=body.template_variables())
 
 
 async def transcriptions(request: Request, dispatcher: Dispatcher) -> Response:

@@ -21,7 +21,7 @@ from localllm.errors import TemplateError, UsageError
 from localllm.llm import LLM
 from localllm.loading.load import load_file
 from localllm.options.declared import LoadOptions
-from localllm.server import anthropic, ollama, openai, responses
+from localllm.server import anthropic, llamacpp, ollama, openai, responses
 from localllm.server.answers import GenerationJob, split_begun
 from localllm.server.http import HTTPError
 from tests.helpers.http_server import Serving, serving
@@ -566,6 +566,51 @@ ASKED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": "hi"}, OF_COMPLETIONS),
     "llama.cpp": ("/completion", {"prompt": "hi"}, OF_LLAMA_CPP),
 }
+
+
+OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+SWITCHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"enable_thinking": False}, OFF),
+    ({"enable_thinking": True}, ON),
+    ({"thinking": {"type": "disabled"}}, OFF),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ON),
+    ({"thinking": {"type": "auto"}}, {}),
+    ({"thinking": False}, OFF),
+    ({"thinking": "disabled"}, OFF),
+    ({"think": False}, OFF),
+    ({"think": "low"}, {"reasoning_effort": "low", **ON}),
+    ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", **OFF}),
+    ({"reasoning": {"effort": "high"}}, {"reasoning_effort": "high", **ON}),
+    ({"reasoning": {"enabled": False}}, OFF),
+    ({"reasoning": {"enabled": True}}, ON),
+    ({"reasoning": "off"}, OFF),
+    ({"reasoning_effort": "none"}, {"reasoning_effort": "none", **OFF}),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, OFF),
+    ({"reasoning_effort": "high", "chat_template_kwargs": OFF}, {"reasoning_effort": "high", **OFF}),
+    ({"thinking": None, "reasoning": None, "think": None, "enable_thinking": None}, {}),
+]
+
+
+@pytest.mark.parametrize(("switch", "variables"), SWITCHES)
+@pytest.mark.parametrize("dialect", ["openai", "anthropic", "responses", "ollama"])
+def test_every_form_of_switching_thinking_is_known_in_every_dialect(
+    dialect: str, switch: dict[str, Any], variables: dict[str, Any], server: Serving
+) -> None:
+    path, base, _ = ASKED[dialect]
+    AskedLLM.asked = {}
+    answer = httpx.post(server.url + path, json={**base, **switch}, timeout=60)
+    assert AS_FAR in answer.text
+    assert AskedLLM.asked["template_variables"] == variables
+
+
+@pytest.mark.parametrize(("switch", "variables"), SWITCHES)
+def test_templates_are_rendered_with_every_switch(
+    switch: dict[str, Any], variables: dict[str, Any], server: Serving
+) -> None:
+    assert msgspec.convert({"messages": [], **switch}, llamacpp.TemplateRequest).template_variables() == variables
+    run = {"options": switch, "messages": [HI]}
+    if None not in switch.values():
+        assert ollama._job(msgspec.convert(run, ollama.OllamaRequest)).variables == variables
 
 
 @pytest.mark.parametrize("feature", WANTED)
