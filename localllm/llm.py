@@ -260,14 +260,18 @@ class LLM:
         chat = read_messages(messages, may_open_files=True)
         return self._chat_encoder(tools, template_variables, reply_prefix)(chat)[0]
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of tokens; control tokens are left out, and invalid UTF-8 becomes U+FFFD.
+    def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD.
+
+        Args:
+            ids: token ids.
+            special: include the names of control tokens, which the text otherwise omits.
 
         Raises:
             UsageError: an id is outside the vocabulary.
         """
         self._opened()
-        return self._tokenizer.decode(token_ids(ids, self._info.n_vocab))
+        return self._tokenizer.decode(token_ids(ids, self._info.n_vocab), special=special)
 
     def logits(self, ids: Sequence[int], *, last: int | None = None) -> NDArray[np.float32]:
         """The logits after each token, or after the ``last`` ones, float32 [n, n_vocab].

@@ -732,21 +732,18 @@ class Llama:
 
         return (process,)
 
-    def _token_text(self, id_: int) -> str:
-        return self.llm.tokenizer.token_bytes(id_).decode(errors="ignore")
-
     def _logprobs(
         self, choices: Sequence[Choice] | None, offset: int, with_prompt: bool = False
     ) -> dict[str, list[Any]] | None:
         """OpenAI's form; the first token of a prompt has no probability there."""
         if choices is None:
             return None
-        tokens = [self._token_text(choice.id) for choice in choices]
+        label = self.llm.tokenizer.token_label
+        tokens = [label(choice.id) for choice in choices]
         places = TextOffsets(self.llm.tokenizer, offset)
         offsets = [places.next(choice.id) for choice in choices]
         top: list[dict[str, float | None] | None] = [
-            {self._token_text(id_): logprob for id_, logprob in (*choice.top, (choice.id, choice.logprob))}
-            for choice in choices
+            {label(id_): logprob for id_, logprob in (*choice.top, (choice.id, choice.logprob))} for choice in choices
         ]
         token_logprobs = [choice.logprob for choice in choices]
         if with_prompt:
@@ -758,7 +755,9 @@ class Llama:
             return None
 
         def entry(id_: int, logprob: float | None) -> dict[str, Any]:
-            return {"token": self._token_text(id_), "bytes": None, "logprob": logprob}
+            tokenizer = self.llm.tokenizer
+            data = tokenizer.token_bytes(id_, special=True)
+            return {"token": tokenizer.token_label(id_), "bytes": list(data), "logprob": logprob}
 
         content = [
             {**entry(choice.id, choice.logprob), "top_logprobs": [entry(*likely) for likely in choice.top]}

@@ -285,7 +285,7 @@ def _piece(data: bytes) -> str | list[int]:
 
 async def detokenize(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, DetokenizeRequest)
-    text = await dispatcher.with_model(request, body.model, lambda llm: llm.detokenize(body.tokens))
+    text = await dispatcher.with_model(request, body.model, lambda llm: llm.detokenize(body.tokens, special=True))
     return json_response({"content": text})
 
 

@@ -204,7 +204,7 @@ def _finite(logprob: float | None) -> float:
 
 def token_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
     data = llm.tokenizer.token_bytes(id_, special=True)
-    return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+    return {"token": llm.tokenizer.token_label(id_), "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def tokens_json(llm: LLM, choices: Sequence[Choice]) -> list[dict[str, Any]]:
@@ -384,15 +384,16 @@ async def _echo(
 
 
 def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict[str, Any]:
-    tokens = [llm.tokenizer.token_bytes(choice.id).decode(errors="replace") for choice in choices]
+    label = llm.tokenizer.token_label
     # The first token of a text has no likelihood, and nothing is likelier.
     logprobs = [None if choice.logprob is None else _finite(choice.logprob) for choice in choices]
 
     def top_of(choice: Choice) -> dict[str, float]:
-        return {llm.tokenizer.token_bytes(id_).decode(errors="replace"): _finite(p) for id_, p in choice.top}
+        return {label(id_): _finite(p) for id_, p in choice.top}
 
     top = [None if choice.logprob is None else top_of(choice) for choice in choices]
     places = [offsets.next(choice.id) for choice in choices]
+    tokens = [label(choice.id) for choice in choices]
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": places}
 
 

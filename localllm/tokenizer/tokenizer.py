@@ -128,6 +128,10 @@ class Tokenizer:
         """The token as the vocabulary spells it, for people to look at."""
         return self._vocabulary.tokens[as_token_id(token, self._n_vocab)]
 
+    def token_label(self, token: int) -> str:
+        r"""Return a text for lists of tokens: a control token's name, and bytes of partial characters as ``\xe2``."""
+        return self.token_bytes(token, special=True).decode(errors="backslashreplace")
+
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
         """The bytes that ``token`` adds to a text: often not whole characters.
 

@@ -289,7 +289,7 @@ def test_logprobs(llm: Llama) -> None:
     assert found["top_logprobs"][0][found["tokens"][0]] == found["token_logprobs"][0]
 
     chat = llm.create_chat_completion(QUESTION, logprobs=True, top_logprobs=2, **options)["choices"][0]["logprobs"]
-    entry = {"token": "str", "bytes": "NoneType", "logprob": "float"}
+    entry = {"token": "str", "bytes": ["int"], "logprob": "float"}
     assert shape(chat) == {"content": [{**entry, "top_logprobs": [entry]}], "refusal": "NoneType"}
     assert [len(each["top_logprobs"]) for each in chat["content"]] == [2] * 4
 

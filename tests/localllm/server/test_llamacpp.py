@@ -11,8 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm import compat
 from localllm.errors import GGUFError
 from localllm.llm import LLM
+from localllm.sampling import Choice
+from localllm.server import llamacpp, openai
+from localllm.tokenizer.stream import TextOffsets
 from tests.helpers.engines import eventually
 from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, scripted, serving
 
@@ -44,6 +48,10 @@ def test_completion_whole_and_streamed(server: Serving) -> None:
 def test_tokens_and_templates(server: Serving) -> None:
     ids = post(server, "/tokenize", content="Once upon")["tokens"]
     assert post(server, "/detokenize", tokens=ids)["content"] == "Once upon"
+    controls = [server.llm.tokenizer.bos_id, *ids, server.llm.tokenizer.eos_id]
+    names = [server.llm.tokenizer.token_text(id_) for id_ in (controls[0], controls[-1])]
+    assert post(server, "/detokenize", tokens=controls)["content"].replace(" ", "") == "Onceupon".join(names)
+    assert server.llm.detokenize(controls).strip() == "Once upon"
     pieces = post(server, "/tokenize", content="é", with_pieces=True)["tokens"]
     assert bytes(b for each in pieces for b in _bytes(each["piece"])).decode().strip() == "é"
     prompt = post(server, "/apply-template", messages=[{"role": "user", "content": "Hi"}])["prompt"]
@@ -53,6 +61,37 @@ def test_tokens_and_templates(server: Serving) -> None:
     assert post(server, "/apply-template", messages=said)["prompt"] == f"{prompt}Ho"
     whole = post(server, "/apply-template", messages=said, add_generation_prompt=False)["prompt"]
     assert whole == server.llm.chat_template.render(said, add_generation_prompt=False)
+
+
+def test_parts_of_characters_are_told_apart_in_every_list_of_likely_tokens(server: Serving) -> None:
+    llm = server.llm
+    tokens = llm.tokenizer
+    whole = llm.tokenize("a", add_special=False)[-1]
+    parts = [id_ for id_ in range(tokens.n_vocab) if tokens.token_bytes(id_) in (b"\xe2", b"\x96", b"\xf0", b"\xc3")]
+    assert len(parts) == 4
+    likely = [*parts, tokens.eos_id, whole]
+    texts = [*(f"\\x{tokens.token_bytes(id_)[0]:02x}" for id_ in parts), tokens.token_text(tokens.eos_id)]
+    texts.append(tokens.token_bytes(whole).decode())
+    data = [list(tokens.token_bytes(id_, special=True)) for id_ in likely]
+    choice = Choice(parts[0], -1.0, tuple((id_, -1.0 - place) for place, id_ in enumerate(likely)))
+    assert openai._logprobs(llm, [choice], TextOffsets(tokens))["tokens"] == texts[:1]
+    assert [*openai._logprobs(llm, [choice], TextOffsets(tokens))["top_logprobs"][0]] == texts
+    like_llama = compat.Llama.__new__(compat.Llama)
+    like_llama.llm = llm
+    completion, chat = like_llama._logprobs([choice], 0), like_llama._chat_logprobs([choice])
+    assert completion is not None
+    assert chat is not None
+    assert [*completion["top_logprobs"][0]] == texts
+    for rows in (
+        openai.tokens_json(llm, [choice]),
+        llamacpp._probabilities(llm, [choice], False)["completion_probabilities"],
+        chat["content"],
+    ):
+        assert (rows[0]["token"], rows[0]["bytes"]) == (texts[0], data[0])
+        assert [each["token"] for each in rows[0]["top_logprobs"]] == texts
+        assert [each["bytes"] for each in rows[0]["top_logprobs"]] == data
+    drawn = llamacpp._probabilities(llm, [choice], True)["completion_probabilities"][0]["top_probs"]
+    assert [(each["token"], each["bytes"]) for each in drawn] == list(zip(texts, data, strict=True))
 
 
 def _bytes(piece: str | list[int]) -> bytes:

@@ -311,6 +311,9 @@ def test_token_bytes() -> None:
     assert tokenizer.token_bytes(user) == "naïve".encode()
     assert [tokenizer.token_bytes(token) for token in (unknown, unused, control)] == [b"", b"", b""]
     assert tokenizer.token_bytes(control, special=True) == b"<|eot_id|>"
+    assert [tokenizer.token_label(token) for token in (space_a, user, control)] == [" a", "naïve", "<|eot_id|>"]
+    (half,) = (token for token in range(256) if tokenizer.token_bytes(token) == b"\xe2")
+    assert tokenizer.token_label(half) == r"\xe2"
     spm = tiny(spm_metadata(tiny_spm_pieces(WORDS)))
     assert [spm.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
     assert spm.token_bytes(ids_of(spm, "▁hi")[0]) == b" hi"
