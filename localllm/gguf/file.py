@@ -240,8 +240,10 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
     except PermissionError:
         raise GGUFError(f"{shown} may not be read by this user: check its permissions") from None
     except (OSError, ValueError, OverflowError) as error:
-        # ValueError: a NUL in the path, or a file emptied just now; OverflowError: longer than addresses are.
+        # ValueError: a null character in the path, or a file emptied just now; OverflowError: longer than addresses.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if "\0" in str(path):  # each version of Python words this differently
+            reason = "its name has a null character"
         raise GGUFError(f"{shown} cannot be opened ({reason}): check the path and the disk") from error
 
 

@@ -102,8 +102,8 @@ def test_help_does_not_wait_for_the_heavy_packages() -> None:
     assert not loaded & {"numpy", "numba", "llvmlite", "jinja2", "rich", "psutil", "gguf", "tokenizers"}
 
 
-@pytest.mark.linux("modules of the standard library differ between systems")
-@pytest.mark.parametrize(("words", "most"), [("--help", 180), ("genrate", 180), ("models --json", 215)])
+@pytest.mark.linux("Windows needs more modules")
+@pytest.mark.parametrize(("words", "most"), [("--help", 56), ("genrate", 56), ("models --json", 42)])
 def test_commands_that_load_nothing_import_few_modules(words: str, most: int) -> None:
     assert main(["models", "--json"]) == 0  # details of models are read once
     code = f"import sys\nfrom localllm.cli.main import main\nmain({words.split()})\n"
@@ -118,8 +118,10 @@ def test_commands_that_load_nothing_import_few_modules(words: str, most: int) ->
     )
     loaded = done.stderr.splitlines()[-1].split()
     assert "localllm.cli.main" in loaded
-    assert not set(loaded) & {"http.client", "ssl", "subprocess", "urllib.request"}
-    assert len(loaded) <= most
+    slow = {"asyncio", "http.client", "multiprocessing", "ssl", "subprocess", "urllib.request"}
+    assert not set(loaded) & slow
+    # Modules of the standard library differ between versions of Python.
+    assert sum(name.partition(".")[0] not in sys.stdlib_module_names for name in loaded) <= most
 
 
 def test_python_m_localllm_is_the_command() -> None:

@@ -330,7 +330,7 @@ def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(os.name != "posix", reason="names as POSIX has them")
 def test_names_that_the_system_refuses(tmp_path: Path) -> None:
     refuses(tmp_path / ("n" * 300), "cannot be opened .*too long")
-    refuses(Path("a\0b"), "cannot be opened .*null byte")
+    refuses(Path("a\0b"), "cannot be opened .its name has a null character")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     refuses(tmp_path / "loop", "cannot be opened .*symbolic links")
 
