@@ -91,6 +91,7 @@ class Llava(VisionModel):
             raise ModelError("clip.vision.image_grid_pinpoints must be pairs of sizes: the file is broken")
         in_tiles = [side // self.image_size for side in sides]
         self.grids = [grid for grid in zip(in_tiles[::2], in_tiles[1::2], strict=False) if all(grid)]
+        self.check_tiles(1 + max((rows * columns for rows, columns in self.grids), default=0), self.image_size)
         self.meta.skip(
             "has_text_encoder", "has_llava_projector", "vision.feature_layer", "vision.mm_patch_merge_type",
             "vision.image_crop_resolution", "vision.image_split_resolution", "vision.mm_projector_type",

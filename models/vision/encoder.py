@@ -38,7 +38,7 @@ from localllm.kernels.graph import (
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
 from localllm.models.config import Heads, Metadata
 from localllm.models.hf_convert import Array
-from localllm.models.vision.pictures import block_order, normalised, open_picture, patches
+from localllm.models.vision.pictures import MAX_PIXELS, block_order, normalised, open_picture, patches
 from localllm.models.vision.views import RowsScaled
 from localllm.models.weights import Reshaped, Weights
 from localllm.quant.formats import dequantize
@@ -47,6 +47,29 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pixels = NDArray[np.float32]
+
+#: Lowest and highest value of each number ``clip.{section}.{key}``, in all families.
+BOUNDS: dict[str, tuple[int, int]] = {
+    "attention.head_count": (0, 1024),
+    "block_count": (0, 512),
+    "embedding_length": (1, 1 << 16),
+    "feed_forward_length": (0, 1 << 18),
+    "image_max_pixels": (1, 1 << 25),
+    "image_min_pixels": (0, 1 << 25),
+    "image_size": (1, 8192),
+    "n_wa_pattern": (0, 512),
+    "num_mel_bins": (1, 4096),
+    "patch_size": (1, 256),
+    "preproc_image_size": (1, 8192),
+    "preproc_max_tiles": (1, 256),
+    "preproc_min_tiles": (1, 256),
+    "projection_dim": (0, 1 << 16),  # 0 in files whose projector has the width
+    "projector.scale_factor": (1, 16),
+    "projector.stack_factor": (1, 64),
+    "spatial_merge_size": (1, 16),
+}
+#: Bounds of the colours' means and standard deviations.
+_MEANS, _DEVIATIONS = (-1e3, 1e3), (1e-3, 1e3)
 
 
 @dataclass(frozen=True)
@@ -135,9 +158,10 @@ class EncoderModel:
         self.graph.watched.update(self.further)
 
     def number(self, key: str, default: Any = None) -> int:
-        """The whole number ``clip.{section}.{key}``."""
-        given: dict[str, Any] = {} if default is None else {"default": default}
-        return int(self.meta.read(f"{self.section}.{key}", int, low=0, high=1 << 31, **given))
+        """Return the integer ``clip.{section}.{key}``.  Raises ModelError if it is outside its `BOUNDS`."""
+        options: dict[str, Any] = {} if default is None else {"default": default}
+        low, high = BOUNDS[key]
+        return int(self.meta.read(f"{self.section}.{key}", int, low=low, high=high, **options))
 
     # -- What families say -----------------------------------------------------------------------------------------
 
@@ -301,17 +325,33 @@ class VisionModel(EncoderModel):
     def __init__(self, meta: Metadata, weights: Weights) -> None:
         self.meta = meta
         self.image_size, self.patch_size = self.number("image_size"), self.number("patch_size")
-        self.mean, self.std = (self._colours(f"vision.image_{key}") for key in ("mean", "std"))
+        self.mean = self._colours("vision.image_mean", *_MEANS)
+        self.std = self._colours("vision.image_std", *_DEVIATIONS)
         self.activation = _activation(meta)
         if self.exact_gelu and self.activation == "gelu":
             self.activation = "gelu_erf"
         super().__init__(meta, weights)
 
-    def _colours(self, key: str) -> tuple[float, ...]:
+    def _colours(self, key: str, low: float, high: float) -> tuple[float, ...]:
         values = self.meta.find(key)
         if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(x, float) for x in values):
             raise ModelError(f"clip.{key} must be three numbers: the file is broken")
+        if not all(low <= x <= high for x in values):  # also refuses NaN
+            raise ModelError(f"clip.{key} must be numbers between {low:g} and {high:g}: the file is broken")
         return tuple(values)
+
+    def check_tiles(self, n_tiles: int, side: int) -> None:
+        """Raise ModelError unless a tile becomes a token, and all tiles of an image fit into memory."""
+        if side < self.patch_size * self.merge:
+            raise ModelError(
+                f"the tiles of an image are {side} pixels wide, but a token takes {self.patch_size * self.merge}: "
+                "the file is broken"
+            )
+        if n_tiles * side**2 > MAX_PIXELS:
+            raise ModelError(
+                f"an image becomes {n_tiles:,} tiles of {side} × {side} pixels, more than {MAX_PIXELS:,} pixels: "
+                "the file is broken"
+            )
 
     @property
     def n_joined(self) -> int:

@@ -154,9 +154,11 @@ class Gemma4(VisionModel):
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 3)
         side = self.patch_size * self.merge
-        self.budget = self.number("image_max_pixels", 280 * side**2) // max(side**2, 1)
+        self.budget = self.number("image_max_pixels", 280 * side**2) // side**2
         self.activation = "gelu"
         self.mean = self.std = (0.5,) * 3  # the model takes 2 * pixel - 1, whatever the file says
+        if not self.budget:
+            raise ModelError("clip.vision.image_max_pixels are less than a token: the file is broken")
         if self.head_dim % 4:
             raise ModelError(f"heads of {self.head_dim} values do not turn by column and row: the file is broken")
 

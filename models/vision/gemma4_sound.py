@@ -286,9 +286,7 @@ class Gemma4UnifiedSound(SoundModel):
     marker = "<|audio|>"
 
     def read(self) -> None:
-        if not (n := self.number("num_mel_bins")):
-            raise ModelError("clip.audio.num_mel_bins, the samples of a token, is 0: the file is broken")
-        self.n_samples = n
+        self.n_samples = self.number("num_mel_bins")
 
     def record(self) -> None:
         x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_samples), 0, self.n_samples))

@@ -74,7 +74,7 @@ class HunyuanVL(QwenVision):
 
     def record(self) -> None:
         d, size, weights = self.n_embd, self.merge, self.weights
-        side = self.image_size // max(self.patch_size, 1)
+        side = self.image_size // self.patch_size
         self.position_table = self.table("v.position_embd.weight", side**2, d)
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
         x = self.joined(self.graph.add(RMSNorm(x, weights.vector("mm.pre_norm", d), self.eps)))

@@ -72,6 +72,7 @@ class InternVL(VisionModel):
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 2)
         self.least, self.most = self.number("preproc_min_tiles", 1), self.number("preproc_max_tiles", 12)
+        self.check_tiles(self.most + 1, self.image_size)
         self.rms = "v.blk.0.ln1.bias" not in self.weights
 
     def record(self) -> None:

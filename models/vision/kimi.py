@@ -67,7 +67,7 @@ class Kimi(VisionModel):
 
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 2)
-        self.most = self.number("image_max_pixels", self.patch_size**2 << 14) // max(self.patch_size**2, 1)
+        self.most = self.number("image_max_pixels", self.patch_size**2 << 14) // self.patch_size**2
         self.meta.skip("vision.image_min_pixels")  # which the model's processor does not have
 
     def record(self) -> None:

@@ -65,6 +65,7 @@ class Llama4(VisionModel):
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 2)
         self.most = self.number("preproc_max_tiles", _TILES)
+        self.check_tiles(self.most + 1, self.image_size)
 
     def record(self) -> None:
         weights, n, d = self.weights, 3 * self.patch_size**2, self.n_embd

@@ -71,8 +71,9 @@ class MiniCPMV(VisionModel):
         if self.merge not in (2, 4):
             raise ModelError(f"clip.vision.projector.scale_factor is {self.merge}, but 2 or 4 patches are merged")
         self.most = self.number("preproc_max_tiles", MAX_SLICES)
+        self.check_tiles(self.most + 1, self.image_size)
         layers = self.meta.find("vision.wa_layer_indexes") or [6]
-        if not isinstance(layers, list | tuple) or not isinstance(layers[0], int):
+        if not isinstance(layers, list | tuple) or type(layers[0]) is not int or layers[0] < 0:
             raise ModelError("clip.vision.wa_layer_indexes must be the number of a layer: the file is broken")
         self.n_first = self.n_layers if self.merge == 2 else min(layers[0] + 1, self.n_layers)
 

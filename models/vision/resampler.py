@@ -78,6 +78,7 @@ class Resampler(MiniCPMV):
 
     def read(self) -> None:
         self.most = self.number("preproc_max_tiles", MAX_SLICES)
+        self.check_tiles(self.most + 1, self.image_size)
         version = self.meta.read("minicpmv_version", int, 2)
         if version not in _VERSIONS.values():
             raise ModelError(

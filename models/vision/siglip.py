@@ -110,6 +110,7 @@ class Gemma3(Siglip):
 
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 4)
+        self.check_tiles(1, self.image_size)
 
     def record(self) -> None:
         x = self.graph.add(Outputs(self.encoded(), self.merge**2, is_mean=True))
@@ -133,6 +134,7 @@ class Idefics3(Siglip):
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 2)
         self.edge = self.number("preproc_image_size", self.image_size)
+        self.check_tiles(1 + (-(-self.edge // self.image_size)) ** 2, self.image_size)
 
     def record(self) -> None:
         x = self.joined(self.encoded())
@@ -199,11 +201,14 @@ class Lfm2(Siglip):
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 2)
         self.token = self.patch_size * self.merge
-        area = max(self.token**2, 1)
+        area = self.token**2
         self.least = self.number("image_min_pixels", 64 * area) // area
         self.most = self.number("image_max_pixels", 256 * area) // area
         self.tile = self.number("preproc_image_size", 512)
         self.least_tiles, self.most_tiles = self.number("preproc_min_tiles", 2), self.number("preproc_max_tiles", 10)
+        self.check_tiles(self.most_tiles, self.tile)
+        if not self.most:
+            raise ModelError("clip.vision.image_max_pixels are less than a token: the file is broken")
 
     def record(self) -> None:
         x = self.joined(self.encoded())
