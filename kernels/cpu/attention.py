@@ -48,6 +48,7 @@ from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5
 from localllm.kernels.cpu.elementwise import exp, hadamard, tanh
 from localllm.kernels.cpu.simd import *
+from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
 from localllm.kernels.graph import Attention
 
@@ -77,12 +78,14 @@ def state_constants(op: Attention) -> dict[str, int]:
     return {**places, "SINKS": int(op.sinks is not None), "VALUE_ROTATION": op.cache.rotations[1]}
 
 
-def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
-    """Compile-time constants of `attention`; ``wide``: a vector fills one register, so that many fit."""
-    vectors, cache = 2 if wide else 1, op.cache
-    # Rows of encoders are many: six and their factors fill 16 registers, but of the four or eight heads that share a
-    # key in decoding, six would compute some twice.  `score_rows` adds up the lanes of four or sixteen sums at once.
-    rows = 8 if wide else 4 if op.causal or cache.values_in_keys else 6
+def constants(op: Attention, target: Target) -> dict[str, Any]:
+    """Compile-time constants of `attention`."""
+    wide, cache = target.wide, op.cache
+    vectors = 2 if wide else 1
+    # Decoding has four or eight heads that share a key: with six rows at once, some would be computed twice.
+    # `score_rows` adds up the lanes of four or sixteen sums at once.  Encoders fill the registers.
+    few = op.causal or cache.values_in_keys
+    rows = 8 if wide else 4 if few else max(4, target.rows_of_sums(vectors))
     keys, values = layouts_of(cache)
     values_dim = cache.key_dim if cache.values_in_keys else cache.value_dim
     entries = op.entries

@@ -191,10 +191,7 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
     from localllm.kernels.cpu.instructions import lowering_for
     from localllm.kernels.cpu.numba_types import register_operations
 
-    # QUARTERS: whether a vector fills four registers, of which there are enough for a quarter of a product.
-    # FEW_REGISTERS: whether it fills two, of which there are sixteen.
-    few = v.target.dot.endswith("256")
-    constants = {**dict(v.constants), "QUARTERS": v.target.family == "aarch64", "FEW_REGISTERS": few}
+    constants = {**dict(v.constants), **v.target.constants}
     if constants["QUARTERS"] and "ADD" in constants:
         constants["ADD_FOUR"] = FourTokens(constants["ADD"].function)
     frontend = _Frontend(constants)

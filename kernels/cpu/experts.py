@@ -328,10 +328,10 @@ def experts_quantised(begin, end, experts, n_groups, tables, n_tiles, x, pairs, 
 def experts_float(begin, end, experts, n_units, tables, n_in, x, x_stride, pairs, biases, y, y_stride):
     """Float products; a unit is ``16 * FLOAT_GROUPS`` rows of an expert, which has ``n_units`` of them.
 
-    x: float32 rows by place.  The rest is as in `experts_quantised` and `matmul_float`.
+    x: float32 rows by place.  `matmul_float` and `experts_quantised` describe the other parameters.
     """
     slab = stack(64 * FLOAT_GROUPS * FLOAT_SLAB)
-    sums = stack(64 * FLOAT_GROUPS * MAX_TOKENS)
+    sums = stack(64 * FLOAT_GROUPS * FLOAT_TOKENS)
     for unit in range(begin, end):
         entry, own = experts + unit // n_units * ENTRY, unit % n_units
         tiles = load_i64(tables + 8 * load_i64(entry)) + own * FLOAT_GROUPS * n_in * COLUMN_BYTES
@@ -343,8 +343,8 @@ def experts_float(begin, end, experts, n_units, tables, n_in, x, x_stride, pairs
             out = y + load_i64(pairs + 8 * first_place) * y_stride
             one_float_token(tiles, n_in, x + first_place * x_stride, bias, 0, out, rows)
         else:
-            for first in range(first_place, first_place + n_places, MAX_TOKENS):
-                n = min(MAX_TOKENS, first_place + n_places - first)
+            for first in range(first_place, first_place + n_places, FLOAT_TOKENS):
+                n = min(FLOAT_TOKENS, first_place + n_places - first)
                 several_float_tokens(n, tiles, n_in, slab, sums, x + first * x_stride, x_stride)
                 for i in range(n):
                     for g in static_range(FLOAT_GROUPS):

@@ -576,7 +576,7 @@ class Lowering:
             ),
             n_heads,
             table.slot,
-            **attention_kernels.constants(op, wide=self.target.wide),
+            **attention_kernels.constants(op, self.target),
         )
         if table.max_partials:
             arguments = (

@@ -36,8 +36,7 @@ HALF_TILE = TOKENS // 2
 #: of a slab are multiplied, for which there are enough registers.
 FEW = 2 * TOKENS
 
-#: Groups of 16 rows in a unit of the float kernels: enough independent sums to keep the multipliers busy.  Columns in
-#: a slab of theirs.
+#: Groups of 16 rows in a unit of the float kernels, and columns in one of their slabs.
 FLOAT_GROUPS = 2
 FLOAT_SLAB = 128
 
@@ -233,28 +232,34 @@ def one_float_token(tiles, n_in, x, bias, residual, y, rows):
 
 
 @template
-def multiply_float_slab(n, sums, slab, n_columns, x, x_stride, most):
-    """sums[i] += the slab's columns times token i, for n tokens; those beyond number ``most`` are that one again."""
+def multiply_float_slab(n, sums, slab, n_columns, x, x_stride, last):
+    """Add the products of a slab and n tokens to the sums, TILE_GROUPS groups of rows at a time.
+
+    The sums of n tokens and TILE_GROUPS groups stay in registers.  A token after number ``last`` repeats that token.
+    """
     for i in static_range(n):
-        row[i] = x + min(np.int64(i), most) * x_stride
-        for g in static_range(FLOAT_GROUPS):
-            acc[g, i] = load_f32x16(sums + 64 * (FLOAT_GROUPS * i + g))
-    for k in range(n_columns):
-        for g in static_range(FLOAT_GROUPS):
-            w[g] = load_f32x16(slab + 64 * (FLOAT_GROUPS * k + g))
+        row[i] = x + min(np.int64(i), last) * x_stride
+    for part in static_range(FLOAT_GROUPS // TILE_GROUPS):
+        place, columns = sums + 64 * TILE_GROUPS * part, slab + 64 * TILE_GROUPS * part
         for i in static_range(n):
-            value = load_splat_f32(row[i] + 4 * k)
-            for g in static_range(FLOAT_GROUPS):
-                acc[g, i] = fma(w[g], value, acc[g, i])
-    for i in static_range(n):
-        for g in static_range(FLOAT_GROUPS):
-            store_f32x16(sums + 64 * (FLOAT_GROUPS * i + g), acc[g, i])
+            for g in static_range(TILE_GROUPS):
+                acc[g, i] = load_f32x16(place + 64 * (FLOAT_GROUPS * i + g))
+        for k in range(n_columns):
+            for g in static_range(TILE_GROUPS):
+                w[g] = load_f32x16(columns + 64 * (FLOAT_GROUPS * k + g))
+            for i in static_range(n):
+                value = load_splat_f32(row[i] + 4 * k)
+                for g in static_range(TILE_GROUPS):
+                    acc[g, i] = fma(w[g], value, acc[g, i])
+        for i in static_range(n):
+            for g in static_range(TILE_GROUPS):
+                store_f32x16(place + 64 * (FLOAT_GROUPS * i + g), acc[g, i])
 
 
 @template
 def several_float_tokens(n_tokens, tiles, n_in, slab, sums, x, x_stride):
-    """sums = a unit's rows times so many tokens; the rest is as in `several_tokens`."""
-    for i in range(-(-n_tokens // TOKENS) * (TOKENS * FLOAT_GROUPS)):
+    """sums = the rows of a unit times ``n_tokens`` tokens, at most FLOAT_TOKENS; unpacks slab after slab."""
+    for i in range(-(-n_tokens // TILE_TOKENS) * (TILE_TOKENS * FLOAT_GROUPS)):
         store_f32x16(sums + 64 * i, zero_f32x16())
     for first in range(0, n_in, FLOAT_SLAB):
         n = min(FLOAT_SLAB, n_in - first)
@@ -263,26 +268,35 @@ def several_float_tokens(n_tokens, tiles, n_in, slab, sums, x, x_stride):
                 column = tiles + (g * n_in + first + k) * COLUMN_BYTES
                 fetch_ahead(column, COLUMN_BYTES)
                 store_f32x16(slab + 64 * (FLOAT_GROUPS * k + g), LOAD(column))
-        if n_tokens <= HALF_TILE:
-            multiply_float_slab(HALF_TILE, sums, slab, n, x + 4 * first, x_stride, n_tokens - 1)
+        if TILE_TOKENS < TOKENS:  # six tokens divide few batches: the last tile may be half of one
+            for token in range(0, n_tokens, TILE_TOKENS):
+                row, last = x + token * x_stride + 4 * first, n_tokens - 1 - token
+                place = sums + token * (64 * FLOAT_GROUPS)
+                if last < TILE_TOKENS // 2:
+                    multiply_float_slab(TILE_TOKENS // 2, place, slab, n, row, x_stride, last)
+                else:
+                    multiply_float_slab(TILE_TOKENS, place, slab, n, row, x_stride, last)
+        elif n_tokens <= TILE_TOKENS // 2:
+            multiply_float_slab(TILE_TOKENS // 2, sums, slab, n, x + 4 * first, x_stride, n_tokens - 1)
         else:
-            for token in range(0, n_tokens, TOKENS):
+            for token in range(0, n_tokens, TILE_TOKENS):
                 row = x + token * x_stride + 4 * first
                 place = sums + token * (64 * FLOAT_GROUPS)
-                multiply_float_slab(TOKENS, place, slab, n, row, x_stride, n_tokens - 1 - token)
+                multiply_float_slab(TILE_TOKENS, place, slab, n, row, x_stride, n_tokens - 1 - token)
 
 
 @kernel
 def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, y, y_stride, n_units, x_head, y_head):
     """Float products; a unit is ``16 * FLOAT_GROUPS`` rows.  x: float32 [T, n_in], ``x_stride`` bytes a token.
 
-    LOAD, COLUMN_BYTES (of one column of 16 rows): the format's.  The rest is as in `matmul_quantised`.
+    LOAD, COLUMN_BYTES (of one column of 16 rows): the format's.  `Target.constants` derives TILE_TOKENS, TILE_GROUPS
+    and FLOAT_TOKENS from the registers.  `matmul_quantised` describes the other parameters.
     """
     n_tokens = load_i64(batch)
     slab = stack(64 * FLOAT_GROUPS * FLOAT_SLAB)
-    sums = stack(64 * FLOAT_GROUPS * MAX_TOKENS)
-    for first in range(0, n_tokens, MAX_TOKENS):
-        n = min(MAX_TOKENS, n_tokens - first)
+    sums = stack(64 * FLOAT_GROUPS * FLOAT_TOKENS)
+    for first in range(0, n_tokens, FLOAT_TOKENS):
+        n = min(FLOAT_TOKENS, n_tokens - first)
         for unit in range(begin, end):
             tiles = weights + unit * FLOAT_GROUPS * n_in * COLUMN_BYTES
             rows = unit * FLOAT_GROUPS * 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cpu import host
@@ -36,8 +36,45 @@ class Target:
 
     @property
     def wide(self) -> bool:
-        """Whether a vector fills one register, so that many fit."""
+        """Whether a vector of 64 bytes fills one register, so that many fit."""
         return self.dot.endswith("512")
+
+    @property
+    def n_registers(self) -> int:
+        """Number of vector registers."""
+        return 32 if self.wide or self.family == "aarch64" else 16
+
+    @property
+    def registers_per_vector(self) -> int:
+        """Registers that a vector of 64 bytes fills."""
+        return 1 if self.wide else 2 if self.dot.endswith("256") else 4
+
+    def rows_of_sums(self, n_vectors: int) -> int:
+        """Return the rows of a float product whose sums fit the registers, for ``n_vectors`` vectors of columns.
+
+        Next to the sums the registers hold the vectors of the current step and one factor.
+        """
+        free = self.n_registers - 1 - self.registers_per_vector * n_vectors
+        return free // (self.registers_per_vector * n_vectors)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants of every kernel.
+
+        QUARTERS: whether a vector fills four registers, and 32 registers hold a quarter of a product.
+        FEW_REGISTERS: whether a vector fills two registers of 16.
+        TILE_TOKENS, TILE_GROUPS: tokens and groups of 16 rows whose sums of float products stay in registers.
+        FLOAT_TOKENS: tokens that a slab of float weights is multiplied with, a multiple of TILE_TOKENS.
+        """
+        groups = 2 if self.wide else 1
+        tokens = min(8, self.rows_of_sums(groups))
+        return {
+            "QUARTERS": self.family == "aarch64",
+            "FEW_REGISTERS": self.dot.endswith("256"),
+            "TILE_TOKENS": tokens,
+            "TILE_GROUPS": groups,
+            "FLOAT_TOKENS": 64 // tokens * tokens,
+        }
 
     def machine(self, triple: str | None = None) -> llvm.TargetMachine:
         """LLVM's code generator for this target, on the platform at hand unless ``triple`` names another."""

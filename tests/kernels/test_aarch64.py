@@ -18,6 +18,7 @@ from localllm.kernels.graph import Attention, KVCache, Rows, Tensor
 from localllm.quant.lut import LUT_E2M1_16, LUT_TYPES, KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
+from tests.helpers.assembly import loops_of, vector_instructions
 
 I8MM, NEON, ASIMD = (next(t for t in TARGETS if t.name == name) for name in ("i8mm", "neon", "asimd"))
 LINUX, APPLE = "aarch64-unknown-linux-gnu", "arm64-apple-darwin23.0.0"
@@ -98,7 +99,7 @@ def test_floats_are_multiplied_by_fused_multiply_adds() -> None:
 
 def test_attention() -> None:
     op = Attention(Tensor(Rows.TOKENS, 32), KVCache(0, 1, 32, 32, "q8_0"), scale=1.0, softcap=30.0)
-    constants = attention.constants(op, wide=False)
+    constants = attention.constants(op, NEON)
     code = instructions(variant(attention.attention, NEON, **constants), LINUX)
     check(code)
     assert any(i.startswith("fmla") for i in code)
@@ -128,14 +129,6 @@ def test_threads_meet_by_atomic_additions() -> None:
     assert any(i.startswith(("yield", "hint")) for i in code)
 
 
-def loops(code: list[str], labels: dict[str, int]) -> list[list[str]]:
-    """The instructions of each loop that has none inside it."""
-    ends = [(labels[m[0]], i) for i, line in enumerate(code) if (m := re.search(r"(?<=[\s,])\.LBB\w+$", line))]
-    backward = [(first, last) for first, last in ends if first <= last]
-    inner = [(a, z) for a, z in backward if not any(a <= c and d <= z for c, d in backward if (c, d) != (a, z))]
-    return [code[a : z + 1] for a, z in inner]
-
-
 #: The table in docs/kernels.md: format, multiplications an instruction of prompts with the dot product and with i8mm,
 #: and instructions decoding 16 × 32 with the dot product.
 COUNTED = re.findall(
@@ -149,15 +142,8 @@ def counts(name: str, target: Target, multiply: str) -> list[tuple[int, int]]:
     """In each inner loop of a format's matrix product, instructions that multiply, and all with vector registers."""
     tile, layout = TILES[GGMLType[name]], LAYOUTS[GGMLType[name]]
     constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, "HEADS": False, **tile.constants}
-    code: list[str] = []
-    labels = {}
-    for line in map(str.strip, assembly(variant(matmul.matmul_quantised, target, **constants), LINUX).splitlines()):
-        if label := re.match(r"(\.LBB\w+):", line):
-            labels[label[1]] = len(code)
-        elif line and not line.startswith((".", "/")):
-            code.append(line)
-    inner = [[i for i in loop if re.search(r"\b[vqdsbh]\d+\b", i)] for loop in loops(code, labels)]
-    return [(sum(i.startswith(multiply) for i in vectors), len(vectors)) for vectors in inner]
+    loops = map(vector_instructions, loops_of(variant(matmul.matmul_quantised, target, **constants)))
+    return [(sum(i.startswith(multiply) for i in loop), len(loop)) for loop in loops]
 
 
 assert COUNTED
