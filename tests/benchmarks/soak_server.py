@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.soak_server --clients 12 --minutes 30
 
-The server has four models: the demo model, a tiny llama with two adapters, a tiny BERT, and a tiny Gemma 4 that accepts
-images and sounds (both built from transformers).  Clients send chats, streams, completions with adapters, images, sounds, embeddings
-and malformed bodies; they also read slowly and disconnect early.  A reply with a fixed seed must equal the reply that
-the idle server gave.  A separate process measures the pauses of one stream per model.
+The server has four models: the demo model, a tiny llama with two adapters, a tiny BERT, and a tiny Gemma 4 that
+accepts images and sounds (both built from transformers).  Clients send chats, streams, completions with adapters,
+images, sounds, embeddings and malformed bodies; they also read slowly and disconnect early.  A reply with a fixed
+seed must equal the reply that the idle server gave.  A separate process measures the pauses of one stream per model.
 
 The report compares memory, file descriptors and threads of the server after one fifth of the time with those at the
 end.  The exit status is 1 if a reply is wrong, a status is unexpected, a resource grows, or a stream pauses longer
@@ -305,7 +305,7 @@ def main() -> int:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "tests.benchmarks.soak_server", *flags], stdout=subprocess.PIPE, text=True
                 )
-                time.sleep(10)  # the clients' process starts and asks for the expected replies
+                time.sleep(10)  # the clients' process starts and requests the expected replies
                 pauses = Pauses(url, ("demo", "adapted", "media"))
                 pauses.run(60 * minutes)
                 output, _ = process.communicate(timeout=600)
