@@ -20,6 +20,7 @@ MAX_NESTING = 100
 MAX_CALL_NESTING = 50
 
 _TOKEN = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]'
+_SPACES: dict[type, Any] = {str: re.compile(r"\s*"), bytes: re.compile(rb"\s*")}
 _TOKENS: dict[type, Any] = {str: re.compile(_TOKEN, re.DOTALL), bytes: re.compile(_TOKEN.encode(), re.DOTALL)}
 
 
@@ -33,7 +34,11 @@ class NestingError(ValueError):
 def check_nesting(text: str | bytes, limit: int = MAX_NESTING, start: int = 0) -> None:
     """Raise NestingError if the JSON value at ``start`` has more than ``limit`` levels."""
     opening: Any = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    if sum(text.count(bracket, start) for bracket in opening) <= limit:
+    start = _SPACES[type(text)].match(text, start).end()
+    # A document may have thousands of values to check, so only a check of the whole document counts its brackets.
+    if text[start : start + 1] not in opening or (
+        not start and sum(text.count(bracket) for bracket in opening) <= limit
+    ):
         return
     depth = 0
     for token in _TOKENS[type(text)].finditer(text, start):

@@ -6,7 +6,6 @@ model thinks before its answer is free; the grammar holds from the end of that o
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
@@ -54,6 +53,9 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 #: combined with others doubles time and memory.  More properties that are not required it compiles for many seconds,
 #: and then can follow no text.  Twice the patterns of one object's properties take 50 times the time.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
+
+#: Places in Lark's notation with %json before what is no JSON.
+_MAX_INVALID = 10
 
 #: Levels of a JSON schema.  llguidance reads schemas recursively, in 4 KB of stack per level.
 _MAX_SCHEMA_NESTING = 64
@@ -168,12 +170,19 @@ def _enforceable_schema(text: str) -> tuple[str, list[str]]:
 
 
 def _schemas(lark: str) -> Iterator[tuple[tuple[int, int], Any]]:
-    """JSON schemas in Lark's notation, each with its place."""
-    for found in re.finditer(r"%json\s*", lark):
-        check_nesting(lark, _MAX_SCHEMA_NESTING, found.end())
-        with contextlib.suppress(ValueError):  # llguidance says what is wrong
-            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
-            yield (found.end(), end), schema
+    """Yield (start, end), schema of each JSON schema in Lark's notation."""
+    n_invalid = 0
+    for match in re.finditer(r"%json\s*", lark):
+        check_cancelled()
+        check_nesting(lark, _MAX_SCHEMA_NESTING, match.end())
+        try:
+            schema, end = json.JSONDecoder().raw_decode(lark, match.end())
+        except ValueError:  # in a string or a comment; elsewhere llguidance reports the fault
+            n_invalid += 1
+            if n_invalid > _MAX_INVALID:  # each may have been read to the end of the text
+                raise ValueError(f"more than {_MAX_INVALID} schemas of %json are not valid JSON") from None
+        else:
+            yield (match.end(), end), schema
 
 
 def _check_size(sampling: Sampling) -> None:
@@ -184,7 +193,9 @@ def _check_size(sampling: Sampling) -> None:
     operators = [found.lastindex for found in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
     if 1 in operators and 2 in operators:
         raise ValueError("it has both & and ~, which may take for ever to compile: write it with one of them")
-    n_rules, n_patterns, n_optional, is_combined = len(lark.splitlines()), 0, 0, False
+    n_rules, n_patterns, n_optional, is_combined = max(len(lark.splitlines()), lark.count("%json")), 0, 0, False
+    if n_rules > _MAX_RULES:
+        raise ValueError(f"it has more than {_MAX_RULES} rules or schemas: make it simpler")
     left: list[Any] = (
         [parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)] if sampling.json_schema is not None else []
     )

@@ -147,6 +147,11 @@ def test_a_form_may_have_long_values(server: Serving) -> None:
         "\n" * 400 + " " * 400_000 + 'root ::= "a',
         'start: "a" & "' + '\\"' * 200_000,
         'start: "a" & /' + "\\/" * 200_000,
+        "start: " + '%json "a" ' * 40_000 + "[" * 100,
+        "start: " + "%json 5 " * 40_000 + "[" * 100,
+        "start: " + "%json [1] " * 40_000,
+        "start: " + "%json " * 60_000,
+        "start: " + "%json [ " * 60 + ',"a"' * 100_000,
     ],
 )
 def test_a_grammar_without_an_end_is_refused_soon(grammar: str) -> None:
