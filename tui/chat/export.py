@@ -87,14 +87,30 @@ def to_json(conversation: Conversation) -> str:
     return json.dumps(values, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
-class _Exported(msgspec.Struct):
-    """A file; its messages are read one by one."""
+class Function(msgspec.Struct):
+    """The function of a tool; its description and parameters are not checked."""
 
-    messages: list[object]
+    name: str
+
+
+class ExportedTool(msgspec.Struct):
+    """A tool in OpenAI's format."""
+
+    function: Function
+
+
+class Exported(msgspec.Struct):
+    """The values of an exported chat; `to_message` checks its messages one by one.
+
+    The web page checks imported chats against the same form, `localllm/server/page/chat_schema.js`.
+    """
+
+    messages: list[Any]
     leaf: Id | None = None
     title: str = ""
     system: str = ""
     settings: dict[str, Any] | None = None
+    tools: list[ExportedTool] | None = None  # of a chat of the web page; this chat has its own
     model: str = ""
     created: Time = msgspec.field(default_factory=time.time)
     updated: Time = msgspec.field(default_factory=time.time)
@@ -107,7 +123,7 @@ def from_json(text: str | bytes) -> Conversation:
         raise StoreError(f"it is not a chat that localllm exported: 'format' is not {FORMAT!r}")
     if values.get("version") != VERSION:
         raise StoreError(f"it has version {values.get('version')!r:.60}, and this localllm knows {VERSION}: update")
-    exported = converted(values, _Exported, "it")
+    exported = converted(values, Exported, "it")
     messages, ids = _messages(exported.messages)
     if exported.leaf is not None and exported.leaf not in ids:
         raise StoreError("its 'leaf' is not one of its messages")

@@ -52,6 +52,9 @@ def _readers() -> dict[str, Callable[[str], object]]:
 #: Settings by name, and what makes a value of what was typed (ValueError or KeyError where it cannot).
 READERS = _readers()
 
+#: Settings that may be None.
+NULLABLE = frozenset(name for name, reader in READERS.items() if reader is _count)
+
 
 def typed(value: object) -> str:
     """A value as it is typed."""
@@ -114,9 +117,10 @@ def check(settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name not in READERS:
             raise UsageError(f"there is no setting {name!r:.80}")
-    for name, kind in (("thinking", bool), ("reply_prefix", str)):
-        if not isinstance(settings.get(name, kind()), kind):
-            raise UsageError(f"{name} is {settings[name]!r:.80}, which it cannot be")
+    kinds = {"thinking": bool, "reply_prefix": str, "json_schema": dict, "stop": list}
+    for name, value in settings.items():
+        if not isinstance(value, kinds.get(name, object)) or (value is None and name not in NULLABLE):
+            raise UsageError(f"{name} is {value!r:.80}, which it cannot be")
     CheckedOptions.of(generation(settings).options)
 
 

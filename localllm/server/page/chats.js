@@ -176,39 +176,62 @@ function readChats(text) {
   return each.map(readChat);
 }
 
+// A JSON value's known properties.  Raises an Error if the value does not follow a schema; knows the keywords of
+// CHAT_SCHEMA alone.
+function checked(value, schema, where) {
+  const fail = why => { throw new Error(`${where} ${why}`); };
+  if (schema.$ref) return checked(value, CHAT_SCHEMA.$defs[schema.$ref.split("/").at(-1)], where);
+  if (schema.anyOf) return checked(value, schema.anyOf.find(each => each.type === "null") && value === null ? {} : schema.anyOf.find(each => each.type !== "null"), where);
+  if (schema.enum && !schema.enum.includes(value)) fail(`is none of ${schema.enum.join(", ")}`);
+  const kind = value === null ? "null" : Array.isArray(value) ? "array" : typeof value;
+  const isOfType = schema.type === "integer" ? Number.isInteger(value) : !schema.type || schema.type === kind;
+  if (!isOfType) fail(`is not of the type ${schema.type}`);
+  if (kind === "number" && !(value >= (schema.minimum ?? -Infinity) && value <= (schema.maximum ?? Infinity) && value < (schema.exclusiveMaximum ?? Infinity)))
+    fail("is out of range");
+  if (kind === "string" && !(value.length >= (schema.minLength ?? 0) && value.length <= (schema.maxLength ?? Infinity)))
+    fail("has a wrong length");
+  if (schema.contentEncoding === "base64" && !/^([A-Za-z\d+/]{4})*([A-Za-z\d+/]{2}([A-Za-z\d+/]|=)=)?$/.test(value)) fail("is not base64");
+  if (kind === "array" && schema.items) return value.map((each, number) => checked(each, schema.items, `${where}[${number}]`));
+  if (kind !== "object" || !schema.properties) return value;
+  for (const name of schema.required ?? []) if (!Object.hasOwn(value, name)) fail(`has no ${name}`);
+  const known = {};
+  for (const [name, each] of Object.entries(value)) {
+    if (Object.hasOwn(schema.properties, name)) known[name] = checked(each, schema.properties[name], `${where}.${name}`);
+    else if (schema.additionalProperties === false) fail(`has an unknown ${name.slice(0, 40)}`);
+  }
+  return known;
+}
+
 function readChat(values) {
   if (values?.format !== FORMAT) throw new Error(`'format' is not "${FORMAT}"`);
   if (values.version !== 1) throw new Error(`it has version ${values.version}, and this page knows 1`);
-  if (!Array.isArray(values.messages)) throw new Error("it has no messages");
-  const ids = new Map(), text = value => typeof value === "string" ? value : "";
-  const time = value => Number.isFinite(value) && value >= 0 && value < 253402300799 ? value : now();
-  const messages = values.messages.map((message, number) => {
+  const {tools = null, ...chat} = checked(values, CHAT_SCHEMA, "it"), ids = new Map();
+  const messages = chat.messages.map((message, number) => {
     const fail = why => { throw new Error(`message ${number} ${why}`); };
-    if (!["user", "assistant"].includes(message?.role) || typeof message.text !== "string") fail("has no role or text");
-    if (typeof message.id !== "string" || ids.has(message.id)) fail("has no id of its own");
-    const parent = message.parent ?? null;
+    if (ids.has(message.id)) fail("has the id of an earlier one");
+    const parent = message.parent ?? null, id = newId();
     if (parent !== null && !ids.has(parent)) fail("has a parent that is not before it");
-    const read = {id: newId(), parent: parent === null ? null : ids.get(parent), role: message.role, text: message.text, created: time(message.created)};
-    ids.set(message.id, read.id);
-    read.state = message.state === "streaming" ? "killed" : text(message.state) || "complete";
-    if (message.opened) read.opened = text(message.opened);
-    if (message.stats && typeof message.stats === "object") read.stats = message.stats;
-    if (message.window) read.window = {first: ids.get(message.window.first) ?? read.id, summary: text(message.window.summary)};
-    const list = (name, good) => {
-      if (!Array.isArray(message[name]) || !message[name].length) return;
-      if (!message[name].every(good)) fail(`has ${name} that are not what they should be`);
-      read[name] = message[name];
+    ids.set(message.id, id);
+    if (message.window && !ids.has(message.window.first)) fail("has a window that begins at no message before it");
+    for (const call of message.calls ?? []) if (!isObject(call.arguments)) fail("has a call whose arguments are not a JSON object");
+    return {
+      ...message, id, parent: parent === null ? null : ids.get(parent), created: message.created ?? 0,
+      state: message.state === "streaming" ? "killed" : message.state ?? "complete",
+      ...(message.window && {window: {...message.window, first: ids.get(message.window.first)}}),
+      attachments: message.attachments?.length ? message.attachments : undefined,
+      calls: message.calls?.length ? message.calls : undefined,
     };
-    list("attachments", file => typeof file?.name === "string" && typeof file.text === "string" && /^([A-Za-z\d+/]{4})*([A-Za-z\d+/]{2}([A-Za-z\d+/]|=)=)?$/.test(file.picture ?? ""));
-    list("calls", call => typeof call?.name === "string" && typeof call.arguments === "string" && ["string", "undefined"].includes(typeof (call.result ?? undefined)));
-    return read;
   });
-  return new Chat({
-    title: text(values.title), system: text(values.system), model: text(values.model), messages,
-    settings: values.settings && typeof values.settings === "object" && !Array.isArray(values.settings) ? values.settings : {},
-    tools: Array.isArray(values.tools) ? values.tools : null,
-    created: time(values.created), updated: time(values.updated), leaf: ids.get(values.leaf) ?? messages.at(-1)?.id ?? null,
-  });
+  if (chat.leaf != null && !ids.has(chat.leaf)) throw new Error("its 'leaf' is not one of its messages");
+  // Tools as they were: the form has just the names of their functions.
+  return new Chat({...chat, messages, tools: tools && values.tools, title: titleOf(chat.title || "Chat"), settings: chat.settings ?? {}, leaf: ids.get(chat.leaf) ?? messages.at(-1)?.id ?? null});
+}
+
+function isObject(text) {
+  try {
+    const value = JSON.parse(text);
+    return value !== null && typeof value === "object" && !Array.isArray(value);
+  } catch { return false; }
 }
 
 // -- Storage ----------------------------------------------------------------------------------------------------------------

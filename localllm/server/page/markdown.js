@@ -23,19 +23,44 @@ const depth = token => 1 + [...token.tokens ?? [], ...token.items ?? []].reduce(
 const escapeHtml = text => text.replace(/[&<>"']/g, each => `&#${each.charCodeAt(0)};`);
 
 // Formulas stay as they were written: Markdown would take their backslashes and underscores.
-const formula = (name, level, start, pattern) => ({
-  name, level,
-  start: text => { const at = text.search(start); return at < 0 ? undefined : at; },
-  tokenizer: text => { const found = pattern.exec(text); return found ? {type: name, raw: found[0], text: found[0].trim()} : undefined; },
+const CLOSING = {"\\[": "\\]", "\\(": "\\)", "$$": "$$"}, MAX_FORMULA = 2000;
+
+// The formula that a text starts with; its length is bounded, so that openings without a closing take linear time.
+function formulaAt(text, isBlock) {
+  const closing = CLOSING[text.slice(0, 2)];
+  if (!closing) return undefined;
+  const beginning = text.slice(0, MAX_FORMULA), end = beginning.indexOf(closing, 3);
+  if (end < 0) return undefined;
+  const formula = beginning.slice(0, end + 2);
+  if (!isBlock) return formula.startsWith("\\(") && formula.includes("\n") ? undefined : formula;
+  return /^[ \t]*(?:\n|$)/.test(text.slice(end + 2, end + 100)) && !formula.startsWith("\\(") ? formula : undefined;
+}
+
+const formula = (name, level, start) => ({
+  name, level, start,
+  tokenizer: text => { const raw = formulaAt(text, level === "block"); return raw && {type: name, raw, text: raw.trim()}; },
   renderer: token => level === "block" ? `<p><code data-math="1">${escapeHtml(token.text)}</code></p>` : `<code data-math="1">${escapeHtml(token.text)}</code>`,
 });
+
+// The place of the first line of a text's first paragraph that a formula starts.
+function displayStart(text) {
+  const end = text.indexOf("\n\n"), paragraph = end < 0 ? text : text.slice(0, end);
+  for (const {index} of paragraph.matchAll(/\n(?:\\\[|\$\$)/g)) if (formulaAt(text.slice(index + 1), true)) return index + 1;
+  return undefined;
+}
+
+// The place where a formula may start in the first characters of a text, or their number: the search goes on from there.
+function inlineStart(text) {
+  const length = 1000, at = text.slice(0, length).search(/\\[[(]|\$\$/);
+  return at >= 0 ? at : text.length > length ? length : undefined;
+}
 
 const reader = new marked.Marked({
   gfm: true,
   breaks: true,
   extensions: [
-    formula("displayFormula", "block", /\\\[|\$\$/, /^(?:\\\[[^]+?\\\]|\$\$[^]+?\$\$)[ \t]*(?:\n|$)/),
-    formula("formula", "inline", /\\\(|\$\$/, /^(?:\\\([^\n]+?\\\)|\$\$[^\n]+?\$\$)/),
+    formula("displayFormula", "block", displayStart),
+    formula("formula", "inline", inlineStart),
   ],
   renderer: {
     html: ({text}) => /^<br\s*\/?>$/i.test(text.trim()) ? "<br>" : escapeHtml(text),
@@ -98,30 +123,40 @@ function highlight(code, text, language) {
   code.append(DOMPurify.sanitize(value, {ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"], RETURN_DOM_FRAGMENT: true}));
 }
 
-// Shows Markdown in an element.  Called again with a longer text, it renders only the blocks that changed.
-function showMarkdown(element, text) {
-  let tokens;
+// Blocks at the end of a reply that is being written, which the next words may change.
+const UNSETTLED = 2;
+
+// Shows Markdown in an element.  Called again with a longer text, it renders only the blocks that changed; while the
+// text is being written, it also parses only the last ones.
+function showMarkdown(element, text, isStreaming = false) {
+  const shown = element.shown ?? [];
+  let settled = [], tokens;
+  if (isStreaming && shown.length > UNSETTLED && !text.includes("]:")) {
+    settled = shown.slice(0, -UNSETTLED);
+    while (settled.at(-1)?.isSpace) settled.pop();
+    const beginning = settled.map(each => each.raw).join("");
+    if (!text.startsWith(beginning)) settled = [];
+    else text = text.slice(beginning.length);
+  }
   try {
     if (text.length > MAX_MARKDOWN) throw new RangeError("long");
     tokens = reader.lexer(text);
   } catch {  // nested too deeply
-    element.replaceChildren(...plain(text));
-    element.shown = [];
-    return;
+    tokens = Object.assign([{type: "text", raw: text, isPlain: true}], {links: {}});
   }
-  const shown = element.shown ?? [], links = JSON.stringify(tokens.links), blocks = [];
-  let at = 0;
-  if (!element.shown || element.links !== links) at = -1;
-  else while (at < tokens.length && at < shown.length && shown[at].raw === tokens[at].raw) at++;
-  if (at < 0) { element.replaceChildren(); at = 0; shown.length = 0; }
+  const links = JSON.stringify(tokens.links);
+  let at = settled.length;
+  if (!element.shown || element.links !== links) at = 0;
+  else while (at - settled.length < tokens.length && at < shown.length && shown[at].raw === tokens[at - settled.length].raw) at++;
+  if (at < settled.length) return showMarkdown(element, settled.map(each => each.raw).join("") + text);
+  if (!at) element.replaceChildren();
   for (const block of shown.splice(at)) block.nodes.forEach(node => node.remove());
-  blocks.push(...shown);
-  for (const token of tokens.slice(at)) {
+  for (const token of tokens.slice(at - settled.length)) {
     let nodes;
-    try { nodes = blockElements(token, tokens.links); } catch { nodes = plain(token.raw); }
+    try { nodes = token.isPlain ? plain(token.raw) : blockElements(token, tokens.links); } catch { nodes = plain(token.raw); }
     element.append(...nodes);
-    blocks.push({raw: token.raw, nodes});
+    shown.push({raw: token.raw, nodes, isSpace: token.type === "space"});
   }
-  element.shown = blocks;
+  element.shown = shown;
   element.links = links;
 }

@@ -19,7 +19,7 @@ const bytes = n => !n ? "" : n >= 1e9 ? `${(n / 1e9).toFixed(1)} GB` : `${Math.m
 
 async function loadModels() {
   try {
-    models = (await server.json("/v1/models")).data;
+    models = (await server.json("v1/models")).data;
     if (!serverIsThere) { serverIsThere = true; notice(""); }
   } catch (error) {
     if (error.status === 401) return askForKey(server.key ? "This key was not accepted." : "");
@@ -38,7 +38,7 @@ async function readProperties() {
   const picked = model();
   if (picked?.status.value !== "loaded" || picked.modalities) return;
   try {
-    takeProperties(picked.id, await server.json(`/props?model=${encodeURIComponent(picked.id)}`));
+    takeProperties(picked.id, await server.json(`props?model=${encodeURIComponent(picked.id)}`));
   } catch { /* it is shown as one that reads text alone */ }
 }
 
@@ -67,7 +67,7 @@ function watchLoading(until = () => false) {
       await new Promise(resolve => setTimeout(resolve, 400));
       try {
         const known = new Map(models.map(each => [each.id, each]));
-        models = (await server.json("/v1/models")).data.map(each => ({...each, modalities: known.get(each.id)?.modalities, defaults: known.get(each.id)?.defaults}));
+        models = (await server.json("v1/models")).data.map(each => ({...each, modalities: known.get(each.id)?.modalities, defaults: known.get(each.id)?.defaults}));
       } catch { break; }
       showModel();
       const {value} = model()?.status ?? {};
@@ -104,7 +104,7 @@ async function loadModel() {
   const picked = model();
   if (!picked || picked.modalities) return showModel();
   try {
-    const properties = server.json(`/props?model=${encodeURIComponent(picked.id)}`);
+    const properties = server.json(`props?model=${encodeURIComponent(picked.id)}`);
     if (picked.status.value !== "loaded") watchLoading();
     takeProperties(picked.id, await properties);
   } catch (error) {
@@ -260,10 +260,10 @@ function fillMessage(element, message) {
   parts.thinking.hidden = !thinking;
   const seconds = message.stats?.thinking_s;
   parts.summary.textContent = thinking && !content && isStreaming ? "Thinking…" : seconds >= .1 ? `Thought for ${seconds.toFixed(seconds < 10 ? 1 : 0)} s` : "Thoughts";
-  if (parts.thinking.open) showMarkdown(parts.thoughts, thinking);
+  if (parts.thinking.open) showMarkdown(parts.thoughts, thinking, isStreaming);
   const isJson = !isUser && chat.settings.json_schema && /^\s*[{[]/.test(content);
   if (isJson && !isStreaming) parts.body.replaceChildren(codeBlock(pretty(content), "json"));
-  else if (content) showMarkdown(parts.body, content);
+  else if (content) showMarkdown(parts.body, content, isStreaming);
   if (isStreaming && !content && !message.calls) {
     parts.body.shown = null;
     parts.body.replaceChildren(h("span", {class: "waiting"}, thinking ? "" : waitingFor()));
@@ -337,7 +337,7 @@ async function giveResult(message, number, result) {
 function requestOf(which, messages) {
   const {thinking, json_schema, reply_prefix, ...options} = which.settings;
   return {
-    model: (models.find(each => each.id === which.model) ?? models[0])?.id, messages, ...options,
+    ...options, model: (models.find(each => each.id === which.model) ?? models[0])?.id, messages,
     ...(thinking !== undefined && {chat_template_kwargs: {enable_thinking: thinking}}),
     ...(json_schema && {response_format: {type: "json_schema", json_schema: {name: "reply", schema: json_schema}}}),
     ...(which.tools?.length && {tools: which.tools}),
@@ -362,7 +362,7 @@ async function goOn(message) {
   let begun = content;
   if (thinking) {
     begun = message.text;
-    const {prompt} = await server.json("/apply-template", requestOf(chat, told)).catch(() => ({prompt: ""}));
+    const {prompt} = await server.json("apply-template", requestOf(chat, told)).catch(() => ({prompt: ""}));
     const opened = Object.keys(TAGS).find(tag => prompt.trimEnd().endsWith(tag));
     if (opened) begun = begun.replace("<think>", "").replace("</think>", TAGS[opened]);
   }
@@ -465,6 +465,9 @@ function followEnd(change) {
   if (isAtEnd) scrollToEnd();
 }
 
+// Enter sends, Shift and Enter begin a new line; Enter also ends what an input method composes.
+const isSendKey = event => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
 // -- Editing -----------------------------------------------------------------------------------------------------------------------
 
 function edit(message) {
@@ -484,7 +487,7 @@ function edit(message) {
   };
   area.addEventListener("keydown", event => {
     if (event.key === "Escape") { event.stopPropagation(); done(); }
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) apply();
+    if (isSendKey(event)) { event.preventDefault(); apply(); }
   });
   element.classList.add("editing");
   element.parts.content.hidden = false;
@@ -762,7 +765,7 @@ $("numbers").append(...NUMBERS.map(([name, label, step]) =>
 $("composer").addEventListener("submit", event => { event.preventDefault(); submit(); });
 $("text").addEventListener("input", grow);
 $("text").addEventListener("keydown", event => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (!jobs.has(chat.id)) submit(); }
+  if (isSendKey(event)) { event.preventDefault(); if (!jobs.has(chat.id)) submit(); }
   if (event.key === "ArrowUp" && !$("text").value && !jobs.has(chat.id)) {
     const last = chat.path().findLast(each => each.role === "user");
     if (last) { event.preventDefault(); edit(last); }

@@ -11,6 +11,7 @@ const server = {
   get key() { return stored("key") ?? ""; },
   set key(value) { store("key", value || null); },
 
+  // `path` is relative to the page, which a proxy may serve under a path of its own.
   async fetch(path, body, signal) {
     const headers = this.key ? {Authorization: `Bearer ${this.key}`} : {};
     if (body) headers["Content-Type"] = "application/json";
@@ -30,7 +31,7 @@ const server = {
 
   // The chunks of a reply.  An end without the server's word for it is an error.
   async *chat(body, signal) {
-    const reply = await this.fetch("/v1/chat/completions", {...body, stream: true}, signal);
+    const reply = await this.fetch("v1/chat/completions", {...body, stream: true}, signal);
     const chunks = reply.body.pipeThrough(new TextDecoderStream()).getReader();
     let held = "";
     try {

@@ -30,9 +30,9 @@ LIBRARIES = [
     ),
     Library(
         "dompurify",
-        "3.4.18",
+        "3.5.0",
         "dist/purify.min.js",
-        "ofe3wI/uNm68HInABYFJYqQxRw1EaKAjNdrFVKqjUY+UZurvNd2L/HuQe097s/4RivWiZyP6tT7aoT8atjfhwg==",
+        "LYC0ZkE8P1V42JsRYTwMdme/2ET8SpOc5AA2eOFjP/IadvRd2fwiT4TVz5vkfy0XUx12aS2UaRkTnfVPNOv9vw==",
     ),
     Library(
         "@highlightjs/cdn-assets",
@@ -41,6 +41,13 @@ LIBRARIES = [
         "KvOKXODaiFmId9xaq3xc5xCL66wVLUuOngDbO9B/kewbFTqdGbn2nJxNhN3H5R1cgDTVj6R8vH0zgiNDEGjpDw==",
     ),
 ]
+
+#: The oldest version of each library without a known vulnerability, and why.  A new advisory raises it.
+FIRST_SAFE = {
+    "marked": "4.0.10",  # CVE-2022-21680 and CVE-2022-21681: regular expressions that take forever
+    "dompurify": "3.5.0",  # older releases are not supported; before 3.4.12 GHSA-c2j3-45gr-mqc4, 3.3.2 CVE-2026-0540
+    "@highlightjs/cdn-assets": "10.4.1",  # GHSA-7wwv-vh3v-89cq: regular expressions that take forever
+}
 
 
 def bundled(library: Library, packed: bytes) -> str:

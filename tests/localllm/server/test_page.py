@@ -13,6 +13,8 @@ import threading
 import wave
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ import pytest
 from PIL import Image
 
 from localllm.server.http import Limits
-from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.conversation import Attachment, Call, Conversation, Stats, Window
 from localllm.tui.chat.export import from_json, to_json
+from tests.helpers import hostile_chats
 from tests.helpers.http_server import FAILS, TOOLS_TEMPLATE, Serving, scripted, serving
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -285,7 +288,7 @@ def test_editing_and_regenerating_make_branches(page: Any) -> None:
     ask(page, "Two", 2)
     page.locator(".message.user").first.get_by_label("Edit").click()
     page.get_by_role("textbox", name="Edit").fill("Other")
-    page.keyboard.press("Control+Enter")
+    page.keyboard.press("Enter")
     page.locator(".message.user", has_text="Other").wait_for()
     finished(page, 1)
     assert page.locator(".message").count() == 2
@@ -571,7 +574,170 @@ def test_all_chats_are_exported_and_imported(open_page: Open, actor: Serving) ->
     other.get_by_text("2 chats are imported.").wait_for()
     assert sorted(other.locator("#chats a").all_inner_texts()) == ["One", "Two"]
     imported(other, text.replace('"user"', '"system"'))
-    other.locator("#notice", has_text="cannot be imported: message 0 has no role or text").wait_for()
+    other.locator("#notice", has_text="it.messages[0].role is none of assistant, user").wait_for()
+
+
+#: Files that the terminal's chat refuses, and a browser takes: half a character is a character in JavaScript.
+TAKEN = {"half a character", r'arguments {"a": "\u'}
+
+READ = """text => {
+    try { return [null, JSON.stringify(readChats(text)[0].exported)]; }
+    catch (error) { return [error.message, null]; }
+}"""
+
+
+def test_the_page_refuses_the_files_that_the_terminal_s_chat_refuses(page: Any) -> None:
+    for name, (text, _) in hostile_chats.HOSTILE.items():
+        if isinstance(text, str) and name not in TAKEN:
+            complaint, _ = page.evaluate(READ, text)
+            assert complaint, name
+            assert len(complaint) < 500
+
+
+def test_the_page_reads_what_the_terminal_s_chat_writes(page: Any) -> None:
+    chat = Conversation(title="Kitchen", settings={"temperature": 0.5, "max_tokens": None, "json_schema": {"a": 1}})
+    question = chat.add("user", "How long?", attachments=(Attachment("a.md", "x", 5),))
+    calls = (Call("add", '{"a": 1}', "2"),)
+    reply = chat.add("assistant", "Eight.", stats=Stats(5, 3, 2, 0.5, 9.0, "M"), calls=calls)
+    chat.update(reply.id, window=Window(question.id, "cooking"))
+    complaint, values = page.evaluate(READ, to_json(chat))
+    assert complaint is None
+    read = from_json(values)
+    assert [(m.text, m.stats, m.calls, m.attachments) for m in read.messages] == [
+        (m.text, m.stats, m.calls, m.attachments) for m in chat.messages
+    ]
+    assert (read.title, read.settings) == (chat.title, chat.settings)
+
+
+def test_nothing_in_a_file_takes_the_place_of_messages(page: Any) -> None:
+    mine = json.loads(to_json(Conversation(title="Mine")))
+    imported(page, json.dumps(mine | {"settings": {"messages": [{"role": "user", "content": "evil"}]}}))
+    page.locator("#notice", has_text="it.settings has an unknown messages").wait_for()
+    bodies = requests_of(page)
+    page.evaluate("""() => { chat.settings = {messages: [], model: "evil", stream: false, temperature: .5}; }""")
+    ask(page, "Hi", 1)
+    assert bodies[0]["messages"] == [{"role": "user", "content": "Hi"}]
+    assert (bodies[0]["model"], bodies[0]["stream"], bodies[0]["temperature"]) == ("first", True, 0.5)
+
+
+def test_the_edit_box_sends_with_the_key_of_the_composer(page: Any) -> None:
+    ask(page, "One", 1)
+    page.locator(".message.user").get_by_label("Edit").click()
+    box = page.get_by_role("textbox", name="Edit")
+    box.fill("Other")
+    box.press("Shift+Enter")
+    page.keyboard.type("line")
+    assert box.input_value() == "Other\nline"
+    box.press("Enter")
+    page.locator(".user .branches", has_text="2/2").wait_for()
+    finished(page, 1)
+    assert page.locator(".message.user").inner_text().startswith("Other\nline")
+
+
+class Prefixed(BaseHTTPRequestHandler):
+    """A reverse proxy that serves the server under /llm/."""
+
+    port = 0
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/llm/"):
+            self.send_error(404)
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+        connection = HTTPConnection("127.0.0.1", self.port)
+        names = ("Accept", "Content-Type")
+        headers = {name: self.headers[name] for name in names if name in self.headers}
+        connection.request(self.command, self.path.removeprefix("/llm"), body, headers)
+        reply = connection.getresponse()
+        data = reply.read()
+        connection.close()
+        self.send_response(reply.status)
+        for name in ("Content-Type", "Content-Security-Policy"):
+            if name in reply.headers:
+                self.send_header(name, reply.headers[name])
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_GET
+
+
+def test_the_page_works_behind_a_path_prefix(open_page: Open, actor: Serving) -> None:
+    handler = type("Handler", (Prefixed,), {"port": actor.port})
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    try:
+        page = open_page(f"http://127.0.0.1:{proxy.server_port}/llm/")
+        ask(page, "Hi", 1)
+        page.get_by_text("turn 1.").wait_for()
+        ask(page, "thought", 2)
+        page.reload()
+        page.get_by_text("turn 1.").wait_for()
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+
+
+# -- Markdown that is expensive to draw ------------------------------------------------------------------------------
+
+#: Milliseconds of ten redraws of a text that grows.
+DRAW = """text => {
+    const element = document.createElement("div"), begun = performance.now();
+    for (let i = 0; i < 10; i++) showMarkdown(element, text + "x".repeat(i), true);
+    return performance.now() - begun;
+}"""
+
+
+@pytest.mark.parametrize(
+    "part", ["\\[ ", "$$a", "\\[ \n", "$$a\n", "\\( ", "\\[ \n\n", "*a* ", "[a](", "![", "- a\n", ">", "|"]
+)
+def test_markdown_is_drawn_in_a_bounded_time(page: Any, part: str) -> None:
+    assert page.evaluate(DRAW, part * (20_000 // len(part))) < 60_000  # about a second
+
+
+FORMULAS = {
+    "\\[ x_1 * y_1 * z \\]": ["\\[ x_1 * y_1 * z \\]"],
+    "a \\(x_1\\) b $$y_2$$": ["\\(x_1\\)", "$$y_2$$"],
+    "a\n\\[\nx\n\\]\nb": ["\\[\nx\n\\]"],
+    "$$\nx\n\ny\n$$": ["$$\nx\n\ny\n$$"],
+    "it costs $$5": [],
+    "\\[ open": [],
+    "\\( x\ny \\)": [],
+    f"\\[ {'x' * 3000} \\]": [],
+}
+
+SHOW = """text => {
+    const element = document.createElement("div");
+    showMarkdown(element, text);
+    return [...element.querySelectorAll("[data-math]")].map(each => each.textContent);
+}"""
+
+
+@pytest.mark.parametrize(("text", "formulas"), FORMULAS.items())
+def test_formulas(page: Any, text: str, formulas: list[str]) -> None:
+    assert page.evaluate(SHOW, text) == formulas
+
+
+#: The HTML of a text that came in pieces, and of the whole one.
+STREAM = """([text, lengths]) => {
+    const one = document.createElement("div"), other = document.createElement("div");
+    for (const length of lengths) showMarkdown(one, text.slice(0, length), true);
+    showMarkdown(one, text);
+    showMarkdown(other, text);
+    return [one.innerHTML, other.innerHTML];
+}"""
+
+
+@pytest.mark.parametrize(
+    "text", [MARKDOWN * 3, "- a\n- b\n\n  c\n\n1. d\n\n\n    code\n\ntext [a] b\n\n> q\nr\n\n[a]: http://b.c\n"]
+)
+def test_a_text_in_pieces_is_drawn_as_a_whole_one(page: Any, text: str) -> None:
+    for step in (1, 3, 7, 50):
+        one, other = page.evaluate(STREAM, [text, list(range(0, len(text), step))])
+        assert one == other
 
 
 def test_a_browser_that_keeps_nothing_has_chats_as_long_as_the_page(page: Any) -> None:
