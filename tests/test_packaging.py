@@ -12,10 +12,13 @@ import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from localllm import __version__
 from tests.helpers.data import ROOT
@@ -36,6 +39,21 @@ def test_a_checkout_without_symlinks_runs(tmp_path: Path) -> None:
     code = "from localllm.kernels import graph; from localllm.tui import text; print(graph.__file__, text.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(checkout / "kernels" / "graph.py"), str(checkout / "tui" / "text.py")]
+
+
+def test_dependencies_exclude_versions_with_known_vulnerabilities() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    texts = [
+        *project["dependencies"],
+        *(text for extra in project["optional-dependencies"].values() for text in extra),
+    ]
+    requirements = {requirement.name: requirement for requirement in map(Requirement, texts)}
+    vulnerabilities = tomllib.loads((ROOT / "tests/data/vulnerabilities.toml").read_text("utf-8"))
+    assert vulnerabilities.keys() <= requirements.keys()
+    for name, first_fixed in vulnerabilities.items():
+        for version in first_fixed:
+            (bound,) = (part.version for part in requirements[name].specifier if part.operator == ">=")
+            assert Version(bound) >= Version(version), f"{name} before {version}: {first_fixed[version]}"
 
 
 def sources(folder: Path, prefix: str) -> dict[str, bytes]:
