@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import errno
 import os
 import shutil
@@ -78,15 +79,40 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(os.fsdecode(path))
 
 
-class NewFile:
-    """A file being written, as a context manager: it gets its name when the block ends without an error.  ``path``:
-    where it will be; what is there stays until the new one is complete; ``n_bytes``: how many it will have;
-    ``is_resumable``: keep what was written when Ctrl-C stops it, as a kill does anyway."""
+def private_opener(path: str, flags: int) -> int:
+    """Open a file for `open`, readable only by its owner if it is created.  For files with texts of users."""
+    return os.open(path, flags, 0o600)
 
-    def __init__(self, path: Path, n_bytes: int, *, is_resumable: bool = False) -> None:
+
+def create_private(path: Path) -> None:
+    """Create an empty file that only its owner can read, unless the file exists.  Raises OSError."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+
+
+def private_folder(path: Path) -> str | None:
+    """Create a folder for texts of users.  Return a warning if others can read it.  Raises OSError."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if sys.platform == "win32" or not path.stat().st_mode & 0o077:
+        return None
+    return f"other users can read {path_text(path)}, which has texts of yours: chmod go= {path_text(path)}"
+
+
+class NewFile:
+    """A file being written, as a context manager: it gets its name when the block ends without an error.
+
+    Args:
+        path: its name.  A file of this name stays until the new one is complete.
+        n_bytes: its size, which must be free on the disk.
+        is_resumable: keep the bytes so far when Ctrl-C stops the writing, as a kill does anyway.
+        is_private: only its owner can read it.
+    """
+
+    def __init__(self, path: Path, n_bytes: int, *, is_resumable: bool = False, is_private: bool = False) -> None:
         self.path = path
         self.n_bytes = n_bytes
         self.is_resumable = is_resumable
+        self.is_private = is_private
         self._lock = -1  # a descriptor of it that holds a lock
 
     def __enter__(self) -> Self:
@@ -102,8 +128,11 @@ class NewFile:
                     f"{path_text(self.path)} takes {self.n_bytes:,} bytes but the disk has {free:,} left: "
                     "make space, or write to another disk"
                 )
-            self._file = open(self._partial, "r+b", opener=lambda name, how: os.open(name, how | os.O_CREAT, 0o666))
+            mode = 0o600 if self.is_private else 0o666
+            self._file = open(self._partial, "r+b", opener=lambda name, how: os.open(name, how | os.O_CREAT, mode))
             self._claim()
+            if self.is_private and sys.platform != "win32":
+                os.fchmod(self._file.fileno(), mode)  # of a partial file that was there
             self._file.truncate(n_kept)
             self._file.seek(n_kept)
         except (OSError, ValueError) as error:  # ValueError: no name, a NUL, or what is not Unicode

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import os
 import shutil
 import signal
 import sys
@@ -22,6 +21,7 @@ from types import FrameType
 
 from localllm.console import StatusLine, is_terminal, say, warn
 from localllm.errors import ContextLengthError, LocalLLMError, UsageError
+from localllm.files import create_private
 from localllm.tui import commands
 from localllm.tui.chat import events
 from localllm.tui.chat.context import ChatModel
@@ -60,8 +60,8 @@ class InputReader:
             import readline
 
             with contextlib.suppress(OSError):
+                create_private(self._history)
                 readline.write_history_file(self._history)
-                os.chmod(self._history, 0o600)
         return text
 
     def answer(self, question: str) -> str:

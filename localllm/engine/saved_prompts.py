@@ -70,7 +70,7 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
     n_bytes += sum(embeddings.nbytes for _, embeddings in pictures)
     numbers: dict[Block, int] = {}
     n_tokens = 0
-    with NewFile(path, n_bytes) as file:
+    with NewFile(path, n_bytes, is_private=True) as file:
         file.put(MAGIC)
 
         def put(data: bytes) -> None:

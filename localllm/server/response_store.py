@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 from localllm.chat.conversation import Message
+from localllm.console import warn
+from localllm.files import private_folder, private_opener
 from localllm.server.http import HTTPError
 
 #: Bytes of responses that are stored in memory at most; the oldest go first.
@@ -38,7 +40,8 @@ class ResponseStore:
         self._stored: dict[str, bytes] = {}
         self._n_bytes = 0
         if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (warning := private_folder(folder)) is not None:
+                warn(warning)
             for path in folder.glob("resp_*.json"):
                 if path.stat().st_mtime < time.time() - _STORED_SECONDS:
                     path.unlink()
@@ -52,8 +55,8 @@ class ResponseStore:
         if self._folder is not None:
             path = self._folder / f"{id_}.json"
             try:
-                path.touch(mode=0o600)
-                path.write_bytes(data)
+                with open(path, "wb", opener=private_opener) as file:
+                    file.write(data)
             except OSError as error:  # a full disk must not cost a reply that is there
                 print(f"localllm: a response will be lost at a restart: {error}", file=sys.stderr)
 

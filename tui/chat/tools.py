@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
+from localllm.files import private_opener
 from localllm.shell import split_command
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
 from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for
@@ -147,7 +148,7 @@ class Toolbox:
         self._allowed.add(tool.mark)
         if self._path is not None:
             try:
-                with self._path.open("a") as file:
+                with open(self._path, "a", encoding="utf-8", opener=private_opener) as file:
                     file.write(tool.mark + "\n")
             except OSError as error:
                 raise StoreError(f"{self._path} cannot be written ({error.strerror}): later chats ask") from None

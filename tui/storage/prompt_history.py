@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 
 import msgspec
+
+from localllm.files import private_opener
 
 #: Entries that are kept.
 MAX_ENTRIES = 500
@@ -54,9 +55,8 @@ class PromptHistory:
         if self.path is None or len(text) > MAX_CHARACTERS:
             return
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(self.path, "ab", opener=private_opener) as file:
                 file.write(json.dumps(text).encode() + b"\n")
 
     def add(self, text: str) -> bool:
@@ -94,7 +94,7 @@ def _rewrite(path: Path, entries: list[str], size: int) -> None:
     """Makes a file shorter, unless another terminal has just added to it."""
     aside = path.with_suffix(".new")
     with contextlib.suppress(OSError):
-        aside.write_bytes(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
-        aside.chmod(0o600)
+        with open(aside, "wb", opener=private_opener) as file:
+            file.write(b"".join(json.dumps(entry).encode() + b"\n" for entry in entries))
         if path.stat().st_size == size:
             aside.replace(path)

@@ -7,13 +7,13 @@ read while one writes.  (``synchronous=NORMAL``: a power failure may take the la
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from localllm.errors import StoreError
+from localllm.files import create_private
 
 #: How many of the migrations a file has seen is its ``user_version``.
 MIGRATIONS = (
@@ -67,8 +67,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Others cannot read it; SQLite gives those beside it its rights.
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            create_private(path)
         connection = sqlite3.connect(
             ":memory:" if path is None else path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )

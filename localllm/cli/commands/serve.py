@@ -22,7 +22,7 @@ from localllm.cli.presets import apply_preset, read_presets
 from localllm.cli.shared_flags import ENDING, LORA, PRESETS, RUNNING, SAMPLING, SEEING, options
 from localllm.console import say, warn
 from localllm.errors import LocalLLMError, UsageError, path_text
-from localllm.files import expanded, read_text
+from localllm.files import expanded, private_folder, read_text
 from localllm.library.hub_names import DEMO, HubName
 from localllm.options.declared import CheckedOptions, LoadOptions
 from localllm.options.settings import Settings
@@ -273,7 +273,8 @@ def _folder(flag: str, folder: Path | None) -> Path | None:
     if folder is not None:
         folder = expanded(folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (warning := private_folder(folder)) is not None:
+                warn(warning)
         except OSError as error:
             raise UsageError(
                 f"{flag} {path_text(folder)} cannot be created ({error.strerror}): name another folder"
