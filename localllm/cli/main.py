@@ -125,9 +125,9 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
     if notice is not None and not getattr(arguments, "quiet", False):
         warn(notice)
     if hasattr(arguments, "presets") and isinstance(arguments.__dict__.get("model"), str):
-        from localllm.cli.presets import apply_preset, read_presets  # imported here: most commands have no models
+        from localllm.cli.presets import apply_preset, preset_of  # imported here: most commands have no models
 
-        if (preset := read_presets(arguments.presets).get(arguments.model)) is not None:
+        if (preset := preset_of(arguments.model, arguments.presets)) is not None:
             apply_preset(parser, arguments, preset, arguments.model)
             arguments.model = preset["model"]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,21 @@ _FILES = ("model", "mmproj", "draft_model", "lora")
 #: Groups and flags of ``serve`` that hold for the whole server, or name the model.
 _OF_THE_SERVER = ("access", "output")
 _NO_KEYS = {"models", "downloads", "presets", "prompts", "quiet", "verbose", "help", "version", "debug"}
+
+
+def preset_of(name: str, file: Path | None) -> dict[str, Any] | None:
+    """Return the section of a file of presets, or the options of a model of Ollama's; None if there are none."""
+    if (section := read_presets(file).get(name)) is not None:
+        return section
+    return None if os.path.lexists(name) else ollama_preset(name)
+
+
+def ollama_preset(name: str) -> dict[str, Any] | None:
+    """Return the options of a model of Ollama's, as a section of a file of presets; None if there are none."""
+    from localllm.library.other_programs import ollama_model  # imported here: most command lines name a path
+
+    model = ollama_model(name)
+    return None if model is None or not model.options else {"model": name, **model.options}
 
 
 def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:

@@ -55,8 +55,8 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
                 return path
     if name == DEMO:
         return demo_path()
-    if (found := other_programs.ollama_models().get(name.removesuffix(":latest"))) is not None:
-        return found
+    if (model := other_programs.ollama_model(name)) is not None:
+        return model.path
     hub_name = HubName.parse(name)
     if hub_name is None and re.fullmatch(r"[\w.:-]+(?<!\.gguf)", name, re.IGNORECASE):
         if (fitting := _by_words(name, own)) is not None:

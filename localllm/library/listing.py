@@ -35,6 +35,7 @@ class LocalModel:
     n_files: int = 1  # how many these are
     details: Details | None = None  # what its header tells; None before it was read
     error: str | None = None  # what is wrong with it as far as names tell: files are missing
+    aliases: tuple[str, ...] = ()  # Ollama's other names of the same file
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,13 @@ class _Search:
                 self._add(f"{repo}:{label(group, groups)}", path, group)
 
     def ollama(self) -> None:
-        """Adds what Ollama has."""
-        for name, path in sorted(other_programs.ollama_models().items()):
+        """Add Ollama's models, each file once with all its names."""
+        names: dict[Path, list[str]] = {}
+        for name, model in sorted(other_programs.ollama_models().items()):
+            names.setdefault(model.path, []).append(name)
+        for path, (name, *aliases) in names.items():
             try:
-                self._add(name, path, FileGroup((path.name,), path.stat().st_size))
+                self._add(name, path, FileGroup((path.name,), path.stat().st_size), tuple(aliases))
             except OSError as error:
                 self._complain(path, error)
 
@@ -165,7 +169,7 @@ class _Search:
         except OSError as error:
             self._complain(folder, error)
 
-    def _add(self, name: str, path: Path, group: FileGroup) -> None:
+    def _add(self, name: str, path: Path, group: FileGroup, aliases: tuple[str, ...] = ()) -> None:
         try:
             if self._is_seen(path.stat()):
                 return
@@ -175,7 +179,7 @@ class _Search:
         if not group.is_complete:
             error = f"{group.n_parts - len(group.names)} of its {group.n_parts} files are missing"
         self._names.add(name)
-        self.models.append(LocalModel(name, path, group.n_bytes, len(group.names), error=error))
+        self.models.append(LocalModel(name, path, group.n_bytes, len(group.names), error=error, aliases=aliases))
 
     def _is_seen(self, status: os.stat_result) -> bool:
         file = (status.st_dev, status.st_ino)

@@ -4,7 +4,7 @@ theirs, Ollama's, whose files have hashes for names, and those inside installed 
 Ollama's layout (its documentation of manifests: https://pkg.go.dev/github.com/ollama/ollama/server/internal/manifest)::
 
     manifests/<host>/<namespace>/<model>/<tag>      JSON, whose layers have a mediaType and a digest
-    blobs/sha256-<hex>                              the layers; that of the type "…image.model" is a GGUF file
+    blobs/sha256-<hex>                              the layers: "…image.model" is a GGUF file, "…image.params" is JSON
 """
 
 from __future__ import annotations
@@ -13,13 +13,22 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from localllm.kernels.regular_file import read_regular
 from localllm.nesting import parse_json
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_MODEL = "application/vnd.ollama.image.model"
+#: How the media types of Ollama's layers start.
+_LAYER = "application/vnd.ollama.image."
+#: Bytes of a manifest, of parameters, or of a system message.
+_MAX_BYTES = 4 << 20
+#: Ollama's parameters that are ours, too, and our names of parameters whose names differ.
+_SAME = "temperature top_k top_p min_p typical_p repeat_penalty repeat_last_n presence_penalty frequency_penalty"
+_PARAMETERS = {name: name for name in (*_SAME.split(), "seed", "stop")}
+_PARAMETERS |= {"num_ctx": "context", "num_predict": "max_tokens"}
 #: Host and namespace that Ollama's names leave out.
 _HOST, _NAMESPACE = "registry.ollama.ai", "library"
 
@@ -59,11 +68,52 @@ def _lm_studio(home: Path) -> Iterator[Path]:
     yield home / ".cache" / "lm-studio" / "models"
 
 
-def ollama_models() -> dict[str, Path]:
-    """The files of Ollama's models by the names that Ollama lists, those in a user's folder first."""
+@dataclass(frozen=True)
+class OllamaModel:
+    """A model of Ollama's: its file, and the files of its other layers; None if there are none."""
+
+    path: Path
+    params: Path | None = None
+    system: Path | None = None
+    projector: Path | None = None
+    adapter: Path | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The model's options as `localllm.cli.presets` takes them: its PARAMETER and SYSTEM lines, and its files.
+
+        Templates are omitted: Ollama writes them in Go's language, and the GGUF file has its own.
+        """
+        values = {} if self.params is None else _json(self.params)
+        options = {ours: values[theirs] for theirs, ours in _PARAMETERS.items() if theirs in values}
+        options = {name: value for name, value in options.items() if _is_option(value)}
+        if options.get("max_tokens", 0) < 0:  # no limit
+            del options["max_tokens"]
+        if self.system is not None and (text := _text(self.system)):
+            options["system"] = text
+        if self.projector is not None:
+            options["mmproj"] = str(self.projector)
+        if self.adapter is not None:
+            options["lora"] = [str(self.adapter)]
+        return options
+
+
+def _is_option(value: object) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(text, str) for text in value)
+    return isinstance(value, int | float | str) and not isinstance(value, bool)
+
+
+def ollama_model(name: str) -> OllamaModel | None:
+    """Return the model that Ollama lists by a name; None if there is none."""
+    return ollama_models().get(name.removesuffix(":latest"))
+
+
+def ollama_models() -> dict[str, OllamaModel]:
+    """Return Ollama's models by the names that Ollama lists, models in a user's folder first."""
     service = [] if sys.platform == "win32" else [Path("/usr/share/ollama/.ollama/models"), Path("/var/lib/ollama")]
     chosen = os.environ.get("OLLAMA_MODELS")
-    models: dict[str, Path] = {}
+    models: dict[str, OllamaModel] = {}
     for folder in [Path(chosen)] if chosen else [Path.home() / ".ollama" / "models", *service]:
         manifests = folder / "manifests"
         try:
@@ -74,9 +124,12 @@ def ollama_models() -> dict[str, Path]:
             host, namespace, model, tag = path.relative_to(manifests).parts
             prefix = "" if host == _HOST else f"{host}/"
             prefix += "" if (host, namespace) == (_HOST, _NAMESPACE) else f"{namespace}/"
-            file = _model_layer(_json(path), folder / "blobs")
-            if file is not None:
-                models.setdefault(f"{prefix}{model}:{tag}".removesuffix(":latest"), file)
+            layers = _layers(_json(path), folder / "blobs")
+            if "model" in layers:
+                layer = layers.get
+                files = layer("params"), layer("system"), layer("projector"), layer("adapter")
+                found = OllamaModel(layers["model"], *files)
+                models.setdefault(f"{prefix}{model}:{tag}".removesuffix(":latest"), found)
     return models
 
 
@@ -108,20 +161,30 @@ def package_models() -> dict[str, dict[str, Path]]:
     return models
 
 
-def _model_layer(manifest: dict[str, Any], blobs: Path) -> Path | None:
+def _layers(manifest: dict[str, Any], blobs: Path) -> dict[str, Path]:
+    """Return the files of a manifest's layers by their kinds, the first of each kind."""
+    files: dict[str, Path] = {}
     layers = manifest.get("layers")
     for layer in layers if isinstance(layers, list) else ():
-        if isinstance(layer, dict) and layer.get("mediaType") == _MODEL:
-            digest = _DIGEST.fullmatch(str(layer.get("digest")))
-            path = blobs / f"sha256-{digest[1]}" if digest else None
-            return path if path is not None and os.path.isfile(path) else None
-    return None
+        if isinstance(layer, dict) and (digest := _DIGEST.fullmatch(str(layer.get("digest")))) is not None:
+            path, kind = blobs / f"sha256-{digest[1]}", str(layer.get("mediaType"))
+            if kind.startswith(_LAYER) and os.path.isfile(path):
+                files.setdefault(kind.removeprefix(_LAYER), path)
+    return files
+
+
+def _text(path: Path) -> str:
+    """Return the text of another program's file; empty if it cannot be read."""
+    try:
+        return read_regular(path, _MAX_BYTES).decode()
+    except (OSError, ValueError):
+        return ""
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """An object of another program's file; empty if it is not there, or not one."""
+    """Return an object of another program's file; empty if it cannot be read, or is no object."""
     try:
-        values = parse_json(path.read_bytes())
-    except (OSError, ValueError):
+        values = parse_json(_text(path))
+    except ValueError:
         return {}
     return values if isinstance(values, dict) else {}

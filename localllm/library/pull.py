@@ -67,11 +67,12 @@ def _is_of_checkpoint(name: str) -> bool:
 
 
 def _encoder(group: FileGroup, names: Iterable[str]) -> list[str]:
-    """The encoder of pictures in a model's folder: in F16 or Q8_0 where there are several, as `load` finds it."""
-    from localllm.loading.beside import encoder_names
+    """Return the projector file of a model, as `load` chooses it: at most one."""
+    from localllm.loading.projector_files import projector_names
 
     folder = group.names[0].rpartition("/")[0]
-    return encoder_names(name for name in names if name.rpartition("/")[0] == folder)[:1]
+    files = [name for name in names if name.rpartition("/")[0] == folder and name.lower().endswith(".gguf")]
+    return projector_names(group.names[0], files)[:1]
 
 
 class _Puller:

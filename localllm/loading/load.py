@@ -26,17 +26,26 @@ from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.runner import ModelRunner
-from localllm.errors import Argument, LocalLLMError, ModelError, NotEnoughMemoryError, Notice, UsageError, path_text
+from localllm.errors import (
+    Argument,
+    LocalLLMError,
+    ModelError,
+    NotEnoughMemoryError,
+    Notice,
+    UsageError,
+    path_text,
+    warn,
+)
 from localllm.generation.embedding import Embedder
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
 from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
-from localllm.loading.beside import find_beside
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.model_info import ModelInfo, file_type_name
 from localllm.loading.placement import Placement, Plan, Planner, fit, widened, with_experts_in_file
 from localllm.loading.progress import of_stage
+from localllm.loading.projector_files import find_projectors
 from localllm.models.adapters import with_adapters
 from localllm.models.config import Metadata
 from localllm.models.mtp import hidden_norm, hidden_states
@@ -296,20 +305,32 @@ def _check_drafts(sources: Sequence[_ModelSource], devices: Sequence[Device]) ->
 
 
 def _find_encoder(options: LoadOptions, file: GGUFFile) -> VisionEncoder | None:
-    """The encoder of pictures that was named, or the first one beside the model that is made for it."""
+    """Return the encoder that was named, or the best one next to the model that belongs to it by name and content."""
     if options.mmproj is False or (options.mmproj is None and options.path is None):
         return None
     architecture = str(file.metadata.get("general.architecture"))
     width = file.metadata.get(f"{architecture}.embedding_length")
-    for path in find_beside(file.path) if options.mmproj is None else [Path(options.mmproj)]:
+    if options.mmproj is not None:
+        paths, others = [Path(options.mmproj)], list[Path]()
+    else:
+        paths, others = find_projectors(file.path)
+    for path in [*paths, *others]:
         from localllm.loading.vision import VisionEncoder  # imported here: most models see nothing
 
         try:
-            return VisionEncoder.of(path, architecture, width)
+            encoder = VisionEncoder.of(path, architecture, width)
         except LocalLLMError as error:
             if options.mmproj is not None:
                 raise
             _log.info("%s is not used: %s", path, error)
+            continue
+        if path in paths:
+            return encoder
+        encoder.close()
+        model, name = path_text(file.path.name), path_text(path.name)
+        words = f"{model} is loaded without {name}, which fits but has the name of another model: to use it, choose "
+        warn(Notice(words, Argument("mmproj", str(path))))
+        return None
     return None
 
 

@@ -74,7 +74,7 @@ class ModelInfo:
         """Devices, formats and bytes, in a line."""
         threads = f"{self.threads} threads, {self.decode_threads} to decode"
         lines = [
-            f"{self.path.name}: {self.architecture}, {self.n_parameters:,} parameters, {self.file_type}",
+            f"{self.title}: {self.architecture}, {self.n_parameters:,} parameters, {self.file_type}",
             f"  {self.device} ({self.kernels}), {threads}, {self.context:,} tokens of context",
         ]
         for group in self.placement.groups:
@@ -100,6 +100,12 @@ class ModelInfo:
         table = "".join(f"<tr>{row}</tr>" for row in cells)
         draft = "" if self.draft is None else f"<p>draft model</p>{self.draft._repr_html_()}"
         return f"<p><b>{escape(head)}</b><br>{escape(running.strip())}</p><table>{table}</table>{draft}"
+
+    @property
+    def title(self) -> str:
+        """The name of the file, or the model's own name for a file of Ollama's, whose name is a hash."""
+        file = self.path.name
+        return self.name or file if file.startswith("sha256-") else file
 
     @property
     def cache_type(self) -> CacheType:

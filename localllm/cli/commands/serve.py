@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -18,7 +19,7 @@ from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import apply_settings, chat_template, load_options, template_variables
 from localllm.cli.defaults import model_file as find_model
 from localllm.cli.parser import Command, flag, parser_of, several
-from localllm.cli.presets import apply_preset, read_presets
+from localllm.cli.presets import apply_preset, ollama_preset, read_presets
 from localllm.cli.shared_flags import ENDING, LORA, PRESETS, RUNNING, SAMPLING, SEEING, options
 from localllm.console import say, warn
 from localllm.errors import LocalLLMError, UsageError, path_text
@@ -90,10 +91,14 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
     presets, as_given = read_presets(arguments.presets), deepcopy(arguments)
     settings, load = _loader(arguments, stats)
 
-    def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
+    def own_arguments(name: str, section: Mapping[str, Any]) -> argparse.Namespace:
         own = deepcopy(as_given)
         own.aliases, own.ttl = [], None
         apply_preset(parser_of("serve"), own, section, name)
+        return own
+
+    def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
+        own = own_arguments(name, section)
         aliases = list(own.aliases)
         try:
             chat_template(own)
@@ -116,12 +121,13 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
     given += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
     served = dict[str, str | Preset | None]()
     for each in given:
-        section = presets.get(each["model"])
+        section = presets.get(each["model"]) or ollama_preset(each["model"])
         served |= sources([each], settings) if section is None else {each["model"]: preset(each["model"], section)}
     if not given:
         served |= {name: preset(name, section) for name, section in presets.items()}
         if arguments.presets is None:
             served |= {name: each for name, each in sources([], settings).items() if name not in served}
+            served |= _ollama(presets, lambda name, section: _loader(own_arguments(name, section), stats)[1], load)
     models = Models(
         served,
         load,
@@ -138,6 +144,32 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
 
 def _adapters(arguments: argparse.Namespace) -> dict[str, float]:
     return {str(path): scale for path, scale in arguments.lora}
+
+
+def _ollama(
+    names: Container[str], own_loader: Callable[[str, dict[str, Any]], Loader], load: Loader
+) -> dict[str, Preset]:
+    """Return Ollama's models, except for some names: names of the same file and options are one model's aliases.
+
+    ``own_loader`` makes the loader of a model with options, and ``load`` loads other models.
+    """
+    from localllm.library.other_programs import ollama_models
+    from localllm.server.models import Preset
+
+    groups: dict[str, list[str]] = {}
+    models = {name: model for name, model in sorted(ollama_models().items()) if name not in names}
+    for name, model in models.items():
+        groups.setdefault(json.dumps([str(model.path), model.options]), []).append(name)
+    presets: dict[str, Preset] = {}
+    for name, *aliases in groups.values():
+        options = models[name].options
+        try:
+            loader = own_loader(name, options) if options else load
+        except LocalLLMError as error:
+            warn(f"the options of Ollama's model {name} are ignored: {error}")
+            loader = load
+        presets[name] = Preset(str(models[name].path), loader, None, aliases)
+    return presets
 
 
 def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Loader]:

@@ -107,3 +107,14 @@ def test_a_wrong_value_is_told_with_its_section(path: Path) -> None:
         parsed("serve", section={"top_k": "many"})
     with pytest.raises(UsageError, match="cannot be read"):
         read_presets(path.with_name("missing.toml"))
+
+
+def test_presets_are_listed_with_the_models(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr("localllm.cli.presets.settings_path", lambda: path.parent / "settings.toml")
+    lines = run_main(capfdbinary, "models").out.splitlines()
+    names = [line.split("\t")[0] for line in lines[1:]]
+    assert names[:2] == ["small", "org/repo:Q4_0"]
+    assert "llama" in lines[1]
+    assert lines[2].endswith("cannot be read")

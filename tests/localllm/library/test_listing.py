@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import localllm
+from localllm.cli.presets import ollama_preset
 from localllm.errors import GGUFError, ModelNotFoundError, UsageError
 from localllm.kernels.cpu.host import default_threads
 from localllm.library import file_details, listing
@@ -498,3 +499,59 @@ def test_the_table_on_a_terminal(folder: Path) -> None:
     assert code == 0
     assert "architecture" in screen
     assert "demo" in screen
+
+
+def with_layers(folder: Path, name: str, path: Path, **layers: object) -> None:
+    """A name of Ollama's for a file that is there, with further layers."""
+    manifest = folder / "manifests" / name
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    digests = {"model": path.name.replace("sha256-", "sha256:")}
+    for kind, value in layers.items():
+        data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+        digest = hashlib.sha256(data).hexdigest()
+        (folder / "blobs" / f"sha256-{digest}").write_bytes(data)
+        digests[kind] = f"sha256:{digest}"
+    kinds = {f"application/vnd.ollama.image.{kind}": digest for kind, digest in digests.items()}
+    manifest.write_text(json.dumps({"layers": [{"mediaType": kind, "digest": d} for kind, d in kinds.items()]}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")
+def test_ollama_names_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    path = in_ollama(tmp_path, "registry.ollama.ai/library/tiny/latest")
+    for name in (
+        "registry.ollama.ai/library/tiny/1b",
+        "hf.co/Org/Tiny-GGUF/Q8_0",
+        "registry.ollama.ai/mine/copy/latest",
+    ):
+        with_layers(tmp_path, name, path)
+    (model,) = find_models().models
+    assert {model.name, *model.aliases} == {"tiny", "tiny:1b", "hf.co/Org/Tiny-GGUF:Q8_0", "mine/copy"}
+    assert {find(name) for name in (model.name, *model.aliases, "mine/copy:latest")} == {path}
+
+
+def test_options_of_ollama_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    path = in_ollama(tmp_path, "registry.ollama.ai/library/tiny/latest")
+    params = {
+        "num_ctx": 4096,
+        "num_predict": -1,
+        "stop": ["<end>", "</s>"],
+        "temperature": 0.25,
+        "num_keep": 5,
+        "top_k": {},
+    }
+    layers = {"params": params, "system": "Be brief.", "projector": "GGUF", "template": "{{ .Prompt }}"}
+    with_layers(tmp_path, "registry.ollama.ai/library/tiny/1b", path, **layers)
+    with_layers(tmp_path, "registry.ollama.ai/library/tiny/broken", path, params="[" * 100_000)
+    projector = tmp_path / "blobs" / f"sha256-{hashlib.sha256(b'GGUF').hexdigest()}"
+    assert ollama_preset("tiny:1b") == {
+        "model": "tiny:1b",
+        "context": 4096,
+        "stop": ["<end>", "</s>"],
+        "temperature": 0.25,
+        "system": "Be brief.",
+        "mmproj": str(projector),
+    }
+    assert ollama_preset("tiny") is None
+    assert ollama_preset("nothing") is None

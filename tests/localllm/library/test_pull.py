@@ -154,7 +154,7 @@ def test_the_encoder_of_pictures_comes_with_its_model(
     others = ["small/m-Q4_K_M.gguf", "small/mmproj-m-Q8_0.gguf"]
     hub.repos["org/repo"] = Repo({name: small_gguf(name=name) for name in ("m-Q8_0.gguf", *encoders, *others)})
     outcome = run_main(capfdbinary, "pull", "org/repo:Q8_0")
-    assert "mmproj-F16.gguf lies beside it: with that encoder the model sees pictures" in outcome.err
+    assert "mmproj-F16.gguf is next to it: with that file the model reads images or sounds" in outcome.err
     path = pull("org/repo:Q8_0")
     assert sorted(each.name for each in path.parent.iterdir()) == ["m-Q8_0.gguf", "mmproj-F16.gguf"]
     assert sorted(each.name for each in pull("org/repo").parent.iterdir()) == ["m-Q4_K_M.gguf", "mmproj-m-Q8_0.gguf"]

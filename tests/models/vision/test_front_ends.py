@@ -106,6 +106,20 @@ def test_inspect_shows_what_an_encoder_is_for(files: Path, capfdbinary: pytest.C
     assert "sees by" in run_main(capfdbinary, "inspect", files / "model.gguf", "--plan").out
 
 
+def test_the_encoder_of_another_model_is_not_used(files: Path, tmp_path: Path) -> None:
+    for name, source in (("alpha", "model"), ("gamma", "model"), ("mmproj-alpha", "mmproj")):
+        shutil.copy(files / f"{source}.gguf", tmp_path / f"{name}-Q8_0.gguf")
+    with localllm.load(tmp_path / "alpha-Q8_0.gguf", device="cpu", context=64, threads=1) as llm:
+        assert llm.sees
+    with (
+        pytest.warns(
+            UserWarning, match=r"gamma-Q8_0\.gguf is loaded without mmproj-alpha-Q8_0\.gguf, which fits but"
+        ),
+        localllm.load(tmp_path / "gamma-Q8_0.gguf", device="cpu", context=64, threads=1) as llm,
+    ):
+        assert not llm.sees
+
+
 def test_an_encoder_that_is_none_is_inspected(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "clip", "clip.projector_type": "new"})
     assert "an encoder that localllm cannot run: the projector 'new'" in run_main(capfdbinary, "inspect", path).out
