@@ -68,9 +68,8 @@ def _irregular(path: str | os.PathLike[str]) -> OSError:
 def _linked_within(path: Path, folder: Path) -> Path:
     """Return the file that a path leads to.  Raises OSError where it is outside the folder."""
     target, root = path.resolve(), folder.resolve()
-    roots = [root]
-    if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
-    if not any(target.is_relative_to(each) for each in roots):
-        raise OSError(errno.EPERM, "it is a link to a file of another folder: copy that file here", os.fspath(path))
+    blobs = [(parent.parent / "blobs").resolve() for parent in root.parents if parent.name == "snapshots"]
+    if not any(target.is_relative_to(allowed) for allowed in (root, *blobs)):
+        words = "it is a link to a file in another folder: copy that file"
+        raise OSError(errno.EPERM, words, os.fspath(path))
     return target

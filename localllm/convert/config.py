@@ -9,6 +9,7 @@ from typing import Any
 
 from localllm import nesting
 from localllm.errors import ModelError, path_text, quoted
+from localllm.kernels.regular_file import read_regular
 from localllm.models.config import ModelConfig
 
 #: Bytes that a JSON file of a checkpoint may have; large vocabularies take 35 MB.
@@ -82,15 +83,24 @@ class Config:
         return rope
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint; empty where there is none."""
+def read_file(path: Path) -> bytes | None:
+    """Return the content of a small file of a checkpoint; None if there is none."""
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ModelError(f"{path_text(path)} has more than {_MAX_BYTES >> 20} MiB: it is not of a checkpoint")
-        value = nesting.parse_json(path.read_text("utf-8"))
+        return read_regular(path, _MAX_BYTES, folder=path.parent)
     except FileNotFoundError:
-        return {}
+        return None
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelError(f"{path_text(path)} cannot be read ({reason}): download the checkpoint again") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the values of a checkpoint's JSON file; empty if there is none."""
+    if (data := read_file(path)) is None:
+        return {}
+    try:
+        value = nesting.parse_json(data.decode())
+    except ValueError as error:
         raise ModelError(f"{path_text(path)} cannot be read as JSON ({error!s:.100}): download it again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path_text(path)} is not a JSON object: download it again")

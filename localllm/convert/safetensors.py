@@ -6,6 +6,7 @@ Layout (https://github.com/huggingface/safetensors): u64 length of the header, t
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from localllm.convert.config import read_json
 from localllm.errors import ModelError, path_text, quoted
+from localllm.kernels.regular_file import open_regular
 from localllm.nesting import parse_json
 
 #: numpy's types; those that numpy lacks are read as their bits.
@@ -40,7 +42,8 @@ class FileTensor:
     def read(self) -> NDArray[Any]:
         """Its values, or their bits where numpy lacks the type."""
         try:
-            values = np.fromfile(self.path, DTYPES[self.dtype], prod(self.shape), offset=self.offset)
+            with open_regular(self.path) as file:
+                values = np.fromfile(file, DTYPES[self.dtype], prod(self.shape), offset=self.offset)
         except OSError as error:
             raise ModelError(f"{path_text(self.path)} cannot be read ({error.strerror or error})") from error
         if values.size != prod(self.shape):
@@ -79,8 +82,8 @@ def read_folder(folder: Path) -> dict[str, FileTensor]:
 def read_header(path: Path) -> dict[str, FileTensor]:
     """The tensors of one file, by name."""
     try:
-        n_file = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            n_file = os.fstat(file.fileno()).st_size
             n_header = int.from_bytes(file.read(8), "little")
             if not 2 <= n_header <= min(n_file - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {n_header} bytes in a file of {n_file}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.convert.config import Config, read_json
+from localllm.convert.config import Config, read_file, read_json
 from localllm.errors import TokenizerError, path_text, quoted
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
 from localllm.tokenizer.vocabulary import BPE, SPM, UNIGRAM, WORD_PIECE, TokenType
@@ -117,7 +117,7 @@ def _sentencepiece(path: Path, added: Mapping[int, tuple[str, bool]], n_vocab: i
     import sentencepiece
 
     try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        model = sentencepiece.SentencePieceProcessor(model_proto=read_file(path) or b"")
     except (RuntimeError, OSError) as error:
         raise TokenizerError(f"{path_text(path)} is not a sentencepiece model: download it again") from error
     n = min(len(model), n_vocab)
@@ -174,7 +174,7 @@ def _read_tokenizer(path: Path) -> Any:
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_buffer(read_file(path) or b"")
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library has no type for it, and where it panics that is no Exception
@@ -265,7 +265,8 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         texts["default"] = found
     files = [("default", folder / "chat_template.jinja")]
     files += [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
-    texts |= {name: path.read_text("utf-8", errors="replace") for name, path in files if path.is_file()}
+    contents = {name: read_file(path) for name, path in files}
+    texts |= {name: data.decode("utf-8", "replace") for name, data in contents.items() if data is not None}
     keys = {f"tokenizer.chat_template.{name}": text for name, text in texts.items() if name != "default"}
     if keys:
         keys["tokenizer.chat_templates"] = [name for name in texts if name != "default"]

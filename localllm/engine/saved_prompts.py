@@ -27,6 +27,7 @@ from localllm.engine.pictures import Embeddings
 from localllm.engine.snapshots import NONE, Block
 from localllm.errors import PromptCacheError, path_text
 from localllm.files import NewFile
+from localllm.kernels.regular_file import open_regular
 
 MAGIC = b"llmcach3"
 _HEAD = struct.Struct("<QI")
@@ -129,9 +130,7 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
     """Puts what was saved into the cache, as far as it has room; returns the tokens."""
     added: list[Block | None] = []  # in the engine's thread
     try:
-        if path.is_fifo():
-            raise ValueError("a pipe, which may have no end")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ValueError("it does not begin as one")
             pieces = _pieces(file, path.stat().st_size)

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from localllm.kernels.regular_file import read_regular
 from localllm.library.hub_names import FileGroup, HubName, group_files
 
 _PREFIX = "models--"
@@ -51,7 +52,7 @@ def snapshots(repo: str) -> list[Path]:
         found = [Path(entry.path) for entry in os.scandir(folder / "snapshots") if entry.is_dir()]
         main = ""
         with contextlib.suppress(OSError, ValueError):
-            main = (folder / "refs" / "main").read_text(encoding="ascii").strip()
+            main = read_regular(folder / "refs" / "main", 1000).decode("ascii").strip()
         return sorted(found, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
     except FileNotFoundError:
         return []

@@ -26,6 +26,7 @@ from localllm.errors import GGUFError, ModelError, path_text, quoted
 from localllm.files import NewFile
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localllm.kernels.regular_file import open_regular
 from localllm.quant.bits import Floats
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
@@ -68,9 +69,7 @@ class ImportanceMatrix:
     def read(cls, path: Path) -> ImportanceMatrix:
         """Read a file of either format."""
         try:
-            if path.exists() and not path.is_file():
-                raise GGUFError(f"{path_text(path)} is not a regular file: name an importance matrix on disk")
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 magic = file.read(4)
                 found = _read_gguf(path) if magic == b"GGUF" else _read_old(path, magic + file.read())
         except OSError as error:

@@ -159,6 +159,19 @@ PDF = (
 )
 
 
+@pytest.mark.posix(reason="links need rights on Windows")
+def test_links_out_of_a_folder_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("text")
+    (tmp_path / "docs" / "b.txt").symlink_to("a.txt")
+    (tmp_path / "docs" / "c.txt").symlink_to("../secret")
+    os.mkfifo(tmp_path / "docs" / "d.txt")
+    attached = attach(f"@{tmp_path}/docs", count)
+    assert [file.text for file in attached.files] == ["text", "text"]
+    assert [Path(name).name for name in attached.skipped] == ["c.txt", "d.txt"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_text_of_a_pdf_is_sent(tmp_path: Path) -> None:
     pytest.importorskip("pypdf")

@@ -5,6 +5,7 @@ A picture, or a sound, goes with a message if it is named itself, or by a patter
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import io
 import itertools
@@ -89,7 +90,7 @@ def attach(
                 elif (pages := _scanned_pages(name) if name in names and see is not None else None) is not None:
                     pictures |= {f"{storable(name)}, page {i}": page for i, page in enumerate(pages, 1)}
                 else:
-                    texts[storable(name)] = read_text_file(name)
+                    texts[storable(name)] = read_text_file(name, _folder(names))
             except UsageError:
                 if name in names:
                     raise
@@ -213,6 +214,15 @@ def _files(name: str) -> list[str]:
     return listed
 
 
+def _folder(names: Iterable[str]) -> Path | None:
+    """Return the folder that one of some names is of; None if there is none."""
+    for name in names:
+        with contextlib.suppress(OSError, ValueError, UsageError):
+            if (path := path_of(name)).is_dir():
+                return path
+    return None
+
+
 def _walk(folder: Path) -> Iterator[str]:
     """The files in a folder and below it, but for hidden ones."""
     for at, folders, files in os.walk(folder):
@@ -242,18 +252,21 @@ def path_of(name: str) -> Path:
         raise UsageError(f"{name} is not a path here: check its beginning") from None
 
 
-def read_file(name: str) -> bytes:
-    """Return the bytes of a file.  Raises UsageError if it cannot be read or is too large."""
+def read_file(name: str, folder: Path | None = None) -> bytes:
+    """Return the bytes of a file.
+
+    Raises UsageError if it cannot be read, is too large, or is a link to a file outside of a ``folder``.
+    """
     try:
-        return read_regular(path_of(name), MAX_BYTES)
+        return read_regular(path_of(name), MAX_BYTES, folder=folder)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{name} cannot be attached ({reason}): check its path, size and permissions") from None
 
 
-def read_text_file(name: str) -> str:
-    """Return the text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
-    data = read_file(name)
+def read_text_file(name: str, folder: Path | None = None) -> str:
+    """Return the text of a file.  Raises UsageError as `read_file`, or if it is no text."""
+    data = read_file(name, folder)
     if _is_pdf(name):  # its pages, with form feeds between them
         text = pdf.page_texts(name, data)
         if not text.replace("\f", "").strip():

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from localllm.errors import StoreError, UsageError
+from localllm.kernels.regular_file import open_regular
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import fenced
 from localllm.tui.chat.conversation import (
@@ -194,7 +195,7 @@ def write_export(conversation: Conversation, path: Path) -> None:
 def read_export(path: Path) -> Conversation:
     """A conversation of a JSON file.  Raises StoreError if it is not one, UsageError if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read ({_reason(error)}): check the path") from None

@@ -31,6 +31,7 @@ import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
 from localllm.files import private_opener
+from localllm.kernels.regular_file import read_regular
 from localllm.shell import split_command
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
 from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for
@@ -104,7 +105,7 @@ class Toolbox:
         self._allowed: set[str] = set()
         if allowed is not None:
             with suppress(OSError, ValueError):
-                self._allowed.update(allowed.read_text("utf-8").splitlines())
+                self._allowed.update(read_regular(allowed, 1 << 20).decode().splitlines())
         self._servers: dict[str, Server] = {}
         self._failed: dict[str, str] = {}
 

@@ -391,3 +391,41 @@ def test_numbers_that_files_have_as_floats_are_floats_also_where_the_configurati
     assert {"rope.freq_base", "expert_weights_scale", "attention.layer_norm_epsilon"} < names
     for name in names:
         assert type(with_floats({name: 1})[name]) is float, name
+
+
+FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
+
+
+@pytest.mark.posix(reason="Windows has no named pipes")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [*FILES, "model.safetensors.index.json"])
+def test_pipes_of_a_folder_are_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "a")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelError, match=rf"{name} cannot be read \(it is not a regular file\)"):
+        convert(folder, tmp_path / "out.gguf")
+
+
+@pytest.mark.posix(reason="links need rights on Windows")
+@pytest.mark.parametrize("name", FILES)
+def test_links_out_of_a_folder_are_not_followed(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "a")
+    secret = tmp_path / "secret"
+    secret.write_bytes((folder / name).read_bytes() if (folder / name).exists() else b"{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(ModelError, match="it is a link to a file in another folder: copy that file"):
+        convert(folder, tmp_path / "out.gguf")
+
+
+@pytest.mark.posix(reason="links need rights on Windows")
+def test_a_snapshot_of_the_hubs_cache_is_converted(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "c0ffee"
+    write_checkpoint(blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    convert(snapshot, tmp_path / "out.gguf")
+    with localllm.load(tmp_path / "out.gguf", threads=1, context=64) as llm:
+        assert llm.generate("the", max_tokens=1)
