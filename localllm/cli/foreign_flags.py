@@ -134,9 +134,8 @@ ABSENT = split_names(
 #: Commands of other programs that have no like here, and what to do.
 OTHER_COMMANDS = split_names(
     {
-        "ps stop": "a model is in memory while its command runs; localllm serve --ttl S unloads idle ones",
         "create": "a GGUF file needs no Modelfile: name it with -m, and keep settings with localllm config set",
-        "rm cp push": "models are plain files, whose paths localllm models --json lists",
+        "cp push": "models are plain files, whose paths localllm models --json lists",
         "signin signout login": "hf auth login signs in to the hub",
         "tokenize llama-tokenize": "use LLM.tokenize in Python, or /tokenize of localllm serve",
         "llama-mtmd-cli": "use localllm generate -m FILE --mmproj FILE --image FILE -p TEXT, or --audio FILE",

@@ -231,10 +231,10 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m modle.gguf -p hi", "error: modle.gguf does not exist: did you mean model.gguf?", {}),
     ("serve --models missing.toml", "error: the file of models missing.toml cannot be read", {}),
     ("llama-embedding -m model.gguf -p hi", "error: model.gguf generates text: it makes no vectors of texts", {}),
-    ("ps", "error: there is no command 'ps': a model is in memory while its command runs; localllm serve --ttl", {}),
-    ("stop llama3.2", "error: there is no command 'stop': a model is in memory while its command runs; localllm", {}),
+    ("ps --url http://127.0.0.1:9", "error: no server answers at http://127.0.0.1:9 (", {}),
+    ("stop llama3.2 --url http://127.0.0.1:9", "error: no server answers at http://127.0.0.1:9 (", {}),
     ("cp llama3.2 mine", "error: there is no command 'cp': models are plain files, whose paths localllm models", {}),
-    ("rm llama3.2", "error: there is no command 'rm': models are plain files, whose paths localllm models", {}),
+    ("rm llama3.2", "error: there is no file or model 'llama3.2' here: localllm models lists the names", {}),
     (
         "pull llama3.2",
         "error: 'llama3.2' is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT; https://",

@@ -134,7 +134,7 @@ BAD_USAGE = {
     "a share of an adapter that is none": (["merge", "a.gguf", "b.gguf", "--lora", "c.gguf=nan"], "not ADAPTER[=X]"),
     "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate? localllm generate"),
     "a command in capitals": (["GENERATE"], "there is no command 'GENERATE': did you mean generate? localllm gen"),
-    "a command of others": (["ps"], "there is no command 'ps': a model is in memory while its command runs"),
+    "a command of others": (["cp"], "there is no command 'cp': models are plain files, whose paths localllm models"),
     "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, serve, "),
     "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p hi: there"),
     "no command but a file": (["model.gguf"], "'model.gguf' is not a command: localllm generate -m model.gguf"),

@@ -1,0 +1,79 @@
+"""``localllm rm``: remove a model's files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from localllm.cli.parser import Command, flag
+from localllm.console import is_terminal, quantity, visible_line
+from localllm.errors import LocalLLMError, OutputError, UsageError, path_text
+from localllm.options.settings import load_settings
+
+
+def run(arguments: argparse.Namespace) -> None:
+    paths = model_files(arguments.name)
+    n_bytes = sum(path.stat().st_size for path in paths)
+    shown = visible_line(path_text(paths[0])) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    if not arguments.yes:
+        if not is_terminal(sys.stdin):
+            raise UsageError(f"{shown} is removed only after a confirmation: add --yes")
+        if input(f"Remove {shown} ({quantity(n_bytes, 'B')})? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise LocalLLMError("nothing was removed")
+    for path in paths:
+        try:
+            _remove(path)
+        except OSError as error:
+            raise OutputError(f"{path_text(path)} cannot be removed ({error.strerror or error})") from None
+    print(f"removed {shown} ({quantity(n_bytes, 'B')})")
+
+
+def model_files(name: str) -> list[Path]:
+    """Return all files of a model.  Raises LocalLLMError if it is unknown, or belongs to another program."""
+    from localllm.library import other_programs
+    from localllm.library.hub_names import DEMO, group_files
+    from localllm.library.listing import find_models
+
+    path = Path(name)
+    if not path.is_file():  # only a whole name: a few words of one may mean another model tomorrow
+        models = find_models(load_settings().model_folders).models
+        path = next((m.path for m in models if name in (m.name, m.name.removesuffix(".gguf"), *m.aliases)), path)
+    if not path.is_file() and name != DEMO:
+        raise UsageError(f"there is no file or model {name!r:.80} here: localllm models lists the names")
+    if any(path == model.path for model in other_programs.ollama_models().values()):
+        raise UsageError(f"{name!r:.80} is a model of Ollama's: remove it with ollama rm {name}")
+    installed = (file for files in other_programs.package_models().values() for file in files.values())
+    if name == DEMO or path in installed:
+        raise UsageError(f"{name!r:.80} is a file of a Python package: remove it with pip uninstall")
+    if path.suffix.lower() != ".gguf":
+        raise UsageError(f"{path_text(path)} is no GGUF file: remove it with your file manager")
+    sizes = {file.name: 0 for file in path.parent.iterdir() if file.suffix.lower() == ".gguf"}
+    parts = next((group.names for group in group_files(sizes) if path.name in group.names), (path.name,))
+    return [path.with_name(part) for part in parts]
+
+
+def _remove(path: Path) -> None:
+    """Remove a file; of a link in Hugging Face's cache also the blob, unless another snapshot links to it."""
+    target = path.resolve()
+    path.unlink()
+    snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
+    if snapshots is None or target.parent.resolve() != (snapshots.parent / "blobs").resolve():
+        return
+    if not any(link.is_symlink() and link.resolve() == target for link in snapshots.rglob("*")):
+        target.unlink(missing_ok=True)
+
+
+COMMAND = Command(
+    "NAME [--yes]",
+    "remove a model's file",
+    [
+        flag("name NAME", "a GGUF file, or the name of a model that localllm models lists"),
+        flag("-y --yes", "do not ask for a confirmation"),
+    ],
+    run,
+    """\
+A split model's files are removed together.  A projector file (mmproj) next to the model stays.
+""",
+    aliases="remove delete",
+)
