@@ -38,6 +38,7 @@ from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HAL
 from localllm.kernels.embedding import CopiedTable, NgramRows
 from localllm.kernels.graph import Graph, Tensor
 from localllm.quant.formats import dequantize
+from localllm.quant.lut import LUTType, dequantize_lut
 
 #: float32; numpy's stubs lose the type in most expressions.
 Array = NDArray[Any]
@@ -166,7 +167,8 @@ class ReferenceStep(Step):
             if not use.is_operand:
                 self._tables[weight] = CopiedTable.of(weight)
             else:
-                self._arrays[weight] = dequantize(weight.data, weight.type).reshape(weight.shape)
+                decode: Any = dequantize_lut if isinstance(weight.type, LUTType) else dequantize
+                self._arrays[weight] = decode(weight.data, weight.type).reshape(weight.shape)
             weight.drop_pages()
             if progress is not None:
                 progress(weight)

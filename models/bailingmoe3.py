@@ -81,7 +81,6 @@ def record(m: Header) -> Graph:
     bound = meta.read("kda.gate_lower_bound", float, low=-1e3, high=-1e-6)
     if not meta.read("kda.safe_gate", bool, True):
         raise ModelError("the file has kda.safe_gate = false, but models of Ling 3 have true: the file is broken")
-    meta.skip("rope.dimension_sections")  # of the axes, which agree for text
     limits = m.gate_limits()
 
     def layer(at: Layer, x: Tensor) -> Tensor:

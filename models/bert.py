@@ -64,7 +64,6 @@ def record(m: Header) -> Graph:
     options: Any = {
         "max_bias": m.meta.read("attention.max_alibi_bias", float, 8.0, low=0.0, high=1e3) if falls else 0
     }
-    causal = m.meta.read("attention.causal", bool, False)
 
     def embedding(at: Layer, x: Tensor) -> Tensor:
         n, w = m.config.context_length, at.weights
@@ -78,7 +77,7 @@ def record(m: Header) -> Graph:
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         given, qk_norm = x, _QK_NORM["attn_q_norm.weight" in at.weights]
-        y = attention(at, x, heads, rope, residual=x, causal=causal, qk_norm=qk_norm, **options)
+        y = attention(at, x, heads, rope, residual=x, qk_norm=qk_norm, **options)
         x = layer_norm(at, "attn_output_norm", y)
         if "attn_norm_2.weight" in at.weights:
             x = layer_norm(at, "attn_norm_2", add(at, x, given))

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from localllm.errors import ModelError
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
 from localllm.models.mtp import record_block
 from localllm.models.weights import Reshaped, Weights, slopes, split_rows
+from localllm.quant.types import GGMLType
 
 R = TypeVar("R", bound=Any)
 
@@ -31,6 +33,7 @@ class Layer:
     n_embd: int
     norm_eps: float  # of its norms
     embedding: Tensor  # what goes into the first layer [T, d]
+    causal: bool = True  # whether tokens attend to earlier tokens only
 
     def add(self, operation: g.Operation[R]) -> R:
         """Records an operation, and gives what it computes."""
@@ -55,10 +58,11 @@ def norm(at: Layer, name: str, x: Tensor) -> Tensor:
     return at.add(g.RMSNorm(x, at.weights.vector(name, x.width), at.norm_eps))
 
 
-def layer_norm(at: Layer, name: str, x: Tensor) -> Tensor:
-    """LayerNorm, with a bias if there is one."""
+def layer_norm(at: Layer, name: str, x: Tensor, n_heads: int = 1) -> Tensor:
+    """LayerNorm of whole rows, or of each head with weights of its own, with a bias if there is one."""
     bias = at.weights.find(f"{name}.bias", x.width)
-    return at.add(g.LayerNorm(x, at.weights.vector(name, x.width), bias, at.norm_eps))
+    weight = at.weights.vector(name, x.width, n_heads)
+    return at.add(g.LayerNorm(x, weight, bias, at.norm_eps, n_heads))
 
 
 def add(at: Layer, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
@@ -100,7 +104,7 @@ def decoder(
     if m.is_block:
 
         def block(number: int, graph: Graph, e: Tensor, x: Tensor) -> Tensor:
-            return record_layer(Layer(number, graph, weights.layer(number), d, eps, e), x)
+            return record_layer(Layer(number, graph, weights.layer(number), d, eps, e, m.is_causal), x)
 
         return record_block(m, block, embedding_scale, eps)
     table = weights.require("token_embd.weight", config.n_vocab, d)
@@ -109,7 +113,7 @@ def decoder(
         x = embedding = change_embedding(Layer(-1, graph, weights, d, eps, x), x)
     for i in range(config.n_layers):
         graph.layer = i
-        x = record_layer(Layer(i, graph, weights.layer(i), d, eps, embedding), x)
+        x = record_layer(Layer(i, graph, weights.layer(i), d, eps, embedding, m.is_causal), x)
         if m.sees and i < n_deepstack:
             x = graph.add(g.AddRows(x, i + 1))
     graph.layer = "output"
@@ -126,6 +130,15 @@ def decoder(
     if softcap is not None:
         at.add(g.Softcap(logits, softcap))
     return graph
+
+
+def position_embedding(m: Header) -> RecordLayer:
+    """Adds the learnt vector of each token's position to its embedding."""
+    n_positions = m.config.context_length
+    if m.context > n_positions:
+        raise ModelError(f"the model has no positions beyond {n_positions}: a context of {m.context} is too long")
+    positions = m.weights.require("position_embd.weight", n_positions, m.config.n_embd)
+    return lambda at, x: add(at, at.add(g.Embed(positions, by_position=True)), x)
 
 
 def llama_like(
@@ -195,7 +208,7 @@ def attention(
     softcap: float | None = None,
     qkv_bias: bool = False,
     qkv_by_head: bool = False,
-    qk_norm: Literal["head", "row", "layer", "unweighted"] | None = None,
+    qk_norm: Literal["head", "row", "layer", "layer by head", "unweighted"] | None = None,
     norm_last: bool = False,
     q_scale: g.PositionScale | None = None,
     has_sinks: bool = False,
@@ -203,7 +216,6 @@ def attention(
     gate_activation: str = "sigmoid",
     clamp: float = 0.0,
     max_bias: float = 0.0,
-    causal: bool = True,
     has_spans: bool = False,
     select: Select | None = None,
 ) -> Tensor:
@@ -215,15 +227,14 @@ def attention(
         scale: of scores; by default 1 / √key_dim.
         qkv_bias: whether query, key and value must have biases; else they may.
         qkv_by_head: whether rows of ``attn_qkv`` are those of query, key and value for each head.
-        qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights; or
-            "layer" for a LayerNorm of whole rows.
+        qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights;
+            "layer" for a LayerNorm of whole rows, or "layer by head" for one of each head, with weights of its own.
         norm_last: whether heads are normed behind the rotation.
         has_sinks: a further score for each head, ``attn_sinks``.
         has_gate: whether there is a gate, whose σ or other activation the output is multiplied with: ``attn_gate``,
             of each value or of each head, or in ``attn_q`` behind the query of each head.
         clamp: what queries, keys and values are clamped to, ±; 0 for nothing.
         max_bias: of the slopes by which scores fall with the distance (`localllm.models.weights.slopes`); 0 for none.
-        causal: whether a token sees none behind it.
         has_spans: whether those of a picture see each other.
         select: chooses the positions that tokens see.
     """
@@ -231,12 +242,14 @@ def attention(
     if clamp:
         q, k, v = (at.add(g.Clamp(each, -clamp, clamp)) for each in (q, k, v))
     cache = at.graph.kv_cache(
-        heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if causal else None
+        heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if at.causal else None
     )
     q_norm = k_norm = None
-    if qk_norm in ("row", "layer"):
-        norm_row = norm if qk_norm == "row" else layer_norm
-        q, k = norm_row(at, "attn_q_norm", q), norm_row(at, "attn_k_norm", k)
+    if qk_norm == "row":
+        q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
+    elif qk_norm in ("layer", "layer by head"):
+        n, n_kv = (heads.n, heads.n_kv) if qk_norm == "layer by head" else (1, 1)
+        q, k = layer_norm(at, "attn_q_norm", q, n), layer_norm(at, "attn_k_norm", k, n_kv)
     elif qk_norm:
         q_norm, k_norm = (
             g.HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
@@ -250,7 +263,7 @@ def attention(
     selected = select(at, x) if select is not None else None
     if selected is not None:
         more |= {"selected": selected[0], "selected_by_head": selected[1]}
-    y = at.add(g.Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans, **more))
+    y = at.add(g.Attention(q, cache, scale, window, softcap, sinks, chunk, at.causal, has_spans, **more))
     if gate is not None:
         by_head = gate.width == heads.n
         y = at.add(g.HeadGate(y, gate, gate_activation) if by_head else g.Gated(gate, y, gate_activation))
@@ -403,6 +416,7 @@ def mixture(
 def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Tensor | None = None) -> g.Routing:
     """Which experts each token goes to, by default as the router chooses; their weights times ``scale``."""
     w, n, bias = at.weights, experts.n, None
+    is_nvfp4 = w.type_of("ffn_down_exps.weight") is GGMLType.NVFP4
     if chosen is None:
         bias = w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n)
     return at.add(
@@ -416,7 +430,8 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Te
             n_groups=experts.n_groups,
             n_top_groups=experts.n_top_groups,
             n_group_best=1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
-            expert_scales=w.find("ffn_down_exps.scale", n),
+            # `Weights.experts` multiplies matrices in NVFP4.
+            expert_scales=None if is_nvfp4 else w.find("ffn_down_exps.scale", n),
             chosen=chosen,
         )
     )
@@ -522,7 +537,8 @@ def delta_net(
 ) -> Tensor:
     """Linear attention by the gated delta rule, behind a convolution and before a gated norm.
 
-    Decay and β come of ``ssm_alpha`` and ``ssm_beta``, or are for each key head side by side in ``ssm_ba``.
+    The matrices ``ssm_alpha`` and ``ssm_beta`` give decay and β.  A file may have them in ``ssm_ba``, side by side
+    for each key head, and ``attn_qkv`` and ``attn_gate`` likewise in ``ssm_in``.
     ``is_grouped``: see `localllm.kernels.graph.GatedDelta`; ``activation``: of the gate.  Source: arXiv:2412.06464.
     """
     w, d, n = at.weights, at.n_embd, net.n_values
@@ -532,8 +548,14 @@ def delta_net(
         beta_alpha = w.split("ssm_ba", d, {"beta": n, "alpha": n}, n_groups=net.n_keys)
     else:
         beta_alpha = w.matrix("ssm_beta", d, n), w.matrix("ssm_alpha", d, n)
-    matrices = w.matrix("attn_qkv", d, width), w.matrix("attn_gate", d, values), *beta_alpha
-    qkv, gate, beta, alpha = at.add(g.Linears(x, matrices))
+    if "ssm_in.weight" in w:  # llama.cpp's converter wrote Qwen 3 Next so in 2025
+        widths = {"query": keys, "key": keys, "value": values, "gate": values}
+        matrices = w.split("ssm_in", d, widths, n_groups=net.n_keys)
+        *parts, gate, beta, alpha = at.add(g.Linears(x, (*matrices, *beta_alpha)))
+        qkv = at.add(g.SideBySide(tuple(parts)))
+    else:
+        matrices = w.matrix("attn_qkv", d, width), w.matrix("attn_gate", d, values)
+        qkv, gate, beta, alpha = at.add(g.Linears(x, (*matrices, *beta_alpha)))
     conv = w.require("ssm_conv1d.weight", width, net.kernel)
     qkv = at.add(g.CausalConv(qkv, conv, at.graph.state("conv", net.kernel - 1, width), silu=True))
     state = at.graph.state("S", n, net.key_dim, net.value_dim)

@@ -1,5 +1,7 @@
 """Command R and R7B, Command A and Aya: attention and MLP side by side behind one LayerNorm.
 
+Command R+ has a LayerNorm of each head of query and key.
+
 In Cohere 2, three of four layers see a window, and only those rotate.  With experts (North), dense layers before them
 may rotate, too, and norms may be RMSNorms.
 """
@@ -11,13 +13,13 @@ from typing import Any
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm, mixture
+from localllm.models.blocks import Layer, RecordNorm, attention, decoder, gated_mlp, layer_norm, mixture
 from localllm.models.blocks import norm as rms_norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim, rotated_part, sliding_window, window_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -59,17 +61,19 @@ def record(m: Header) -> Graph:
     is_second = m.config.architecture != "command-r"
     experts = m.experts(norm_topk_prob=False, gating="sigmoid")
     ffn = m.feed_forward(experts)
-    norm, eps = layer_norm, "attention.layer_norm_epsilon"
+    norm: RecordNorm = layer_norm
+    eps = "attention.layer_norm_epsilon"
     if meta.find("attention.layer_norm_rms_epsilon") is not None:
         norm, eps = rms_norm, "attention.layer_norm_rms_epsilon"
     windows = m.windows(period=4, default=None) if is_second else (None,) * m.config.n_layers
     rope = make_rope(m, heads.key_dim, interleaved=True)
+    qk_norm: Any = "layer by head" if "blk.0.attn_q_norm.weight" in m.weights else None
     logit_scale = meta.read("logit_scale", float, 0.0, low=0.0, high=1e6) or 1.0
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y, window, own_experts = norm(at, "attn_norm", x), windows[at.number], ffn.experts_of(at.number)
         is_rotated = window or not is_second or (experts and not own_experts)
-        x = attention(at, y, heads, rope if is_rotated else None, window=window, residual=x)
+        x = attention(at, y, heads, rope if is_rotated else None, window=window, qk_norm=qk_norm, residual=x)
         if own_experts:
             scale = 0.5 if own_experts.n_ff_shared else 1.0
             return mixture(at, y, own_experts, residual=x, residual_scale=scale)

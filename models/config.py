@@ -31,7 +31,10 @@ MAX_LAYERS = 1 << 16
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "vocab_size": (),
     "feed_forward_length": (),  # of an MLP; mixtures have none
+    # of a model whose norms are all of the other kind
     "attention.layer_norm_epsilon": (),
+    "attention.layer_norm_rms_epsilon": (),
+    "rope.dimension_sections": (),  # of the axes of pictures, which agree for text
     "rope.scaling.finetuned": (),
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -43,7 +46,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
     "leading_dense_block_count": (0,),
     "use_parallel_residual": (False,),
-    "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),
@@ -58,6 +60,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "rope.scaling.alpha": (0.0,),
     "tensor_data_layout": ("reference", "Meta AI original pth"),
 }
+
+#: First letters of keys, and a part of the tensors' names that the keys describe.  Converters write keys for a whole
+#: family: Granite 4 without Mamba layers has keys for them, and dense DeepSeek models have keys for experts.
+_PARTS = {"expert_": "_exps.", "ssm.": ".ssm_"}
 
 #: ``expert_gating_func`` (llama.cpp's ``enum llama_expert_gating_func_type``).
 _GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrt_softplus"}
@@ -133,13 +139,20 @@ class Metadata:
             )
         return first
 
-    def check_all_read(self) -> None:
-        """To be called when all was read: a key that nobody asked for may change what the model computes."""
-        prefix = f"{self.architecture}."
+    def check_all_read(self, tensors: Iterable[str], *, rotates: bool = True) -> None:
+        """Raises ModelError for a key that no code has read and that may change what the model computes.
+
+        Call it last.  ``tensors``: the names of the file's tensors.  ``rotates``: whether the model has rotary
+        positions; keys about them change nothing without.
+        """
+        prefix, names = f"{self.architecture}.", "\n".join(tensors)
+        absent = (*(begin for begin, part in _PARTS.items() if part not in names), *([] if rotates else ["rope."]))
         for full in self.values:
             if full.startswith(prefix) and full not in self._read:
-                harmless = _HARMLESS.get(full.removeprefix(prefix))
-                value = _plain(self.values[full])
+                key = full.removeprefix(prefix)
+                harmless, value = _HARMLESS.get(key), _plain(self.values[full])
+                if key.startswith(absent) and key != "expert_count":
+                    continue
                 if harmless is None or (harmless and value not in harmless):
                     raise ModelError(f"the model has {full} = {quoted(value)}, which localllm does not support yet")
 
@@ -295,6 +308,7 @@ class Header:
     is_block: bool = False
     target: Graph | None = None  # of a model that drafts from another one's caches or hidden states, that one
     sees: bool = False  # whether batches have embeddings of pictures: without them, nothing is recorded for those
+    is_causal: bool = True  # whether tokens attend to earlier tokens only
 
     @property
     def norm_eps(self) -> float:
@@ -395,6 +409,8 @@ class Header:
         """The mixture of experts, if there is one; what the file may leave out is given."""
         meta = self.meta
         n = meta.read("expert_count", int, 0, low=0, high=1 << 12)
+        if n == 1 and not self.weights.has_experts:  # Jamba Reasoning 3B's is an MLP
+            return None
         if not n:
             if f"blk.{self.config.n_layers - 1}.ffn_gate_inp.weight" in self.weights:
                 raise ModelError(f"the file has experts, but no {meta.architecture}.expert_count: is it complete?")

@@ -36,7 +36,8 @@ HF_NAMES |= {
 def hf_keys(config: Any) -> dict[str, Any]:
     """As if there was one head of keys."""
     multiplier = config.rope_parameters.get("mscale_all_dim")
-    return routing_keys(config) | {
+    has_experts = config.values.get("n_routed_experts") is not None  # which Youtu has not
+    return (routing_keys(config) if has_experts else {}) | {
         "vocab_size": config.vocab_size,
         "attention.q_lora_rank": config.q_lora_rank,
         "attention.kv_lora_rank": config.kv_lora_rank,

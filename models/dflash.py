@@ -90,7 +90,7 @@ def record(m: Header) -> Graph:
     meta, w, d, n_vocab, target = m.meta, m.weights, m.config.n_embd, m.config.n_vocab, m.target
     read_block(meta, n_vocab)
     # Of text all axes are the position; the head's changes do not change which token is the likeliest.
-    meta.skip("rope.dimension_sections", "logit_scale", "final_logit_softcapping")
+    meta.skip("logit_scale", "final_logit_softcapping")
     act = meta.read("hidden_activation", str, "silu")
     if act not in _ACTIVATIONS:
         raise ModelError(f"dflash.hidden_activation is {quoted(act)}, which localllm does not support yet")

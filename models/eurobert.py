@@ -18,5 +18,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    causal = m.meta.read("attention.causal", bool, False)
-    return llama_like(m, make_rope(m, m.heads().key_dim), causal=causal)
+    return llama_like(m, make_rope(m, m.heads().key_dim))

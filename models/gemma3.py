@@ -20,12 +20,11 @@ hf_keys, hf_tensor = gemma_keys, add_one_to_norms
 def record(m: Header) -> Graph:
     heads, windows, d = m.heads(), m.windows(period=6), m.config.n_embd
     rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim, 10_000.0)
-    causal = m.pooling is None
-    if not causal:
+    if not m.is_causal:
         windows = tuple(None if window is None else window // 2 + 1 for window in windows)
     # The 27 B model, which has 62 layers, shares the hidden width out among the heads for this alone.
     scale = (d / heads.n if m.config.n_layers == 62 else heads.key_dim) ** -0.5
     ropes = [local_rope if window else rope for window in windows]
-    options: Any = {"scale": scale, "causal": causal, "has_spans": m.sees and causal, "qk_norm": "head"}
+    options: Any = {"scale": scale, "has_spans": m.sees and m.is_causal, "qk_norm": "head"}
     layer = llama_layer(m, ropes, windows=windows, activation="gelu", post_norm_eps=m.norm_eps, **options)
     return decoder(m, layer, embedding_scale=d**0.5, softcap=read_softcap(m, "final_logit_softcapping"))

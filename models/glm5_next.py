@@ -57,7 +57,6 @@ def record(m: Header) -> Graph:
     bound = meta.read("kda.gate_lower_bound", float, 0.0, low=-1e3, high=0)
     kernel = meta.read("ssm.conv_kernel", int, low=2, high=8)
     select = deepseek32.make_indexers(m, None, 1e-6, (True,) * n_layers)
-    meta.skip("rope.freq_base")  # nothing is rotated
 
     def layer(at: Layer, streams: Tensor) -> Tensor:
         x, more = connections.before(at, "hc_attn", streams)

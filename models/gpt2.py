@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Embed, Graph, Tensor
+from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, add, attention, decoder, layer_norm, mlp
+from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp, position_embedding
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array
 
@@ -39,16 +39,12 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff, n_positions = m.heads(), m.mlp_width(), m.config.context_length
-    if m.context > n_positions:
-        raise ModelError(f"the model has no positions beyond {n_positions}: a context of {m.context} is too long")
-    positions = m.weights.require("position_embd.weight", n_positions, m.config.n_embd)
-
-    def embedding(at: Layer, x: Tensor) -> Tensor:
-        return add(at, at.add(Embed(positions, by_position=True)), x)
+    heads, n_ff = m.heads(), m.mlp_width()
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, layer_norm(at, "attn_norm", x), heads, None, residual=x)
         return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation="gelu", residual=x)
 
-    return decoder(m, layer, change_embedding=embedding, output_norm=layer_norm, norm_eps=m.layer_norm_eps)
+    return decoder(
+        m, layer, change_embedding=position_embedding(m), output_norm=layer_norm, norm_eps=m.layer_norm_eps
+    )

@@ -70,7 +70,9 @@ def hf_keys(config: Any) -> dict[str, Any]:
     if config.model_type != "granitemoehybrid":
         return keys
     n_kv = attention_layers(config, config.num_key_value_heads)
-    hybrid = {"attention.head_count_kv": n_kv, "rope.scaling.finetuned": False, "context_length": 1 << 20}
+    hybrid: dict[str, Any] = {"attention.head_count_kv": n_kv}
+    if getattr(config, "position_embedding_type", None) != "rope":
+        hybrid |= {"rope.scaling.finetuned": False, "context_length": 1 << 20}
     return keys | mamba_keys(config) | hybrid
 
 
@@ -104,7 +106,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 def record(m: Header) -> Graph:
     heads, experts = m.heads_by_layer(), m.experts()
     n_ff = 0 if experts else m.mlp_width()
-    m.meta.skip("expert_shared_feed_forward_length")  # without experts, the MLP's width
+    m.meta.skip("deepstack_mapping")  # of pictures
     net = None if all(heads) else Mamba.read(m.meta)
     windows = m.windows(period=0)
     is_rotated = m.meta.read_each("attention.rope_pattern", m.config.n_layers, bool, True, low=0, high=1)

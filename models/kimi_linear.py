@@ -63,7 +63,6 @@ def record(m: Header) -> Graph:
     n_kv = meta.read_each("attention.head_count_kv", m.config.n_layers, int, low=0, high=1 << 14)
     dim = meta.read("kda.head_dim", int, low=16, high=1 << 10)
     kernel = meta.read("ssm.conv_kernel", int, low=2, high=8)
-    meta.skip("rope.freq_base")  # nothing is rotated
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = norm(at, "attn_norm", x)

@@ -25,5 +25,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     rope = make_rope(m, m.heads().key_dim, interleaved=True)
-    causal = m.config.architecture != "llama-embed" or m.meta.read("attention.causal", bool, False)
-    return llama_like(m, rope, m.experts(), windows=m.windows(period=0), causal=causal)
+    return llama_like(m, rope, m.experts(), windows=m.windows(period=0))

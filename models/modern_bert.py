@@ -46,8 +46,6 @@ def record(m: Header) -> Graph:
     eps = meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
     rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim)
     activation = {"gelu": "gelu_erf"}.get(hidden := meta.read("hidden_activation", str, "gelu"), hidden)
-    causal = meta.read("attention.causal", bool, False)
-    meta.skip("attention.layer_norm_rms_epsilon")  # llama.cpp's converter writes it too
     period = meta.find("attention.sliding_window_pattern")
     windows = m.windows(period=1)
     if not isinstance(period, list | tuple):
@@ -59,7 +57,7 @@ def record(m: Header) -> Graph:
         if at.number or "attn_norm.weight" in at.weights:
             y = layer_norm(at, "attn_norm", x)
         reach = window // 2 + 1 if window else None
-        x = attention(at, y, heads, local_rope if window else rope, residual=x, window=reach, causal=causal)
+        x = attention(at, y, heads, local_rope if window else rope, residual=x, window=reach)
         return gated_mlp(at, layer_norm(at, "ffn_norm", x), n_ff, residual=x, activation=activation)
 
     def embedding(at: Layer, x: Tensor) -> Tensor:

@@ -41,11 +41,10 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim, interleaved=True)
-    causal = m.meta.read("attention.causal", bool, False)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, residual=x, causal=causal, qkv_by_head=True)
+        x = attention(at, y, heads, rope, residual=x, qkv_by_head=True)
         return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x)
 
     def output_norm(at: Layer, name: str, x: Tensor) -> Tensor:

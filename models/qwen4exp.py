@@ -122,7 +122,7 @@ def record(m: Header) -> Graph:
     n = meta.read("hyper_connection.count", int, low=2, high=16)
     rank = meta.read("hyper_connection.low_rank", int, low=1, high=1 << 16)
     rope, is_recurrent, ngrams = make_rope(m, heads.key_dim), qwen35.recurrent_layers(m), Ngrams.read(m)
-    meta.skip("rope.dimension_sections", "ple.image_token_id")  # of pictures
+    meta.skip("ple.image_token_id")  # of pictures
     select = make_indexers(m, rope)
     parts = ArrayWeight("parts of streams", np.full(1, 1 / n, np.float32))
     zeros = ArrayWeight("no bias", np.zeros(n, np.float32))

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
-from localllm.kernels.graph import CacheType, Graph
+from localllm.kernels.graph import CacheType, Graph, RopeAppend
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
 from localllm.models.hf_convert import Array, llama3_factors
 from localllm.models.pooling import Pooling, read_kind
@@ -87,8 +87,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture("deepseek", "DeepSeek MoE 16B", "deepseek"),
     "deepseek2": Architecture(
         "deepseek2",
-        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash",
-        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite",
+        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash, Youtu-LLM",
+        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite youtu",
         has_block=True,
     ),
     "deepseek2-ocr": Architecture(
@@ -290,13 +290,17 @@ def read_model(
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context
     try:
-        kind = read_kind(meta, weights) or ("mean" if architecture.is_encoder else None)
-        graph = architecture.record(Header(meta, config, weights, context, cache_type, kind, is_block, target, sees))
+        is_causal = meta.read("attention.causal", bool, not architecture.is_encoder)
+        kind = read_kind(meta, weights) or (None if is_causal and not architecture.is_encoder else "mean")
+        header = Header(meta, config, weights, context, cache_type, kind, is_block, target, sees, is_causal)
+        graph = architecture.record(header)
         pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
     if is_block:
         return Model(replace(config, n_layers=1), graph, context > config.original_context)
-    meta.check_all_read()
+    operations = [node.operation for node in graph.nodes]
+    rotates = any(isinstance(each, RopeAppend) and each.rope is not None for each in operations)
+    meta.check_all_read(file.tensors, rotates=rotates)
     weights.check_all_used()
     return Model(config, graph, context > config.original_context, pooling)

@@ -1,5 +1,6 @@
 """StableLM 1 and 2 (arXiv:2402.17834): LayerNorm, a rotation of a part of each head, and in some models attention and
-MLP side by side; and Orion (arXiv:2401.12246), without either of those."""
+MLP side by side, and in StableLM 2 12B a LayerNorm of each head; and Orion (arXiv:2401.12246), without any of those.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import parallel_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON
+HF_NAMES = hf_names.COMMON | {
+    "attn_q_norm": "self_attn.q_layernorm.norms.*",
+    "attn_k_norm": "self_attn.k_layernorm.norms.*",
+}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -24,11 +28,12 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
+    qk_norm: Any = "layer by head" if "blk.0.attn_q_norm.weight" in m.weights else None
     is_parallel = m.meta.read("use_parallel_residual", bool, m.config.architecture == "stablelm")
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = layer_norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, residual=x)
+        x = attention(at, y, heads, rope, qk_norm=qk_norm, residual=x)
         return gated_mlp(at, y if is_parallel else layer_norm(at, "ffn_norm", x), n_ff, residual=x)
 
     return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)

@@ -56,7 +56,6 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 def record(m: Header) -> Graph:
     heads, n_ff, d = m.heads(), m.mlp_width(), m.config.n_embd
-    m.meta.read("attention.causal", bool, False)
     n_buckets = m.meta.read("attention.relative_buckets_count", int, low=4, high=1 << 12)
     first = m.weights.layer(0, "enc.").require("attn_rel_b.weight", n_buckets, heads.n)
 

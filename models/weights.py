@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Matrix, Weight, WeightView
 from localllm.quant.formats import dequantize
+from localllm.quant.lut import LUT_E2M1_16
+from localllm.quant.repack import scaled_nvfp4
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 #: What old converters wrote beside the weights: rotary frequencies, which the hyper-parameters give as well.
@@ -250,6 +252,31 @@ class DistanceBiases:
         self.table.drop_pages()
 
 
+@dataclass(frozen=True, eq=False)
+class Scaled(WeightView):
+    """A weight in NVFP4 times a factor, or times a factor for each expert, in the format that kernels read NVFP4 in.
+
+    llama.cpp's converter writes the factors of NVFP4 checkpoints as tensors of their own.
+    """
+
+    factors: Weight  # [1], or [n_experts]
+
+    @property
+    def type(self) -> Any:
+        return LUT_E2M1_16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        data, factors = self.whole.data, dequantize(self.factors.data, self.factors.type).reshape(-1)
+        parts = data.reshape(len(factors), -1, data.shape[-1])
+        scaled = [scaled_nvfp4(part, factor) for part, factor in zip(parts, factors, strict=True)]
+        return np.concatenate(scaled).reshape(*data.shape[:-1], -1)
+
+
 class Weights:
     """Finds a model's tensors, and remembers which ones it has found.  None of them is read, but by `values`."""
 
@@ -275,6 +302,16 @@ class Weights:
         if self._prefix:
             self._optional.setdefault(name, {})[is_there] = self._prefix + name
         return is_there
+
+    def type_of(self, name: str) -> GGMLType | None:
+        """The type of a tensor, or None if the file has none of that name."""
+        tensor = self._file.tensors.get(self._prefix + name)
+        return None if tensor is None else tensor.type
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether a layer of the file has experts."""
+        return any("_exps." in name for name in self._file.tensors)
 
     def n_rows(self, name: str) -> int:
         """Rows of a matrix, or 0 if the file has none of that name."""
@@ -313,9 +350,15 @@ class Weights:
             raise ModelError(f"the file has no tensor {self._prefix}{name}: is it complete?")
         return tensor
 
-    def vector(self, name: str, n: int) -> Weight:
-        """The vector ``{name}.weight`` [n]; Falcon-H1's files have one that is called ``name``."""
-        return self.require(name if name in self else f"{name}.weight", n)
+    def vector(self, name: str, n: int, n_groups: int = 1) -> Weight:
+        """The vector ``{name}.weight`` [n], or the rows of a matrix [n_groups, n / n_groups], one after the other.
+
+        Falcon-H1's files have a vector that is called ``name``.
+        """
+        name = name if name in self else f"{name}.weight"
+        if n_groups == 1:
+            return self.require(name, n)
+        return Reshaped(self.require(name, n_groups, n // n_groups), (n,))
 
     def matrix(self, name: str, n_in: int, n_out: int, *, bias: bool = False, tied_to: str | None = None) -> Matrix:
         """The matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if there is one.
@@ -325,6 +368,7 @@ class Weights:
         weight = self._find(f"{name}.weight", n_out, n_in)
         if weight is None:
             weight = self.require(f"{tied_to or name}.weight", n_out, n_in)
+        weight = self._scaled(name, weight, 1)
         return Matrix(weight, (self.require if bias else self.find)(f"{name}.bias", n_out))
 
     def split(self, name: str, n_in: int, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
@@ -344,7 +388,15 @@ class Weights:
 
     def experts(self, name: str, n_experts: int, n_in: int, n_out: int) -> Weight:
         """The matrices ``{name}.weight`` [n_experts, n_out, n_in]."""
-        return self.require(f"{name}.weight", n_experts, n_out, n_in)
+        return self._scaled(name, self.require(f"{name}.weight", n_experts, n_out, n_in), n_experts)
+
+    def _scaled(self, name: str, weight: Weight, n: int) -> Weight:
+        """A weight, times its ``n`` factors if it is in NVFP4 and has any.  Factors of inputs are not used."""
+        if weight.type is not GGMLType.NVFP4:
+            return weight
+        self.skip(f"{name}.input_scale")
+        factors = self._find(f"{name}.scale", n)
+        return weight if factors is None else Scaled(weight, factors)
 
     def skip(self, *names: str) -> None:
         """Lets be tensors of these names, if the file has them."""

@@ -53,6 +53,8 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 #: The largest summed squared error of a row's scales, in units of their summed squares.
 MEASURABLE = 1e-6
 
+_ONE = np.float32(1)
+
 #: What any format can be read as, at 32 bits a weight.
 FALLBACK = GGMLType.F32
 
@@ -163,14 +165,21 @@ def _mxfp4(blocks: Bytes, n_rows: int) -> Bytes:
     return _lut_blocks(scales, 1, codes, n_rows)
 
 
-def _nvfp4(blocks: Bytes, n_rows: int) -> Bytes:
+def scaled_nvfp4(rows: Bytes, factor: np.float32) -> Bytes:
+    """Return rows of NVFP4 times a factor, as `LUT_E2M1_16`.  Raises ScaleRangeError as `repack` does."""
+    blocks = np.ascontiguousarray(rows).reshape(-1, BLOCK_SIZES[GGMLType.NVFP4].n_bytes)
+    with np.errstate(all="ignore"):
+        return _nvfp4(blocks, len(rows), factor).reshape(len(rows), -1)
+
+
+def _nvfp4(blocks: Bytes, n_rows: int, factor: np.float32 = _ONE) -> Bytes:
     """Codes here have 2 planes of 8; those of two such runs become 2 planes of 16."""
     block = NVFP4().fields(blocks)
     runs = np.ascontiguousarray(block["qs"]).view(np.uint64).reshape(-1, 2)
     first, second = runs[:, 0], runs[:, 1]
     low = np.uint64(0x0F0F0F0F0F0F0F0F)
     codes = np.stack([first & low | (second & low) << 4, first >> 4 & low | second & ~low], axis=1)
-    return _lut_blocks(HALF_UE4M3[block["d"]], 2, codes, n_rows)
+    return _lut_blocks(HALF_UE4M3[block["d"]] * factor, 2, codes, n_rows)
 
 
 # -- Ternary -------------------------------------------------------------------------------------------------------

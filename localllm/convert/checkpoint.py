@@ -57,7 +57,7 @@ _HEAD = re.compile(r"^(pooler|head)\.(?!weight$)")
 #: How names of tensors in layers begin.
 _LAYER = r"(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
 #: Of which a file has one tensor.
-_STACKED = r"\.(experts|altup_(?:unembed_)?projections)\.(\d+)\."
+_STACKED = r"\.(experts|norms|altup_(?:unembed_)?projections)\.(\d+)\."
 #: And the parts of a table of n-grams, whose rows follow one another.
 _PART = re.compile(r".*\.ple_embedding\.ngram_embedding\.(?:shard_(\d+)\.)?")
 #: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.

@@ -149,6 +149,8 @@ def general_keys(config: Config) -> dict[str, Any]:
         keys[key] = found[0] if found else None
     if keys["attention.head_count_kv"] is None:
         keys["attention.head_count_kv"] = keys["attention.head_count"]
+    if config.values.get("is_causal") is False:
+        keys["attention.causal"] = False
     rope = config.rope_parameters
     local, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
     kind = {"su": "longrope"}.get(rope.get("rope_type", ""), rope.get("rope_type"))

@@ -51,7 +51,7 @@ from localllm.models.config import Metadata
 from localllm.models.mtp import hidden_norm, hidden_states
 from localllm.models.registry import DRAFTERS, Model, find_architecture, has_block, read_model
 from localllm.options.declared import LoadOptions, Sampling, declared
-from localllm.quant.types import BLOCK_SIZES
+from localllm.quant.lut import block_size
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
 
@@ -545,7 +545,7 @@ def _counted(planner: Planner, report: Callable[[int, int], None] | None, check:
 def _file_bytes(weight: Weight) -> int:
     """Bytes of a tensor in its file."""
     *n_rows, n_columns = weight.shape
-    return prod(n_rows) * BLOCK_SIZES[weight.type].row_bytes(n_columns)
+    return prod(n_rows) * block_size(weight.type).row_bytes(n_columns)
 
 
 # -- Notices ---------------------------------------------------------------------------------------------------------

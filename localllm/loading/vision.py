@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from localllm.cancellation import cancellable
 from localllm.chat.conversation import Media
 from localllm.engine.pictures import Embeddings, Picture, PictureTokens
-from localllm.errors import ModelError, UsageError, path_text
+from localllm.errors import ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step
+from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import Graph, Tensor
 from localllm.loading.placement import EncoderInfo
 from localllm.models.vision.encoder import EncoderModel, FrameRows, Prepared, Stage
@@ -303,6 +304,12 @@ class VisionEncoder:
         if compiled.step is None or any(size > room for size, room in zip(sizes, compiled.sizes, strict=True)):
             larger = tuple(map(max, sizes, compiled.sizes))
             footprint = self._footprint(compiled.stage.graph, *larger)
+            n_bytes, available = footprint.buffers + sum(footprint.caches.values()), available_memory()
+            if n_bytes > available:
+                raise NotEnoughMemoryError(
+                    f"to encode {sizes[0]:,} patches of a picture takes {n_bytes / 1e9:.2f} GB, but "
+                    f"{available / 1e9:.2f} GB are available: send a smaller picture, or one with detail = low"
+                )
             for _ in footprint.pack():
                 yield
             # On a machine that never saw a picture, kernels are compiled now.

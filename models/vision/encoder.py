@@ -282,12 +282,13 @@ class EncoderModel:
     ) -> Tensor:
         heads = Heads(self.n_heads, self.n_heads, self.head_dim, self.head_dim)
         q, k, v, _ = query_key_value(at, x, heads)
-        q_norm, k_norm = (
-            HeadNorm(at.norm_eps, at.weights.vector(f"attn_{name}_norm", self.head_dim))
-            if f"attn_{name}_norm.weight" in at.weights
-            else None
-            for name in "qk"
-        )
+        q_norm = k_norm = None
+        if at.weights.shape("attn_q_norm.weight") == (self.n_embd,):
+            q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
+        elif "attn_q_norm.weight" in at.weights:
+            q_norm, k_norm = (
+                HeadNorm(at.norm_eps, at.weights.vector(f"attn_{name}_norm", self.head_dim)) for name in "qk"
+            )
         q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm))
         is_windowed = self.graph.layer in self.windowed
         y = at.add(Attention(q, cache, self.head_dim**-0.5, causal=False, has_spans=is_windowed))

@@ -286,7 +286,14 @@ class Gemma4UnifiedSound(SoundModel):
     marker = "<|audio|>"
 
     def read(self) -> None:
-        self.n_samples = self.number("num_mel_bins")
+        self.meta.skip("audio.num_mel_bins")  # llama.cpp's converter writes 128, as for encoders of spectrograms
+        shape = self.weights.shape("mm.a.input_projection.weight")
+        if len(shape) != 2 or not 1 <= shape[1] <= 1 << 16:
+            raise ModelError(
+                f"tensor mm.a.input_projection.weight has the shape {list(shape)}, but must have a column for each "
+                "sample of a token: the file is broken"
+            )
+        self.n_samples = shape[-1]
 
     def record(self) -> None:
         x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_samples), 0, self.n_samples))

@@ -170,7 +170,7 @@ class QwenVision(VisionModel):
 
 
 class Qwen2VL(QwenVision):
-    limits = 56 * 56, 28 * 28 * 1280
+    limits = 56 * 56, 28 * 28 * 16384
 
     def record(self) -> None:
         x = self.layers(self.embedded(self.patch(), has_positions=False), self.rope(1e4))

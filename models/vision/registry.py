@@ -150,6 +150,6 @@ def read_encoder(file: ModelFile, kind: str | None = None) -> EncoderModel:
         model = PROJECTORS[projectors[kind]].model(meta, weights)
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
-    meta.check_all_read()
+    meta.check_all_read(file.tensors)
     weights.check_all_used()
     return model

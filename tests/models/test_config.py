@@ -187,9 +187,7 @@ BAD: list[tuple[str, Any]] = [
     ("llama.rope.scaling.alpha", 1000.0),
     ("llama.expert_count", -1),
     ("llama.expert_count", 4097),
-    ("llama.expert_shared_count", 1),
-    ("llama.expert_weights_norm", False),
-    ("llama.attention.causal", False),
+    ("llama.attention.causal", 0),
     ("llama.attention.clamp_kqv", 8.0),
     ("llama.final_logit_softcapping", np.float32(30.0)),
     ("llama.attention.sliding_window_pattern", [True, False]),
@@ -299,6 +297,26 @@ def test_experts_of_an_architecture_that_has_none_are_refused() -> None:
     biases = {f"blk.{i}.attn_{x}.bias": FakeTensor((64 if x == "q" else 32,)) for i in range(2) for x in "qkv"}
     with pytest.raises(ModelError, match=r"qwen2\.expert_count = 8, which localllm does not support yet"):
         read_model(FakeFile(keys | {"general.architecture": "qwen2"}, TENSORS | biases))
+
+
+def test_keys_of_a_part_that_the_file_lacks_change_nothing() -> None:
+    """Converters write them for a whole family: for experts, Mamba layers and a rotation."""
+    keys = {"expert_shared_count": 0, "expert_weights_norm": False, "expert_feed_forward_length": 64}
+    keys |= {"ssm.conv_kernel": 4, "ssm.state_size": 128}
+    read_model(FakeFile(GOOD | {f"llama.{key}": value for key, value in keys.items()}, TENSORS))
+    for key, tensor in (
+        ("expert_feed_forward_length", "blk.0.ffn_up_exps.weight"),
+        ("ssm.rank", "blk.0.ssm_a"),
+    ):
+        with pytest.raises(ModelError, match=rf"llama\.{key} = 64, which localllm does not support yet"):
+            read_model(FakeFile(GOOD | {f"llama.{key}": 64}, TENSORS | {tensor: FakeTensor((64,))}))
+
+
+def test_a_model_that_sees_both_ways_is_for_vectors() -> None:
+    model = read_model(FakeFile(GOOD | {"llama.attention.causal": False}, TENSORS))
+    assert not model.graph.is_causal
+    assert model.pooling is not None
+    assert model.pooling.kind == "mean"
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:

@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 
 from localllm.convert import Checkpoint
+from localllm.gguf import GGUFFile
 from localllm.gguf.writer import read_back
 from localllm.kernels.graph import Attention, RopeAppend
 from localllm.models import baichuan, qwen3
 from localllm.models.registry import Model, read_model
-from tests.models.tiny import TINY, make_model, save
+from localllm.quant.encode import quantize
+from localllm.quant.formats import dequantize
+from localllm.quant.types import GGMLType
+from tests.helpers.gguf_writer import write_gguf
+from tests.helpers.recorder import CPUOps, ReferenceOps
+from tests.helpers.run_model import Runner
+from tests.models.tiny import TINY, make_model, save, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
@@ -79,3 +86,32 @@ def test_baichuan_13b_is_told_by_its_layers(tmp_path: Path) -> None:
         assert {each.slopes is not None for each in attentions} == {n_layers == 40}
         ropes = [node.operation.rope for node in graph.nodes if isinstance(node.operation, RopeAppend)]
         assert {rope is None for rope in ropes} == {n_layers == 40}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_factors_of_matrices_in_nvfp4(name: str, tmp_path: Path) -> None:
+    """llama.cpp's converter writes a factor for each matrix or expert, and factors of inputs, which are not used."""
+    entry = replace(TINY[name], config=TINY[name].config | {"intermediate_size": 128, "moe_intermediate_size": 64})
+    path, rng = write(tmp_path / "model.gguf", entry, make_model(entry)), np.random.default_rng(0)
+    scaled, plain = dict[str, Any](), dict[str, Any]()
+    with GGUFFile.open(path) as file:
+        left_out = "general.f", "tokenizer."
+        metadata = {key: value for key, value in file.metadata.items() if not key.startswith(left_out)}
+        for key, tensor in file.tensors.items():
+            values = np.array(tensor.data).view(np.float32).reshape(tensor.shape)
+            if len(tensor.shape) < 2 or not key.startswith("blk.") or "inp" in key:
+                scaled[key] = plain[key] = values
+                continue
+            rows = quantize(values.reshape(-1, tensor.shape[-1]) * 100, GGMLType.NVFP4)
+            n = tensor.shape[0] if len(tensor.shape) == 3 else 1
+            factors = (rng.uniform(0.8, 1.25, n) / 100).astype(np.float32)
+            scaled[key] = GGMLType.NVFP4, tensor.shape, rows.tobytes()
+            stem = key.removesuffix(".weight")
+            scaled |= {f"{stem}.scale": factors, f"{stem}.input_scale": np.full(n, 7, np.float32)}
+            decoded = dequantize(rows, GGMLType.NVFP4).reshape(n, -1) * factors[:, None]
+            plain[key] = decoded.reshape(tensor.shape)
+    files = [write_gguf(tmp_path / f"{i}.gguf", metadata, tensors) for i, tensors in enumerate((scaled, plain))]
+    ids = [int(i) for i in rng.integers(3, 300, 20)]
+    for ops, bound in ((ReferenceOps(np.float32), 5e-3), (CPUOps(threads=2), 0.1)):
+        found, expected = (Runner(file, ops).logits(ids) for file in files)
+        assert np.abs(found - expected).max() / np.abs(expected).max() < bound

@@ -58,7 +58,7 @@ def test_every_layer_keeps_keys_and_values(model_type: str, tmp_path: Path) -> N
 def test_a_key_that_nobody_reads_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     with GGUFFile.open(path) as file:
-        for key, value in (("attention.new_kind", 1), ("logit_scale", 0.5), ("expert_shared_count", 2)):
+        for key, value in (("attention.new_kind", 1), ("logit_scale", 0.5), ("attention.output_scale", 2.0)):
             with pytest.raises(ModelError, match=f"llama.{key} = {value}, which localllm does not supp"):
                 read_model(Changed({**file.metadata, f"llama.{key}": value}, file.tensors))
         read_model(Changed({**file.metadata, "llama.logit_scale": 1.0, "qwen2.new_kind": 1}, file.tensors))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from localllm.convert import Checkpoint
 from localllm.gguf.writer import read_back
-from localllm.models import deepseek2
+from localllm.models import deepseek2, qwen3next, qwen35
 from localllm.models.registry import ARCHITECTURES, Conversion
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
@@ -405,6 +405,12 @@ MINICPM3_LONGROPE = PLAIN_ROPE | {
     "long_factor": [1.5 + i / 4 for i in range(16)],
     "short_factor": [1 + i / 20 for i in range(16)],
 }
+#: Files of 2025 have query, key, value and gate of each key head side by side.
+OLD_QWEN3NEXT = Conversion(
+    qwen3next.HF_NAMES | {"ssm_in": "linear_attn.in_proj_qkvz"},
+    qwen3next.hf_keys,
+    lambda name, array, config: qwen35.delta_net_tensor(name, array),
+)
 #: Files of 2024 have one matrix for what brings latents to keys and to values.
 OLD_LATENTS = Conversion(
     deepseek2.HF_NAMES,
@@ -757,6 +763,42 @@ def fall_with_distance(model: Any) -> None:
     model.forward = fallen
 
 
+def see_both_ways(model: Any) -> None:
+    """Attention to all tokens, as of embedding models that are made of causal ones."""
+    import torch
+
+    forward, model.config.is_causal = model.forward, False
+    model.forward = lambda ids: forward(ids, attention_mask=torch.zeros(1, 1, ids.shape[1], ids.shape[1]))
+
+
+def norm_and_place(model: Any) -> None:
+    """An MPT with learnt positions, without ALiBi, and with a LayerNorm of query and key."""
+    import torch
+
+    def rows(weight: Any) -> Any:
+        return torch.nn.functional.layer_norm(weight, weight.shape[-1:])
+
+    rng, d, wte = np.random.default_rng(4), model.config.d_model, model.transformer.wte
+    model.config.attn_config.alibi, model.config.attn_config.qk_ln = False, True
+    model.transformer.wpe = torch.nn.Embedding(model.config.max_seq_len, d)
+    model.transformer.build_mpt_alibi_tensor = lambda *_, **__: torch.zeros(model.config.n_heads, 1, 128)
+    embed, positions = wte.forward, model.transformer.wpe.weight
+    wte.forward = lambda ids: embed(ids) + positions[: ids.shape[1]]
+    for block in model.transformer.blocks:
+        attention = block.attn
+        for name in ("q_ln", "k_ln"):
+            setattr(attention, name, norm := torch.nn.LayerNorm(d, bias=False))
+            norm.weight.data.copy_(torch.from_numpy(rng.uniform(0.2, 0.8, d)).to(torch.bfloat16))
+        multiply = attention.Wqkv.forward
+
+        def normed(x: Any, attention: Any = attention, multiply: Any = multiply) -> Any:
+            q, k, v = multiply(x).chunk(3, dim=-1)
+            return torch.cat([attention.q_ln(q), attention.k_ln(k), v], dim=-1)
+
+        attention.Wqkv.forward = normed
+    positions.data.copy_(torch.from_numpy(rng.normal(0, 1, positions.shape)).to(torch.bfloat16))
+
+
 def as_jina_bert_v2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A BERT with Jina's names, whose MLP is multiplied with what is always 1."""
     import torch
@@ -821,6 +863,7 @@ TINY: dict[str, Tiny] = {
     "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
     "cohere2moe-rms": Tiny("cohere2_moe", "cohere2moe", NORTH | {"num_shared_experts": 0, "norm_topk_prob": True}),
     "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
+    "command-r-plus": Tiny("cohere", "command-r", COHERE | {"use_qk_norm": True}),
     "dbrx": Tiny("dbrx", "dbrx", DBRX),
     "deci": Tiny("llama", "deci", {"intermediate_size": 256, "rope_parameters": LLAMA3}, release=as_deci),
     "deepseek": Tiny(
@@ -944,6 +987,21 @@ TINY: dict[str, Tiny] = {
     "granite-swa-moe": Tiny(
         "granitemoe_swa", "granite_swa", GRANITE | WINDOW | LOCAL_MIXTURE | {"shared_intermediate_size": 80}
     ),
+    "granite-4": Tiny(
+        "granitemoehybrid",
+        "granitehybrid",
+        GRANITE_HYBRID
+        | {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 172},
+    ),
+    "granite-4-moe": Tiny(
+        "granitemoehybrid",
+        "granitehybrid",
+        GRANITE_HYBRID
+        | {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}
+        | LOCAL_MIXTURE
+        | {"shared_intermediate_size": 80},
+    ),
     "granitehybrid": Tiny(
         "granitemoehybrid",
         "granitehybrid",
@@ -977,6 +1035,12 @@ TINY: dict[str, Tiny] = {
         "jamba",
         {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 6}
         | {"num_experts": 6, "expert_layer_offset": 1},
+    ),
+    "jamba-dense": Tiny(
+        "jamba",
+        "jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 6}
+        | {"num_experts": 1, "num_experts_per_tok": 2},
     ),
     "kimi-linear": Tiny(
         "kimi_linear",
@@ -1067,6 +1131,13 @@ TINY: dict[str, Tiny] = {
         | {"d_model": 96, "n_heads": 6, "n_layers": 4, "max_seq_len": 128, "tie_word_embeddings": True}
         | {"attn_config": {"clip_qkv": 0.9, "alibi_bias_max": 8}},
     ),
+    "mpt-positions": Tiny(
+        "mpt",
+        "mpt",
+        dict.fromkeys(key for key in CONFIG if re.search("hidden|intermediate|head|rms_norm|max_pos", key))
+        | {"d_model": 96, "n_heads": 6, "n_layers": 4, "max_seq_len": 128, "tie_word_embeddings": True},
+        change=norm_and_place,
+    ),
     "muse-glimmer": Tiny("muse_glimmer", "muse-glimmer", MUSE_GLIMMER, auto="MuseGlimmerForConditionalGeneration"),
     "nemotron": Tiny("nemotron", "nemotron", NEMOTRON_DENSE),
     "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON),
@@ -1120,6 +1191,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3moe": Tiny("qwen3_moe", "qwen3moe", MIXTURE),
     "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT),
+    "qwen3next-old": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT, OLD_QWEN3NEXT),
     "qwen3vl": Tiny("qwen3_vl", "qwen3vl", with_vision({}), auto="Qwen3VLForConditionalGeneration"),
     "qwen3vlmoe": Tiny("qwen3_vl_moe", "qwen3vlmoe", with_vision(MIXTURE), auto="Qwen3VLMoeForConditionalGeneration"),
     "qwen4exp": Tiny("qwen4_exp_text", "qwen4exp", QWEN4EXP),
@@ -1129,6 +1201,7 @@ TINY: dict[str, Tiny] = {
     "stablelm-parallel": Tiny(
         "stablelm", "stablelm", STABLELM | {"use_parallel_residual": True, "use_qkv_bias": True}
     ),
+    "stablelm-12b": Tiny("stablelm", "stablelm", STABLELM | {"use_parallel_residual": True, "qk_layernorm": True}),
     "starcoder": Tiny(
         "gpt_bigcode", "starcoder", {"num_key_value_heads": None, "rms_norm_eps": None, "tie_word_embeddings": True}
     ),
@@ -1136,6 +1209,12 @@ TINY: dict[str, Tiny] = {
         "starcoder2",
         "starcoder2",
         {"tie_word_embeddings": True, "rms_norm_eps": None},
+    ),
+    "youtu": Tiny(
+        "youtu",
+        "deepseek2",
+        {key: value for key, value in LATENTS.items() if "expert" not in key and "moe" not in key}
+        | {"tie_word_embeddings": True},
     ),
     "step35": Tiny("step3p7", "step35", STEP35, auto="Step3p7ForConditionalGeneration"),
     "xverse": Tiny("llama", "xverse", {"num_key_value_heads": 4}, release=called("xverse", "XverseForCausalLM")),
@@ -1191,6 +1270,7 @@ ENCODERS: dict[str, Tiny] = {
         TINY["gemma3"].config | {"sliding_window": 9, "use_bidirectional_attention": True},
         auto="AutoModel",
     ),
+    "qwen2-embedding": Tiny("qwen2", "qwen2", auto="AutoModel", change=see_both_ways),
     "qwen3-embedding": Tiny("qwen3", "qwen3", auto="AutoModel"),
     "t5": Tiny("t5", "t5encoder", T5, auto="T5EncoderModel"),
     "t5-gated": Tiny("t5", "t5encoder", T5 | {"feed_forward_proj": "gated-gelu"}, auto="T5EncoderModel"),

@@ -205,6 +205,24 @@ FAMILIES: dict[str, Family] = {
         ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
         {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
     ),
+    "internvl 6B": Family(
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": siglip(
+                "internvl_vision",
+                image_size=[56, 56],
+                patch_size=[14, 14],
+                layer_scale_init_value=0.7,
+                norm_type="rms_norm",
+                use_qk_norm=True,
+            ),
+            "image_seq_length": 4,
+        },
+        ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
+        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
+    ),
     "kimik25": Family(
         "Kimi_K25ForConditionalGeneration",
         "Kimi_K25Config",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from localllm.engine.pictures import Picture, Pictures, PictureTokens
 from localllm.kernels.backend import Backend
 from localllm.loading.devices import open_devices
 from localllm.loading.vision import VisionEncoder
-from localllm.models.vision.registry import PROJECTORS
+from localllm.models.vision.registry import PROJECTORS, read_encoder
 from localllm.models.vision.sounds import RATE, log_mel, mel_filters
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
@@ -353,6 +354,17 @@ def test_a_chat_with_sounds_goes_on_as_in_transformers(hearing: Any, name: str) 
         last[list(llm.tokenizer.eog_ids)] = -np.inf  # `ignore_eos`
         written.append(int(last.argmax()))
     assert list(llm.chat(chat, **GREEDY).ids) == written[len(ids) :]
+
+
+def test_llama_cpp_writes_other_mel_bins_for_gemma_4_12b(hearing: Any) -> None:
+    """Its converter writes 128, whatever the samples of a token."""
+    _, llm = hearing("gemma4ua", "reference")
+    file = llm._encoder._file
+    changed: Any = SimpleNamespace(
+        metadata=dict(file.metadata) | {"clip.audio.num_mel_bins": 128}, tensors=file.tensors
+    )
+    encoder: Any = read_encoder(changed, "audio")
+    assert encoder.n_samples == 640
 
 
 def test_pictures_and_sounds_stand_in_one_prompt(hearing: Any) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from localllm.convert import MmprojCheckpoint
 from localllm.engine.pictures import Embeddings
+from localllm.errors import NotEnoughMemoryError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import weights_of
 from localllm.loading.devices import open_devices
@@ -164,6 +165,16 @@ def test_many_small_pictures_after_a_larger_one(made: Any) -> None:
     host.close()
 
 
+def test_a_picture_too_large_for_memory_is_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, (host, *_) = VisionEncoder.open(made("pixtral")[2]), open_devices("reference")
+    encoder.backend = host.backend
+    monkeypatch.setattr("localllm.loading.vision.available_memory", lambda: 1000)
+    with pytest.raises(NotEnoughMemoryError, match="send a smaller picture"):
+        encoded(encoder, [encoder.prepare(picture(112, 112))])
+    encoder.close()
+    host.close()
+
+
 def test_a_stream_goes_on_while_weights_are_packed(made: Any) -> None:
     """One after the other, and again where the request was cancelled among them."""
     encoder, (host, *_) = VisionEncoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
@@ -230,6 +241,26 @@ def test_other_names_of_llama_cpp_s_converters(
     np.testing.assert_array_equal(found, expected)
     ours.close()
     host.close()
+
+
+@pytest.mark.parametrize("name", ["qwen2vl_merger", "qwen2.5vl_merger"])
+@pytest.mark.parametrize("size", [(3000, 4000), (3500, 4200), (9000, 500), (30, 40)])
+def test_qwen_2_takes_pictures_as_large_as_its_released_processor(
+    made: Any, name: str, size: tuple[int, int]
+) -> None:
+    """llama.cpp's converter writes no limits of pixels.  Those of preprocessor_config.json are 3136 and 12845056."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    encoder = VisionEncoder.open(made(name)[2])
+    metadata = {key: value for key, value in encoder._file.metadata.items() if not key.endswith("_pixels")}
+    file: Any = SimpleNamespace(metadata=metadata, tensors=encoder._file.tensors)
+    model: Any = read_encoder(file)
+    factor = model.patch_size * model.merge
+    scaled = [side * factor // 28 for side in size]  # the tiny model's tokens may have other sides
+    height, width = smart_resize(*scaled, factor=factor, min_pixels=3136, max_pixels=12845056)
+    image = SimpleNamespace(height=scaled[0], width=scaled[1])
+    assert model.grid(image, None) == (height // factor, width // factor)
+    encoder.close()
 
 
 @pytest.mark.parametrize(
