@@ -415,7 +415,7 @@ class Header:
             if f"blk.{self.config.n_layers - 1}.ffn_gate_inp.weight" in self.weights:
                 raise ModelError(f"the file has experts, but no {meta.architecture}.expert_count: is it complete?")
             return None
-        n_used = meta.read("expert_used_count", int, low=1, high=1 << 10)
+        n_used = meta.read_uniform("expert_used_count", self.config.n_layers, low=1, high=1 << 10)
         if n_used > n:
             raise ModelError(
                 f"{meta.architecture}.expert_used_count is {n_used}, more than the {n} experts that "
@@ -423,7 +423,9 @@ class Header:
             )
         width = meta.find("expert_feed_forward_length")
         n_ff = (
-            self.mlp_width() if width is None else meta.read("expert_feed_forward_length", int, low=1, high=1 << 24)
+            self.mlp_width()
+            if width is None
+            else meta.read_uniform("expert_feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
         )
         function = meta.read("expert_gating_func", int, 0, low=0, high=4)
         n_groups, n_top_groups = (

@@ -116,6 +116,12 @@ def record(m: Header) -> Graph:
     rope: Rope | None = make_rope(m, dim, interleaved=True, scaling=scaling)
     if not m.meta.read("rope.scaling.finetuned", bool, True):
         rope = None
+    if rope is not None and m.config.architecture == "granitehybrid" and 2 * len(rope.frequencies) < dim:
+        raise ModelError(
+            f"granitehybrid.rope.dimension_count is {2 * len(rope.frequencies)}, but heads have {dim} values: "
+            "llama.cpp's converter orders the rows of such a model (Bamba) as if whole heads were rotated, so its "
+            "output would be wrong: localllm does not support this variant"
+        )
     defaults = dict.fromkeys(("attention.scale", "residual_scale", "embedding_scale", "logit_scale"), 0.0)  # none
     if m.config.architecture == "minicpm":  # old files have no keys
         defaults |= {"residual_scale": 1.4 / m.config.n_layers**0.5, "embedding_scale": 12.0}

@@ -85,7 +85,7 @@ def record(m: Header) -> Graph:
                 f"{meta.architecture}.feed_forward_length and {meta.architecture}.attention.head_count_kv both give "
                 f"layer {at.number} a width, but it can have only one: the file is broken"
             )
-        if n_ff and experts:
+        if n_ff and experts and at.weights.n_rows("ffn_gate_inp.weight"):
             return mixture(at, y, experts, activation="relu2", residual=x)
         if n_ff:
             return mlp(at, y, n_ff, activation="relu2", residual=x)

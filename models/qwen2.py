@@ -17,4 +17,4 @@ hf_keys = axes_keys
 def record(m: Header) -> Graph:
     experts = m.experts(norm_topk_prob=False) if m.config.architecture == "qwen2moe" else None
     rope, windows = with_axes(m, make_rope(m, m.heads().key_dim), in_turn=False), m.windows(period=0)
-    return llama_like(m, rope, experts, windows=windows, qkv_bias=True)
+    return llama_like(m, rope, experts, windows=windows)

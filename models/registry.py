@@ -72,7 +72,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bailingmoe3": Architecture("bailingmoe3", "Ling 3", "bailing_hybrid"),
     "bert": Architecture(
         "bert",
-        "BERT, RoBERTa and XLM-R, as embedding models and rerankers",
+        "BERT, DistilBERT, RoBERTa and XLM-R, as embedding models and rerankers",
         "bert roberta xlm-roberta",
         is_encoder=True,
     ),
@@ -115,7 +115,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma4": Architecture("gemma4", "Gemma 4", "gemma4 gemma4_text gemma4_unified"),
     "glm-dsa": Architecture("deepseek32", "GLM-5, 5.1 and 5.2", "glm_moe_dsa", has_block=True),
     "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1, GLM-OCR", "glm4 glm4v glm4v_text glm_ocr_text"),
-    "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7", "glm4_moe glm4v_moe_text", has_block=True),
+    "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7, Solar Open", "glm4_moe glm4v_moe_text", has_block=True),
     "glm5-next": Architecture("glm5_next", "GLM-5.3 Flash, text", "glm5_next glm5_next_text"),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
     "gpt2": Architecture("gpt2", "GPT-2", "gpt2"),
@@ -125,7 +125,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "granite", "Granite with windows, dense and with experts", "granite_swa granitemoe_swa"
     ),
     "granitehybrid": Architecture("granite", "Granite 4 with Mamba layers", "granitemoehybrid"),
-    "granitemoe": Architecture("granite", "Granite 3 with experts", "granitemoe granitemoeshared"),
+    "granitemoe": Architecture("granite", "Granite 3 and 4 with experts", "granitemoe granitemoeshared"),
     "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense", "hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
     "hunyuan_vl": Architecture("hunyuan", "HunyuanOCR, text", "hunyuan_vl hunyuan_vl_text"),
@@ -166,7 +166,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "modern-bert": Architecture(
         "modern_bert", "ModernBERT, as embedding models and rerankers", "modernbert", is_encoder=True
     ),
-    "mpt": Architecture("mpt", "MPT", "mpt"),
+    "mpt": Architecture("mpt", "MPT, SEA-LION 7B", "mpt"),
     "muse-glimmer": Architecture("muse_glimmer", "Muse Glimmer, text", "muse_glimmer muse_glimmer_text"),
     "nemotron": Architecture("nemotron", "Nemotron 3 and 4, Minitron", "nemotron"),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from localllm.convert import Checkpoint
+from localllm.errors import ModelError
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import read_back
 from localllm.kernels.graph import Attention, RopeAppend
@@ -115,3 +116,15 @@ def test_factors_of_matrices_in_nvfp4(name: str, tmp_path: Path) -> None:
     for ops, bound in ((ReferenceOps(np.float32), 5e-3), (CPUOps(threads=2), 0.1)):
         found, expected = (Runner(file, ops).logits(ids) for file in files)
         assert np.abs(found - expected).max() / np.abs(expected).max() < bound
+
+
+def test_files_of_bamba_are_refused(tmp_path: Path) -> None:
+    """llama.cpp's converter orders the rows of query and key as if whole heads were rotated, but half of them is."""
+    keys = {"rope.scaling.finetuned": True, "rope.dimension_count": 8}
+    with pytest.raises(ModelError, match=r"granitehybrid\.rope\.dimension_count is 8, but heads have 16 values"):
+        read(tmp_path, "granitehybrid", **keys)
+
+
+def test_layers_of_nemotron_puzzle_differ_in_their_experts(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"expert_used_count differs from layer to layer, which localllm does not"):
+        read(tmp_path, "nemotron-h-moe", expert_used_count=[1, 2, 1, 1, 1])
