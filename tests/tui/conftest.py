@@ -32,8 +32,8 @@ def quick_app(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def stores_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close the databases that a test opened: Python 3.13 warns of those that are collected while open."""
+def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[sqlite3.Connection]]:
+    """Databases that a test opened, closed after it.  Python 3.13 warns if they are collected while open."""
     connect, connections = schema.connect, list[sqlite3.Connection]()
 
     def connect_and_note(path: Path | None) -> sqlite3.Connection:
@@ -41,6 +41,6 @@ def stores_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return connections[-1]
 
     monkeypatch.setattr(schema, "connect", connect_and_note)
-    yield
+    yield connections
     for connection in connections:
         connection.close()

@@ -6,6 +6,7 @@ import io
 import os
 import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -451,3 +452,13 @@ def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> No
     old = [word for at, word in lines if end - float(at) > 1.0]
     assert set(old) <= set(saved)
     assert len(saved) > 1
+
+
+@pytest.mark.parametrize("words", [["--session", "x"], ["--list"], ["-q", "--device", "reference"]])
+def test_the_database_is_closed(
+    run_chat: Callable[..., Outcome], connections: list[sqlite3.Connection], words: list[str]
+) -> None:
+    run_chat(*words, stdin="/quit\n")
+    assert len(connections) == 1
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connections[0].execute("SELECT 1")
