@@ -130,8 +130,11 @@ class StatusLine:
 class LoadStatus:
     """Progress of `localllm.load` on a terminal: kernels compiled for the first time, weights packed.
 
-    Kernels come in several lots, of which none knows of the next: they are counted through, without a total.
+    Kernels are compiled in several lots, and no lot knows of the next: the number that remains is that of the lot.
     As a context manager, it is closed at the end of the block.
+
+    Attributes:
+        formats: the formats of the model's weights; see `localllm.loading.progress.ShowsFormats`.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -140,6 +143,7 @@ class LoadStatus:
         self._kept: bool | None = None  # whether compiled kernels are; None before any is
         self._began = self._seconds = 0.0
         self._compiled = 0
+        self.formats = ""
 
     def __enter__(self) -> Self:
         return self
@@ -159,13 +163,14 @@ class LoadStatus:
             from localllm.kernels.code_cache import cache_fault
 
             self._kept = cache_fault() is None
-        once = ", which happens once" if self._kept else ""
+        what = f"for {self.formats or 'this processor'}"
         if is_first and not self._status.live:
-            say(f"localllm: compiling kernels for this processor{once}")
+            kept = ", which are kept for later runs" if self._kept else ""
+            say(f"localllm: compiling {_kernels(total)} {what}{kept}")
         if done == 0:
             self._began = time.monotonic()
         if done < total:
-            self._status.show(f"compiling kernel {self._compiled + done + 1} for this processor{once}")
+            self._status.show(f"compiling kernels {what}: {total - done} left")
         else:
             self._compiled += total
             self._seconds += time.monotonic() - self._began

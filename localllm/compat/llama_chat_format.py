@@ -87,6 +87,32 @@ def chat_formatter_to_chat_completion_handler(formatter: ChatFormatter) -> Llama
     return handler
 
 
+#: Handlers of models that see, which llama-cpp-python has in this module.
+_HANDLERS = frozenset(
+    {
+        "MTMDChatHandler",
+        "Llava15ChatHandler",
+        "Llava16ChatHandler",
+        "ObsidianChatHandler",
+        "MoondreamChatHandler",
+        "NanoLlavaChatHandler",
+        "Llama3VisionAlphaChatHandler",
+        "MiniCPMv26ChatHandler",
+        "Qwen25VLChatHandler",
+        "Gemma4ChatHandler",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Handlers of `localllm.compat`, which imports this module."""
+    if name in _HANDLERS:
+        from localllm import compat
+
+        return getattr(compat, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class Jinja2ChatFormatter:
     """A formatter of a chat template's source.
 

@@ -25,7 +25,7 @@ _MAGIC = b"_logits_"
 _HEADER = struct.Struct("<8siii")
 
 #: Log-probabilities further below the likeliest are all the same.
-_RANGE = np.float32(16)
+RANGE = np.float32(16)
 _STEPS = np.float32(65535)
 
 
@@ -108,7 +108,7 @@ def packed(logits: Floats) -> NDArray[np.uint16]:
     """Rows of the file for logits [n, n_vocab]."""
     n_vocab = logits.shape[1]
     peak = logits.max(axis=1, keepdims=True)
-    low = np.maximum(logits.min(axis=1, keepdims=True), peak - _RANGE)
+    low = np.maximum(logits.min(axis=1, keepdims=True), peak - RANGE)
     log_total = np.log(np.exp(logits - peak).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
     scale = (peak - low) / _STEPS
     rows = np.zeros((len(logits), _row_size(n_vocab)), "<u2")

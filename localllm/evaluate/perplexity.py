@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import UsageError
-from localllm.evaluate.base_logits import BaseLogits, BaseLogitsWriter, packed, rows_of_chunk
+from localllm.evaluate.base_logits import RANGE, BaseLogits, BaseLogitsWriter, packed, rows_of_chunk
 from localllm.files import read_text
 from localllm.llm import LLM
 from localllm.options.checks import whole_number
@@ -87,7 +87,8 @@ class Divergence:
     perplexity: Perplexity  # the model's, with counts of tokens and chunks
     base_perplexity: Estimate  # the base model's
     log_ratio: Estimate  # the natural logarithm of the perplexities' ratio
-    # ratio, difference: of the perplexities, the model's to and less the base model's
+    # ratio, difference: of the perplexities, the model's to and less the base model's.  Both have the bound of the
+    # file's format: no token is less likely than e^-16 times the likeliest.  `perplexity` has no such bound.
     ratio: Estimate
     difference: Estimate
     correlation: float  # of the log-likelihoods of tokens
@@ -233,9 +234,12 @@ def _log_totals(logits: Floats) -> Doubles:
 
 
 def _compared(logits: Floats, expected: Floats, came: NDArray[np.int32]) -> Doubles:
-    """float64 [5, n]: both negative log-likelihoods, the divergence, the change of probability, the same likeliest.
+    """float64 [6, n]: both negative log-likelihoods, the divergence, the change of probability, the same likeliest,
+    and the model's negative log-likelihood with the bound that the file has for the base model's.
+
     ``logits``: of the model, [n, n_vocab]; ``expected``: log-probabilities of the base model, [n, n_vocab]; ``came``:
-    the tokens, [n]."""
+    the tokens, [n].
+    """
     rows = np.arange(len(logits))
     log_totals = _log_totals(logits)
     nll, base_nll = log_totals - logits[rows, came], -expected[rows, came].astype(np.float64)
@@ -243,7 +247,8 @@ def _compared(logits: Floats, expected: Floats, came: NDArray[np.int32]) -> Doub
     terms = np.where(expected > _LEAST, np.exp(expected) * difference, np.float32(0))
     kl = terms.sum(axis=1, dtype=np.float64)
     same = logits.argmax(axis=1) == expected.argmax(axis=1)
-    return np.stack([nll, base_nll, kl, np.exp(-nll) - np.exp(-base_nll), same])
+    bounded_nll = np.minimum(nll, log_totals - logits.max(axis=1) + RANGE)
+    return np.stack([nll, base_nll, kl, np.exp(-nll) - np.exp(-base_nll), same, bounded_nll])
 
 
 def _perplexity(nll: Doubles, tokens: NDArray[np.int32]) -> Perplexity:
@@ -251,10 +256,11 @@ def _perplexity(nll: Doubles, tokens: NDArray[np.int32]) -> Perplexity:
 
 
 def _divergence(compared: Doubles, tokens: NDArray[np.int32]) -> Divergence:
-    nll, base_nll, kl, change, same = compared
-    own, base = Estimate.mean(nll), Estimate.mean(base_nll)
+    nll, base_nll, kl, change, same, bounded_nll = compared
+    # Bounded alike, so that a model's ratio to its own logits is 1.
+    own, base = Estimate.mean(bounded_nll), Estimate.mean(base_nll)
     n = len(nll)
-    covariance = (np.mean(nll * base_nll) - nll.mean() * base_nll.mean()) / (n - 1)
+    covariance = (np.mean(bounded_nll * base_nll) - bounded_nll.mean() * base_nll.mean()) / (n - 1)
     log_ratio = Estimate(own.value - base.value, _root(own.error**2 + base.error**2 - 2 * covariance))
     model, other = own.exp(), base.exp()
     square = Estimate.mean(change**2)

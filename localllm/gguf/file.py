@@ -219,12 +219,25 @@ def _meant(path: Path) -> str:
     return f"did you mean {path_text(path.with_name(near[0]))}?" if near else "check the path"
 
 
+def _convert(folder: Path) -> str:
+    return f"localllm convert {path_text(folder)} makes a GGUF file of it"
+
+
 def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
     shown = path_text(path)
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
+            if (path / "config.json").is_file():
+                raise GGUFError(
+                    f"{shown} is a Hugging Face checkpoint: localllm convert {shown} makes a GGUF file of it"
+                )
             raise GGUFError(f"{shown} is a directory: name a .gguf file in it")
+        if path.suffix == ".safetensors":
+            folder = path_text(path.parent)
+            raise GGUFError(
+                f"{shown} is of a Hugging Face checkpoint: localllm convert {folder} makes a GGUF file of it"
+            )
         # Asked before opening: opening a FIFO waits for its writer.
         if not stat.S_ISREG(status.st_mode):
             raise GGUFError(f"{shown} is not a regular file: name a .gguf file on disk")

@@ -103,7 +103,10 @@ def label(group: FileGroup, groups: Iterable[FileGroup]) -> str:
 def choose(name: HubName, groups: Sequence[FileGroup], where: str) -> FileGroup:
     """The group of files that a name means.  ``where``: what messages call the place that has the groups."""
     if not groups:
-        raise UsageError(f"{where} has no GGUF file: choose a repository of GGUF files, often named ORG/REPO-GGUF")
+        raise UsageError(
+            f"{where} has no GGUF file: choose a repository of GGUF files, often named ORG/REPO-GGUF, or convert its "
+            f"checkpoint: localllm convert {name.repo}"
+        )
     if name.choice is None:
         if len(groups) == 1:
             return groups[0]

@@ -96,7 +96,10 @@ class _Puller:
     def checkpoint(self) -> Path:
         commit, files = self._hub.files(_is_of_checkpoint)
         if not {"config.json"} < files.keys():
-            raise HubError(f"{self._name.repo} has no checkpoint with config.json: choose another repository")
+            raise HubError(
+                f"{self._name.repo} has no checkpoint with config.json: choose another repository, or download "
+                f"a GGUF file of it with localllm pull {self._name.repo}"
+            )
         return self._get(list(files.values()), commit)[0].parent
 
     def _get(self, files: list[RemoteFile], commit: str) -> list[Path]:

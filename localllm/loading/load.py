@@ -446,8 +446,11 @@ def _plan(
     """Where the model goes, and the one that drafts for it, if any; beside the encoder of pictures, on the host."""
     available, sees = available_memory(), None
     reserve = RESERVE
+    advice: list[str | Argument] = []
     if options.max_memory is not None:
-        reserve, available = 0, min(available, round(options.max_memory * 1e9))
+        reserve, limit = 0, round(options.max_memory * 1e9)
+        if limit < available:
+            available, advice = limit, ["raise ", Argument("max_memory", options.max_memory)]
     if encoder is not None:
         encoder.backend = devices[0].backend
         sees = encoder.info
@@ -466,7 +469,7 @@ def _plan(
         for source, n_gpu_layers in zip(sources, numbers, strict=False)
     ]
     try:
-        placements = fit(planners, available, options.context)
+        placements = fit(planners, available, options.context, advice)
         if options.parallel is None:
             planners, placements = widened(planners, placements, available)
     except NotEnoughMemoryError:

@@ -120,6 +120,11 @@ class Placement:
     used_experts: float = 1.0  # the share of its experts that a token goes to
 
     @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats of the weights, those with most bytes first."""
+        return sum_formats(weight for group in self.groups for weight in group.packed)
+
+    @property
     def weights(self) -> int:
         return sum(group.weights for group in self.groups)
 
@@ -374,7 +379,9 @@ def _leaves_memory(planners: Sequence[Planner], available: int, n_tokens: int, n
     return placements[0].spilled_layers <= n_spilled
 
 
-def fit(planners: Sequence[Planner], available: int, context: int | None = None) -> tuple[Placement, ...]:
+def fit(
+    planners: Sequence[Planner], available: int, context: int | None = None, advice: Sequence[str | Argument] = ()
+) -> tuple[Placement, ...]:
     """The placements of a model, and of one that drafts for it, with the same context if both can have it.
 
     On GPUs the draft model comes first: every token waits for it several times.
@@ -382,6 +389,7 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
     Args:
         planners: of the model, and of the draft model, if there is one.
         available: bytes of memory that can be had on the host.
+        advice: how more memory becomes available, in the error; `memory_advice` if it is empty.
         context: tokens of context.  By default as many as the model was trained on, if they take at most half of the
             memory that is free beside the weights, else as many as do.  Up to `SHORT_CONTEXT` they may take all;
             where it is too small for those there are fewer, down to `MIN_CONTEXT`.
@@ -413,15 +421,15 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
     if context is None and fitting >= MIN_CONTEXT:
         return at(fitting)
     if drafts:
-        fit([planner], available, context)  # raises if not even the model alone fits
+        fit([planner], available, context, advice)  # raises if not even the model alone fits
     named = zip((each.name for each in planners), at(wanted), strict=True)
     needs = " and ".join(f"{name} needs {_needs(placed.on(placed.host))}" for name, placed in named)
     before = f"{needs}, but {_gigabytes(available)} is available: {'leave the draft model out, ' if drafts else ''}"
-    smaller = f"{memory_advice()} or choose a smaller quantisation of the model"
+    smaller = [*(advice or [memory_advice()]), " or choose a smaller quantisation of the model"]
     if fitting < MIN_CONTEXT:
-        raise NotEnoughMemoryError(before, smaller)
+        raise NotEnoughMemoryError(before, *smaller)
     it = "both" if drafts else "it"
-    raise NotEnoughMemoryError(before, f"load {it} with ", Argument("context", fitting), f" or less, or {smaller}")
+    raise NotEnoughMemoryError(before, f"load {it} with ", Argument("context", fitting), " or less, or ", *smaller)
 
 
 def with_experts_in_file(

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from localllm.options.types import LoadProgress
 
@@ -18,6 +18,19 @@ LoadPlan = Callable[["Plan"], object]
 
 #: Seconds of compiling after which somebody at a terminal is told.
 NOTICE_SECONDS = 2.0
+
+
+@runtime_checkable
+class ShowsFormats(Protocol):
+    """A progress callback that shows for which formats kernels are compiled."""
+
+    formats: str  # the formats of the model's weights, such as "Q4_K, Q6_K"; empty if they are not known yet
+
+
+def formats_text(plan: Plan) -> str:
+    """Return the formats of a model's weights, those with most bytes first, at most three of them."""
+    formats = [weight.kernel_type for weight in plan.placement.formats]
+    return ", ".join([*dict.fromkeys(formats)][:3])
 
 
 class CompileNotice:
@@ -40,7 +53,11 @@ class CompileNotice:
         if now - self._begun >= NOTICE_SECONDS:
             self._said = True
             with contextlib.suppress(OSError):  # the terminal is gone
-                print("localllm: compiling kernels for this processor, once …", file=sys.stderr, flush=True)
+                print(
+                    f"localllm: compiling kernels for this processor, {total - done} left",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def default_progress() -> LoadProgress | None:

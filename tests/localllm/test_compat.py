@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from localllm import compat
-from localllm.compat import Llama, LlamaGrammar, LlamaPromptLookupDecoding, NotAvailableError
+from localllm.compat import Llama, LlamaGrammar, LlamaPromptLookupDecoding, NotAvailableError, llama_chat_format
 from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, UsageError
 from localllm.library import find
 from tests.helpers.data import ROOT
@@ -582,3 +582,10 @@ def test_what_else_cannot_be_done(llm: Llama) -> None:
     for value in ({"top_k": "all"}, {"mirostat_mode": 1}, {"seed": "x"}, {"stop": [1]}):
         with pytest.raises(LocalLLMError):
             llm("a", **value)
+
+
+@pytest.mark.parametrize("name", sorted(llama_chat_format._HANDLERS))
+def test_handlers_of_models_that_see_are_where_llama_cpp_python_has_them(name: str) -> None:
+    assert getattr(llama_chat_format, name) is getattr(compat, name)
+    with pytest.raises(ImportError, match="NoSuchChatHandler"):
+        from localllm.compat.llama_chat_format import NoSuchChatHandler  # type: ignore[attr-defined]  # noqa: F401

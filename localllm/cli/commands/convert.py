@@ -21,7 +21,8 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.library.pull import pull_checkpoint
     from localllm.quantize import plan
 
-    apply_settings(arguments, skip=["threads"])
+    # Not the model: a folder or a name on the hub, no GGUF file on this machine.
+    apply_settings(arguments, skip=["model", "threads"])
     folder = Path(arguments.model)
     if not folder.exists() and HubName.parse(arguments.model):
         folder = download(arguments.model, quiet=arguments.quiet, by=pull_checkpoint)
@@ -59,10 +60,11 @@ COMMAND = Command(
     run,
     """\
 Reads safetensors files of F32, F16, BF16, FP8, MXFP4 and NVFP4, and the INT4 of GPTQ, AWQ and compressed-tensors,
-whose integers become Q4_0 or Q4_1 unless --type says otherwise.  Of a model that sees or hears it converts the
-language model, and with --mmproj the encoder.  An EAGLE-3 or DFlash drafter has no tokenizer: name the model that it
-drafts for (--target).  A checkpoint that would not load is refused before anything is written.  After Ctrl-C or a
-crash the same command continues where it stopped.
+whose integers become Q4_0 or Q4_1 unless --type says otherwise.  ORG/REPO is downloaded from the hub first (localllm
+pull downloads GGUF files).  Of a model that sees or hears it converts the language model, and with --mmproj the
+encoder.  An EAGLE-3 or DFlash drafter has no tokenizer: name the model that it drafts for (--target).  A checkpoint
+that would not load is refused before anything is written.  After Ctrl-C or a crash the same command continues where
+it stopped.
 """,
     words=Positionals(
         "FOLDER OUTPUT",

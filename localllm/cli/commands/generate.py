@@ -95,8 +95,17 @@ def load_model(
 ) -> LLM:
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
     from localllm.llm import load
+    from localllm.loading.progress import ShowsFormats, formats_text
 
-    llm = load(path, **load_options(arguments, path), progress=progress, planned=planned)
+    status: object = progress
+
+    def show_plan(plan: Plan) -> None:
+        if isinstance(status, ShowsFormats):
+            status.formats = formats_text(plan)
+        if planned is not None:
+            planned(plan)
+
+    llm = load(path, **load_options(arguments, path), progress=progress, planned=show_plan)
     llm.template_variables = template_variables(arguments)
     return llm
 
@@ -200,6 +209,11 @@ def _start(
     llm: LLM, prompt: str, arguments: argparse.Namespace, options: dict[str, Any], settings: Settings
 ) -> Stream:
     as_chat = arguments.chat if arguments.chat is not None else bool(prompt) and llm.has_chat_template
+    if arguments.chat is None and prompt and not as_chat and not arguments.quiet:
+        say(
+            "localllm: this model has no chat template, so it continues the prompt: --no-chat says that it is meant "
+            "so, --chat-template gives one, and an instruct version of the model answers"
+        )
     if not as_chat:
         if arguments.system is not None:
             missing = [] if prompt else ["a prompt with -p"]

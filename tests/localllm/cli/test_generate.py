@@ -289,6 +289,18 @@ def test_a_prompt_is_a_message_where_the_model_has_a_template(
     assert generate(*flags, model=plain).out == continued
 
 
+def test_a_model_without_a_template_says_that_it_continues(generate: Generate, chatty: Path, plain: Path) -> None:
+    flags = ("--temp", 0, "-p", "the day", "-n", 1)
+    hint = "this model has no chat template, so it continues the prompt: --no-chat"
+    assert generate(*flags, model=plain).err.count(hint) == 1
+    for outcome in (
+        generate(*flags, model=chatty),
+        generate(*flags, "--no-chat", model=plain),
+        generate(*flags, "-q", model=plain),
+    ):
+        assert hint not in outcome.err
+
+
 def test_system_prompts(generate: Generate, llm: LLM, chatty: Path, plain: Path) -> None:
     messages = [{"role": "system", "content": "be\nkind"}, {"role": "user", "content": "hello"}]
     expected = llm.chat(messages, temperature=0, max_tokens=12).text

@@ -89,6 +89,7 @@ def test_what_is_quick_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_progress_of_loading_on_a_terminal(screen: FakeTerminal) -> None:
     progress = LoadStatus()
+    progress.formats = "Q4_K, Q6_K"
     for done in range(3):
         progress("kernels", done, 2)
     progress("weights", 1, 2)
@@ -96,7 +97,7 @@ def test_progress_of_loading_on_a_terminal(screen: FakeTerminal) -> None:
         progress("kernels", done, 1)
     progress.close()
     shown = [part.strip() for part in screen.getvalue().split("\r") if part.strip()]
-    kernels = [f"compiling kernel {n} for this processor, which happens once" for n in (1, 2, 3)]
+    kernels = [f"compiling kernels for Q4_K, Q6_K: {n} left" for n in (2, 1, 1)]
     assert shown == [*kernels[:2], "loading weights: 50 %", kernels[2]]
     assert screen.getvalue().endswith(" \r")
 
@@ -118,7 +119,7 @@ def test_progress_of_loading_elsewhere_is_two_lines(capsys: pytest.CaptureFixtur
     progress.close()
     progress.close()
     first, last = capsys.readouterr().err.splitlines()
-    assert first == "localllm: compiling kernels for this processor, which happens once"
+    assert first == "localllm: compiling 2 kernels for this processor, which are kept for later runs"
     assert last == "localllm: compiled 11 kernels in 0 s"
 
 
@@ -138,12 +139,12 @@ def test_kernels_that_cannot_be_kept(no_cache: str, capsys: pytest.CaptureFixtur
         progress("kernels", 2, 2)
     progress.close()
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["localllm: compiling kernels for this processor", "localllm: compiled 4 kernels in 0 s"]
+    assert lines == ["localllm: compiling 2 kernels for this processor", "localllm: compiled 4 kernels in 0 s"]
 
 
 def test_kernels_that_cannot_be_kept_on_a_terminal(no_cache: str, screen: FakeTerminal) -> None:
     LoadStatus()("kernels", 1, 2)
-    assert screen.getvalue() == "\rcompiling kernel 2 for this processor"
+    assert screen.getvalue() == "\rcompiling kernels for this processor: 1 left"
 
 
 def test_no_progress_where_none_is_wanted(screen: FakeTerminal) -> None:

@@ -179,6 +179,25 @@ def test_a_model_is_not_far_from_itself(llm: LLM, tmp_path: Path) -> None:
     assert found.perplexity.n_chunks == 2
 
 
+def test_a_model_that_is_sure_of_itself_has_the_perplexity_of_its_own_logits(tmp_path: Path) -> None:
+    """Tokens less likely than the file can tell are bounded alike."""
+    settings = config(num_hidden_layers=1)
+    weights = {name: 4 * weight for name, weight in random_weights(settings, seed=0).items()}
+    with localllm.load(write_gguf(tmp_path / "sure.gguf", settings, weights), device="reference") as sure:
+        own = perplexity(sure, TEXT, context=CONTEXT, save_logits=tmp_path / "base.bin")
+        found = divergence(sure, BaseLogits.read(tmp_path / "base.bin"))
+    assert max(float(-log_softmax(row)[id_]) for row, id_ in _rows(tmp_path / "sure.gguf")) > 20
+    assert found.ratio.value == pytest.approx(1, abs=1e-3)
+    assert found.difference.value == pytest.approx(0, abs=1e-3 * found.base_perplexity.value)
+    assert found.perplexity.perplexity.value == pytest.approx(own.perplexity.value, rel=1e-6)
+
+
+def _rows(path: Path) -> Iterator[tuple[Logits, int]]:
+    with localllm.load(path, device="reference") as model:
+        for rows, came in counted(model):
+            yield from zip(rows, came, strict=True)
+
+
 def test_tokens_that_the_base_model_finds_impossible_have_no_part() -> None:
     expected = np.log(np.array([[0.5, 0.5, 1e-9]], np.float32))
     logits = np.array([[1, 1, -1000]], np.float32)

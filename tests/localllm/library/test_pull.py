@@ -524,5 +524,16 @@ def test_a_checkpoint_is_pulled_without_what_is_not_converted(hub: HubServer, tm
     assert {path.name for path in pulled.iterdir()} == files.keys()
     assert Checkpoint(pulled).metadata["general.name"] == "tiny"
     hub.repos["org/other"] = Repo(others)
-    with pytest.raises(HubError, match=r"org/other has no checkpoint with config.json"):
+    with pytest.raises(HubError, match=r"org/other has no checkpoint with config.json.*localllm pull org/other"):
         pull_checkpoint("org/other")
+
+
+def test_convert_downloads_a_checkpoint(
+    hub: HubServer, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    folder = write_checkpoint(tmp_path / "tiny")
+    hub.repos["org/tiny"] = Repo({path.name: path.read_bytes() for path in folder.iterdir()}, small={"config.json"})
+    outcome = run_main(capfdbinary, "convert", "org/tiny", tmp_path / "tiny.gguf", "-q")
+    assert (outcome.code, outcome.err) == (0, "")
+    with localllm.load(tmp_path / "tiny.gguf", device="reference") as llm:
+        assert llm.info.name == "tiny"
