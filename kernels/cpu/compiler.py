@@ -187,13 +187,15 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
-    from localllm.kernels.cpu.dots import FourTokens
+    from localllm.kernels.cpu.dots import SeveralTokens
     from localllm.kernels.cpu.instructions import lowering_for
     from localllm.kernels.cpu.numba_types import register_operations
 
     constants = {**dict(v.constants), **v.target.constants}
-    if constants["QUARTERS"] and "ADD" in constants:
-        constants["ADD_FOUR"] = FourTokens(constants["ADD"].function)
+    if "ADD" in constants:
+        constants |= {
+            f"ADD_{name}": SeveralTokens(constants["ADD"].function, n) for n, name in ((2, "TWO"), (4, "FOUR"))
+        }
     frontend = _Frontend(constants)
     with global_compiler_lock, lowering_for(v.target):
         register_operations()

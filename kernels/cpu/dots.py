@@ -16,23 +16,28 @@ from localllm.kernels.cpu.templates import Device
 #: Bytes of a token's record of activations in 32 columns: see `tiles`.
 RECORD = 48
 
-#: Operations on a record of activations, and for each the one that takes the records of four tokens, and four rows.
-#: Lanes 4 i … 4 i + 3 of all its vectors are those of token i; where matrices of bytes are multiplied, lanes 0 … 3
-#: are two rows' of tokens 0 and 1 in turn, lanes 4 … 7 the other rows', and so on.
-OF_FOUR_TOKENS: dict[Any, Any] = {}
+#: Operations on a token's record of activations and 16 rows, and for each the operations on the records of 2 or 4
+#: tokens, by the number of tokens: they take 8 or 4 rows.  Of 4 tokens, lanes 4 i … 4 i + 3 of all vectors belong to
+#: token i; where matrices of bytes are multiplied, lanes 0 … 3 belong to two rows of tokens 0 and 1 in turn, lanes
+#: 4 … 7 to the other rows, and so on.
+OF_TOKENS: dict[Any, dict[int, Any]] = {}
 
 
-class FourTokens(Device):
-    """A device function for four tokens' records of activations instead of one's; see `OF_FOUR_TOKENS`."""
+class SeveralTokens(Device):
+    """A device function for the records of ``n`` tokens instead of one; see `OF_TOKENS`."""
+
+    def __init__(self, function: Callable[..., Any], n: int) -> None:
+        super().__init__(function)
+        self.n = n
 
     def specialise(self, constants: Mapping[str, Any]) -> tuple[ast.FunctionDef, dict[str, Any]]:
         tree, scope = super().specialise(constants)
-        four = {k: OF_FOUR_TOKENS[v] for k, v in scope.items() if callable(v) and v in OF_FOUR_TOKENS}
-        return tree, scope | four
+        several = {k: OF_TOKENS[v][self.n] for k, v in scope.items() if callable(v) and v in OF_TOKENS}
+        return tree, scope | several
 
 
 def _record_op(name: str, result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
-    """Makes two operations, for `OF_FOUR_TOKENS`, of ``emit(b, tokens, *values)``."""
+    """Make the operations of `OF_TOKENS` from ``emit(b, tokens, *values)``."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def of(tokens: int, name: str) -> Any:
@@ -43,7 +48,7 @@ def _record_op(name: str, result: Kind, *arguments: Kind) -> Callable[[Callable[
             return op(result, *arguments)(operation)
 
         one = of(1, name)
-        OF_FOUR_TOKENS[one] = of(4, f"{name}_of_four")
+        OF_TOKENS[one] = {n: of(n, f"{name}_of_{n}") for n in (2, 4)}
         return one
 
     return decorate
@@ -141,28 +146,28 @@ def _interleaved(b: Any, x: Any, y: Any) -> list[Any]:
     return [b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, 4), each)) for each in lanes]
 
 
-@op(f32x16, intp, literal)
-def load_quarters(b, address, step):
-    """Four rows' lanes from each of the places ``step`` bytes apart, of four tokens: see `OF_FOUR_TOKENS`.
+@op(f32x16, intp, literal, literal)
+def load_parts(b, address, step, n):
+    """Return the floats of 16 / n rows for n tokens, ``step`` bytes apart: see `OF_TOKENS`.
 
-    If the step is 0, they are the same for all tokens.
+    If the step is 0, all tokens have the same.
     """
-    kind = ir.VectorType(f32, 4)
-    fours = [load(b, _at(b, address, step * i), kind) for i in range(4)] if step else [load(b, address, kind)] * 4
+    kind = ir.VectorType(f32, 16 // n)
+    parts = [load(b, _at(b, address, step * i), kind) for i in range(n)] if step else [load(b, address, kind)] * n
     if multiplies_matrices():
-        fours = [*_interleaved(b, *fours[:2]), *_interleaved(b, *fours[2:])]
-    return join(b, fours)
+        parts = [*_interleaved(b, *parts[:2]), *_interleaved(b, *parts[2:])]
+    return join(b, parts)
 
 
-@op(void, intp, literal, f32x16)
-def store_quarters(b, address, step, value):
-    """Writes what `load_quarters` reads."""
-    fours = halves(b, value, 4)
+@op(void, intp, literal, literal, f32x16)
+def store_parts(b, address, step, n, value):
+    """Write what `load_parts` reads."""
+    parts = halves(b, value, n)
     if multiplies_matrices():
-        pairs = [join(b, fours[:2]), join(b, fours[2:])]
-        fours = [_lanes(b, pair, list(range(token, 8, 2))) for pair in pairs for token in range(2)]
-    for i, four in enumerate(fours):
-        store(b, _at(b, address, step * i), four)
+        pairs = [join(b, parts[:2]), join(b, parts[2:])]
+        parts = [_lanes(b, pair, list(range(token, 8, 2))) for pair in pairs for token in range(2)]
+    for i, part in enumerate(parts):
+        store(b, _at(b, address, step * i), part)
 
 
 @op(void, intp, i8x64, i8x64, literal)
@@ -191,10 +196,10 @@ def load_of_slab(b, address, v, offset):
     return b.add(codes, constant(offset, i8, 64)) if offset else codes
 
 
-@op(i8x64, intp)
-def load_quarter_of_codes(b, address):
-    """Sixteen codes, of four rows, four times."""
-    return join(b, [load(b, address, ir.VectorType(i8, 16))] * 4)
+@op(i8x64, intp, literal)
+def load_part_of_codes(b, address, n):
+    """Return the codes of 16 / n rows, n times."""
+    return join(b, [load(b, address, ir.VectorType(i8, 64 // n))] * n)
 
 
 @op(void, intp, f32x16, f32x16)
@@ -259,7 +264,7 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
         if kind.startswith("maddubs"):  # which multiplies by the whole numbers on the way, all exact
             start = constant(0, i32, 16)
             if offset:
-                start = b.sub(start, multiply_pairs(b, offsets[0], broadcast(b, load(b, offsets[1], i32), 16)))
+                start = b.sub(start, multiply_pairs(b, offsets[0], _spread(b, tokens, offsets[1], i32)))
             totals = halves(b, start, _REGISTERS[kind])
             pairs = _with_activations(b, tokens, weights, x, True)
             for i, scale in enumerate(scales):
@@ -269,9 +274,10 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
         total = None
         for i, scale in enumerate(scales):
             start = constant(0, i32, 16)
-            if offset and tokens == 1:  # from a slab's codes it is subtracted already
-                half_sum = b.sext(load(b, _at(b, offsets[1], 2 * i), i16), i32)
-                start = broadcast(b, b.mul(half_sum, ir.Constant(i32, -offset)), 16)
+            if offset and tokens < 4:  # a slab of quarters has codes less the offset
+                sums = [b.sext(load(b, _at(b, offsets[1], RECORD * t + 2 * i), i16), i32) for t in range(tokens)]
+                parts = [broadcast(b, b.mul(x_sum, ir.Constant(i32, -offset)), 16 // tokens) for x_sum in sums]
+                start = join(b, parts)
             part, of_part = weights[n * i : n * (i + 1)], _at(b, x, _column(4 * n * i))
             dot = b.sitofp(_dot(b, tokens, start, part, of_part, bits, None, True), f32x16.llvm)
             # The same for all tokens.  It and the dot product are exact.

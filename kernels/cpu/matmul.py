@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.dots import add_int16_x86, dot32_s16, load_quarters, store_quarters
+from localllm.kernels.cpu.dots import add_int16_x86, dot32_s16, load_parts, store_parts
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.cpu.tiles import (
@@ -19,6 +19,7 @@ from localllm.kernels.cpu.tiles import (
     X_STEP,
     fetch_ahead,
     multiply_block,
+    multiply_half,
     multiply_quarter,
     multiply_rests,
     x_tile_bytes,
@@ -32,8 +33,9 @@ REST_SUMS = 64 * MAX_TOKENS
 #: So few tokens are worth code of their own.
 HALF_TILE = TOKENS // 2
 
-#: Up to so many tokens, unpacking blocks again for each tile costs less than writing them down once, unless QUARTERS
-#: of a slab are multiplied, for which there are enough registers.
+#: With at most this number of tokens, unpacking a block for each tile of tokens costs less than writing it to a slab.
+#: Processors that multiply a slab by halves or quarters write more than half a tile, because their registers do not
+#: hold a whole block.
 FEW = 2 * TOKENS
 
 #: Groups of 16 rows in a unit of the float kernels, and columns in one of their slabs.
@@ -101,12 +103,17 @@ def multiply_slab(sums, slab, n_blocks, x, ahead, step):
     if QUARTERS:
         for quarter in range(4):
             for i in static_range(TOKENS // 4):
-                acc[i] = load_quarters(sums + (16 * quarter + 256 * i), 64)
+                acc[i] = load_parts(sums + (16 * quarter + 256 * i), 64, 4)
             for b in range(n_blocks):
                 lines = ahead + b * step + 128 * quarter
                 multiply_quarter(acc, slab + b * BLOCK_BYTES + 16 * quarter, x + b * X_STEP, lines)
             for i in static_range(TOKENS // 4):
-                store_quarters(sums + (16 * quarter + 256 * i), 64, acc[i])
+                store_parts(sums + (16 * quarter + 256 * i), 64, 4, acc[i])
+    elif FEW_REGISTERS:
+        for half in range(2):
+            for b in range(n_blocks):
+                block, lines = slab + b * BLOCK_BYTES + 32 * half, ahead + b * step + 256 * half
+                multiply_half(sums + 32 * half, block, x + b * X_STEP, lines)
     else:
         for i in static_range(TOKENS):
             acc[i] = load_f32x16(sums + 64 * i)
@@ -170,7 +177,7 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     """
     if n_tokens <= HALF_TILE:
         few_tokens(HALF_TILE, tiles, n_tiles, slab, x, sums)
-    elif QUARTERS:
+    elif QUARTERS or FEW_REGISTERS:
         many_tokens(n_tokens, tiles, n_tiles, slab, sums, x)
     elif n_tokens <= FEW:
         for token in range(0, n_tokens, TOKENS):

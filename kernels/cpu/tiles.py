@@ -78,8 +78,8 @@ from localllm.kernels.cpu.codes import (
 from localllm.kernels.cpu.dots import (
     RECORD,
     load_of_slab,
-    load_quarter_of_codes,
-    load_quarters,
+    load_part_of_codes,
+    load_parts,
     load_sum,
     load_sums,
     load_unit,
@@ -94,6 +94,7 @@ from localllm.kernels.cpu.dots import (
     scaled_dot32_u4,
     scaled_dot32_u5,
     second_half,
+    store_parts,
     store_two_of_slab,
     sums_place,
     token_place,
@@ -271,12 +272,28 @@ def multiply_quarter(acc: Registers, block, x, ahead):
     For processors on which a vector fills four registers: a quarter of the block fits them, beside the sums.
     """
     for v in static_range(8):
-        w[v] = load_quarter_of_codes(block + 64 * v)
+        w[v] = load_part_of_codes(block + 64 * v, 4)
     for v in static_range(N_SCALES):
-        s[v] = load_quarters(block + (CODE_BYTES + SCALE_BYTES * v), 0)
+        s[v] = load_parts(block + (CODE_BYTES + SCALE_BYTES * v), 0, 4)
     for i in static_range(TOKENS // 4):
         prefetch(ahead + 64 * i)
         acc[i] = ADD_FOUR(acc[i], x + 4 * RECORD * i, *s[0:N_SCALES], *w[0:8])
+
+
+@template
+def multiply_half(sums, block, x, ahead):
+    """Multiply eight rows of a block with the tile of tokens at x, and add the products to the sums in memory.
+
+    For processors whose vectors fill two of sixteen registers: the codes of eight rows fill eight registers.
+    """
+    for v in static_range(8):
+        w[v] = load_part_of_codes(block + 64 * v, 2)
+    for v in static_range(N_SCALES):
+        s[v] = load_parts(block + (CODE_BYTES + SCALE_BYTES * v), 0, 2)
+    for i in static_range(TOKENS // 2):
+        prefetch(ahead + 64 * i)
+        total = load_parts(sums + 128 * i, 64, 2)
+        store_parts(sums + 128 * i, 64, 2, ADD_TWO(total, x + 2 * RECORD * i, *s[0:N_SCALES], *w[0:8]))
 
 
 @template

@@ -67,6 +67,7 @@ class FileType:
 
 FILE_TYPES = {
     "f16": FileType(1, GGMLType.F16),
+    "bf16": FileType(32, GGMLType.BF16),
     "q4_0": FileType(2, GGMLType.Q4_0),
     "q4_1": FileType(3, GGMLType.Q4_1),
     "q8_0": FileType(7, GGMLType.Q8_0),
@@ -164,7 +165,7 @@ def tensor_type(name: str, size: tuple[int, ...], shape: Shape, file_type: FileT
         return GGMLType.F32
     chosen = file_type.base
     is_head = name == ("token_embd.weight" if shape.tied else "output.weight")
-    if is_head and chosen not in (GGMLType.F16, GGMLType.Q8_0):
+    if is_head and chosen not in (GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0):
         chosen = GGMLType.Q6_K
     elif file_type.better and name.endswith(("attn_v.weight", "ffn_down.weight")):
         chosen = file_type.better if _is_important(int(name.split(".")[1]), shape.n_layers) else chosen
@@ -248,6 +249,12 @@ def _make_f16(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None
     codes[:] = (rng.standard_normal(1 << 16) * deviation).astype("<f2").view("<u2")[codes]
 
 
+def _make_bf16(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None:
+    codes = chunk.view("<u2")
+    values = (rng.standard_normal(1 << 16) * deviation).astype("<f4").view("<u4") >> 16
+    codes[:] = values.astype("<u2")[codes]
+
+
 def _make_q8_0(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None:
     codes = chunk[:, 2:].view(np.int8)
     np.maximum(codes, -127, out=codes)  # no quantiser makes -128
@@ -314,6 +321,7 @@ def _make_by_scale(type: GGMLType) -> Callable[[np.random.Generator, Blocks, flo
 
 _MAKERS: dict[GGMLType, Callable[[np.random.Generator, Blocks, float], None]] = {
     GGMLType.F16: _make_f16,
+    GGMLType.BF16: _make_bf16,
     GGMLType.Q4_0: _make_symmetric(16),
     GGMLType.Q4_1: _make_with_min(16),
     GGMLType.Q5_0: _make_symmetric(32),

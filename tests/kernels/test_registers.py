@@ -1,7 +1,8 @@
-"""Sums of float products stay in registers, on every instruction set.  The code is compiled and read, not run."""
+"""The operands of products stay in registers, on every instruction set.  The code is compiled and read, not run."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,14 +11,18 @@ from localllm.kernels.cpu import attention, experts, matmul, recurrent
 from localllm.kernels.cpu.compiler import Kernel, Variant, variant
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import TARGETS, Target
+from localllm.kernels.cpu.tiles import TILES, TOKENS
 from localllm.kernels.graph import Attention, KVCache, Rows, Tensor
-from tests.helpers.assembly import float_products, loops_of, spilled, spills
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.types import GGMLType
+from tests.helpers.assembly import float_products, loops_of, spilled, spills, vector_instructions
 
 F32, F16, BF16 = (
     {"LOAD": load, "COLUMN_BYTES": n} for load, n in ((load_f32x16, 64), (load_f16x16, 32), (load_bf16x16, 32))
 )
 #: Targets of each kind of registers, of which tests compile code for the first; CI does for the others, too.
 KINDS = [("avx512vnni", "avx512"), ("avx2", "avxvnni"), ("neon", "i8mm", "asimd"), ("generic",)]
+OTHER_FORMATS = [GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.Q2_K]
 BY_NAME = {target.name: target for target in TARGETS}
 every_target = pytest.mark.parametrize(
     "target",
@@ -115,6 +120,23 @@ def test_recurrent_states(target: Target, delta: bool) -> None:
     loops = [loop for loop in loops if float_products(loop)]
     assert len(loops) >= 3
     assert not any(map(spilled, loops))
+
+
+@pytest.mark.parametrize("name", ["avx2", pytest.param("avxvnni", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("type", [GGMLType.Q4_K, *(pytest.param(t, marks=pytest.mark.ci) for t in OTHER_FORMATS)])
+def test_slabs_of_codes(name: str, type: GGMLType) -> None:
+    """Eight rows of a block fill half of AVX2's registers.  Sixteen rows would spill every third instruction."""
+    layout, tile = LAYOUTS[type], TILES[type]
+    constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, "HEADS": False, **tile.constants}
+    n_products = 8 * TOKENS  # of eight vectors of codes
+    loops = [
+        loop
+        for loop in loops_of(variant(matmul.matmul_quantised, BY_NAME[name], **constants))
+        if sum(bool(re.search(r"\bvp(maddubsw|dpbusd)\b", line)) for line in loop) == n_products
+    ]
+    slab = vector_instructions(loops[-1])
+    assert len(spills(slab)) < 0.1 * len(slab)
+    assert len(spilled(slab)) < 0.03 * len(slab)
 
 
 def test_rounded_floats() -> None:
