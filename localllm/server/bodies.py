@@ -166,6 +166,8 @@ def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
 
     Fields that are null are absent, and 2.0 becomes 2 for integers.  ``ignored`` takes the names of unknown fields.
     """
+    if type(value) not in _CHANGED:
+        return value
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if isinstance(value, float):
         return int(value) if int in kinds and float not in kinds and value.is_integer() else value
@@ -175,7 +177,8 @@ def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
         if not kinds_within or kinds_within[0] == (Any,):
             return value
         within = chain(kinds_within[0], repeat(kinds_within[0][-1]))
-        return [tolerant(each, of, ignored) for each, of in zip(value, within, strict=False)]
+        pairs = zip(value, within, strict=False)
+        return [tolerant(each, of, ignored) if type(each) in _CHANGED else each for each, of in pairs]
     structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
     if not isinstance(value, dict) or not structs:
         return value
@@ -187,6 +190,10 @@ def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
         elif each is not None and name not in _HARMLESS:
             ignored.append(name)
     return read
+
+
+#: Types of values that `tolerant` may change.
+_CHANGED = frozenset((float, list, dict))
 
 
 @cache

@@ -276,6 +276,30 @@ def test_a_long_request_takes_time_in_proportion(server: Serving, path: str) -> 
     assert httpx.post(server.url + path, json=MANY_ITEMS[path], timeout=30).status_code in (200, 400)
 
 
+def test_other_connections_have_their_turn_while_a_body_is_parsed(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body of short chunks takes seconds to parse."""
+    sizes: list[int] = []
+    parse = uvicorn_server.H11Protocol.data_received
+
+    def recorded(connection: Any, data: bytes) -> None:
+        sizes.append(len(data))
+        parse(connection, data)
+
+    monkeypatch.setattr(uvicorn_server.H11Protocol, "data_received", recorded)
+    body = json.dumps({"content": "a", "user": "a" * 20_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connect(server) as connection:
+        connection.settimeout(60)
+        for _ in range(2):
+            connection.sendall(head + chunks)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    assert sum(sizes) == 2 * len(head + chunks)
+    assert 0 < min(sizes) <= max(sizes) <= 4096
+
+
 def test_a_body_that_is_too_large_is_refused() -> None:
     with serving(demo(), limits=Limits(max_body=1000)) as server:
         assert status(server, "POST", "/tokenize", content=b"{" + b" " * 2000) == 413
