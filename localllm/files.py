@@ -57,7 +57,7 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_by
 def check_is_new(path: Path, sources: Iterable[Path] = ()) -> None:
     """Raise OutputError or UsageError if a file cannot be written, before the work for it starts.
 
-    ``sources``: the files from which it is made, which it must not replace.
+    ``sources``: input files, which the new file must not replace.
     """
     try:
         if path.is_dir():
@@ -135,7 +135,7 @@ class NewFile:
                 os.fchmod(self._file.fileno(), mode)  # of a partial file that was there
             self._file.truncate(n_kept)
             self._file.seek(n_kept)
-        except (OSError, ValueError) as error:  # ValueError: no name, a NUL, or what is not Unicode
+        except (OSError, ValueError) as error:  # ValueError: no name, a NUL, or a lone surrogate
             raise self._error(error) from error
         return self
 

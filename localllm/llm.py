@@ -1029,7 +1029,7 @@ class LLM:
 
 
 def warned(completion: Completion) -> Completion:
-    """Return ``completion`` after a Python warning for each of its ``warnings``."""
+    """Emit the warnings of a completion as Python warnings, and return the completion."""
     for message in completion.warnings:
         warn(message)
     return completion

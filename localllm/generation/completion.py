@@ -54,7 +54,7 @@ class Completion:
         drafts: how many tokens were drafted and how many accepted, where ``speculate`` asked for drafts.
         reasoning: what the model thought before its answer, which is no part of ``text`` (`LLM.chat`).
         tool_calls: the tools that it calls, which are no part of ``text`` either.
-        warnings: why the time limit ended the text, and which calls stayed text; empty if there is nothing to report.
+        warnings: the reason if the time limit ended the text, and the faults of calls that stayed text.
     """
 
     text: str

@@ -55,7 +55,7 @@ def _session(package: Any) -> Any:
     """
     try:
         return package.get_session()
-    except Exception as error:  # its parser of addresses has errors of its own
+    except Exception as error:  # the errors of its address parser have no common base class
         reason = f"{error!s:.200}"
         if isinstance(error, OSError):
             reason = error.strerror or reason
@@ -71,7 +71,7 @@ def _session(package: Any) -> Any:
 
 
 def _set_variables(names: Sequence[str], is_wrong: Callable[[str], bool]) -> list[str]:
-    """Return those of the environment variables with a wrong value; all that are set if no value is wrong."""
+    """Return the set variables with a wrong value; every set variable if no value is wrong."""
     values = {name: value for name, value in os.environ.items() if name.lower() in names and value}
     return sorted(name for name, value in values.items() if is_wrong(value)) or sorted(values)
 

@@ -20,7 +20,7 @@ _NAMED_GROUP = re.compile(r"\(\?<(?![=!])([^<>]*)>")
 #: Escapes with the same meaning in both syntaxes; the first ones are classes.
 _CLASSES, _SAME = "dDwWsSpP", "tnrvfxbB"
 
-#: A superset of every text to which a reference can refer.
+#: A pattern for every text that a reference can match.
 _ANY_TEXT = r"(?:[\s\S]*)"
 
 

@@ -54,7 +54,7 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 #: and then can follow no text.  Twice the patterns of one object's properties take 50 times the time.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
 
-#: Places in Lark's notation with %json before what is no JSON.
+#: Places with %json in Lark's notation that no valid JSON follows.
 _MAX_INVALID = 10
 
 #: Levels of a JSON schema.  llguidance reads schemas recursively, in 4 KB of stack per level.
@@ -195,7 +195,7 @@ def _check_size(sampling: Sampling) -> None:
         raise ValueError("it has both & and ~, which may take for ever to compile: write it with one of them")
     n_rules, n_patterns, n_optional, is_combined = max(len(lark.splitlines()), lark.count("%json")), 0, 0, False
     if n_rules > _MAX_RULES:
-        raise ValueError(f"it has more than {_MAX_RULES} rules or schemas: make it simpler")
+        raise ValueError(f"it has more than {_MAX_RULES} rules or schemas: use fewer")
     left: list[Any] = (
         [parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)] if sampling.json_schema is not None else []
     )

@@ -249,7 +249,7 @@ class _Reader:
                 try:
                     re.compile(translated)
                 except (re.error, OverflowError, RecursionError):
-                    return pattern  # llguidance says what is wrong
+                    return pattern  # llguidance reports the fault
                 wider = None
         if wider != translated or has_references:
             self.not_held.append(f"pattern {pattern!r:.60}" + ("" if wider is None else " in full"))

@@ -185,7 +185,7 @@ class App:
         try:
             served, _ = await self.models.acquire(None)
             self.models.release(served)
-        except LocalLLMError as error:  # the log has it, and requests for the model report it
+        except LocalLLMError as error:  # logged, and reported to requests for the model
             if len(self.models.served) == 1 and not self.models.is_closed:
                 self.load_error = error
                 self.stop()

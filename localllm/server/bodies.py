@@ -114,8 +114,8 @@ def _check_json(body: bytes) -> None:
         if n_values > MAX_VALUES or n_texts > MAX_TEXTS or n_outside > MAX_BYTES_OUTSIDE_STRINGS:
             raise HTTPError(
                 413,
-                f"the body has too many values: a request has up to {MAX_VALUES:,}, of them {MAX_TEXTS:,} strings, "
-                f"arrays and objects, and up to {MAX_BYTES_OUTSIDE_STRINGS >> 20} MiB outside of strings",
+                f"the body has too many values: send up to {MAX_VALUES:,} values, {MAX_TEXTS:,} strings, arrays and "
+                f"objects, and {MAX_BYTES_OUTSIDE_STRINGS >> 20} MiB outside of strings in one request",
             )
 
 

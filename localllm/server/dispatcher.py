@@ -55,7 +55,7 @@ def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bo
 class Dispatcher:
     """Submits requests to the models, and does their other work in threads beside the event loop.
 
-    ``responses``: stored responses, from which later requests may continue.
+    ``responses``: stored responses, which later requests may continue.
     """
 
     def __init__(self, models: Models, responses: ResponseStore) -> None:

@@ -34,7 +34,7 @@ async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_byte
 
     Args:
         places: as `picture_addresses` returns them.
-        hosts: hosts that may be asked, in the form of `localllm.web.fetch`.
+        hosts: allowed hosts, in the form of `localllm.web.fetch`.
         max_bytes: limit for all pictures together.
     """
     if len(places) > _MAX_FETCHED:

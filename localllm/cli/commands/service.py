@@ -30,7 +30,7 @@ class Task(NamedTuple):
     command: Sequence[str]
     folder: Path  # working directory of the command
     variables: Mapping[str, str]  # environment variables
-    stop_s: int  # seconds after which a server that does not stop is killed
+    stop_s: int  # seconds until a server that does not stop is killed
 
 
 class Manager(NamedTuple):
