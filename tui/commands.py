@@ -283,6 +283,36 @@ def transcript(session: ChatSession, argument: str) -> str:
     return "\n\n".join(parts) or "nothing was said yet"
 
 
+class Match(NamedTuple):
+    """A place where a text was found: a message's id, and the number of the place in its content, from 0."""
+
+    id: str
+    number: int
+
+
+def matches(conversation: Conversation, text: str) -> list[Match]:
+    """Return the places of the path whose text is ``text``, in upper or lower case; none for an empty text."""
+    text = text.casefold()
+    if not text:
+        return []
+    return [
+        Match(message.id, number)
+        for message in conversation.path()
+        for number in range(message.content.casefold().count(text))
+    ]
+
+
+def _found(session: ChatSession, argument: str) -> str:
+    if not argument:
+        raise UsageError("name what to find: /find TEXT")
+    lines = []
+    for number, message in enumerate(session.conversation.path(), 1):
+        for line in message.content.splitlines():
+            if (at := line.casefold().find(argument.casefold())) >= 0:
+                lines.append(f"#{number} {message.role}: {shortened(line[max(0, at - 30) :], 100)}")
+    return "\n".join(lines) or f"{argument!r} is not in this chat: /sessions {argument} searches all chats"
+
+
 # -- How replies are generated ---------------------------------------------------------------------------------------
 
 
@@ -611,6 +641,8 @@ COMMANDS = [
     Command("stats", "", "tokens, cache and speed", _telling(stats_text, "stats"), title="Statistics"),
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _telling(_sessions, "sessions"), ("list",),
             "Chats", "ctrl+o"),
+    Command("find", "[TEXT]", "find a text in this chat", _telling(_found, "find"), ("search",), "Find in this chat",
+            "f5"),
     Command("fork", "[N]", "continue in a new chat, with everything up to message N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
     Command("run", "COMMAND", "put the output of a shell command into the message, as !COMMAND does", _run),

@@ -373,3 +373,59 @@ async def test_keys_are_as_the_settings_say() -> None:
         await chat.press("f9")
         await chat.until(lambda: len(chat.app.session.conversation) == 0)
         await chat.sees("f9 New chat")
+
+
+async def test_a_text_is_found_in_the_chat() -> None:
+    texts = [part for i in range(20) for part in (f"question {i}", f"An **answer** {i}: pears\n\n```\nx = {i}\n```")]
+    texts[1] = "Of Apples\n\n" + "- item\n" * 40 + "\nand apples again"
+    async with chatting(setup(AppModel(context=10**6), conversation=talk(*texts)), (80, 20)) as chat:
+        assert "Apples" not in chat.screen
+        await chat.press("f5")
+        await chat.sees("Find in this chat")
+        await chat.type("APPLES")
+        await chat.sees("2 of 2")
+        await chat.sees("and apples again")
+        await chat.press("enter")  # the first again
+        await chat.sees("1 of 2")
+        await chat.sees("Of Apples")
+        await chat.press("up")
+        await chat.sees("2 of 2")
+        await chat.sees("and apples again")
+        await chat.press("escape")
+        await chat.until(lambda: "Find in this chat" not in chat.screen and "2 of 2" not in chat.screen)
+        assert not chat.app._chat.transcript.query(".match")
+        assert chat.app.screen.focused is chat.app._chat.composer
+        await chat.say("/find x = 12")
+        await chat.sees("1 of 1")
+        await chat.sees("x = 12")
+        await chat.say("/find nothing of this kind")
+        await chat.sees("no match")
+
+
+async def test_after_a_comparison_the_model_of_before_replies() -> None:
+    first, second = AppModel(["left", "after"]), AppModel(["right"])
+    second.name = "Second"
+    models = {"": first, "b.gguf": second}
+    async with chatting(setup(first, load=lambda name, progress: models[name]), (100, 30)) as chat:
+        await chat.ask("hi")
+        await chat.say("/compare b.gguf")
+        await chat.sees("Go on with the left one")
+        await chat.press("2")
+        await chat.until(lambda: chat.app._chat.models.name == "" and chat.model_is_settled)
+        await chat.until(lambda: chat.app.session.conversation.path()[-1].text == "right")
+        assert chat.app.session.conversation.model == ""
+        await chat.ask("and now?")
+        assert chat.app.session.conversation.path()[-1].text == "after"
+        assert len(first.asked) == 2
+
+
+@pytest.mark.parametrize("width", [60, 40])
+async def test_the_models_show_size_and_fit_in_few_columns(width: int) -> None:
+    name = "a-model-with-a-name-that-is-longer-than-the-screen-is-wide-instruct-{}.gguf"
+    entries = [ModelEntry(name.format(q), f"/models/{q}", 4_400_000_000, fits="fits") for q in ("Q4_K_M", "Q8_0")]
+    async with chatting(setup(AppModel(), list_models=lambda: entries), (width, 20)) as chat:
+        await chat.press("ctrl+l")
+        await chat.sees("Q8_0.gguf")
+        lines = [line for line in chat.screen.splitlines() if ".gguf" in line]
+        assert len(lines) == 2
+        assert all("4.4 GB" in line and "fits" in line for line in lines)

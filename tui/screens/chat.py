@@ -35,6 +35,7 @@ from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import SELECT_SIGN, escape_controls, sentence, shortened, spelled_out
 from localllm.tui.widgets.composer import Composer, Suggestions
+from localllm.tui.widgets.finder import Finder
 from localllm.tui.widgets.message import MessageView
 from localllm.tui.widgets.status import KeyFooter, StatusLine
 from localllm.tui.widgets.transcript import Transcript
@@ -86,6 +87,8 @@ class ChatScreen(Screen[None]):
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self._heading, self._hint = Static(id="heading"), Static(id="hint")
         self.transcript = Transcript()
+        self.finder = Finder()
+        self._match: commands.Match | None = None  # the match of the finder's text that is shown
         self.status = StatusLine()
         #: Whether it is the chat that is shown; dialogs may be above it.
         self.seen = asyncio.Event()
@@ -100,6 +103,7 @@ class ChatScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield self._heading
         yield self.transcript
+        yield self.finder
         yield self.suggestions
         yield self._hint
         with Vertical(id="editor"):
@@ -481,6 +485,31 @@ class ChatScreen(Screen[None]):
             self.transcript.scroll_page_up(animate=False)
         else:
             self.transcript.scroll_page_down(animate=False)
+
+    # -- Finding ---------------------------------------------------------------------------------------------------
+
+    def on_finder_changed(self, event: Finder.Changed) -> None:
+        event.stop()
+        self.app.spawn(self._find(event.text, 0), group="find")
+        if not self.finder.display:
+            self.set_focus(self.composer)
+
+    def on_finder_moved(self, event: Finder.Moved) -> None:
+        event.stop()
+        self.app.spawn(self._find(self.finder.text, event.step), group="find")
+
+    async def _find(self, text: str, step: int) -> None:
+        """Shows a match of a text: ``step`` matches after the one that is shown, or the last one."""
+        conversation = self.session.conversation
+        matches = await self.app.offload(commands.matches, conversation, text)
+        if text != self.finder.text:
+            return
+        at = len(matches) - 1
+        if step and self._match in matches:
+            at = (matches.index(self._match) + step) % len(matches)
+        self._match = matches[at] if matches else None
+        self.finder.count(at + 1, len(matches))
+        await self.transcript.show_match(conversation, text, self._match)
 
     # -- Doing -----------------------------------------------------------------------------------------------------
 

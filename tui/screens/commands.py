@@ -183,8 +183,14 @@ class ScreenUI(commands.UI):
     async def on_model(self, argument: str) -> None:
         await self._screen.models.choose()
 
+    async def on_find(self, text: str) -> None:
+        self._screen.finder.open(text)
+
     async def on_compare(self, name: str) -> None:
-        """Shows two replies side by side, of which another model writes the second one if it is named."""
+        """Shows two replies side by side, of which another model writes the second one if it is named.
+
+        The model of before is loaded again while the replies are read.
+        """
         screen = self._screen
         screen.n_comparisons += 1
         try:
@@ -197,12 +203,15 @@ class ScreenUI(commands.UI):
         if name:
             if session.conversation.leaf is None:
                 raise UsageError("there is nothing to reply to yet: send a message first")
+            before = screen.models.name
             await screen.models.change(name)
             if screen.models.name != name:
                 return  # which was told
             self._app.keys.go_on()
             screen.begin(partial(session.regenerate, None))
             await screen.ended.wait()
+            if before is not None and before != name:
+                self._app.spawn(screen.models.load(before), group="loading")
         pair = [(reply.id, commands.who(reply), reply.content) for reply in commands.compared(session.conversation)]
         chosen = await self._ask(CompareScreen(pair))
         if chosen is not None and session is screen.session:

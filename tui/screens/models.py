@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 _HEAD = ("model", "fits", "size", "format", "params", "context")
 
 
+#: Characters of a model's name that are shown on the narrowest screen.
+_SHORTEST_NAME = 12
+
+
+def _cut_middle(name: str, length: int) -> str:
+    """Return a name of at most ``length`` characters; names of models often differ at the end."""
+    if len(name) <= length:
+        return name
+    end = length // 2
+    return f"{name[: length - end - 1]}…{name[-end:]}"
+
+
 class ModelsScreen(Find[ModelEntry]):
     """The models to choose from; the result is the path of one, or what was typed."""
 
@@ -52,9 +64,17 @@ class ModelsScreen(Find[ModelEntry]):
         return [e for e in entries if all(word in e.name.casefold() for word in text.casefold().split())]
 
     def options(self) -> list[Option]:
-        lines = rows([_HEAD, *map(self._row, self.found)])
+        cells = [_HEAD, *map(self._row, self.found)]
+        fits, size = (max(len(row[column]) for row in cells) for column in (1, 2))
+        # Name, fit and size are visible in any width; an option has a column of padding on both sides.
+        room = self._list.scrollable_content_region.width - fits - size - 6
+        lines = rows([(_cut_middle(name, max(_SHORTEST_NAME, room)), *row) for name, *row in cells])
         self._head.update(lines[0])
         return [Option(line) for line in lines[1:]]
+
+    def on_resize(self) -> None:
+        super().on_resize()
+        self.refresh_list()
 
     def first(self, before: int) -> int:
         return next((i for i, entry in enumerate(self.found) if entry.path == self._current), 0)
@@ -88,18 +108,17 @@ class Loading:
         # what is being done, and the share that is done if it is known; any thread may read it
         self.progress: tuple[str, float | None] = ("loading the model", None)
         self.cancelled = threading.Event()  # any thread may set it: loading ends at its next report
-        self._compiled = 0
+        self.formats = ""  # see `localllm.loading.progress.ShowsFormats`
 
-    def report(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int) -> None:
         """The progress callback of loading.  Raises Cancelled."""
         if self.cancelled.is_set():
             raise Cancelled
         if stage == "weights":
             self.progress = ("loading weights", done / total if total else None)
         elif done < total:
-            self.progress = (f"compiling kernel {self._compiled + done + 1}, once on this machine", None)
-        else:
-            self._compiled += total
+            what = f" for {self.formats}" if self.formats else ""
+            self.progress = (f"compiling kernels{what}: {total - done} left", None)
 
 
 #: Seconds between two looks at how far loading is.
@@ -165,7 +184,7 @@ class ModelLoader:
         """Loads a model and lets it reply; returns why it cannot be loaded, unless that was cancelled."""
         if loading.cancelled.is_set():
             return None
-        thread = asyncio.create_task(self._app.in_thread(self._app.setup.load, loading.name, loading.report))
+        thread = asyncio.create_task(self._app.in_thread(self._app.setup.load, loading.name, loading))
         while not thread.done():
             text, share = loading.progress
             self._show(activity=text, progress=share)

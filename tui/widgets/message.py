@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.style import Style
+from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
 from localllm.tui.base_app import BaseApp
@@ -183,6 +184,23 @@ class MessageView(Vertical, can_focus=True):
         for section in self.query(Collapsible):
             section.collapsed = not section.collapsed
         self._draw()
+
+    def locate(self, text: str, number: int) -> tuple[Widget, int]:
+        """Return the widget that shows the place ``number`` of a text, and the place's line in it."""
+        if self.message.role == "user" and not self._is_unfolded and self.can_unfold:
+            self._is_unfolded = True
+            self._draw()
+        text = text.casefold()
+        blocks = [self._said] if self.message.role == "user" else self._reply.walk_children(Static)
+        for block in blocks:
+            shown = str(block.content).casefold()
+            n = shown.count(text)
+            if number < n:
+                before = text.join(shown.split(text)[: number + 1])
+                width = max(1, block.size.width)
+                return block, sum(1 + len(line) // width for line in before.split("\n")[:-1])
+            number -= n
+        return self, 0
 
     async def fill(self) -> None:
         """Draws what a reply says, where that is not being written."""

@@ -10,11 +10,16 @@ from textual.widgets import Static
 
 from localllm.tui.chat.context import window_of
 from localllm.tui.chat.conversation import Conversation
+from localllm.tui.commands import Match
 from localllm.tui.text import SELECT_KEY
 from localllm.tui.widgets.message import MessageView, Place
 
 #: Messages that are drawn at first, and how many more each time that earlier ones are asked for.
 MAX_DRAWN = 30
+
+#: Seconds between two looks at the place of a match, and looks until it stays.
+_LAYOUT_SECONDS = 0.03
+_MAX_LOOKS = 30
 
 WELCOME = f"""\
 Type a message, and press Enter.
@@ -33,6 +38,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._places: list[Place] = []
         self._n_drawn = MAX_DRAWN
         self._conversation: str | None = None
+        self._match: Match | None = None  # the match that is to be shown
         # Several tasks may want it drawn, and drawing waits for widgets.
         self._drawing = asyncio.Lock()
 
@@ -95,6 +101,31 @@ class Transcript(VerticalScroll, can_focus=False):
             self.release_anchor()
             self._n_drawn += MAX_DRAWN
             await self.show(conversation)
+
+    async def show_match(self, conversation: Conversation, text: str, match: Match | None) -> None:
+        """Scrolls to a place that has a text, and marks its block; marks nothing if there is no place."""
+        self.query(".match").remove_class("match")
+        self._match = match
+        if match is None:
+            return
+        while (view := self.view(match.id)) is None and len(self._places) > self._n_drawn:
+            await self.show_earlier(conversation)
+        if view is None:
+            return
+        self.release_anchor()
+        tops: list[int] = []
+        # Blocks that were drawn just now move until the layout is done.
+        while len(tops) < _MAX_LOOKS and (len(set(tops[-3:])) != 1 or len(tops) < 3):
+            refreshed = asyncio.Event()
+            self.call_after_refresh(refreshed.set)
+            await refreshed.wait()
+            await asyncio.sleep(_LAYOUT_SECONDS)
+            if not view.is_attached or self._match is not match:
+                return
+            block, line = view.locate(text, match.number)
+            block.add_class("match")
+            tops.append(block.region.y - self.region.y + self.scroll_offset.y + line)
+            self.scroll_to(y=max(0, tops[-1] - self.size.height // 3), animate=False, immediate=True)
 
 
 def _places(conversation: Conversation) -> list[Place]:

@@ -360,7 +360,9 @@ def test_json_without_logprobs(generate: Generate) -> None:
 
 
 def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
-    quiet, normal, verbose = (generate("-p", "the", "--temp", 0, *flags) for flags in (["-q"], [], ["-v"]))
+    quiet, normal, verbose = (
+        generate("-p", "the", "--no-chat", "--temp", 0, *flags) for flags in (["-q"], [], ["-v"])
+    )
     assert quiet.err == ""
     assert quiet.out == normal.out == verbose.out
     first, empty, last = normal.err.splitlines()

@@ -121,7 +121,5 @@ def test_several_that_fit_are_listed() -> None:
         choose(HubName("org/repo"), groups, "the hub")
     only = group_files({"x.gguf": 1})
     assert choose(HubName("org/repo"), only, "the hub") is only[0]
-    with pytest.raises(
-        UsageError, match=r"no GGUF file: choose a repository of .*: localllm convert org/repo$"
-    ):
+    with pytest.raises(UsageError, match=r"no GGUF file: choose a repository of .*: localllm convert org/repo$"):
         choose(HubName("org/repo"), [], "the hub")
