@@ -297,6 +297,11 @@ def read_model(
         pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
+    if not is_causal and graph.states:
+        raise ModelError(
+            f"{meta.architecture}.attention.causal is false, but the model has recurrent layers, which localllm "
+            "computes from earlier tokens only: it does not support this variant"
+        )
     if is_block:
         return Model(replace(config, n_layers=1), graph, context > config.original_context)
     operations = [node.operation for node in graph.nodes]

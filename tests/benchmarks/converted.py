@@ -142,6 +142,7 @@ RELEASED: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 96,
     },
     "bert": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
+    "xlm-roberta": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
     "cohere2": {"rotary_pct": 1.0},
     "command-r": {"head_dim": None},
     "command-r-plus": {"head_dim": None},

@@ -125,6 +125,12 @@ def test_files_of_bamba_are_refused(tmp_path: Path) -> None:
         read(tmp_path, "granitehybrid", **keys)
 
 
+def test_convolutions_that_see_both_ways_are_refused(tmp_path: Path) -> None:
+    """As of LFM2.5-Embedding."""
+    with pytest.raises(ModelError, match=r"lfm2\.attention\.causal is false, but the model has recurrent layers"):
+        read(tmp_path, "lfm2", **{"attention.causal": False, "pooling_type": 2})
+
+
 def test_layers_of_nemotron_puzzle_differ_in_their_experts(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"expert_used_count differs from layer to layer, which localllm does not"):
         read(tmp_path, "nemotron-h-moe", expert_used_count=[1, 2, 1, 1, 1])

@@ -1,0 +1,165 @@
+"""Whether localllm reads the keys and tensors that llama.cpp's converter writes.
+
+`tests.benchmarks.converter_names` makes the data from llama.cpp's source: the headers of files that the converter
+wrote for tiny models, and all names of keys and tensors that it has for each architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.kernels.graph import RopeAppend
+from localllm.models.config import _HARMLESS, _PARTS, Metadata
+from localllm.models.registry import ARCHITECTURES, read_model
+from localllm.models.weights import Weights
+from localllm.quant.types import GGMLType
+
+DATA = Path(__file__).parents[1] / "data"
+NAMES: dict[str, dict[str, list[str]]] = json.loads((DATA / "converter_names.json").read_text("utf-8"))
+HEADERS: dict[str, dict[str, Any]] = json.loads((DATA / "converted_headers.json").read_text("utf-8"))
+
+
+@dataclass(frozen=True)
+class HeaderTensor:
+    """A tensor of a header.  Its values are ones: models read a few small tensors when they are recorded."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType = GGMLType.F32
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        return np.ones(prod(self.shape), np.float32).view(np.uint8)
+
+    def drop_pages(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class HeaderFile:
+    """A file that has only a header."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, HeaderTensor]
+
+    @classmethod
+    def of(cls, name: str) -> HeaderFile:
+        header, tensors = HEADERS[name], {}
+        for generic, shapes in header["tensors"].items():
+            for shape, layers in shapes.items():
+                for layer in layers:
+                    own = generic.replace("blk.N.", f"blk.{layer}.")
+                    tensors[own] = HeaderTensor(own, tuple(map(int, shape.split())))
+        return cls(header["keys"], tensors)
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_files_of_the_converter_load(name: str) -> None:
+    file = HeaderFile.of(name)
+    assert read_model(file).config.architecture == file.metadata["general.architecture"]
+
+
+# -- What the converter can write, and no tiny model has ------------------------------------------------------------
+
+#: Names that no file of a released model has for this architecture, by a pattern of "architecture name", and why.
+#: llama.cpp's tables have tensors of other models, and classes share code.  Loading refuses a file with such a name.
+NOT_RELEASED = {
+    r".* (norm_before_fc|norm_before_residual|target_hidden_size|target_layers)": "only EAGLE-3 drafters have them",
+    r".* rope\.freq_base_swa": "only models whose windowed layers rotate by other frequencies have it",
+    r".* attention\.sliding_window": "its class is shared with Unlimited-OCR",
+    r"(arcee|eurobert|lfm2|qwen2|qwen3(vl)?) classifier\.\w+": "only rerankers have it",
+    r"(bert|nomic-bert) moe_every_n_layers": "nomic-bert-moe has it, which is not supported",
+    r"deepseek2-ocr (attention\.\w+_(mla|lora_rank)|blk\.N\.attn_(k_b|kv_\w+|q_\w+|v_b))": "of DeepSeek 2",
+    r"gemma-embedding \{dense\}_feat_(in|out)": "written as dense_2_feat_in and so on",
+    r"(apertus|mpt) blk\.N\.ffn(_gate)?": "a mistake in the table, and the scales of AWQ",
+    r"(arcee|deci|llama-embed|minicpm|mistral3) blk\.N\.ffn_\w+": "no released model has experts",
+    r".* blk\.N\.attn_rot_embd": "only converters of 2023 wrote it",
+    r"(bert|jina-bert-v3|nomic-bert) output_norm": "encoders have none",
+    r"(codeshell|nomic-bert) position_embd": "positions are rotated",
+    r"deepseek2 blk\.N\.attn_[kv]": "of DeepSeek 1",
+    r"(gemma-embedding|llama-embed|t5encoder) output": "skipped, as encoders have no head",
+    r"(mimo2|bailingmoe[23]) blk\.N\.layer_output_norm": "of blocks behind the last layer",
+    r"nemotron_h(_moe)? deepstack_mapping": "its class is shared with Granite Vision",
+    r"phi2 blk\.N\.ffn_norm": "attention and MLP have the same norm",
+}
+#: Names that are read in other files of the architecture than those of tiny models, by the same patterns.
+READ_ELSEWHERE = {
+    r".* blk\.N\.nextn\.\w+": "tests/models/test_mtp.py, or left out with the block",
+    r"nemotron_h_moe blk\.N\.(ffn_(down|up)|post_attention_norm)": "as in nemotron_h, or left out with the block",
+    r"phi3 blk\.N\.attn_[qkv]|(gemma(3n|4)|kimi-linear) blk\.N\.attn_qkv": "with or without --fuse-qkv",
+    r"(bailingmoe3|kimi-linear) blk\.N\.attn_(q_a|q_a_norm|q_b|kv_b)": "as in deepseek2",
+    r"(deepseek2|deepseek32|glm-dsa|glm5-next|mistral4) blk\.N\.attn_(q|kv_b)": "as in deepseek-v3-old",
+    r"jina-bert-v2 blk\.N\.attn_k_norm": "read where attn_q_norm is",
+    r"lfm2 (dense_2|classifier\.pooling_type)": "tests/models/test_late_interaction.py",
+    r"minicpm rope_factors_short": "read where rope_factors_long is",
+    r"stablelm blk\.N\.attn_[qk]_norm": "test_transformers.py, stablelm-12b",
+}
+
+
+@cache
+def names_read() -> dict[str, set[str]]:
+    """For each architecture, the keys and tensors that localllm asks for in the headers; tensors without suffix."""
+    names = defaultdict[str, set[str]](set)
+    with pytest.MonkeyPatch.context() as patched:
+        asked = set[str]()
+
+        def recording(method: Any) -> Any:
+            def record(self: Any, name: str, *arguments: Any) -> Any:
+                asked.add(getattr(self, "_prefix", "") + name)
+                return method(self, name, *arguments)
+
+            return record
+
+        skip = Metadata.skip
+        patched.setattr(Metadata, "find", recording(Metadata.find))
+        patched.setattr(Metadata, "skip", lambda self, *keys: (asked.update(keys), skip(self, *keys)))
+        for method in ("__contains__", "_find", "shape"):
+            patched.setattr(Weights, method, recording(getattr(Weights, method)))
+        for name in HEADERS:
+            asked.clear()
+            file = HeaderFile.of(name)
+            operations = [node.operation for node in read_model(file).graph.nodes]
+            architecture = file.metadata["general.architecture"]
+            if not any(isinstance(each, RopeAppend) and each.rope is not None for each in operations):
+                asked.update(key for key in NAMES[architecture]["keys"] if key.startswith("rope."))
+            generic = (re.sub(r"blk\.\d+\.", "blk.N.", each) for each in asked)
+            names[architecture] |= {re.sub(r"\.(weight|bias|scale)$", "", each) for each in generic}
+    return names
+
+
+WITH_HEADERS = sorted({header["keys"]["general.architecture"] for header in HEADERS.values()} & {*NAMES})
+
+
+def unread(architecture: str) -> list[str]:
+    """The names that localllm asks for in no header, each after the architecture's name."""
+    names = {*NAMES[architecture]["keys"], *NAMES[architecture]["tensors"]}
+    names -= names_read()[architecture] | {*_HARMLESS}
+    return sorted(f"{architecture} {name}" for name in names if not name.startswith(tuple(_PARTS)))
+
+
+@pytest.mark.parametrize("architecture", WITH_HEADERS)
+def test_all_names_of_the_converter_are_known(architecture: str) -> None:
+    patterns = NOT_RELEASED | READ_ELSEWHERE
+    assert not [name for name in unread(architecture) if not any(re.fullmatch(p, name) for p in patterns)]
+
+
+def test_the_lists_have_nothing_needless() -> None:
+    names = [name for architecture in WITH_HEADERS for name in unread(architecture)]
+    for pattern in NOT_RELEASED | READ_ELSEWHERE:
+        assert any(re.fullmatch(pattern, name) for name in names), pattern
+
+
+def test_all_architectures_are_compared() -> None:
+    """llama.cpp does not have LFM3; its converter refuses the other models as transformers saves them."""
+    assert {*ARCHITECTURES} - {*WITH_HEADERS} == {"baichuan", "deepseek4", "jina-bert-v3", "lfm3", "mistral4"}
