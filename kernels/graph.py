@@ -545,9 +545,9 @@ class RMSNorm(SameShape):
 
 
 class LayerNorm(SameShape):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis, or over ``n_groups`` equal parts of it.
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over each row, or over ``n_groups`` equal parts of a row.
 
-    Weight and bias have a value for each value of x.  The width of several groups is a multiple of 16.
+    Weight and bias have a value for each value of x.  If there are several groups, their width is a multiple of 16.
     Source: arXiv:1607.06450.
     """
 

@@ -59,7 +59,7 @@ def norm(at: Layer, name: str, x: Tensor) -> Tensor:
 
 
 def layer_norm(at: Layer, name: str, x: Tensor, n_heads: int = 1) -> Tensor:
-    """LayerNorm of whole rows, or of each head with weights of its own, with a bias if there is one."""
+    """LayerNorm of whole rows, or of each of ``n_heads`` heads, which have separate weights; the bias is optional."""
     bias = at.weights.find(f"{name}.bias", x.width)
     weight = at.weights.vector(name, x.width, n_heads)
     return at.add(g.LayerNorm(x, weight, bias, at.norm_eps, n_heads))
@@ -228,7 +228,8 @@ def attention(
         qkv_bias: whether query, key and value must have biases; else they may.
         qkv_by_head: whether rows of ``attn_qkv`` are those of query, key and value for each head.
         qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights;
-            "layer" for a LayerNorm of whole rows, or "layer by head" for one of each head, with weights of its own.
+            "layer" for a LayerNorm of whole rows; or "layer by head" for a LayerNorm of each head, with separate
+            weights.
         norm_last: whether heads are normed behind the rotation.
         has_sinks: a further score for each head, ``attn_sinks``.
         has_gate: whether there is a gate, whose σ or other activation the output is multiplied with: ``attn_gate``,
@@ -537,8 +538,8 @@ def delta_net(
 ) -> Tensor:
     """Linear attention by the gated delta rule, behind a convolution and before a gated norm.
 
-    The matrices ``ssm_alpha`` and ``ssm_beta`` give decay and β.  A file may have them in ``ssm_ba``, side by side
-    for each key head, and ``attn_qkv`` and ``attn_gate`` likewise in ``ssm_in``.
+    The matrices ``ssm_alpha`` and ``ssm_beta`` give decay and β.  A file may contain both in ``ssm_ba``, with their
+    rows grouped by key head.  In the same way, ``ssm_in`` may contain ``attn_qkv`` and ``attn_gate``.
     ``is_grouped``: see `localllm.kernels.graph.GatedDelta`; ``activation``: of the gate.  Source: arXiv:2412.06464.
     """
     w, d, n = at.weights, at.n_embd, net.n_values

@@ -140,10 +140,13 @@ class Metadata:
         return first
 
     def check_all_read(self, tensors: Iterable[str], *, rotates: bool = True) -> None:
-        """Raises ModelError for a key that no code has read and that may change what the model computes.
+        """Raises ModelError for a key that no code has read and that may change the model's output.
 
-        Call it last.  ``tensors``: the names of the file's tensors.  ``rotates``: whether the model has rotary
-        positions; keys about them change nothing without.
+        Call it after the model is recorded.
+
+        Args:
+            tensors: the names of the file's tensors.
+            rotates: whether the model has rotary positions.  If not, keys about the rotation are ignored.
         """
         prefix, names = f"{self.architecture}.", "\n".join(tensors)
         absent = (*(begin for begin, part in _PARTS.items() if part not in names), *([] if rotates else ["rope."]))

@@ -74,7 +74,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 def record(m: Header) -> Graph:
     meta, heads, net, experts = m.meta, m.heads_by_layer(), Mamba.read(m.meta), m.experts(gating="sigmoid")
     widths = meta.read_each("feed_forward_length", m.config.n_layers, int, low=0, high=1 << 24)
-    meta.skip("moe_latent_size")  # as the tensors say
+    meta.skip("moe_latent_size")  # the tensors have this width
     eps = meta.read("attention.layer_norm_epsilon", float, 0.0, low=0.0, high=1.0)
     eps = meta.read("attention.layer_norm_rms_epsilon", float, eps, low=0.0, high=1.0)
 

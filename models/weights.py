@@ -256,7 +256,7 @@ class DistanceBiases:
 class Scaled(WeightView):
     """A weight in NVFP4 times a factor, or times a factor for each expert, in the format that kernels read NVFP4 in.
 
-    llama.cpp's converter writes the factors of NVFP4 checkpoints as tensors of their own.
+    llama.cpp's converter writes the factors of NVFP4 checkpoints as separate tensors.
     """
 
     factors: Weight  # [1], or [n_experts]
@@ -304,7 +304,7 @@ class Weights:
         return is_there
 
     def type_of(self, name: str) -> GGMLType | None:
-        """The type of a tensor, or None if the file has none of that name."""
+        """The type of a tensor, or None if the file has no tensor of that name."""
         tensor = self._file.tensors.get(self._prefix + name)
         return None if tensor is None else tensor.type
 
@@ -351,9 +351,9 @@ class Weights:
         return tensor
 
     def vector(self, name: str, n: int, n_groups: int = 1) -> Weight:
-        """The vector ``{name}.weight`` [n], or the rows of a matrix [n_groups, n / n_groups], one after the other.
+        """The vector ``{name}.weight`` [n], or the concatenated rows of a matrix [n_groups, n / n_groups].
 
-        Falcon-H1's files have a vector that is called ``name``.
+        In Falcon-H1's files, the vector is called ``name``.
         """
         name = name if name in self else f"{name}.weight"
         if n_groups == 1:
