@@ -122,7 +122,7 @@ DEVICE = [*PLACEMENT, *CACHE_TYPE, *options(LoadOptions, "isa")]
 THREADS = options(LoadOptions, "threads")
 #: What lets a model see and hear, in commands in which it can.
 SEEING = [
-    *options(LoadOptions, "mmproj"),
+    *options(LoadOptions, "mmproj", "image_max_tokens"),
     flag("--no-mmproj", "no encoder of pictures or sounds", dest="mmproj", action="store_const", const=False),
 ]
 PRESETS = flag(

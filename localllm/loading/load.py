@@ -325,6 +325,7 @@ def _find_encoder(options: LoadOptions, file: GGUFFile) -> VisionEncoder | None:
             _log.info("%s is not used: %s", path, error)
             continue
         if path in paths:
+            encoder.image_max_tokens = options.image_max_tokens
             return encoder
         encoder.close()
         model, name = path_text(file.path.name), path_text(path.name)

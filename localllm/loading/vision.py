@@ -81,6 +81,7 @@ class VisionEncoder:
     encoders: dict[str, _Encoder]  # by what they encode, "image" or "audio"
     _file: GGUFFile
     backend: Backend | None = None  # what computes
+    image_max_tokens: int | None = None  # of each image; None for as many as the model's processor allows
     #: Pictures and sounds by their files' hashes, kinds and bounds of tokens, those that came last.
     _known: dict[tuple[bytes, str, int | None], Picture] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -151,13 +152,14 @@ class VisionEncoder:
         """A picture, or a sound, as the model's own processor prepares it; in any thread.
 
         ``source`` is a path, the bytes of a file, a Pillow image, or an array: uint8 [height, width, 3], or samples
-        of a sound (`localllm.models.vision.sounds.open_sound`).  A picture becomes at most ``max_tokens``, by default
-        as many as the processor allows.  Errors call it ``where`` without a path.
+        of a sound (`localllm.models.vision.sounds.open_sound`).  A picture becomes at most ``max_tokens`` and
+        ``image_max_tokens`` tokens.  Errors call it ``where`` without a path.
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
         model = self.model if kind is None else self.of_kind(kind)
-        return model.prepare(model.open(source, where), max_tokens)
+        limits = [limit for limit in (max_tokens, self.image_max_tokens) if limit is not None]
+        return model.prepare(model.open(source, where), min(limits, default=None))
 
     def picture(self, prepared: Prepared) -> Picture:
         """A picture as requests have it, with the same key wherever its pixels are the same."""

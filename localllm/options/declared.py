@@ -396,6 +396,13 @@ class LoadOptions(_Checked):
         "--mmproj -mm",
         none="a matching one in the model's folder",
     )
+    image_max_tokens: int | None = _call_option(
+        None,
+        _TOKENS,
+        "maximum number of tokens of an image; larger images are scaled down",
+        "--",
+        none="as many as the model's released processor allows",
+    )
     progress: LoadProgress | None = _call_option(
         None,
         _of_type("a function of a stage and two numbers", Callable),
