@@ -28,6 +28,7 @@ from localllm.engine.snapshots import NONE, Block
 from localllm.errors import PromptCacheError, path_text
 from localllm.files import NewFile
 from localllm.kernels.regular_file import open_regular
+from localllm.nesting import check_nesting
 
 MAGIC = b"llmcach3"
 _HEAD = struct.Struct("<QI")
@@ -154,6 +155,7 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
 
 def _pictures(pieces: Iterator[bytes]) -> Iterator[tuple[bytes, Embeddings]]:
     while head := _next(pieces):
+        check_nesting(head)
         picture = msgspec.json.decode(head, type=_SavedPicture)
         if min(picture.shape) < 1:
             raise ValueError("no embeddings of a picture")
@@ -180,6 +182,7 @@ def _batches(pieces: Iterator[bytes]) -> Iterator[list[_Loaded]]:
             head = _next(pieces)
             if not head:
                 break
+            check_nesting(head)
             block = msgspec.json.decode(head, type=_SavedBlock)
             loaded = _Loaded(
                 block, {group: _next(pieces) for group in block.groups}, {n: _next(pieces) for n in block.snapshots}

@@ -16,6 +16,7 @@ import msgspec
 from localllm.chat.conversation import Message
 from localllm.console import warn
 from localllm.files import private_folder, private_opener
+from localllm.nesting import check_nesting
 from localllm.server.http import HTTPError
 
 #: Bytes of responses that are stored in memory at most; the oldest go first.
@@ -84,9 +85,10 @@ class ResponseStore:
 def _read(data: bytes) -> StoredResponse | None:
     """Return a stored response; None if the data are damaged."""
     try:
+        check_nesting(data)
         stored = msgspec.json.decode(data, type=StoredResponse)
         stored.conversation[:] = map(_with_bytes, stored.conversation)
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
+    except (msgspec.MsgspecError, ValueError, TypeError):
         return None
     return stored
 

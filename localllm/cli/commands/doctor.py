@@ -47,7 +47,8 @@ PACKAGES = {
     name: {"llvmlite": "llvmlite.binding", "markdown-it-py": "markdown_it", "pillow": "PIL"}.get(name, name)
     for name in (
         *("numpy", "numba", "llvmlite", "gguf", "llguidance", "sentencepiece", "tokenizers", "huggingface_hub"),
-        *("jinja2", "rich", "psutil", "tomlkit", "platformdirs", "msgspec", "textual", "markdown-it-py", "pillow"),
+        *("jinja2", "rich", "pygments", "psutil", "tomlkit", "platformdirs", "msgspec", "textual", "markdown-it-py"),
+        "pillow",
     )
 }
 
