@@ -130,7 +130,7 @@ class StatusLine:
 class LoadStatus:
     """Progress of `localllm.load` on a terminal: kernels compiled for the first time, weights packed.
 
-    Kernels are compiled in several lots, and no lot knows of the next: the number that remains is that of the lot.
+    Kernels are compiled in several lots; the progress counts the rest of the current lot.
     As a context manager, it is closed at the end of the block.
 
     Attributes:

@@ -30,6 +30,8 @@ LOG = logging.getLogger("localllm.tui")
 #: Seconds that one stays, and how many characters of it people read in a second.
 _NOTICE_SECONDS = 3.5
 _READ_PER_SECOND = 20
+#: Characters of a notification.
+_MAX_NOTICE = 600
 
 
 class BaseApp(App[int]):
@@ -84,6 +86,8 @@ class BaseApp(App[int]):
     def notify(self, message: str, **options: Any) -> None:
         """Shows a notification, long enough to be read; not one that is there already."""
         text = escape_controls(message)
+        if len(text) > _MAX_NOTICE:  # a longer one would cover the screen
+            text = f"{text[:_MAX_NOTICE]}…"
         if all(other.message != text for other in self._notifications):
             seconds = max(_NOTICE_SECONDS, len(text) / _READ_PER_SECOND)
             super().notify(text, **{**options, "timeout": options.get("timeout") or seconds, "markup": False})

@@ -43,7 +43,7 @@ def escape_controls(text: str) -> str:
     return visible(text.replace("\r\n", "\n").translate(_PICTURES))
 
 
-#: Characters that are neither a line end nor plain ASCII: most are shown as they are.
+#: Characters that are neither a line end nor plain ASCII: most are shown unchanged.
 _UNUSUAL = re.compile(r"[^\n -~]")
 #: Letters, marks and symbols that have no visible shape, which `str.isprintable` does not exclude.
 _SHAPELESS = frozenset(
@@ -56,7 +56,7 @@ def spelled_out(text: str) -> str:
 
     Control characters, marks of direction, zero-width characters and unusual spaces become ``\\x1b``, ``\\u202e``, …
     Line feeds stay, and CR LF becomes a line feed.  Dialogs show text from outside this way, because people decide by
-    what they read there.
+    this text.
     """
     return _UNUSUAL.sub(_spelled, text.replace("\r\n", "\n"))
 

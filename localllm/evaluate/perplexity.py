@@ -257,7 +257,7 @@ def _perplexity(nll: Doubles, tokens: NDArray[np.int32]) -> Perplexity:
 
 def _divergence(compared: Doubles, tokens: NDArray[np.int32]) -> Divergence:
     nll, base_nll, kl, change, same, bounded_nll = compared
-    # Bounded alike, so that a model's ratio to its own logits is 1.
+    # Both have the same bound, so that a model's ratio to its own logits is 1.
     own, base = Estimate.mean(bounded_nll), Estimate.mean(base_nll)
     n = len(nll)
     covariance = (np.mean(bounded_nll * base_nll) - bounded_nll.mean() * base_nll.mean()) / (n - 1)

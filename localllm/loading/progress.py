@@ -28,7 +28,7 @@ class ShowsFormats(Protocol):
 
 
 def formats_text(plan: Plan) -> str:
-    """Return the formats of a model's weights, those with most bytes first, at most three of them."""
+    """Return at most three formats of a model's weights, largest first."""
     formats = [weight.kernel_type for weight in plan.placement.formats]
     return ", ".join([*dict.fromkeys(formats)][:3])
 

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
     from localllm.tui.screens.chat import ChatScreen
 
-#: More lines than these are told in a dialog, and no notification.
+#: Lines and characters of a notification; a dialog shows longer texts.
 _MAX_LINES = 3
+_MAX_LENGTH = 400
 
 
 #: Answers to a tool call, and their labels, which fit into a line of 32 columns.
@@ -85,7 +86,7 @@ class ScreenUI(commands.UI):
 
     async def tell(self, text: str) -> None:
         await self._screen.refresh_all()
-        if text.count("\n") < _MAX_LINES:
+        if text.count("\n") < _MAX_LINES and len(text) < _MAX_LENGTH:
             self._app.notify(text)
         else:
             await self._ask(Dialog[None](self._command.capitalize(), text))

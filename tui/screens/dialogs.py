@@ -64,9 +64,9 @@ class DialogText(VerticalScroll, can_focus=False):
 
 
 class Dialog(ModalScreen[Result | None]):
-    """A box with a text above the conversation; Esc closes it without a result.
+    """A box above the conversation; Esc closes it without a result.
 
-    The text scrolls where it is long, so that the widgets below it are always visible.
+    Its text scrolls if it is long, so that the widgets below the text are always visible.
     """
 
     app = getters.app(BaseApp)

@@ -15,7 +15,7 @@ from textual.widgets import Input, Static
 
 
 class Finder(Horizontal):
-    """A text to find, and the number of the match that is shown.  It is hidden until `open`."""
+    """A field for the text to find, and the number of the current match.  It is hidden until `open`."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter,down", "move(1)", "Next", key_display="⏎"),
@@ -25,13 +25,13 @@ class Finder(Horizontal):
 
     @dataclass
     class Changed(Message):
-        """Another text is searched for; an empty one ends the search."""
+        """The text to find has changed; an empty one ends the search."""
 
         text: str
 
     @dataclass
     class Moved(Message):
-        """The next match is to be shown, or the previous one if ``step`` is -1."""
+        """Go to the next match, or to the previous one if ``step`` is -1."""
 
         step: int
 
@@ -80,6 +80,6 @@ class Finder(Horizontal):
         self.action_move(1)
 
     def on_key(self, event: events.Key) -> None:
-        if event.key == "shift+enter":  # the field takes it for Enter
+        if event.key == "shift+enter":  # which the field treats as Enter
             event.stop()
             self.action_move(-1)

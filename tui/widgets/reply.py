@@ -18,7 +18,7 @@ from localllm.tui.text import escape_controls, parser
 
 #: Characters of a reply that are drawn at a time, at least.
 _PIECE_LENGTH = 500
-#: Seconds between two pieces, in which keys are handled.
+#: Seconds between two pieces, for the handling of keys.
 _REST = 0.01
 #: Blocks at the end of a reply whose heights are not fixed.
 _UNSETTLED = 2
@@ -110,14 +110,14 @@ class Reply(Markdown):
         self._n_settled = self._width = 0
 
     async def write(self, text: str) -> None:
-        """Adds a piece, but for the beginning of a line that may become anything yet: an item, a fence, a title."""
+        """Add a piece, except the start of a line that may still become an item, a fence or a title."""
         text = self._held + escape_controls(text)
         line = text[text.rfind("\n") + 1 :]
         self._held = line if _UNCERTAIN.fullmatch(line) else ""
         await self._add(text.removesuffix(self._held))
 
     async def show(self, text: str) -> None:
-        """Shows a whole text; what stands there already is drawn anew only where the end may have changed it."""
+        """Show a whole text.  Blocks of the current text stay if the new text starts with it."""
         text, self._held = escape_controls(text), ""
         is_odd = "]:" in text or len(text.split("\n")) != len(f"{text}.".splitlines())
         if text.startswith(self._text) and not is_odd:
@@ -170,7 +170,7 @@ class Reply(Markdown):
         return len(getattr(last, "source", None) or "")
 
     def _settle(self) -> None:
-        """Fixes the heights of blocks that stay as they are: to lay out hundreds anew for each that comes is slow."""
+        """Fix the heights of blocks that no longer change, because a new layout of hundreds of blocks is slow."""
         for block in self.children[self._n_settled : -_UNSETTLED]:
             if not block.outer_size.height:
                 break
@@ -185,7 +185,7 @@ class Reply(Markdown):
 
 
 def _first_piece(text: str, length: int) -> str:
-    """Return at most ``length`` characters of a text, cut where a block of Markdown ends if that can be."""
+    """Return at most ``length`` characters of ``text``, cut at the end of a Markdown block if possible."""
     if len(text) <= length:
         return text
     cuts = (text.rfind(mark, 0, length) + len(mark) for mark in ("\n\n", "\n", " "))

@@ -38,7 +38,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._places: list[Place] = []
         self._n_drawn = MAX_DRAWN
         self._conversation: str | None = None
-        self._match: Match | None = None  # the match that is to be shown
+        self._match: Match | None = None  # the match on the screen
         # Several tasks may want it drawn, and drawing waits for widgets.
         self._drawing = asyncio.Lock()
 
@@ -103,7 +103,7 @@ class Transcript(VerticalScroll, can_focus=False):
             await self.show(conversation)
 
     async def show_match(self, conversation: Conversation, text: str, match: Match | None) -> None:
-        """Scrolls to a place that has a text, and marks its block; marks nothing if there is no place."""
+        """Scroll to a match of ``text`` and mark its block.  Without a match no block is marked."""
         self.query(".match").remove_class("match")
         self._match = match
         if match is None:
