@@ -187,8 +187,8 @@ def test_activations_of_a_batch_go_from_memory_to_a_product(name: str) -> None:
     tile, layout = TILES[GGMLType[name]], LAYOUTS[GGMLType[name]]
     constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, "HEADS": False, **tile.constants}
     code = assembly(variant(matmul.matmul_quantised, target, **constants), "x86_64-unknown-linux-gnu")
-    read = re.findall(r"\tvp?broadcast\w+\s+\d*\(%r", code)
-    kept = re.findall(r"\tvp?broadcast\w+\s+\d*\(%r.*\n\tvmov\w+\s+%ymm\d+, \d*\(%rsp\)", code)
+    read = re.findall(r"\tvp?broadcast\w+\s+-?\d*\(%r", code)
+    kept = re.findall(r"\tvp?broadcast\w+\s+-?\d*\(%r.*\n\tvmov\w+\s+%ymm\d+, -?\d*\(%rsp\)", code)
     assert len(read) > 100
     assert len(kept) < 25
 
