@@ -51,6 +51,7 @@ from localllm.tokenizer.stream import StreamDecoder
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Media, Message
+    from localllm.chat.thinking import ThinkingSplitter
     from localllm.loading.vision import VisionEncoder
     from localllm.sampling.grammar import Grammars
 
@@ -894,7 +895,8 @@ class LLM:
             n_left_out = range(1, n_turns - 1)
             n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
             ids, pictures = encode(without_turns(chat, n))
-        # What follows a prefix begins with a space of its own.
+        parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
+        # Text after a prefix begins with a space of its own.
         stream = self._start(
             ids,
             given,
@@ -903,8 +905,9 @@ class LLM:
             truncatable=n_turns > 1,
             pictures=pictures,
             on_end=on_end,
+            splitter=parser.splitter(),
         )
-        stream.parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
+        stream.parser = parser
         return stream
 
     def _chat_encoder(
@@ -953,10 +956,12 @@ class LLM:
         template: str = "",
         pictures: Pictures = NO_PICTURES,
         on_end: Callable[[], object] | None = None,
+        splitter: ThinkingSplitter | None = None,
     ) -> Stream:
         """Submits a request.
 
         Args:
+            splitter: separates reasoning, which stop strings do not end, from the answer.
             truncatable: whether a prompt that is too long has something that can be left out.
             template: the chat template, if this is the beginning of an answer.
             pictures: those of the prompt, where ``ids`` are theirs.
@@ -967,7 +972,7 @@ class LLM:
         if given.ignore_eos:
             banned = dict.fromkeys(tokenizer.eog_ids, -math.inf)
             sampling = sampling.replace(logit_bias={**sampling.logit_bias, **banned})
-        decoder = StreamDecoder(tokenizer, given.stop, continuation=continuation)
+        decoder = StreamDecoder(tokenizer, given.stop, continuation=continuation, splitter=splitter)
         if len(ids) > engine.context:
             truncated = given.overflow == "truncate"
             other = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()

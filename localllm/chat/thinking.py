@@ -10,6 +10,7 @@ gpt-oss writes messages ("harmony"): a header that names the channel, and the te
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Literal, NamedTuple
 
 #: Tags around reasoning, opening and closing.
@@ -68,124 +69,160 @@ def begun(prompt: str, reasoning: str, text: str) -> str:
     return f"{reasoning}\n{closing}\n\n{text}" if text else reasoning
 
 
-def split(text: str, opened: str = "") -> tuple[str, str]:
-    """Splits a whole reply into reasoning and answer.  ``opened``: the tag that its prompt ended with
-    (`opening_tag`)."""
-    splitter = ThinkingSplitter(opened)
+def split(text: str, opened: str = "", ends: tuple[str, ...] = ()) -> tuple[str, str]:
+    """Split a whole reply into reasoning and answer. The arguments are those of `ThinkingSplitter`."""
+    splitter = ThinkingSplitter(opened, ends)
     pieces = [*splitter.feed(text), *splitter.finish()]
     thinking = "".join(piece.text for piece in pieces if piece.thinking)
     return thinking, "".join(piece.text for piece in pieces if not piece.thinking)
 
 
-class ThinkingSplitter:
-    """Splits a reply that comes in pieces; whatever the pieces, the parts are the same.
+class Segment(NamedTuple):
+    """Characters of a reply, and their text: empty for tags and white space next to tags."""
 
-    Tags count only at the beginning: later on they are text, for an answer may speak of them.  Tags, and white space
-    beside them, belong to neither part; what may become a tag is held back.
+    raw: str
+    text: str
+    thinking: bool
+
+
+class ThinkingSplitter:
+    """Splits a reply into reasoning and answer while it arrives.
+
+    Tags count only at the start of a reply, because an answer may be about tags. Tags and white space next to them
+    belong to neither part. Text that may become a tag is held back.
+
+    Attributes:
+        ends: Tags of tool calls that end reasoning, too, and belong to the answer.
+        held: Text whose part is not certain yet.
     """
 
-    def __init__(self, opened: str = "") -> None:
-        """Begin a reply; ``opened`` is the tag that its prompt ended with."""
+    def __init__(self, opened: str = "", ends: tuple[str, ...] = ()) -> None:
+        """Begin a reply. ``opened`` is the tag that its prompt ended with (`opening_tag`)."""
         self._tag = opened
+        self.ends = ends
         self._state: Literal["start", "thinking", "answer", "header"] = "start"
-        #: Whether it comes in messages, and is at one to a tool.
-        self._has_messages = self._is_call = False
-        self._held = ""
-        #: Whether white space that comes next is left out.
-        self._after_tag = bool(opened)
-
-    @property
-    def held(self) -> str:
-        """Text whose part is not certain yet."""
-        return self._held
+        self._has_messages = self._is_call = False  # whether it comes in messages, and is in one to a tool
+        self.held = ""
+        self._after_tag = bool(opened)  # whether white space that follows is omitted
 
     def feed(self, text: str) -> list[Piece]:
-        """Takes the next piece of text; returns what is certain now."""
-        self._held += text
-        pieces: list[Piece] = []
-        if self._state == "start":
-            self._begin()
-        if self._has_messages:
-            return self._read_messages()
-        if self._state == "thinking":
-            pieces += self._think()
-        if self._state == "answer":
-            pieces += self._emit(len(self._held))
-        return pieces
+        """Add the next piece of text. Return the pieces that are certain now."""
+        return _pieces(self.segments(text))
 
     def finish(self) -> list[Piece]:
-        """Returns what was held back; call it once, after the last text."""
+        """Return the last pieces; call it once, after the last text."""
+        return _pieces(self.last_segments())
+
+    def segments(self, text: str) -> list[Segment]:
+        """Add the next piece of text. Return the certain characters, among them those of tags."""
+        self.held += text
+        segments: list[Segment] = []
+        if self._state == "start":
+            segments += self._begin()
+        if self._has_messages:
+            return segments + self._read_messages()
+        if self._state == "thinking":
+            segments += self._think()
+        if self._state == "answer":
+            segments += self._emit(len(self.held))
+        return segments
+
+    def last_segments(self) -> list[Segment]:
+        """Return the characters that were held back, after the last text."""
         if self._state == "start":
             self._state = "thinking" if self._tag else "answer"
         if self._state == "header":
             self._state = "answer"
-        return self._emit(len(self._held))
+        return self._emit(len(self.held))
 
-    def _begin(self) -> None:
-        """Finds out what the reply begins with; a tag that the prompt has opened may be there again."""
-        text = self._held.lstrip()
+    def _begin(self) -> list[Segment]:
+        """Find the tag that the reply begins with. A tag that the prompt has opened may come again."""
+        text = self.held.lstrip()
         if self._tag == _MESSAGE or (not self._tag and text.startswith("<|channel|>")):
             self._has_messages, self._state = True, "header"
-            return
+            return []
         if text and not self._tag and "<|channel|>".startswith(text):
-            return
-        # A reply without any may begin with what closes it.
+            return []
+        # A reply without reasoning may begin with the closing tag.
         for tag in [self._tag] if self._tag else (*TAGS, *TAGS.values()):
             if text.startswith(tag):
                 self._tag, self._state, self._after_tag = tag, "thinking" if tag in TAGS else "answer", True
-                self._held = text[len(tag) :]
-                return
+                return [self._skip(len(self.held) - len(text) + len(tag))]
             if tag.startswith(text):  # it may become one, and so may white space alone
-                return
+                return []
         self._state = "thinking" if self._tag else "answer"
+        return []
 
-    def _think(self) -> list[Piece]:
+    def _think(self) -> list[Segment]:
         closing = TAGS.get(self._tag, "</think>")
-        end = self._held.find(closing)
-        if end < 0:
-            return self._emit(len(self._held) - n_open(self._held, closing))
-        pieces = self._emit(end)
-        self._held = self._held[len(closing) :]
+        tags = (closing, *self.ends)
+        found = [(at, tag) for tag in tags if (at := self.held.find(tag)) >= 0]
+        if not found:
+            return self._emit(len(self.held) - n_open(self.held, tags))
+        at, tag = min(found)
+        segments = self._emit(at)
+        if tag == closing:
+            segments.append(self._skip(len(closing)))
         self._state, self._after_tag = "answer", True
-        return pieces
+        return segments
 
-    def _read_messages(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _read_messages(self) -> list[Segment]:
+        segments: list[Segment] = []
         while True:
             if self._state != "header":
-                ends = [(at, tag) for tag in _ENDS if (at := self._held.find(tag)) >= 0]
+                ends = [(at, tag) for tag in _ENDS if (at := self.held.find(tag)) >= 0]
                 if not ends:
-                    return pieces + self._emit(len(self._held) - max(n_open(self._held, tag) for tag in _ENDS))
+                    return segments + self._emit(len(self.held) - n_open(self.held, _ENDS))
                 at, tag = min(ends)
-                pieces += self._emit(at)
-                if self._is_call:
-                    pieces.append(Piece(END_OF_CALL, False))
-                if not tag.startswith(_BEGINNINGS):
-                    self._held = self._held[len(tag) :]
+                segments += self._emit(at)
+                end = END_OF_CALL if self._is_call else ""
+                segments.append(self._skip(0 if tag.startswith(_BEGINNINGS) else len(tag), end))
                 self._state, self._is_call = "header", False
-            header = _HEADER.match(self._held)
+            header = _HEADER.match(self.held)
             if header is None:
-                text = self._held.lstrip()
+                text = self.held.lstrip()
                 if len(text) < _LONGEST_HEADER and any(each.startswith(text[: len(each)]) for each in _BEGINNINGS):
-                    return pieces  # the rest of it is still to come
+                    return segments  # the rest of the header follows
                 self._has_messages, self._state = False, "answer"
-                return pieces + self._emit(len(self._held))
+                return segments + self._emit(len(self.held))
             tool, channel = header[1] or header[3], header[2]
-            self._state, self._is_call = "thinking" if channel == "analysis" else "answer", bool(tool)
-            self._held = self._held[header.end() :]
-            if tool:
-                self._state = "answer"
-                pieces.append(Piece(f"{CALL}{tool}<|message|>", False))
+            self._is_call = bool(tool)
+            self._state = "thinking" if channel == "analysis" and not tool else "answer"
+            segments.append(self._skip(header.end(), f"{CALL}{tool}<|message|>" if tool else ""))
 
-    def _emit(self, n: int) -> list[Piece]:
-        """The first ``n`` characters of what is held, as a piece of the part that is at hand."""
-        text, self._held = self._held[:n], self._held[n:]
-        if self._after_tag:
-            text = text.lstrip()
-            self._after_tag = not text
-        return [Piece(text, self._state == "thinking")] if text else []
+    def _skip(self, n: int, text: str = "") -> Segment:
+        """Characters of a tag, which stand for ``text`` of the answer."""
+        raw, self.held = self.held[:n], self.held[n:]
+        return Segment(raw, text, thinking=False)
+
+    def _emit(self, n: int) -> list[Segment]:
+        """The next ``n`` characters, as text of the current part; white space after a tag is apart from it."""
+        text = self.held[:n]
+        segments: list[Segment] = []
+        if self._after_tag and text:
+            n_space = len(text) - len(text.lstrip())
+            self._after_tag = n_space == len(text)
+            segments += [self._skip(n_space)] if n_space else []
+            text = text[n_space:]
+        self.held = self.held[len(text) :]
+        return [*segments, Segment(text, text, self._state == "thinking")] if text else segments
 
 
-def n_open(text: str, tag: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``tag``."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
+def _pieces(segments: list[Segment]) -> list[Piece]:
+    return [Piece(segment.text, segment.thinking) for segment in segments if segment.text]
+
+
+def n_open(text: str, tags: str | tuple[str, ...]) -> int:
+    """Return how many characters at the end of ``text`` may begin one of ``tags``."""
+    tags = (tags,) if isinstance(tags, str) else tags
+    first_characters, longest = _first_characters(tags)
+    for start in range(max(0, len(text) - longest + 1), len(text)):
+        if text[start] in first_characters and any(tag.startswith(text[start:]) for tag in tags):
+            return len(text) - start
+    return 0
+
+
+@cache
+def _first_characters(tags: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """The characters that tags begin with, and the length of the longest tag."""
+    return frozenset(tag[0] for tag in tags if tag), max(map(len, tags), default=0)

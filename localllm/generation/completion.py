@@ -147,12 +147,16 @@ class Chunk:
         return self.text
 
 
-def _events(parser: ReplyParser, chunk: Chunk) -> Iterator[Chunk]:
-    """Events of a reply from the text of a chunk, the chunk's token with the first of them."""
+def _events(parser: ReplyParser, chunk: Chunk, *, is_stopped: bool) -> Iterator[Chunk]:
+    """Return the events of a reply in the text of a chunk; the first has the chunk's token.
+
+    Args:
+        is_stopped: whether a stop string ended the reply, which cuts an open call off.
+    """
     events = parser.feed(chunk.text)
     ids, logprobs = chunk.ids, chunk.logprobs
     if chunk.finish_reason is not None:
-        events += parser.finish(is_cut=chunk.finish_reason != "stop")
+        events += parser.finish(is_cut=is_stopped or chunk.finish_reason != "stop")
     for event in events:
         if isinstance(event, tuple):
             text, reasoning = ("", event.text) if event.thinking else (event.text, "")
@@ -367,7 +371,7 @@ class Stream:
         with contextlib.suppress(IndexError):
             return self._events.popleft()
         while (chunk := self._next_written()) is not None and self.parser is not None and chunk.n_evaluated is None:
-            self._events.extend(_events(self.parser, chunk))
+            self._events.extend(_events(self.parser, chunk, is_stopped=self.stop_text is not None))
             if self._events:
                 return self._events.popleft()
         return chunk

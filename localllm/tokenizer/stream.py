@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
 from localllm.errors import UsageError
 from localllm.tokenizer import Tokenizer
+
+
+class ReplySplitter(Protocol):
+    """Separates the answer of a reply from the rest (`localllm.chat.thinking.ThinkingSplitter`)."""
+
+    @property
+    def held(self) -> str:
+        """Characters whose part is not certain yet."""
+        ...
+
+    def segments(self, text: str) -> Sequence[tuple[str, str, bool]]:
+        """Add text. Return the certain characters, the text that they stand for, and whether it is reasoning."""
+        ...
+
+    def last_segments(self) -> Sequence[tuple[str, str, bool]]:
+        """Return the characters that were held back, after the last text."""
+        ...
 
 
 class StreamDecoder:
@@ -27,20 +45,25 @@ class StreamDecoder:
         *,
         special: bool = False,
         continuation: bool = False,
+        splitter: ReplySplitter | None = None,
     ) -> None:
         """Begin a text.
 
         Args:
             tokenizer: of the model that generates.
-            stop: texts that end the stream, wherever token boundaries fall.
+            stop: strings that end the stream, wherever token boundaries fall.
             special: show control tokens by name instead of leaving them out.
-            continuation: the text goes on from an earlier one, so its leading space is its own.
+            continuation: the text continues an earlier one, so its leading space is its own.
+            splitter: separates reasoning from the answer. Stop strings then end only the answer.
         """
         self._tokenizer = tokenizer
         self._special = special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_space = tokenizer.add_space_prefix and not continuation
         self._stops = _StopStrings([stop] if isinstance(stop, str) else stop)
+        self._splitter = splitter if stop else None
+        #: Characters that the splitter holds of a reply prefix, which are no part of this text.
+        self._n_held_before = 0 if splitter is None else len(splitter.held)
 
     @property
     def stopped(self) -> str | None:
@@ -60,7 +83,23 @@ class StreamDecoder:
         if text and self._drop_space:
             text = text.removeprefix(" ")
             self._drop_space = False
-        return self._stops.feed(text, final=final)
+        if self._splitter is None:
+            return self._stops.feed(text, final=final)
+        return self._answer_stopped(self._splitter, text, final)
+
+    def _answer_stopped(self, splitter: ReplySplitter, text: str, final: bool) -> str:
+        """Text up to a stop string in the answer."""
+        segments = [*splitter.segments(text), *(splitter.last_segments() if final else ())]
+        parts: list[str] = []
+        for characters, segment_text, is_reasoning in segments:
+            raw = characters[self._n_held_before :]
+            self._n_held_before -= len(characters) - len(raw)
+            is_answer = segment_text == characters and not is_reasoning
+            if not is_answer:  # no stop string includes reasoning or a tag
+                parts.append(self._stops.feed("", final=True))
+            if self.stopped is None:
+                parts.append(self._stops.feed(raw, final=False) if is_answer else raw)
+        return "".join(parts) + self._stops.feed("", final=final)
 
 
 class _StopStrings:

@@ -92,8 +92,30 @@ def test_a_prompt_may_open_the_thought(llm: LLM) -> None:
 
 
 def test_a_malformed_call_is_text_with_a_warning(llm: LLM) -> None:
-    bad = "Now <tool_call>subtract(1)</tool_call>"
-    with pytest.warns(UserWarning, match="a call of a tool was left as text: there is no tool") as caught:
+    bad = "Now <tool_call>so it is</tool_call>"
+    with pytest.warns(UserWarning, match="a tool call was left as text: it is written in no known way") as caught:
         done = llm.chat(MESSAGES, tools=TOOLS, regex=re.escape(bad), max_tokens=300)
     assert (done.text, done.tool_calls) == (bad, ())
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("prefix", ["", "<think>so"])
+def test_stop_strings_end_the_answer_and_not_the_reasoning(llm: LLM, prefix: str) -> None:
+    reply = "<think>so it is: Q: how many?</think>\n\nTwo. Q: no more"
+    options: dict[str, Any] = {
+        "regex": re.escape(reply.removeprefix(prefix)),
+        "max_tokens": 300,
+        "stop": ["Q:", "\n\n"],
+    }
+    done = llm.chat(MESSAGES, reply_prefix=prefix, **options)
+    assert (done.reasoning, done.text) == ("so it is: Q: how many?".removeprefix(prefix[7:]), "Two. ")
+    assert done.finish_reason == "stop"
+    stream = llm.stream_chat(MESSAGES, reply_prefix=prefix, **options)
+    stream.parser = None
+    assert stream.read().text == reply.removeprefix(prefix).removesuffix("Q: no more")
+    assert stream.stop_text == "Q:"
+
+
+def test_a_call_that_a_stop_string_cuts_is_not_whole(llm: LLM) -> None:
+    done = llm.chat(MESSAGES, tools=TOOLS, regex=re.escape(REPLY), max_tokens=300, stop=": 1")
+    assert [call.arguments for call in done.tool_calls] == ['{"a"']

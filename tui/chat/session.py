@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from localllm.chat.calls.formats import CONTROL_TAGS
 from localllm.chat.conversation import ToolCall
 from localllm.chat.reply import ReplyParser
 from localllm.chat.thinking import Piece, opening_tag, split
@@ -349,11 +350,13 @@ class ChatSession:
         return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
 
     def _run_tools(self, reply: Message, turn: Turn) -> None:
-        """Runs what a reply calls, one after the other, each if that is allowed."""
+        """Run the calls of a reply one after the other, each if it is allowed."""
         calls = list(reply.calls)
         for i, call in enumerate(calls):
-            tool = self._tools[call.name]
-            if turn.is_stopped or not self._may_run(tool, call, turn):
+            tool = self._tools.get(call.name)
+            if tool is None:
+                result = f"There is no tool {call.name!r:.80}. The tools are: {', '.join(self._tools)}."
+            elif turn.is_stopped or not self._may_run(tool, call, turn):
                 result = "(stopped before it was run)" if turn.is_stopped else "(the user does not allow this call)"
             else:
                 result = result_of(tool, json.loads(call.arguments), lambda: turn.is_stopped)
@@ -448,14 +451,14 @@ class ChatSession:
                     if chunk.text:
                         self.conversation.update(id_, text=self.conversation[id_].text + chunk.text)
                         tell(parser.feed(chunk.text))
-            tell(parser.finish(is_cut=stream.finish_reason != "stop"))
+            tell(parser.finish(is_cut=stream.finish_reason != "stop" or stream.stop_text is not None))
             state = "stopped" if stream.finish_reason == "cancelled" else "complete"
             if stream.finish_reason == "length":
                 state = "context" if stream.usage.total_tokens >= model.info.context else "length"
             # Calls do not stand in its text, but beside it.
             if calls and state == "complete" and all(call.is_whole for call in calls):
                 text = self.conversation[id_].text
-                text = text.removesuffix(split(text, reply.opened)[1]) + said.rstrip()
+                text = text.removesuffix(split(text, reply.opened, CONTROL_TAGS)[1]) + said.rstrip()
                 self.conversation.update(id_, text=text, calls=tuple(Call(c.name, c.arguments) for c in calls))
             self._emit(turn, *map(events.ChatWarning, parser.warnings))
         except KeyboardInterrupt:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -230,20 +229,9 @@ def test_the_pieces_do_not_matter(
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        '{"name": "subtract", "arguments": {}}',
-        '{"name": "add", "arguments": [1]}',
-        '{"name": "add"}',
-        '{"name": ["add"], "arguments": {}}',
-        "[" * 100_000,
-        "[]",
-        "3",
-        "",
-        "<function=other></function>",
-    ],
+    "body", ['{"name": ["add"], "arguments": {}}', '{"a": 1}', "[" * 100_000, "[]", "3", "", "so it is"]
 )
-def test_what_is_no_call_is_text_with_a_warning(body: str) -> None:
+def test_text_between_tags_that_is_no_call_stays_text_with_a_warning(body: str) -> None:
     text = f"So: <tool_call>{body}</tool_call> Yes."
     parser = ReplyParser(TOOLS)
     assert parsed(parser, [text]) == ("", text, [])
@@ -251,24 +239,35 @@ def test_what_is_no_call_is_text_with_a_warning(body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "n_read"),
+    ("body", "text", "arguments", "n_warnings"),
     [
-        ('{"name": "add", "arguments": {"a": NaN}}', 5),
-        ('{"name": "add", "arguments": {"a": "\\ud800"}}', 9),
-        ('{"name": "add", "arguments": {"a": 1, }}', 2),
-        ("<function=add>what", 4),
-        ("<function=add><parameter=a>1</parameter>what", 30),
-        ("<function=add><parameter=a>1", 14),
+        ('{"name": "add", "arguments": [1]}', "", {"arguments": [1]}, 1),
+        ('{"name": "add", "arguments": "x"}', "", {"arguments": "x"}, 1),
+        ('{"name": "add", "arguments": "{\\"a\\": 1,}"}', "", {"a": 1}, 0),
+        ('{"name": "add", "a": 1, "note": "x"}', "", {"a": 1, "note": "x"}, 0),
+        ('{"function": {"name": "add", "arguments": {"a": 1}}}', "", {"a": 1}, 0),
+        ("{'name': 'add', 'arguments': {'a': 1, 'note': 'it\\'s'}}", "", {"a": 1, "note": "it's"}, 0),
+        ('{name: "add", arguments: {a: 1}}', "", {"a": 1}, 0),
+        ('{"arguments": {"a": 1}, "name": "add"}', "", {"a": 1}, 0),
+        ('{"name": "add", "arguments": {"a": NaN}}', "", {"a": "NaN"}, 0),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "", {"a": "\ufffd"}, 0),
+        ('{"name": "add", "arguments": {"a": 1, }}', "", {"a": 1}, 0),
+        ('{"name": "add", "arguments": {"a": 1, "note": "x', "", {"a": 1, "note": "x"}, 1),
+        (r'{"name": "add", "arguments": {"note": "C:\dir"}}', "", {"note": r"C:\dir"}, 0),
+        ('{"name": "add", "arguments": {"note": "a "b", c"}}', "", {"note": 'a "b", c'}, 0),
+        ("<function=add>what", "what ", {}, 1),
+        ("<function=add><parameter=a>1</parameter>what", "what ", {"a": 1}, 1),
+        ("<function=add><parameter=a>1", "", {"a": 1}, 0),
+        ("<function=add><parameter=a>1</parameter>", "", {"a": 1}, 0),
+        ("<function=add/>", "", {}, 0),
     ],
 )
-def test_a_call_that_goes_wrong_after_it_has_begun_stays_one(body: str, n_read: int) -> None:
-    text = f"So: <tool_call>{body}</tool_call> Yes."
-    for pieces in ([text], list(text)):
+def test_errors_in_a_call_are_repaired(body: str, text: str, arguments: object, n_warnings: int) -> None:
+    reply = f"So: <tool_call>{body}</tool_call> Yes."
+    for pieces in ([reply], list(reply)):
         parser = ReplyParser(TOOLS)
-        _, said, (call,) = read(parser, pieces)
-        assert said == "So:" + body[-n_read:] + " Yes."
-        assert (call.name, len(parser.warnings)) == ("add", 1)
-        assert call.values == {"arguments": call.arguments} or not call.arguments, "which are not whole"
+        _, said, calls = parsed(parser, pieces)
+        assert (said, calls, len(parser.warnings)) == (f"So: {text}Yes.", [arguments], n_warnings)
 
 
 def test_a_call_may_lack_its_last_bracket() -> None:
@@ -394,38 +393,76 @@ def test_a_marked_call_may_lack_its_end() -> None:
     parser = ReplyParser(TOOLS)
     events = parser.feed(f'{M3}<tool_call>{M3}<invoke name="add">{M3}<a>1{M3}</a>{M3}</tool_call> Yes')
     (call,) = (event for event in events if isinstance(event, ToolCall))
-    assert (call.arguments, len(parser.warnings)) == ('{"a": 1', 1)
-    assert "".join(event.text for event in events if isinstance(event, Piece)) == " Yes"
+    assert (call.arguments, parser.warnings) == ('{"a": 1}', [])
+    assert "".join(event.text for event in events if isinstance(event, Piece)) == "Yes"
 
 
-@pytest.mark.parametrize("step", [1, 10_000])
-@pytest.mark.parametrize("closes", [True, False])
-def test_parts_may_be_in_one_another_as_deep_as_a_model_likes(step: int, closes: bool) -> None:
-    parts = f"{M3}<a>" * 3000 + f"1{M3}</a>" * (3000 * closes)
-    reply = f'{M3}<tool_call>{M3}<invoke name="add">{parts}{M3}</invoke>{M3}</tool_call> Yes.'
-    parser = ReplyParser(TOOLS)
-    _, text, (call,) = read(parser, [reply[i : i + step] for i in range(0, len(reply), step)])
-    assert (call.name, call.arguments, len(parser.warnings)) == ("add", "", 1)
-    assert text.startswith(f"{M3}<a>{M3}<a>")
+def nested(n: int) -> str:
+    return "[" * n + "1" + "]" * n
+
+
+def nested_json(n: int) -> str:
+    return f'{{"note": {nested(n)}, "a": 1}}'
+
+
+#: A call with an argument that has ``n`` lists inside each other, and a second argument.
+DEEP: dict[str, Callable[[int], str]] = {
+    "json": lambda n: f'<tool_call>{{"name": "add", "arguments": {nested_json(n)}}}</tool_call>',
+    "json, name last": lambda n: f'<tool_call>{{"arguments": {nested_json(n)}, "name": "add"}}</tool_call>',
+    "json in a string": lambda n: (
+        f"<tool_call>{json.dumps({'name': 'add', 'arguments': nested_json(n)})}</tool_call>"
+    ),
+    "gemma": lambda n: f"<|tool_call>call:add{{note:{nested(n)},a:1}}<tool_call|>",
+    "python": lambda n: f"<|tool_call_start|>[add(note={nested(n)}, a=1)]<|tool_call_end|>",
+    "between tags": lambda n: (
+        f"<tool_call><function=add><parameter=note>{nested(n)}</parameter><parameter=a>1</parameter></function>"
+        "</tool_call>"
+    ),
+    "nested tags": lambda n: (
+        f'{M3}<tool_call>{M3}<invoke name="add">{M3}<note>'
+        + f"{M3}<a>" * n
+        + "1"
+        + f"{M3}</a>" * n
+        + f"{M3}</note>{M3}<a>1{M3}</a>{M3}</invoke>{M3}</tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", DEEP.values(), ids=DEEP)
+@pytest.mark.parametrize("n", [101, 3000])
+def test_the_depth_of_arguments_is_bounded(form: Callable[[int], str], n: int) -> None:
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"note": {"type": ["array", "object"]}}}}}]
+    reply = form(n)
+    for pieces in ([reply], [reply[i : i + 7] for i in range(0, len(reply), 7)]):
+        parser = ReplyParser(tools)
+        _, text, (call,) = read(parser, pieces)
+        assert (call.name, text, list(call.values)) == ("add", "", ["note", "a"])
+        assert (call.values["a"], len(parser.warnings)) == (1, 1)
+        assert "inside each other" in parser.warnings[0]
 
 
 ENDLESS = {
     "a key": "<tool_call><function=add><parameter=",
     "a value": "<tool_call><function=add><parameter=note>",
+    "a value with an unconfirmed end": "<tool_call><function=add><parameter=note>x</function></tool_call>",
+    "a number": "<tool_call><function=add><parameter=a>",
     "a marked value": f'{M3}<tool_call>{M3}<invoke name="add">{M3}<note>',
     "a name": "<|tool_calls_section_begin|><|tool_call_begin|>",
-    "a text of Python": '<|tool_call_start|>[add(note="',
-    "a text before a name": '<tool_call>{"id": "',
+    "a string of Python": '<|tool_call_start|>[add(note="',
+    "a string before a name": '<tool_call>{"id": "',
+    "a string": '<tool_call>{"name": "add", "arguments": {"note": "',
+    "a string with a tag": '<tool_call>{"name": "add", "arguments": {"note": "</tool_call>',
+    "a string without quotation marks": "<|tool_call>call:add{note:",
 }
 
 
 @pytest.mark.parametrize("begin", ENDLESS.values(), ids=ENDLESS)
-def test_what_never_ends_is_read_no_slower_for_it(begin: str) -> None:
-    """Of what was read before, nothing is tried in all ways again with each piece: that took hours."""
+def test_a_reply_that_never_ends_a_call_is_read_in_linear_time(begin: str) -> None:
     parser, text = ReplyParser(TOOLS), "so it is " * 4000
-    _, said, _ = read(parser, [begin, *(text[i : i + 4] for i in range(0, len(text), 4))])
-    assert said.endswith(text)
-    assert len(parser.warnings) == 1
+    _, said, calls = read(parser, [begin, *(text[i : i + 4] for i in range(0, len(text), 4))])
+    assert text.strip() in said or text.strip() in calls[0].arguments
+    assert all(call.is_whole for call in calls)
+    assert len(parser.warnings) == 1 or begin.endswith("</function></tool_call>")
 
 
 @pytest.mark.parametrize(
@@ -461,35 +498,34 @@ def test_a_broken_call_costs_the_next_one_nothing(line: str) -> None:
     for pieces in ([broken + CALL], list(broken + CALL)):
         _, text, calls = read(ReplyParser(TOOLS), pieces)
         assert text == ""
-        assert [call.arguments for call in calls] == ['{"note": "x}}' + line.replace("\n", "\\n"), '{"a": 1}']
+        assert [call.arguments for call in calls] == ['{"note": "x}}' + line.replace("\n", "\\n") + '"}', '{"a": 1}']
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "expected", "n_warnings"),
     [
-        ("a=1, note='x, (y) \\'z\\' ]<|tool_call_end|>'", {"a": 1, "note": "x, (y) 'z' ]<|tool_call_end|>"}),
-        ('note="so", a=(1 + 2j)', None),
-        ("a=[1, {'b': None}], note=\"é\"", {"a": [1, {"b": None}], "note": "é"}),
-        ("", {}),
-        ("a=((1, ((2))))", {"a": [1, 2]}),
-        ("1", None),
-        ("a=1e999", None),
-        ("note='\\ud800'", None),
-        ("a=open('x')", None),
-        ("**{'a': 1}", None),
+        ("a=1, note='x, (y) \\'z\\' ]<|tool_call_end|>'", {"a": 1, "note": "x, (y) 'z' ]<|tool_call_end|>"}, 0),
+        ("a=[1, {'b': None}], note=\"é\"", {"a": [1, {"b": None}], "note": "é"}, 0),
+        ("", {}, 0),
+        ("a=((1, ((2))))", {"a": [1, 2]}, 0),
+        ("a=[true, null,], note='''x\n\"y\"'''", {"a": [True, None], "note": 'x\n"y"'}, 0),
+        (r"note='C:\dir', a=-1", {"note": r"C:\dir", "a": -1}, 0),
+        ("1, 'x'", {"a": 1, "note": "x"}, 0),
+        ("note=to the left, a=1", {"note": "to the left", "a": 1}, 0),
+        ('note="so", a=(1 + 2j)', {"note": "so", "a": "(1 + 2j)"}, 0),
+        ("a=1e999", {"a": "1e999"}, 0),
+        (r"note='\ud800'", {"note": r"'\ud800'"}, 0),
+        ("a=open('x')", {"a": "open('x')"}, 0),
+        ("**{'a': 1}", {}, 1),
     ],
 )
-def test_calls_as_python_has_them(arguments: str, expected: object) -> None:
+def test_arguments_in_python(arguments: str, expected: object, n_warnings: int) -> None:
     reply = f"Yes. <|tool_call_start|>[add({arguments}), add(a=2)]<|tool_call_end|>"
     for pieces in ([reply], list(reply)):
         parser = ReplyParser(TOOLS)
-        _, text, calls = read(parser, pieces)
-        if expected is None:
-            assert parser.warnings
-            assert [call.arguments for call in calls] == [""]
-        else:
-            assert [json.loads(call.arguments) for call in calls] == [expected, {"a": 2}]
-            assert (text.strip(), parser.warnings) == ("Yes.", [])
+        _, text, calls = parsed(parser, pieces)
+        assert (calls[0], len(parser.warnings)) == (expected, n_warnings)
+        assert n_warnings or (calls, text) == ([expected, {"a": 2}], "Yes.")
 
 
 def between_tags(parameters: dict[str, object], value: str) -> object:
@@ -525,14 +561,13 @@ def test_what_is_no_text_is_read_in_pythons_words_too(value: str, read: object) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_of_what_was_not_offered_is_text(family: str) -> None:
-    text = f"So \n{FAMILIES[family]} \nYes."
-    parser = ReplyParser([{"type": "function", "function": {"name": "subtract"}}])
-    assert parsed(parser, list(text)) == ("", text, [])
-    assert len(parser.warnings) == 1
-    assert (
-        "there is no tool 'add'" in parser.warnings[0] or "[ARGS]" in text or "python" in text or "TOOL_CALLS" in text
-    )
+def test_a_call_of_a_tool_that_was_not_offered_is_a_call(family: str) -> None:
+    """The program that runs tools answers that there is none; with text the turn of the model would be over."""
+    for pieces in ([FAMILIES[family]], list(FAMILIES[family])):
+        parser = ReplyParser([{"type": "function", "function": {"name": "subtract"}}])
+        _, text, (call,) = read(parser, pieces)
+        assert (call.name, json.loads(call.arguments), text) == ("add", BOTH, "")
+        assert parser.warnings == ["there is no tool 'add', but the model calls it"]
 
 
 def test_without_tools_nothing_is_called() -> None:
@@ -549,207 +584,14 @@ def test_a_reply_that_begins_in_the_midst_of_thinking() -> None:
     )
 
 
-# -- Every family's way to write several calls ---------------------------------------------------------------------
-
-Values = dict[str, Any]
-
-
-def as_json(name: str, values: Values, key: str = "arguments", of: str = "name") -> str:
-    return json.dumps({of: name, key: values}, ensure_ascii=False)
+OFFERED: list[dict[str, Any]] = [
+    *TOOLS,
+    {"function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]
 
 
-def between(begin: str, tag: str, end: str = "", space: str = "\n") -> Callable[[str, Values], str]:
-    """Each value of a call between tags: ``{}`` in ``begin`` is the tool's name, and in ``tag`` the argument's."""
-
-    def written(name: str, values: Values) -> str:
-        tags = [tag.replace("{}", key).partition("|") for key in values]
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values.values()]
-        inner = "".join(f"{tag[0]}{text}{tag[2]}{space}" for tag, text in zip(tags, texts, strict=True))
-        return begin.replace("{}", name) + inner + end
-
-    return written
-
-
-def in_python(name: str, values: Values) -> str:
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
-
-
-def named(begin: str, end: str = "") -> Callable[[str, Values], str]:
-    """The arguments as JSON behind the name."""
-    return lambda name, values: begin.replace("{}", name) + json.dumps(values, ensure_ascii=False) + end
-
-
-def gemma(name: str, values: Values) -> str:
-    texts = [f'{key}:<|"|>{v}<|"|>' if isinstance(v, str) else f"{key}:{json.dumps(v)}" for key, v in values.items()]
-    return f"<|tool_call>call:{name}{{{','.join(texts)}}}<tool_call|>"
-
-
-class Form(NamedTuple):
-    """How calls are written: one of them, and what stands before, between and behind them."""
-
-    call: Callable[[str, Values], str]
-    before: str = ""
-    between: str = "\n"
-    behind: str = ""
-    is_bare: bool = False  # nothing tells it from text, but that a reply begins so
-    ends: bool = True  # something closes them, so that text may follow
-
-
-XML = "</parameter>"
-FORMS = {
-    "hermes": Form(lambda *call: f"<tool_call>\n{as_json(*call)}\n</tool_call>"),
-    "qwen coder": Form(
-        between("<tool_call>\n<function={}>\n", f"<parameter={{}}>\n|\n{XML}", "</function>\n</tool_call>")
-    ),
-    "nemotron 2": Form(as_json, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
-    "glm 4.6": Form(
-        between("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>|</arg_value>", "</tool_call>"),
-    ),
-    "glm 4.7": Form(
-        between("<tool_call>{}", "<arg_key>{}</arg_key><arg_value>|</arg_value>", "</tool_call>", ""), between=""
-    ),
-    "minimax m1": Form(as_json, "<tool_calls>\n", "\n", "\n</tool_calls>"),
-    "hunyuan a13b": Form(as_json, "<tool_calls>[", ", ", "]</tool_calls>"),
-    "minimax m2": Form(
-        between('<invoke name="{}">\n', f'<parameter name="{{}}">|{XML}', "</invoke>"),
-        "<minimax:tool_call>\n",
-        behind="\n</minimax:tool_call>",
-    ),
-    "minimax m3": Form(
-        between(f'{M3}<invoke name="{{}}">', f"{M3}<{{}}>|{M3}</{{}}>", f"{M3}</invoke>", ""),
-        f"{M3}<tool_call>\n",
-        behind=f"\n{M3}</tool_call>",
-    ),
-    "deepseek v3": Form(
-        named("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n", "\n```<｜tool▁call▁end｜>"),
-        "<｜tool▁calls▁begin｜>",
-        behind="<｜tool▁calls▁end｜>",
-    ),
-    "deepseek v3.1": Form(
-        named("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
-        "<｜tool▁calls▁begin｜>",
-        "",
-        "<｜tool▁calls▁end｜>",
-    ),
-    **{
-        f"deepseek {version}": Form(
-            between(
-                '<｜DSML｜invoke name="{}">\n',
-                '<｜DSML｜parameter name="{}" string="x">|</｜DSML｜parameter>',
-                "</｜DSML｜invoke>",
-            ),
-            f"<｜DSML｜{around}>\n",
-            behind=f"\n</｜DSML｜{around}>",
-        )
-        for version, around in (("v3.2", "function_calls"), ("v4", "tool_calls"))
-    },
-    "hunyuan 3": Form(
-        between(
-            "<tool_call:opensource>{}<tool_sep:opensource>\n",
-            "<arg_key:opensource>{}</arg_key:opensource>\n<arg_value:opensource>|</arg_value:opensource>",
-            "</tool_call:opensource>",
-        ),
-        "<tool_calls:opensource>\n",
-        behind="\n</tool_calls:opensource>",
-    ),
-    "muse glimmer": Form(
-        between('<atem:invoke name="{}">\n', '<atem:parameter name="{}">|</atem:parameter>', "</atem:invoke>"),
-        "<atem:function_calls>\n",
-        behind="\n</atem:function_calls>",
-    ),
-    "seed": Form(
-        between("<seed:tool_call>\n<function={}>\n", f"<parameter={{}}>|{XML}", "</function>\n</seed:tool_call>")
-    ),
-    "minicpm 5": Form(between('<function name="{}">', '<param name="{}">|</param>', "</function>", "")),
-    "minicpm 5, of xml": Form(
-        between('<function name="{}">', '<param name="{}"><![CDATA[|]]></param>', "</function>", "")
-    ),
-    "command": Form(
-        lambda *call: as_json(*call, "parameters", "tool_name"),
-        "<|START_ACTION|>[\n    ",
-        ",\n    ",
-        "\n]<|END_ACTION|>",
-    ),
-    "command r+": Form(
-        lambda *call: as_json(*call, "parameters", "tool_name"), "Action:\n```json\n[\n", ",\n", "\n]```"
-    ),
-    "apertus": Form(
-        lambda name, values: json.dumps({name: values}, ensure_ascii=False),
-        "<|tools_prefix|>[",
-        ", ",
-        "]<|tools_suffix|>",
-    ),
-    "solar": Form(
-        named("<|tool_call:begin|>call_0<|tool_call:name|>{}<|tool_call:args|>", "<|tool_call:end|>"),
-        "<|tool_calls|>",
-        "",
-        "<|calls|>",
-    ),
-    "gigachat 3": Form(lambda *call: f"<|function_call|>{as_json(*call)}", ends=False),
-    "gigachat 3 of 2025": Form(
-        lambda *call: f"<|message_sep|>\n\nfunction call<|role_sep|>\n{as_json(*call)}<|message_sep|>", between=""
-    ),
-    "kimi": Form(
-        named("<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-        "<|tool_calls_section_begin|>",
-        "",
-        "<|tool_calls_section_end|>",
-    ),
-    "mistral": Form(as_json, "[TOOL_CALLS][", ", ", "]", ends=False),
-    "mistral small": Form(named("[TOOL_CALLS]{}[CALL_ID]abc123456[ARGS]"), between="", ends=False),
-    "ministral": Form(named("[TOOL_CALLS]{}[ARGS]"), between="", ends=False),
-    "gemma": Form(gemma, between=""),
-    "llama 3": Form(lambda *call: as_json(*call, "parameters"), "<|python_tag|>", "; ", ends=False),
-    "llama 3.1": Form(named("<function={}>", "</function>")),
-    "llama 3, bare": Form(lambda *call: as_json(*call, "parameters"), is_bare=True, ends=False),
-    "llama 4": Form(in_python, "[", ", ", "]", is_bare=True, ends=False),
-    "glm-4 9b": Form(named("{}\n"), is_bare=True, ends=False),
-    "phi 4 mini": Form(as_json, "<|tool_call|>[", ",", "]<|/tool_call|>"),
-    "granite 3": Form(as_json, "<|tool_call|>[", ",", "]", ends=False),
-    "internlm 2.5": Form(
-        lambda *call: f"<|action_start|><|plugin|>\n{as_json(*call, 'parameters')}<|action_end|>", between=""
-    ),
-    "firefunction": Form(as_json, " functools[", ", ", "]", ends=False),
-    "lfm2": Form(in_python, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
-    "minicpm 3": Form(in_python, "<|tool_call_start|>\n```python\n", "\n", "\n```\n<|tool_call_end|>"),
-    "olmo 3": Form(in_python, "<function_calls>", "\n", "</function_calls>"),
-}
-
-OFFERED = [*TOOLS, {"function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
-
-
-def called(reply: str, step: int) -> tuple[str, list[tuple[str, Values]], list[str]]:
+def called(reply: str, step: int) -> tuple[str, list[tuple[str, Any]], list[str]]:
     """The text and the calls of a reply that comes in pieces, and the warnings."""
     parser = ReplyParser(OFFERED)
     _, text, calls = read(parser, [reply[i : i + step] for i in range(0, len(reply), step)])
     return text.strip(), [(call.name, json.loads(call.arguments)) for call in calls], parser.warnings
-
-
-def written(form: Form, *calls: tuple[str, Values]) -> str:
-    return form.before + form.between.join(form.call(*call) for call in calls) + form.behind
-
-
-@pytest.mark.parametrize("step", [1, 5, 10_000])
-@pytest.mark.parametrize("family", FORMS)
-class TestForms:
-    def test_a_call_without_arguments(self, family: str, step: int) -> None:
-        assert called(written(FORMS[family], ("now", {})), step) == ("", [("now", {})], [])
-
-    def test_several_calls(self, family: str, step: int) -> None:
-        calls = [("add", {"a": 1, "note": "x, 'y'"}), ("now", {}), ("now", {}), ("add", {"note": "[1]"})]
-        assert called(written(FORMS[family], *calls), step) == ("", calls, [])
-
-    def test_text_before_and_behind(self, family: str, step: int) -> None:
-        form = FORMS[family]
-        calls = [("add", {"a": 1, "note": "x"}), ("now", {})]
-        before, behind = "" if form.is_bare else "Let me see: [1].", "So (it is) done." if form.ends else ""
-        reply = f"{before}\n{written(form, *calls)}\n{behind}"
-        text, found, warnings = called(reply, step)
-        assert (text.replace("\n", ""), found, warnings) == (before + behind, calls, [])
-
-    def test_an_argument_may_have_the_tags_of_calls(self, family: str, step: int) -> None:
-        form = FORMS[family]
-        tags = set(re.findall(r"<[^<>\s\"]+>|\[[A-Z_]+\]|```", written(form, ("add", {"a": 1, "note": "x"}))))
-        for tag in sorted(tags):
-            calls = [("add", {"a": 1, "note": f"so {tag} it"})]
-            assert called(written(form, *calls), step) == ("", calls, []), tag

@@ -199,8 +199,8 @@ def test_a_broken_call_is_seen_with_a_warning(actor: Any) -> None:
         model="demo", messages=[{"role": "user", "content": "broken call"}], tools=[WEATHER]
     )
     (call,) = reply.choices[0].message.tool_calls
-    assert (call.function.name, call.function.arguments.strip()) == ("weather", '{"place":')
-    assert reply.choices[0].message.content == " there."
+    assert (call.function.name, call.function.arguments.strip()) == ("weather", '{"place":\nnull}')
+    assert reply.choices[0].message.content == "there."
     assert "a call of weather is malformed" in reply.warnings[0]
 
 

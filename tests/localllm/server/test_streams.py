@@ -458,7 +458,7 @@ def test_the_librarys_stream_says_what_the_whole_reply_says(llm: LLM) -> None:
             assert said == case.said, case
 
 
-@pytest.mark.filterwarnings("ignore:a call of", "ignore:what stands behind")
+@pytest.mark.filterwarnings("ignore:a call of", "ignore:.* was left as text", "ignore:there is no tool")
 def test_the_streams_of_compat_say_what_whole_replies_say(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.compat.load", load)
     with compat.Llama("demo") as llama:

@@ -1,0 +1,182 @@
+"""JSON types that a tool's schema allows for an argument.
+
+Some formats write argument values as plain text. The schema then decides whether ``7`` is a number or a string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+#: JSON types of the values in ``enum`` and ``const``; ``bool`` comes before its base class ``int``.
+_TYPES_OF_VALUES = (
+    (bool, "boolean"),
+    ((int, float), "number"),
+    (str, "string"),
+    (list, "array"),
+    (Mapping, "object"),
+    (type(None), "null"),
+)
+
+#: Types that keywords suggest in a schema without ``type``.
+_TYPES_OF_KEYWORDS = {
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), "object"),
+    **dict.fromkeys(("items", "prefixItems"), "array"),
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), "number"),
+}
+
+#: Quantifiers, which make backtracking slow if a pattern has many or repeats a group.
+_QUANTIFIER, _QUANTIFIED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+
+#: Schemas inside each other that are evaluated.
+_MAX_DEPTH = 50
+
+#: Path from the arguments of a call to a part of one: property names, and any name for the items of a list.
+Path = tuple[str, ...]
+
+
+class ArgumentTypes:
+    """Types of the arguments of one tool, read from all of its schema.
+
+    Combined schemas are evaluated as the standard says: ``allOf`` and ``$ref`` narrow the types. ``anyOf``,
+    ``oneOf``, ``then`` and ``else`` are alternatives. Anything other than a JSON schema says nothing about types.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self._root = schema
+        #: Results by schema, path and whether ``additionalProperties`` counts; None while a schema is evaluated.
+        self._results: dict[tuple[int, Path, bool], frozenset[str] | None] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Arguments named by the schema or a schema that it is combined with, in order."""
+        schemas, names, seen = [self._root], dict[str, None](), set[int]()
+        for schema in schemas:
+            if not isinstance(schema, Mapping) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            properties = schema.get("properties")
+            names |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
+            inner = [self._target(schema), *(schema.get(key) for key in ("if", "then", "else"))]
+            schemas += inner + [each for key in ("allOf", "anyOf", "oneOf") for each in _listed(schema, key)]
+        return list(names)
+
+    def of(self, *path: str) -> frozenset[str]:
+        """Return the types of an argument or of a part of it; empty if the schema does not say.
+
+        ``additionalProperties`` counts only for names that no other keyword describes.
+        """
+        types = self._types(self._root, path, False)
+        if types is None:
+            types = self._types(self._root, path, True)
+        return types or frozenset()
+
+    def _types(self, schema: Any, path: Path, with_additional: bool, depth: int = 0) -> frozenset[str] | None:
+        """None if the schema does not say."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return None
+        key = (id(schema), path, with_additional)
+        if key not in self._results:
+            self._results[key] = None  # also the result for a schema that refers to itself
+            self._results[key] = self._evaluated(schema, path, with_additional, depth + 1)
+        return self._results[key]
+
+    def _evaluated(
+        self, schema: Mapping[str, Any], path: Path, with_additional: bool, depth: int
+    ) -> frozenset[str] | None:
+        def types_of(schemas: list[Any], path: Path = path) -> list[frozenset[str] | None]:
+            return [self._types(each, path, with_additional, depth) for each in schemas]
+
+        own = [_own_types(schema)] if not path else types_of(_parts(schema, path[0], with_additional), path[1:])
+        alternatives = (
+            *(_listed(schema, key) for key in ("anyOf", "oneOf")),
+            [schema.get(key) for key in ("if", "then", "else")],
+        )
+        return _narrowed(
+            [
+                *own,
+                *types_of([self._target(schema), *_listed(schema, "allOf")]),
+                *(_joined(types_of(schemas)) for schemas in alternatives),
+            ]
+        )
+
+    def _target(self, schema: Mapping[str, Any]) -> Any:
+        """The schema that ``$ref`` points to (RFC 6901); None if there is none."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        target = self._root
+        for step in unquote(reference).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping):
+                target = target.get(name)
+            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
+            else:
+                return None
+        return target
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """Types that a schema's own keywords allow; None if they do not say."""
+    named = schema.get("type")
+    types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+    if "integer" in types:
+        types.add("number")
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        types_of_values = {_type_of(value) for value in values}
+        types = types & types_of_values or types_of_values
+    if not types:
+        types = {name for key, name in _TYPES_OF_KEYWORDS.items() if key in schema}
+    if types and schema.get("nullable") is True:
+        types.add("null")
+    return frozenset(types) or None
+
+
+def _parts(schema: Mapping[str, Any], name: str, with_additional: bool) -> list[Any]:
+    """Schemas of a property, or of the items of a list."""
+    properties, patterns = schema.get("properties"), schema.get("patternProperties")
+    parts = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
+    for pattern, part in patterns.items() if isinstance(patterns, Mapping) else ():
+        if _may_match(str(pattern), name):
+            parts.append(part)
+    if not parts and isinstance(schema.get("items"), Mapping):
+        parts.append(schema["items"])
+    if not parts and with_additional:
+        parts += [schema.get("additionalProperties"), schema.get("unevaluatedProperties")]
+    return parts
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    """Whether a pattern of ``patternProperties`` matches a name; also True if finding out could take long."""
+    if len(_QUANTIFIER.findall(pattern)) > 2 or _QUANTIFIED_GROUP.search(pattern) or len(name) > 256:
+        return True
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # not every ECMA-262 pattern is valid in Python
+        return True
+
+
+def _type_of(value: Any) -> str:
+    return next((name for class_, name in _TYPES_OF_VALUES if isinstance(value, class_)), "")
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _joined(alternatives: list[frozenset[str] | None]) -> frozenset[str] | None:
+    """Types of any alternative. One that does not say is ignored."""
+    types: frozenset[str] = frozenset().union(*(each for each in alternatives if each is not None))
+    return types or None
+
+
+def _narrowed(conditions: list[frozenset[str] | None]) -> frozenset[str] | None:
+    """Types that all conditions allow; those of any of them if the conditions exclude each other."""
+    types = [each for each in conditions if each is not None]
+    return frozenset.intersection(*types) or _joined(conditions) if types else None

@@ -1,0 +1,415 @@
+"""Formats in which models write tool calls, one declaration each.
+
+No two formats conflict, so the parser is built from all declarations and reads every format for every model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.chat.calls.json_text import TOKEN_QUOTE
+from localllm.chat.thinking import CALL, END_OF_CALL
+
+
+@dataclass(frozen=True)
+class JSONArguments:
+    """Arguments as a JSON object. ``quote`` surrounds strings; keys then have no quotation marks."""
+
+    quote: str = '"'
+
+
+@dataclass(frozen=True)
+class PythonArguments:
+    """Keyword arguments of a Python call."""
+
+
+@dataclass(frozen=True)
+class TaggedArguments:
+    """One pair of tags per argument; strings are written as they are, other values as JSON.
+
+    ``{key}`` in ``begin`` is the argument's name.
+    """
+
+    begin: str
+    end: str
+    between: str = ""
+    has_line_breaks: bool = True  # whether a line break at the start and the end of a value belongs to the tags
+
+    @property
+    def key_tag(self) -> str:
+        """The tag before the argument's name, without attributes."""
+        return re.split(r"[=\s{]", self.begin)[0]
+
+
+@dataclass(frozen=True)
+class NestedArguments:
+    """One pair of tags per argument and per part of it, each after ``mark``. The tag of list items is ``item``."""
+
+    mark: str
+
+
+Arguments = JSONArguments | PythonArguments | TaggedArguments | NestedArguments
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a family of models writes calls.
+
+    A reply is text, then ``opening``, ``inside[0]``, calls with ``between`` between them, ``inside[1]`` and
+    ``closing``, then text or more calls. A call is ``head``, arguments and ``tail``.
+
+    Attributes:
+        head: ``{name}`` is the tool's name, ``{id}`` an identifier, ``{number}`` the index of the call in the reply.
+        opening: Tag before calls; empty if ``head`` starts with a tag, or if nothing but the start of the reply tells
+            a call from text.
+        closing: Tag after calls; empty if they end with the next opening tag or the reply.
+        repeats: Whether the tags surround each call, and not all calls together.
+        is_control: Whether ``opening`` is a control token, which also ends reasoning.
+    """
+
+    models: str
+    head: str
+    arguments: Arguments
+    tail: str = ""
+    opening: str = ""
+    closing: str = ""
+    inside: tuple[str, str] = ("", "")
+    between: str = "\n"
+    repeats: bool = False
+    is_control: bool = False
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether calls have no tags at all."""
+        return not self.opening and not self.tag_of_head
+
+    @property
+    def before_name(self) -> str:
+        """The start of a call that has tags, without a quotation mark before the name."""
+        before = self.head.partition("{name}")[0]
+        return "" if before.startswith("{") else re.split(r'"|\{id\}|functions\.', before)[0]
+
+    @property
+    def tag_of_head(self) -> str:
+        """The opening tag that is a part of the head."""
+        return self.before_name if not self.opening else ""
+
+    @property
+    def end(self) -> str:
+        """The closing tag that the parser looks for; the opening tag if there is none."""
+        return self.closing or (self.tail if self.tag_of_head else self.opening)
+
+
+_JSON = JSONArguments()
+_PYTHON = PythonArguments()
+_PARAMETER = TaggedArguments('<parameter name="{key}">', "</parameter>", "\n")
+_DSML = TaggedArguments('<｜DSML｜parameter name="{key}" string="{is_string}">', "</｜DSML｜parameter>", "\n")
+_MARK = "]<]minimax[>["
+
+
+def _call(key: str = "arguments", name: str = "name", more: str = "") -> str:
+    return f'{{{more}"{name}": "{{name}}", "{key}": '
+
+
+def _json(models: str, opening: str, closing: str = "", head: str = _call(), **more: Any) -> Format:
+    """A format in which calls are JSON objects."""
+    return Format(models, head, _JSON, "}", opening, closing, **more)
+
+
+_LIST: dict[str, Any] = {"inside": ("[", "]"), "between": ", "}
+_LINES = ("\n", "\n")
+
+#: By name. The parser tries heads in this order.
+FORMATS = {
+    "hermes": _json("Hermes 2 and 3, Qwen 2.5 and 3", "<tool_call>", "</tool_call>", inside=_LINES, repeats=True),
+    "qwen coder": Format(
+        "Qwen 3 Coder, 3.5 and 3.6, Nemotron 3",
+        "<function={name}>\n",
+        TaggedArguments("<parameter={key}>\n", "\n</parameter>", "\n"),
+        "</function>",
+        "<tool_call>",
+        "</tool_call>",
+        _LINES,
+        repeats=True,
+    ),
+    "nemotron 2": _json("Nemotron 2", "<TOOLCALL>", "</TOOLCALL>", **_LIST),
+    "minimax m1": _json("MiniMax M1", "<tool_calls>", "</tool_calls>", inside=_LINES),
+    "hunyuan a13b": _json("Hunyuan A13B, Jamba, Apriel", "<tool_calls>", "</tool_calls>", **_LIST),
+    "minimax m2": Format(
+        "MiniMax M2",
+        '<invoke name="{name}">\n',
+        _PARAMETER,
+        "</invoke>",
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        _LINES,
+    ),
+    "minimax m3": Format(
+        "MiniMax M3",
+        f'{_MARK}<invoke name="{{name}}">',
+        NestedArguments(_MARK),
+        f"{_MARK}</invoke>",
+        f"{_MARK}<tool_call>",
+        f"{_MARK}</tool_call>",
+        _LINES,
+        is_control=True,
+    ),
+    "deepseek v3": Format(
+        "DeepSeek V3 and R1",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        _JSON,
+        "\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        is_control=True,
+    ),
+    "deepseek v3.1": Format(
+        "DeepSeek V3.1",
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        _JSON,
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        between="",
+        is_control=True,
+    ),
+    **{
+        f"deepseek {version}": Format(
+            f"DeepSeek {version.upper()}",
+            '<｜DSML｜invoke name="{name}">\n',
+            _DSML,
+            "</｜DSML｜invoke>",
+            f"<｜DSML｜{tag}>",
+            f"</｜DSML｜{tag}>",
+            _LINES,
+            is_control=True,
+        )
+        for version, tag in (("v3.2", "function_calls"), ("v4", "tool_calls"))
+    },
+    "hunyuan 3": Format(
+        "Hunyuan 3",
+        "<tool_call:opensource>{name}<tool_sep:opensource>\n",
+        TaggedArguments(
+            "<arg_key:opensource>{key}</arg_key:opensource>\n<arg_value:opensource>",
+            "</arg_value:opensource>",
+            "\n",
+            has_line_breaks=False,
+        ),
+        "</tool_call:opensource>",
+        "<tool_calls:opensource>",
+        "</tool_calls:opensource>",
+        _LINES,
+    ),
+    "muse glimmer": Format(
+        "Muse Glimmer",
+        '<atem:invoke name="{name}">\n',
+        TaggedArguments('<atem:parameter name="{key}">', "</atem:parameter>", "\n"),
+        "</atem:invoke>",
+        "<atem:function_calls>",
+        "</atem:function_calls>",
+        _LINES,
+    ),
+    "seed": Format(
+        "Seed OSS",
+        "<function={name}>\n",
+        TaggedArguments("<parameter={key}>", "</parameter>", "\n"),
+        "</function>",
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        _LINES,
+        repeats=True,
+    ),
+    "minicpm 5": Format(
+        "MiniCPM 5", '<function name="{name}">', TaggedArguments('<param name="{key}">', "</param>"), "</function>"
+    ),
+    "command": _json(
+        "Command A and R7B, North",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        _call("parameters", "tool_name", '"tool_call_id": "{number}", '),
+        inside=("[\n    ", "\n]"),
+        between=",\n    ",
+        is_control=True,
+    ),
+    **{
+        f"command r+{variant}": _json(
+            "Command R and R+",
+            f"Action:{space}```json\n",
+            "```",
+            _call("parameters", "tool_name"),
+            inside=("[\n", "\n]"),
+            between=",\n",
+        )
+        for variant, space in (("", "\n"), (", on one line", " "))
+    },
+    "apertus": _json(
+        "Apertus",
+        "<|tools_prefix|>",
+        "<|tools_suffix|>",
+        '{"{name}": ',
+        inside=("[", "]"),
+        between=", ",
+        is_control=True,
+    ),
+    "solar": Format(
+        "Solar",
+        "<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>",
+        _JSON,
+        "<|tool_call:end|>",
+        "<|tool_calls|>",
+        "<|calls|>",
+        between="",
+        is_control=True,
+    ),
+    "gigachat 3": _json("GigaChat 3", "<|function_call|>", repeats=True, is_control=True),
+    "gigachat 3 of 2025": _json(
+        "GigaChat 3 of 2025",
+        "<|message_sep|>\n\nfunction call<|role_sep|>\n",
+        "<|message_sep|>",
+        between="",
+        repeats=True,
+    ),
+    "kimi": Format(
+        "Kimi K2",
+        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+        _JSON,
+        "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        between="",
+        is_control=True,
+    ),
+    "mistral": _json("Mistral", "[TOOL_CALLS]", is_control=True, **_LIST),
+    "mistral small": Format(
+        "Mistral Small 3.2",
+        "{name}[CALL_ID]{id}[ARGS]",
+        _JSON,
+        opening="[TOOL_CALLS]",
+        between="",
+        repeats=True,
+        is_control=True,
+    ),
+    "ministral": Format(
+        "Ministral, Magistral, Devstral",
+        "{name}[ARGS]",
+        _JSON,
+        opening="[TOOL_CALLS]",
+        between="",
+        repeats=True,
+        is_control=True,
+    ),
+    "gemma": Format(
+        "Gemma 4",
+        "call:{name}",
+        JSONArguments(TOKEN_QUOTE),
+        opening="<|tool_call>",
+        closing="<tool_call|>",
+        between="",
+        repeats=True,
+        is_control=True,
+    ),
+    "phi 4 mini": _json(
+        "Phi 4 mini", "<|tool_call|>", "<|/tool_call|>", inside=("[", "]"), between=",", is_control=True
+    ),
+    "granite 3": _json("Granite 3", "<|tool_call|>", inside=("[", "]"), between=",", is_control=True),
+    "internlm 2.5": _json(
+        "InternLM 2.5",
+        "<|action_start|><|plugin|>",
+        "<|action_end|>",
+        _call("parameters"),
+        inside=("\n", ""),
+        between="",
+        repeats=True,
+        is_control=True,
+    ),
+    "firefunction": _json("FireFunction", "functools[", inside=("", "]"), between=", "),
+    "lfm2": Format(
+        "LFM2",
+        "{name}",
+        _PYTHON,
+        "",
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        ("[", "]"),
+        ", ",
+        is_control=True,
+    ),
+    "minicpm 3": Format(
+        "MiniCPM 3",
+        "{name}",
+        _PYTHON,
+        "",
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        ("\n```python\n", "\n```\n"),
+        is_control=True,
+    ),
+    "olmo 3": Format("OLMo 3", "{name}", _PYTHON, "", "<function_calls>", "</function_calls>"),
+    **{
+        f"glm {version}": Format(
+            f"GLM {version}",
+            "{name}" + space,
+            TaggedArguments(
+                f"<arg_key>{{key}}</arg_key>{space}<arg_value>", "</arg_value>", space, has_line_breaks=False
+            ),
+            "",
+            "<tool_call>",
+            "</tool_call>",
+            ("", space),
+            space,
+            repeats=True,
+        )
+        for version, space in (("4.6", "\n"), ("4.7", ""))
+    },
+    "llama 3": _json(
+        "Llama 3",
+        "<|python_tag|>",
+        "",
+        _call("parameters", more='"type": "function", '),
+        between="; ",
+        is_control=True,
+    ),
+    "llama 3.1": Format("Llama 3.1", "<function={name}>", _JSON, "</function>"),
+    "gpt-oss": Format("gpt-oss", f"{CALL}functions.{{name}}<|message|>", _JSON, END_OF_CALL, between=""),
+    "llama 3, bare": _json("Llama 3.2", "", "", _call("parameters")),
+    "llama 4": Format("Llama 4", "{name}", _PYTHON, inside=("[", "]"), between=", "),
+    "chatglm": Format("ChatGLM 3, GLM-4 9B", "{name}\n", _JSON),
+}
+
+
+# -- Tables of the parser ------------------------------------------------------------------------------------------
+
+#: Opening tags and their closing tags; a tag that is its own closing tag ends at the next one or with the reply.
+TAGS = {
+    format_.opening or format_.tag_of_head: format_.end
+    for format_ in reversed(FORMATS.values())
+    if not format_.is_bare
+}
+#: Opening tags that are a part of the call.
+TAGS_IN_CALLS = {format_.tag_of_head for format_ in FORMATS.values()} - {""}
+#: Opening tags that also end reasoning.
+CONTROL_TAGS = tuple({format_.opening: None for format_ in FORMATS.values() if format_.is_control})
+#: The format whose calls have the tool's name as their only key.
+NAMED_TAG = FORMATS["apertus"].opening
+
+#: Ends of calls, without JSON's brackets.
+ENDS = tuple(
+    dict.fromkeys(
+        [
+            format_.tail.strip().removeprefix("```")
+            for format_ in FORMATS.values()
+            if format_.tail.strip() not in ("", "}")
+        ]
+        + ["```python", "```", "<|tool_call_end|>"]
+    )
+)
+#: Starts of calls that have tags.
+BEGINNINGS = tuple(dict.fromkeys(before for format_ in FORMATS.values() if (before := format_.before_name)))
+#: Tags around arguments.
+TAGGED = {
+    format_.arguments.key_tag: format_.arguments
+    for format_ in FORMATS.values()
+    if isinstance(format_.arguments, TaggedArguments)
+}

@@ -1,0 +1,368 @@
+"""JSON as models write it, converted to valid JSON while it arrives."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from typing import NamedTuple, Self
+
+from localllm.chat.thinking import n_open
+
+#: Lists and objects inside each other. Deeper ones become null: no reader of the arguments has to recurse further.
+MAX_DEPTH = 100
+
+#: Quotation marks of Gemma 4: control tokens that no text contains.
+TOKEN_QUOTE = '<|"|>'
+
+#: Python's names for JSON's words.
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+#: The start of such a word.
+PARTIAL_WORD = re.compile(r"t|tr|tru|true|f|fa|fal|fals|false|n|nu|nul|null|-?\d*\.?\d*(?:[eE][+-]?\d*)?", re.ASCII)
+
+_SPACE = re.compile(r"\s*")
+#: Characters of a string up to its end or an escape, by quotation mark.
+_CHARACTERS = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
+#: An escape; surrogates come in pairs.
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|u(?P<code>[\da-fA-F]{4})|(?P<other>.))",
+    re.ASCII | re.DOTALL,
+)
+#: Characters by which an escape is certain.
+_LONGEST_ESCAPE = 12
+_BARE_KEY = re.compile(r"""[^\s{}\[\]:,"'<=]+""")
+#: A key and its colon; the start of one. Longer ones are not recognized after a missing comma.
+_KEY = re.compile(r"""\s*(?:"[^"\\]{0,80}"|'[^'\\]{0,80}'|<\|"\|>[^<]{0,80}<\|"\|>|[\w$.-]{1,80})\s*:""")
+_LONGEST_KEY = 100
+#: Characters that may end a value without quotation marks.
+_BARE_VALUE_END = {"}": re.compile(r"[,}\n]"), "]": re.compile(r"[,\]\n]"), "": re.compile(r"\Z")}
+_BARE_WORD = re.compile(r"[\w.+-]+(?=\s*[,}\]\n])")
+
+
+class JSONReader:
+    """Converts JSON while it arrives, and repairs what models get wrong.
+
+    Strings and keys may lack quotation marks or have Python's or Gemma's. Strings may contain control characters and
+    quotation marks. Commas may be missing or superfluous. Words may be Python's. Brackets may be missing.
+
+    Attributes:
+        n_repairs: Errors that were repaired so far. Other quotation marks and words are none.
+        is_strict: Whether a quotation mark always ends a string.
+        is_too_deep: Whether a part was replaced by null because of `MAX_DEPTH`.
+        has_closed: Whether the last read ended at the depth that it was to stop at.
+        quote: The end of the string that is being read; empty outside of strings.
+    """
+
+    def __init__(self) -> None:
+        self.n_repairs = 0
+        self.is_strict = self.is_too_deep = self.has_closed = False
+        self.quote = ""
+        self._open: list[str] = []  # closing brackets of the open lists and objects
+        self._expects = "value"  # the next token: "value", "key", ":" or ","
+        self._is_key = False  # whether the string is a key
+        self._separator = ""  # a comma and white space that belong before the next item
+        self._n_scanned = 0  # characters of a value without quotation marks that contain no end
+
+    @property
+    def depth(self) -> int:
+        """Open lists and objects."""
+        return len(self._open)
+
+    def fork(self) -> Self:
+        """Return a copy that reads on independently."""
+        other = copy.copy(self)
+        other._open = self._open.copy()
+        return other
+
+    def read(self, text: str, at: int, end: int, *, stop: int = 0, pause: int = 0, is_whole: bool) -> tuple[str, int]:
+        """Return the JSON of ``text[at:end]`` as far as it is certain, and the position up to which it was read.
+
+        Args:
+            stop: Depth to stop at when brackets are closed.
+            pause: Depth to stop at when brackets are opened.
+            is_whole: Whether nothing follows ``end``.
+        """
+        out: list[str] = []
+        self.has_closed = False
+        while at < end and not self.has_closed:
+            depth = self.depth
+            piece, n = self._string(text, at, end, is_whole) if self.quote else self._token(text, at, end, is_whole)
+            if not n:
+                break
+            if depth <= MAX_DEPTH:
+                out.append(piece)
+            at += n
+            self._n_scanned = 0
+            self.has_closed = self.depth <= stop and self.depth < depth
+            if self.depth == pause > depth:
+                break
+        return "".join(out), at
+
+    def close(self, depth: int = 0) -> str:
+        """Return the end of JSON that was not closed, down to a depth."""
+        if len(self._open) > MAX_DEPTH:
+            return "".join(reversed(self._open[depth:MAX_DEPTH]))
+        string_end = '"' if self.quote else ""
+        if self.quote:
+            self.quote, self._expects = "", ":" if self._is_key else ","
+        return string_end + self._missing_value() + "".join(reversed(self._open[depth:]))
+
+    def cut(self, rest: str) -> str:
+        """Return the JSON of the characters after the last certain one, for a reply that was cut off there."""
+        if self.depth > MAX_DEPTH or TOKEN_QUOTE.startswith(rest):
+            return ""
+        if self.quote:
+            return '"' if rest.startswith(self.quote) else rest
+        if self._expects == "key" and _BARE_KEY.match(rest):
+            return self._separator + json.dumps(rest, ensure_ascii=False)[:-1]
+        if self._expects != "value" or not rest.strip():
+            return ""
+        word = PYTHON_WORDS.get(rest, rest)
+        return self._separator + (word if PARTIAL_WORD.fullmatch(word) else json.dumps(rest, ensure_ascii=False)[:-1])
+
+    @property
+    def _bracket(self) -> str:
+        """The closing bracket of the innermost list or object."""
+        return self._open[-1] if self._open else ""
+
+    def _missing_value(self) -> str:
+        """The value of a key that has none."""
+        if self._expects == ":":
+            return ": null"
+        return "null" if self._expects == "value" and self._bracket == "}" else ""
+
+    def _next_item(self) -> str:
+        """The text between the last item and the next one; inserts a comma or colon that is missing."""
+        separator, self._separator = self._separator, ""
+        if self._expects not in ",:":
+            return separator
+        self.n_repairs += 1
+        separator = ", " if self._expects == "," else ": "
+        self._expects = "key" if self._expects == "," and self._bracket == "}" else "value"
+        return separator
+
+    # -- Strings ---------------------------------------------------------------------------------------------------
+
+    def _string(self, text: str, at: int, end: int, is_whole: bool) -> tuple[str, int]:
+        """The next piece of a string, and its length in the text; 0 if more text is needed."""
+        if text.startswith(self.quote, at, end):
+            n, ends = len(self.quote), self._ends_string(text, at + len(self.quote), end, is_whole)
+            if ends is None:
+                return "", 0
+            if not ends:
+                self.n_repairs += 1
+                return json.dumps(self.quote)[1:-1], n
+            self.quote, self._expects = "", ":" if self._is_key else ","
+            return '"', n
+        if self.quote == TOKEN_QUOTE:
+            stop = text.find(TOKEN_QUOTE, at, end)
+            if stop < 0:
+                stop = end - (0 if is_whole else n_open(text[max(at, end - len(TOKEN_QUOTE)) : end], TOKEN_QUOTE))
+        elif text[at] == "\\":
+            is_partial = end - at < _LONGEST_ESCAPE and not is_whole and self._is_partial_escape(text[at:end])
+            return ("", 0) if is_partial else self._escape(text, at, end)
+        else:
+            characters = _CHARACTERS[self.quote].match(text, at, end)
+            stop = at if characters is None else characters.end()
+        return json.dumps(text[at:stop], ensure_ascii=False)[1:-1], stop - at
+
+    @staticmethod
+    def _is_partial_escape(text: str) -> bool:
+        """Whether an escape continues after the text."""
+        if text[1:2] not in ("", "u"):
+            return False
+        digits = text[2:6]
+        if len(digits) < 4:
+            return re.fullmatch(r"[\da-fA-F]*", digits) is not None
+        is_high = digits[0] in "dD" and digits[1] in "89abAB"
+        return is_high and re.fullmatch(r"(?:\\(?:u(?:[dD](?:[c-fC-F][\da-fA-F]?)?)?)?)?", text[6:]) is not None
+
+    def _escape(self, text: str, at: int, end: int) -> tuple[str, int]:
+        escape = _ESCAPE.match(text, at, end)
+        if escape is None:  # the last character of the text
+            self.n_repairs += 1
+            return "\\\\", 1
+        other, code = escape["other"], escape["code"]
+        if code is not None and 0xD800 <= int(code, 16) <= 0xDFFF:
+            self.n_repairs += 1
+            return "\\ufffd", len(escape[0])
+        if other is None or other in '"\\/bfnrt':
+            return escape[0], len(escape[0])
+        self.n_repairs += other != "'"
+        return json.dumps(other if other == "'" else escape[0], ensure_ascii=False)[1:-1], len(escape[0])
+
+    def _ends_string(self, text: str, at: int, end: int, is_whole: bool) -> bool | None:
+        """Whether a quotation mark before ``at`` ends a string, and is no part of it; None if more text is needed."""
+        if self.is_strict or self.quote == TOKEN_QUOTE:
+            return True
+        at = _space_end(text, at, end)
+        if at == end:
+            return True if is_whole else None
+        if self._is_key:
+            return text[at] in ":,}="
+        if text[at] == "," and self._bracket == "}":
+            at = _space_end(text, at + 1, end)
+            if at == end:
+                return True if is_whole else None
+            return text[at] in "\"'<}" or self._is_key_at(text, at, end, is_whole)
+        if text[at] in "}],":
+            return True
+        if self._bracket == "}":
+            return self._is_key_at(text, at, end, is_whole)
+        return text[at] in "\"'"
+
+    @staticmethod
+    def _is_key_at(text: str, at: int, end: int, is_whole: bool) -> bool | None:
+        """Whether a key and its colon follow; None if more text is needed."""
+        if _KEY.match(text, at, end):
+            return True
+        is_possible = end - at < _LONGEST_KEY and not re.search(r"[{}\[\],:\n]", text[at:end])
+        return None if is_possible and not is_whole else False
+
+    # -- Tokens ----------------------------------------------------------------------------------------------------
+
+    def _token(self, text: str, at: int, end: int, is_whole: bool) -> tuple[str, int]:
+        """The JSON of a token outside of strings, and its length in the text; 0 if more text is needed."""
+        character = text[at]
+        if character.isspace():
+            space = text[at : _space_end(text, at, end)]
+            if self._separator:
+                self._separator += space
+            return "" if self._separator else space, len(space)
+        if character in "{[":
+            return self._opened(character), 1
+        if character in "}]":
+            return self._closed(character), 1
+        if character == ",":
+            return self._comma(), 1
+        if character == ":" or (character == "=" and self._expects == ":"):
+            is_expected = self._expects == ":"
+            self.n_repairs += character == "=" or not is_expected
+            self._expects = "value" if is_expected else self._expects
+            return ":" if is_expected else "", 1
+        quote = next((quote for quote in ('"', "'", TOKEN_QUOTE) if text.startswith(quote, at, end)), "")
+        if quote:
+            out = self._next_item()
+            self.quote, self._is_key = quote, self._expects == "key"
+            return out + '"', len(quote)
+        if TOKEN_QUOTE.startswith(text[at:end]) and not is_whole:
+            return "", 0
+        if self._expects == "," and self._bracket == "}":
+            is_key = self._is_key_at(text, at, end, is_whole)
+            if not is_key:
+                self.n_repairs += is_key is not None
+                return "", 0 if is_key is None else 1
+        elif self._expects != "key":
+            return self._bare_value(text, at, end, is_whole)
+        return self._bare_key(text, at, end, is_whole)
+
+    def _opened(self, bracket: str) -> str:
+        if self._expects == "key" or (self._expects == "," and self._bracket == "}"):
+            self.n_repairs += 1
+            return ""
+        out = self._next_item()
+        self._open.append("}" if bracket == "{" else "]")
+        self._expects = "key" if bracket == "{" else "value"
+        if self.depth <= MAX_DEPTH:
+            return out + bracket
+        self.is_too_deep = True
+        return out + "null"
+
+    def _closed(self, bracket: str) -> str:
+        if bracket not in self._open:
+            self.n_repairs += 1
+            return ""
+        out = self._missing_value()
+        self.n_repairs += bool(out or self._separator) + (bracket != self._bracket)
+        self._separator = ""
+        while self._open:
+            last = self._open.pop()
+            out += last
+            if last == bracket:
+                break
+        self._expects = ","
+        return out
+
+    def _comma(self) -> str:
+        if (
+            self._separator
+            or not self._open
+            or (self._expects == "key")
+            or (self._expects == "value" and self._bracket == "]")
+        ):
+            self.n_repairs += 1  # there is nothing before it
+            return ""
+        out = self._missing_value()
+        self.n_repairs += bool(out)
+        self._separator, self._expects = ",", "key" if self._bracket == "}" else "value"
+        return out
+
+    def _bare_key(self, text: str, at: int, end: int, is_whole: bool) -> tuple[str, int]:
+        key = _BARE_KEY.match(text, at, end)
+        if key is None:
+            self.n_repairs += 1
+            return "", 1
+        if key.end() == end and not is_whole:
+            return "", 0
+        out = self._next_item()
+        self._expects = ":"
+        return out + json.dumps(key[0], ensure_ascii=False), len(key[0])
+
+    def _bare_value(self, text: str, at: int, end: int, is_whole: bool) -> tuple[str, int]:
+        """A number or word, or a string without quotation marks, which a comma ends only before the next key."""
+        word = _BARE_WORD.match(text, at, end)
+        if word is not None and WORD.fullmatch(PYTHON_WORDS.get(word[0], word[0])):
+            value_end: int | None = word.end()
+        else:
+            value_end = self._bare_value_end(text, at, end, is_whole)
+        if value_end is None:
+            return "", 0
+        value = text[at:value_end].rstrip()
+        out = self._next_item()
+        self._expects = ","
+        json_word = PYTHON_WORDS.get(value, value)
+        if WORD.fullmatch(json_word):
+            return out + json_word, value_end - at
+        self.n_repairs += 1
+        return out + json.dumps(value, ensure_ascii=False), value_end - at
+
+    def _bare_value_end(self, text: str, at: int, end: int, is_whole: bool) -> int | None:
+        for mark in _BARE_VALUE_END[self._bracket].finditer(text, at + self._n_scanned, end):
+            if mark[0] in "}]" or (mark[0] == "," and self._bracket == "]"):
+                return mark.start()
+            place = _space_end(text, mark.end(), end)
+            is_end = text[place : place + 1] in ("}", "]", '"', "'") if place < end else is_whole or None
+            is_end = is_end or (self._is_key_at(text, place, end, is_whole) if place < end else is_end)
+            if is_end is None:
+                self._n_scanned = mark.start() - at
+                return None
+            if is_end:
+                return mark.start()
+        self._n_scanned = end - at
+        return end if is_whole else None
+
+
+def _space_end(text: str, at: int, end: int) -> int:
+    space = _SPACE.match(text, at, end)
+    assert space is not None
+    return space.end()
+
+
+class Repaired(NamedTuple):
+    """JSON of a list or object."""
+
+    json: str
+    is_too_deep: bool
+
+
+def repaired(text: str, *, max_repairs: int | None = None) -> Repaired | None:
+    """Return the JSON of a list or object, with errors repaired; None if it is none or has more errors."""
+    text = text.strip()
+    if not text.startswith(("{", "[")):
+        return None
+    reader = JSONReader()
+    out, end = reader.read(text, 0, len(text), is_whole=True)
+    if end < len(text) or (max_repairs is not None and reader.n_repairs + (not reader.has_closed) > max_repairs):
+        return None
+    return Repaired(out if reader.has_closed else out + reader.close(), reader.is_too_deep)

@@ -1,0 +1,123 @@
+"""Patterns of calls, built from the declared formats. They tolerate white space and quotation marks in tags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from localllm.chat.calls.formats import (
+    ENDS,
+    FORMATS,
+    TAGGED,
+    TAGS,
+    Format,
+    PythonArguments,
+    TaggedArguments,
+)
+
+#: Namespaces before a tool's name, and the index of a call after it.
+_NAMESPACE, _INDEX = r"(?:functions?[._:/]?|(?:[\w-]+[.:/])+)?", r"(?:[:._-]?\d+)?"
+
+
+def tool_name(written: str, names: Collection[str]) -> str:
+    """Return the offered tool that a written name means; the name as written if there is none.
+
+    Models put a namespace before the name (``default_api.look``), or write the id of the call, in a form to which a
+    client changed it (``functions.look:0``, ``functions_look_0``).
+    """
+    written = written.strip().strip("\"'`").strip()
+    if written in names:
+        return written
+    index = _INDEX if written.startswith("functions") else r"(?::\d+)?"
+    for name in sorted(names, key=len, reverse=True):
+        if re.fullmatch(f"{_NAMESPACE}{re.escape(name)}{index}", written):
+            return name
+    return re.sub(r":\d+\Z", "", written.removeprefix("functions."))
+
+
+def _literal(text: str) -> str:
+    """Pattern of a part of a tag."""
+    parts = re.split(r"(\s+|\{id\})", text)
+    return "".join(
+        r"\s*" if part.isspace() else r"[^<\[\n]{0,256}+" if part == "{id}" else re.escape(part) for part in parts
+    )
+
+
+def _any_of(tags: Collection[str]) -> str:
+    return "|".join(re.escape(tag) for tag in sorted(tags, key=len, reverse=True))
+
+
+def _xml_tag(tag: str, group: str) -> str:
+    """Pattern of a tag with a name, up to its attributes: ``<tag=name`` or ``<tag name="name"``."""
+    return rf"""{re.escape(tag)}(?:\s+name)?\s*=\s*["']?(?P<{group}>(?:[^<>"'\n/]|/(?!>)){{1,256}}+)["']?"""
+
+
+#: Tags that may follow the arguments of a call, as a pattern. A code block may also precede them.
+FOLLOWING = _any_of({tag for tag in (*ENDS, *TAGS, *TAGS.values()) if not tag.startswith("`")})
+
+
+def _head(format_: Format, end: str) -> str:
+    """Pattern of a call up to its arguments. ``end``: of a call without arguments."""
+    before, _, after = format_.head.partition("{name}")
+    if re.match(r'"?>', after):
+        return _xml_tag(re.split(r"[=\s]", before)[0], "name") + r"\s*/?>"
+    before, after = before.removesuffix("functions."), after.removeprefix(":{number}").strip()
+    has_parentheses = isinstance(format_.arguments, PythonArguments)
+    name = r"[\w.-]" if has_parentheses else r"[^\n<>\"'{}()\[\]]" if before else r"[^\s<>\"'{}()\[\]]"
+    # "function<｜tool▁sep｜>" is not the name of a tool if another format has it before the name.
+    longer = {other.head.partition("{name}")[0].removeprefix(before) for other in FORMATS.values() if before}
+    rests = [rest for rest in longer if rest and any(f.head.startswith(before + rest) for f in FORMATS.values())]
+    other = "".join(rf"(?!{re.escape(rest)}(?:\Z|\s*[^{{\s]))" for rest in rests if rest != "functions.")
+    pattern = rf"{_literal(before)}\s*{other}(?P<name>{name}{{1,256}}+)\s*"
+    if isinstance(format_.arguments, TaggedArguments) and not after:
+        return pattern + rf"(?={re.escape(format_.arguments.key_tag)})"
+    if after:
+        return pattern + (rf"(?:{_literal(after)}|(?={end}))" if before else _literal(after))
+    return pattern + (r"(?=\()" if has_parentheses else rf"(?=\{{|{end})")
+
+
+def _heads(end: str) -> list[re.Pattern[str]]:
+    formats = [each for each in FORMATS.values() if not each.is_bare and not each.head.startswith('{"')]
+    return [re.compile(pattern) for pattern in dict.fromkeys(_head(format_, end) for format_ in formats)]
+
+
+#: Patterns of calls up to their arguments, other than JSON objects: while a reply arrives, and after its end.
+HEADS, HEADS_AT_END = _heads(FOLLOWING), _heads(FOLLOWING + r"|\Z")
+
+#: A call that is only a name.
+NAME_ALONE = re.compile(rf"\s*(?P<name>[A-Za-z_][\w.:/-]{{0,255}}+)(?<=\w)(?=[\s\]]*(?:{FOLLOWING}))")
+OFFERED_ALONE = re.compile(r"\s*(?P<name>[^\s<{]{1,256}+)\s*\Z")
+
+#: A call that is a JSON object, up to its arguments, in repaired JSON.
+_PAIR = r'"[^"\\]*"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*'
+OBJECT_HEAD = re.compile(
+    rf'\s*\{{\s*(?:(?!"(?:tool_)?name"){_PAIR})*+"(?:tool_)?name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*(?:{_PAIR})*+'
+    r'"(?:arguments|parameters)"\s*:\s*\{'
+)
+#: The same if the tool's name is the only key.
+NAMED_HEAD = re.compile(r'\s*\{\s*(?P<name>"(?:[^"\\]|\\.)*")\s*:\s*\{')
+
+#: Calls without tags, at the start of a reply: JSON, a list of Python calls, or a name on a line of its own.
+BARE = re.compile(
+    r"\[?\s*\{|\[\s*(?P<in_list>[\w.-]+)\((?P<has_keyword>\s*(?:\w+\s*=(?!=)|\)))?|(?P<on_line>[\w.-]+)\n\s*\{"
+)
+BARE_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:(?=\()|\n\s*(?=\{))")
+#: A text that may become such a call once more of it arrives.
+PARTIAL_BARE = re.compile(r"\[?\s*[\w.-]*(?:\n\s*)?")
+PARTIAL_BARE_LIST = re.compile(r"\[\s*[\w.-]*(?:\(\s*(?:\w+\s*)?)?")
+#: A JSON object that cannot be a call, by its first key.
+OTHER_KEY = re.compile(r"""[\s\[]*\{\s*"(?!(?:name|type|id|function|arguments|parameters)")[^"]*\"""")
+
+
+def _key(arguments: TaggedArguments) -> re.Pattern[str]:
+    begin, _, end = arguments.begin.partition("{key}")
+    if "=" in begin:
+        return re.compile(_xml_tag(arguments.key_tag, "key") + r"(?P<attributes>[^<>]*+)>")
+    close, value = re.findall(r"<[^<>]+>", end)
+    return re.compile(
+        rf"{re.escape(begin)}\s*(?P<key>[^<>]{{1,256}}+)(?:{re.escape(close)})?\s*(?P<attributes>){re.escape(value)}"
+    )
+
+
+#: Patterns up to an argument's value, by the tag that they begin with.
+KEYS = {tag: _key(arguments) for tag, arguments in TAGGED.items()}

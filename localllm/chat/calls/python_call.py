@@ -1,0 +1,113 @@
+"""Arguments of calls that are written in Python."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+
+from localllm.chat.calls.json_text import MAX_DEPTH
+from localllm.chat.calls.source import TOO_DEEP, Call, Reading, Source
+
+_STRING = re.compile(r""""(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'""", re.DOTALL)
+_ESCAPE = re.compile(r"\\(.)|\n|\r", re.DOTALL)
+_ESCAPED = "\\'\"abfnrtvxuUN01234567\n"
+#: Characters between quotation marks and brackets, and within strings.
+_CODE, _CHARACTERS = re.compile(r"[^\"'()\[\]{},]*"), {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+_KEYWORD = re.compile(r"\s*(\w+)\s*=(?!=)\s*")
+
+
+class _JSONWords(ast.NodeTransformer):
+    """JSON's words, which some models write in Python calls."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words: dict[str, bool | None] = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
+def read_python(source: Source, call: Call) -> Reading:
+    """Read the arguments of a Python call, each of which is told once it is whole."""
+    source.take(1)
+    arguments, parts = _Arguments(call), list[str]()
+    quote, brackets, depth = "", 0, 0
+    while True:
+        pattern = _CHARACTERS[quote[0]] if quote else _CODE
+        code = pattern.match(source.text, source.at)
+        assert code is not None
+        parts.append(source.take(len(code[0])))
+        rest = source.text[source.at : source.at + 3]
+        mark = rest[:1]
+        # Three quotation marks begin and end another kind of string than one; an escape has two characters.
+        needed = quote or (mark * 3 if mark and mark in "\"'" else "")
+        is_partial = not rest or rest == "\\" or (len(rest) < len(needed) and needed.startswith(rest))
+        if is_partial and (yield from source.wait()):
+            continue
+        if not rest:
+            break
+        if mark == ")" and not quote and not brackets:
+            source.take(1)
+            break
+        n = 2 if quote and mark == "\\" else len(quote) if quote and rest.startswith(quote) else 1
+        if quote:
+            quote = "" if mark != "\\" and rest.startswith(quote) else quote
+        elif mark in "\"'":
+            quote = needed if rest == needed else mark
+            n = len(quote)
+        elif mark == "," and not brackets:
+            source.take(1)
+            arguments.add("".join(parts), depth)
+            parts, depth = [], 0
+            continue
+        elif mark != ",":
+            brackets = max(0, brackets + (1 if mark in "([{" else -1))
+            depth = max(depth, brackets)
+        parts.append(source.take(n))
+    if not rest and source.is_cut:
+        return
+    arguments.add("".join(parts), depth)
+    call.close_object()
+    if not rest:
+        call.problem = "its arguments are not closed"
+
+
+class _Arguments:
+    """Arguments of a call; those without a name get the names of the tool's schema, in order."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._names = call, call.types.names
+
+    def add(self, text: str, depth: int) -> None:
+        if not text.strip():
+            return
+        keyword = _KEYWORD.match(text)
+        if keyword is None and (not self._names or text.lstrip().startswith("*")):
+            self._call.problem = "its arguments have no names"
+            return
+        name = self._names[0] if keyword is None else keyword[1]
+        self._names = [each for each in self._names if each != name]
+        value = text[0 if keyword is None else keyword.end() :].strip()
+        literal = None
+        if depth > MAX_DEPTH:
+            self._call.problem = TOO_DEEP
+        else:
+            literal = _literal(value)
+        self._call.add_value(name, self._call.value_json(value, name) if literal is None else literal)
+
+
+def _literal(code: str) -> str | None:
+    """Return the JSON of a Python literal; None if it is none."""
+    code = _STRING.sub(lambda string: _ESCAPE.sub(_escape, string[0]), code)
+    try:
+        value = ast.literal_eval(_JSONWords().visit(ast.parse(code, mode="eval").body))
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()  # a lone surrogate cannot be
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return written
+
+
+def _escape(escape: re.Match[str]) -> str:
+    """An escape or a line break in the form that Python's strings allow."""
+    if escape[1] is None:
+        return "\\n" if escape[0] == "\n" else "\\r"
+    return escape[0] if escape[1] in _ESCAPED else f"\\{escape[0]}"
