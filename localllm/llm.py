@@ -86,6 +86,7 @@ def load(
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     draft_model: str | os.PathLike[str] | None = None,
     mmproj: str | os.PathLike[str] | Literal[False] | None = None,
+    image_max_tokens: int | None = None,
     progress: LoadProgress | None = None,
     planned: LoadPlan | None = None,
     max_waiting: int = MAX_WAITING,

@@ -129,7 +129,7 @@ class Tokenizer:
         return self._vocabulary.tokens[as_token_id(token, self._n_vocab)]
 
     def token_label(self, token: int) -> str:
-        r"""Return a label for lists of tokens: a control token's name, and bytes of partial characters as ``\xe2``."""
+        r"""Return a label for lists of tokens: a control token's name, bytes of partial characters as ``\xe2``."""
         return self.token_bytes(token, special=True).decode(errors="backslashreplace")
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:

@@ -180,15 +180,12 @@ def test_a_gpu_sees(seeing: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_limit_of_tokens_makes_images_smaller(seeing: Any) -> None:
     _, llm = seeing("qwen2vl_merger")
-    image, path, template = picture(640, 480), llm.info.path, llm.chat_template.source
+    path, template = llm.info.path, llm.chat_template.source
+    parts = [{"type": "image", "image": picture(640, 480)}, {"type": "text", "text": "what"}]
 
-    def n_prompt(model: LLM, *parts: Any) -> int:
-        return model.chat([{"role": "user", "content": [*parts]}], max_tokens=1).usage.prompt_tokens
+    def n_prompt(model: LLM) -> int:
+        return model.chat([{"role": "user", "content": parts}], max_tokens=1).usage.prompt_tokens
 
-    text, usual = {"type": "text", "text": "what"}, {"type": "image", "image": image}
-    low = usual | {"detail": "low"}
-    with localllm.load(path, device="reference", context=512, image_max_tokens=20, chat_template=template) as limited:
-        n_text = n_prompt(limited, text)
-        assert n_prompt(llm, usual, text) > n_text + 30  # the tiny processor's own limit is 40
-        assert 10 < n_prompt(limited, usual, text) - n_text <= 20 + 2  # with the tokens around the image
-        assert n_prompt(limited, low, text) == n_prompt(limited, usual, text)  # the lower limit counts
+    with localllm.load(path, device="reference", context=512, image_max_tokens=5, chat_template=template) as limited:
+        # The tiny processor gives the image 4 × 3 tokens; 5 allow 2 × 2, or 2 × 1.
+        assert n_prompt(llm) - n_prompt(limited) in (12 - 4, 12 - 2)
