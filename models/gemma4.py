@@ -125,19 +125,25 @@ def attention(
 ) -> Tensor:
     """Attention with normed heads, of scale 1; ``shared`` is the layer whose keys and values it uses.
 
-    Without a matrix of their own, values are the keys before they are normed and rotated.
+    Without a matrix for values, the values are the keys before norm and rotation.  A file may contain the three
+    matrices in ``attn_qkv``.
     """
     w, d, width = at.weights, at.n_embd, heads.n_kv * heads.key_dim
     q_norm = g.HeadNorm(at.norm_eps, w.vector("attn_q_norm", heads.key_dim))
-    query = w.matrix("attn_q", d, heads.n * heads.key_dim)
+    widths, keys_and_values = {"attn_q": heads.n * heads.key_dim, "attn_k": width, "attn_v": width}, list[g.Matrix]()
+    if w.n_rows("attn_qkv.weight"):
+        query, *keys_and_values = w.split("attn_qkv", d, widths)
+    else:
+        query = w.matrix("attn_q", d, widths["attn_q"])
+        names = ("attn_k", "attn_v") if w.n_rows("attn_v.weight") else ("attn_k",)
+        keys_and_values += [] if shared is not None else [w.matrix(name, d, width) for name in names]
     if shared is not None:
         w.skip("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
         cache: g.KVCache = at.graph.caches[shared]
         q = at.add(g.RopeAppend(at.add(g.Linear(x, query)), None, None, cache, rope, q_norm))
     else:
         cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, window=window)
-        names = ("attn_k", "attn_v") if w.n_rows("attn_v.weight") else ("attn_k",)
-        q, *kv = at.add(g.Linears(x, (query, *(w.matrix(name, d, width) for name in names))))
+        q, *kv = at.add(g.Linears(x, (query, *keys_and_values)))
         k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
         q = at.add(g.RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, g.HeadNorm(at.norm_eps)))
     y = at.add(g.Attention(q, cache, 1.0, window, has_spans=has_spans))

@@ -97,7 +97,7 @@ NOT_RELEASED = {
 READ_ELSEWHERE = {
     r".* blk\.N\.nextn\.\w+": "tests/models/test_mtp.py, or left out with the block",
     r"nemotron_h_moe blk\.N\.(ffn_(down|up)|post_attention_norm)": "as in nemotron_h, or left out with the block",
-    r"phi3 blk\.N\.attn_[qkv]|(gemma(3n|4)|kimi-linear) blk\.N\.attn_qkv": "with or without --fuse-qkv",
+    r"phi3 blk\.N\.attn_[qkv]|kimi-linear blk\.N\.attn_qkv": "with or without --fuse-qkv",
     r"(bailingmoe3|kimi-linear) blk\.N\.attn_(q_a|q_a_norm|q_b|kv_b)": "as in deepseek2",
     r"(deepseek2|deepseek32|glm-dsa|glm5-next|mistral4) blk\.N\.attn_(q|kv_b)": "as in deepseek-v3-old",
     r"jina-bert-v2 blk\.N\.attn_k_norm": "read where attn_q_norm is",

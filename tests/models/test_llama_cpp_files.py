@@ -134,3 +134,20 @@ def test_convolutions_that_see_both_ways_are_refused(tmp_path: Path) -> None:
 def test_layers_of_nemotron_puzzle_differ_in_their_experts(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"expert_used_count differs from layer to layer, which localllm does not"):
         read(tmp_path, "nemotron-h-moe", expert_used_count=[1, 2, 1, 1, 1])
+
+
+def test_gemma_4_with_one_matrix_for_query_key_and_value(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it with --fuse-qkv; layers whose values are the keys stay as they are."""
+    path = write(tmp_path / "model.gguf", TINY["gemma4-e2b"], make_model(TINY["gemma4-e2b"]))
+    with GGUFFile.open(path) as file:
+        metadata = {key: v for key, v in file.metadata.items() if not key.startswith(("general.f", "tokenizer."))}
+        values = {
+            key: np.array(tensor.data).view(np.float32).reshape(tensor.shape) for key, tensor in file.tensors.items()
+        }
+    tensors = dict(values)
+    for i in range(3):
+        parts = [tensors.pop(f"blk.{i}.attn_{part}.weight") for part in "qkv"]
+        tensors[f"blk.{i}.attn_qkv.weight"] = np.concatenate(parts)
+    fused, ids = write_gguf(tmp_path / "fused.gguf", metadata, tensors), list(range(3, 23))
+    expected, found = (Runner(each, ReferenceOps(np.float32)).logits(ids) for each in (path, fused))
+    np.testing.assert_array_equal(found, expected)
