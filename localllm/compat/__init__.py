@@ -32,8 +32,37 @@ from localllm.chat.tool_choice import choose_tools
 from localllm.compat.llama_chat_format import (
     ChatFormatter,
     LlamaChatCompletionHandler,
+    MTMDChatHandler,
+    NotAvailableError,
     get_chat_completion_handler,
     registered_formats,
+)
+from localllm.compat.llama_chat_format import (
+    Gemma4ChatHandler as Gemma4ChatHandler,
+)
+from localllm.compat.llama_chat_format import (
+    Llama3VisionAlphaChatHandler as Llama3VisionAlphaChatHandler,
+)
+from localllm.compat.llama_chat_format import (
+    Llava15ChatHandler as Llava15ChatHandler,
+)
+from localllm.compat.llama_chat_format import (
+    Llava16ChatHandler as Llava16ChatHandler,
+)
+from localllm.compat.llama_chat_format import (
+    MiniCPMv26ChatHandler as MiniCPMv26ChatHandler,
+)
+from localllm.compat.llama_chat_format import (
+    MoondreamChatHandler as MoondreamChatHandler,
+)
+from localllm.compat.llama_chat_format import (
+    NanoLlavaChatHandler as NanoLlavaChatHandler,
+)
+from localllm.compat.llama_chat_format import (
+    ObsidianChatHandler as ObsidianChatHandler,
+)
+from localllm.compat.llama_chat_format import (
+    Qwen25VLChatHandler as Qwen25VLChatHandler,
 )
 from localllm.compat.llama_types import (
     CreateChatCompletionResponse,
@@ -105,10 +134,6 @@ _OPTIONS = {
 }
 
 
-class NotAvailableError(UsageError, NotImplementedError):
-    """llama-cpp-python has it, and this version of localllm does not."""
-
-
 @dataclass(frozen=True)
 class LlamaState:
     """The tokens that `Llama.save_state` keeps; `Llama.load_state` fills the cache with them again."""
@@ -153,31 +178,6 @@ class LlamaGrammar:
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> Self:
         """Of the text of a JSON schema."""
         return cls({"json_schema": json_schema})
-
-
-@dataclass(frozen=True)
-class MTMDChatHandler:
-    """As ``chat_handler`` of `Llama`: an encoder of pictures; words around them are the model's own template's.
-
-    Attributes:
-        clip_model_path: the model's ``mmproj`` file.
-    """
-
-    clip_model_path: str | Path
-    verbose: bool = True
-    use_gpu: bool = True
-
-    @classmethod
-    def from_pretrained(cls, *repo: object, **options: object) -> Never:
-        """Raises NotAvailableError: `Llama.from_pretrained` fetches the encoder with its model."""
-        instead = "Llama.from_pretrained fetches the mmproj file beside the model, which then sees without it"
-        raise NotAvailableError(f"{cls.__name__}.from_pretrained is not available: {instead}")
-
-
-#: llama-cpp-python's handlers of other families of models.
-Llava15ChatHandler = Llava16ChatHandler = ObsidianChatHandler = MoondreamChatHandler = MTMDChatHandler
-NanoLlavaChatHandler = Llama3VisionAlphaChatHandler = MiniCPMv26ChatHandler = MTMDChatHandler
-Qwen25VLChatHandler = Gemma4ChatHandler = MTMDChatHandler
 
 
 #: Changes the logits, float32 [n_vocab], behind tokens; and says whether the text ends with these.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
 
 from localllm.chat import ChatTemplate
 from localllm.errors import UsageError
@@ -87,30 +88,33 @@ def chat_formatter_to_chat_completion_handler(formatter: ChatFormatter) -> Llama
     return handler
 
 
-#: Handlers of models that see, which llama-cpp-python has in this module.
-_HANDLERS = frozenset(
-    {
-        "MTMDChatHandler",
-        "Llava15ChatHandler",
-        "Llava16ChatHandler",
-        "ObsidianChatHandler",
-        "MoondreamChatHandler",
-        "NanoLlavaChatHandler",
-        "Llama3VisionAlphaChatHandler",
-        "MiniCPMv26ChatHandler",
-        "Qwen25VLChatHandler",
-        "Gemma4ChatHandler",
-    }
-)
+class NotAvailableError(UsageError, NotImplementedError):
+    """llama-cpp-python has it, and this version of localllm does not."""
 
 
-def __getattr__(name: str) -> Any:
-    """Handlers of `localllm.compat`, which imports this module."""
-    if name in _HANDLERS:
-        from localllm import compat
+@dataclass(frozen=True)
+class MTMDChatHandler:
+    """As ``chat_handler`` of `Llama`: an encoder of pictures; words around them are the model's own template's.
 
-        return getattr(compat, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    Attributes:
+        clip_model_path: the model's ``mmproj`` file.
+    """
+
+    clip_model_path: str | Path
+    verbose: bool = True
+    use_gpu: bool = True
+
+    @classmethod
+    def from_pretrained(cls, *repo: object, **options: object) -> Never:
+        """Raises NotAvailableError: `Llama.from_pretrained` fetches the encoder with its model."""
+        instead = "Llama.from_pretrained fetches the mmproj file beside the model, which then sees without it"
+        raise NotAvailableError(f"{cls.__name__}.from_pretrained is not available: {instead}")
+
+
+#: llama-cpp-python's handlers of other families of models.
+Llava15ChatHandler = Llava16ChatHandler = ObsidianChatHandler = MoondreamChatHandler = MTMDChatHandler
+NanoLlavaChatHandler = Llama3VisionAlphaChatHandler = MiniCPMv26ChatHandler = MTMDChatHandler
+Qwen25VLChatHandler = Gemma4ChatHandler = MTMDChatHandler
 
 
 class Jinja2ChatFormatter:
