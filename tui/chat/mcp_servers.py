@@ -68,6 +68,7 @@ class Server:
                 self._started.set_exception(UsageError(f"it cannot be used ({_reason(error)})"))
         finally:
             self._client = None
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # also runs callbacks that close pipes
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -206,5 +207,7 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
         for stream in (received, to_read, to_write, sent):
             stream.close()
         kill_tree(process)
+        # Only the end of all output closes the transport otherwise, and a child in another group may keep it open.
+        process._transport.close()  # type: ignore[attr-defined]
         with anyio.CancelScope(shield=True):
             await process.wait()
