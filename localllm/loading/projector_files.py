@@ -1,4 +1,4 @@
-"""Projector files (mmproj) next to a model: which of them belong to it, by their names."""
+"""Projector files (mmproj) next to a model: the choice of the files that belong to it, by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Types of weights in the order of preference, as names of files have them.
+#: Types of weights in the order of preference, as file names write them.
 _TYPES = [re.compile(rf"(?<![a-z]){type}(?![a-z0-9])") for type in ("f16", "q8_0", "bf16")]
 #: Parts of names that do not name the model: types of weights, the number of a split file, and kinds of files.
 _NO_NAME = re.compile(
@@ -28,8 +28,8 @@ def projector_names(model: str, names: Iterable[str]) -> list[str]:
     """Return the projector files that belong to a model: of the longest name first, then F16, then Q8_0.
 
     A projector belongs to the models whose names start with its own name, or else are the start of it.  A projector
-    without a name belongs to all models if their names start alike.  In a folder of one model, all projectors belong
-    to it.
+    without a name belongs to all models if all names start with the same one.  In a folder of one model, all
+    projectors belong to that model.
 
     Args:
         model: the name of the model's file.
