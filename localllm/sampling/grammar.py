@@ -152,21 +152,15 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
 def _enforceable_schema(text: str) -> tuple[str, list[str]]:
     """A JSON schema as it stands in Lark's notation, and what of it no text is held to."""
     given = parse_json(text, _MAX_SCHEMA_NESTING)
-    found, validate = [], llguidance.LLMatcher.validate_grammar_with_warnings
-    for is_strict in (True, False):
-        schema, not_held = enforceable_schema(given, is_strict=is_strict)
-        found.append((json.dumps(schema), not_held))
-        is_wrong, said = validate(f"start: %json {found[-1][0]}")
-        if not is_wrong:
-            if '"oneOf"' in text:  # alternatives may exclude each other only as they are closed
-                said += validate(f"start: %json {json.dumps(enforceable_schema(given, may_close=False)[0])}")[1]
-            not_held += [words for sign, words in _OF_LLGUIDANCE if any(sign in each for each in said)]
-            if not is_strict:
-                not_held.append("additionalProperties, which forbids what is required beside it")
-            return found[-1]
-        if "Unsatisfiable" not in said[0]:
-            break
-    return found[0]
+    validate = llguidance.LLMatcher.validate_grammar_with_warnings
+    schema, not_held = enforceable_schema(given)
+    written = json.dumps(schema)
+    is_wrong, messages = validate(f"start: %json {written}")
+    if not is_wrong:
+        if '"oneOf"' in text:  # alternatives may exclude each other only as they are closed
+            messages += validate(f"start: %json {json.dumps(enforceable_schema(given, may_close=False)[0])}")[1]
+        not_held += [words for sign, words in _OF_LLGUIDANCE if any(sign in each for each in messages)]
+    return written, not_held
 
 
 def _schemas(lark: str) -> Iterator[tuple[tuple[int, int], Any]]:

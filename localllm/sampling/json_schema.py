@@ -22,6 +22,12 @@ from localllm.sampling.ecma_patterns import from_ecma
 
 Node = dict[str, Any]
 
+#: Alternatives that a schema belongs to: the index of each, by the identity of the list.
+_Choices = dict[int, int]
+
+#: Combinations of schemas that are checked for contradictions.
+_MAX_GROUPS = 10_000
+
 #: Keywords by what their values hold: data, a schema, a list of schemas, and schemas by name.
 _DATA = (
     *("type", "const", "enum", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minLength"),
@@ -60,19 +66,19 @@ _MAX_BOUND = 10**18
 _LOOK = re.compile(r"\\[bB]|\(\?<?[=!]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
-def enforceable_schema(schema: Any, *, is_strict: bool = True, may_close: bool = True) -> tuple[Any, list[str]]:
+def enforceable_schema(schema: Any, *, may_close: bool = True) -> tuple[Any, list[str]]:
     """A schema in the form that llguidance takes, and what of it no text is held to.
 
     Args:
         schema: any JSON schema.
-        is_strict: ``additionalProperties: false`` also excludes the properties of schemas beside it, as the standard
-            has it; else it is taken to mean what ``unevaluatedProperties: false`` does.
         may_close: objects get no properties but those that their schema names.
     """
-    reader = _Reader(schema, is_strict)
+    reader = _Reader(schema)
     root, definitions = reader.read_all()
+    closing = _Closing(definitions, reader.not_held, reader.required_in_branches)
+    closing.loosen(root)
     if may_close:
-        _Closing(definitions, reader.not_held).close(root)
+        closing.close(root)
     if isinstance(root, dict) and definitions:
         root = {**root, "$defs": definitions}
     return root, list(dict.fromkeys(reader.not_held))
@@ -81,10 +87,10 @@ def enforceable_schema(schema: Any, *, is_strict: bool = True, may_close: bool =
 class _Reader:
     """Writes a schema in the one form."""
 
-    def __init__(self, root: Any, is_strict: bool) -> None:
+    def __init__(self, root: Any) -> None:
         self.not_held: list[str] = []
+        self.required_in_branches: dict[int, list[str]] = {}  # names that ``then`` and others require, by schema
         self._root = root
-        self._is_strict = is_strict
         self._names: dict[int, str] = {}  # of definitions, by the schema that they are of
         self._unread: list[tuple[str, Any, Node, str]] = []
         self._by_address: dict[str, tuple[Any, Node, str]] = {}  # each with its resource and that one's address
@@ -191,7 +197,7 @@ class _Reader:
         self._read_items(schema, found, read)
         self._read_numbers(found)
         self._read_text(schema, found)
-        self._read_properties(schema, found, read)
+        self._read_properties(schema, found, read, (resource, base))
         for key, allow_all in _NOT_HELD.items():
             if key in schema and schema[key] not in allow_all:
                 self.not_held.append(key)
@@ -255,7 +261,7 @@ class _Reader:
             self.not_held.append(f"pattern {pattern!r:.60}" + ("" if wider is None else " in full"))
         return wider
 
-    def _read_properties(self, schema: Node, found: Node, read: Any) -> None:
+    def _read_properties(self, schema: Node, found: Node, read: Any, place: tuple[Any, str]) -> None:
         names = schema.get("propertyNames")
         if isinstance(names, dict) and not {"properties", "patternProperties"} & found.keys():
             held = read(names)
@@ -270,9 +276,6 @@ class _Reader:
             elif isinstance(pattern, str):
                 found |= {"patternProperties": {pattern: value}, "additionalProperties": False}
                 schema.pop("propertyNames")
-        is_more = bool({"properties", "$ref", *_LISTS} & found.keys())
-        if not self._is_strict and found.get("additionalProperties") is False and is_more:
-            del found["additionalProperties"]
         if schema.get("unevaluatedProperties") is False:
             schema.pop("unevaluatedProperties")
             if {"$ref", *_LISTS} & found.keys():
@@ -285,10 +288,26 @@ class _Reader:
         more = [schema.get("then"), schema.get("else")]
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             more += schema[key].values() if isinstance(schema.get(key), dict) else ()
-        for each in more:
-            node = {"required": each} if isinstance(each, list) else each if isinstance(each, dict) else {}
-            for name in _names(node):
-                found.setdefault("properties", {}).setdefault(name, True)
+        branches = self._branches([{"required": each} if isinstance(each, list) else each for each in more], *place)
+        for name in dict.fromkeys(name for branch in branches for name in _names(branch)):
+            found.setdefault("properties", {}).setdefault(name, True)
+        if required := [name for branch in branches for name in _required(branch)]:
+            self.required_in_branches[id(found)] = required
+
+    def _branches(self, schemas: list[Any], resource: Any, base: str) -> list[Node]:
+        """Schemas that are not held, and those that they refer to or combine."""
+        left, found, seen = [(each, resource, base) for each in schemas], list[Node](), set[int]()
+        for node, resource, base in left:
+            if not isinstance(node, dict) or id(node) in seen:
+                continue
+            seen.add(id(node))
+            found.append(node)
+            resource, base = self._resource(node, resource, base)
+            inner = [node.get("then"), node.get("else"), *(each for key in _LISTS for each in _listed(node, key))]
+            left += [(each, resource, base) for each in inner]
+            if isinstance(reference := node.get("$ref"), str):
+                left.append(self._referred(reference, resource, base))
+        return found
 
 
 @lru_cache(1024)
@@ -314,8 +333,11 @@ def _without_look(pattern: str) -> str:
 class _Closing:
     """Closes objects where that takes no property away that a schema beside theirs names or requires."""
 
-    def __init__(self, definitions: dict[str, Any], not_held: list[str]) -> None:
+    def __init__(
+        self, definitions: dict[str, Any], not_held: list[str], required_in_branches: dict[int, list[str]]
+    ) -> None:
         self._definitions = definitions
+        self._required_in_branches = required_in_branches  # by the schema with ``then``, ``else`` or others
         self._not_held = not_held
         self._left: list[Any] = []
         self._open: set[int] = set()  # schemas that others are combined with
@@ -340,6 +362,54 @@ class _Closing:
                     node["additionalProperties"] = False
         for node in [root, *self._definitions.values()]:
             self._forget_marks(node, closed)
+
+    def loosen(self, root: Any) -> None:
+        """Remove ``additionalProperties: false`` from schemas that forbid what a schema beside them requires.
+
+        Such schemas exclude each other as the standard reads them. Their authors mean ``unevaluatedProperties``.
+        """
+        groups: list[list[tuple[Node, _Choices]]] = [[(root, {})]] if isinstance(root, dict) else []
+        seen: set[frozenset[int]] = set()
+        while groups and len(seen) < _MAX_GROUPS:
+            check_cancelled()
+            group = self._with_siblings(groups.pop())
+            key = frozenset(id(node) for node, _ in group)
+            if key in seen:
+                continue
+            seen.add(key)
+            required = [
+                (name, choices)
+                for node, choices in group
+                for name in [*_required(node), *self._required_in_branches.get(id(node), ())]
+            ]
+            for node, choices in group:
+                if node.get("additionalProperties") is False and "patternProperties" not in node:
+                    known = node.get("properties", {})
+                    if any(name not in known and _may_combine(choices, others) for name, others in required):
+                        del node["additionalProperties"]
+                        self._not_held.append("additionalProperties, which forbids what is required beside it")
+            places: dict[str, list[tuple[Node, _Choices]]] = {}
+            for node, choices in group:
+                for place, child in _children(node):
+                    if isinstance(child, dict):
+                        places.setdefault(place, []).append((child, choices))
+            groups += places.values()
+
+    def _with_siblings(self, group: list[tuple[Node, _Choices]]) -> list[tuple[Node, _Choices]]:
+        """Schemas with all schemas that hold the same value, and with the alternatives that each belongs to."""
+        found, seen, left = list[tuple[Node, _Choices]](), set[int](), group.copy()
+        for node, choices in left:
+            if not isinstance(node, dict) or id(node) in seen:
+                continue
+            seen.add(id(node))
+            found.append((node, choices))
+            if "$ref" in node:
+                left.append((self._definitions[node["$ref"].removeprefix("#/$defs/")], choices))
+            left += [(each, choices) for each in _listed(node, "allOf")]
+            for key in ("anyOf", "oneOf"):
+                alternatives = _listed(node, key)
+                left += [(each, {**choices, id(alternatives): n}) for n, each in enumerate(alternatives)]
+        return found
 
     def _forget_marks(self, node: Any, closed: set[int]) -> None:
         if isinstance(node, dict):
@@ -425,6 +495,11 @@ class _Closing:
             if isinstance(node, dict) and id(node) not in self._open:
                 self._open.add(id(node))
                 left += [*self._siblings(node), *(each for _, each in _children(node))]
+
+
+def _may_combine(choices: _Choices, others: _Choices) -> bool:
+    """Whether two schemas hold the same value, and are not different alternatives."""
+    return all(others.get(alternatives, n) == n for alternatives, n in choices.items())
 
 
 def _listed(node: Node, key: str) -> list[Any]:

@@ -170,6 +170,7 @@ class FakeStream:
         self._n = 0
         self._ended = False
         self._cancelled = threading.Event()
+        self.stop_text: str | None = None
         self.finish_reason: FinishReason | None = None
 
     @property

@@ -114,6 +114,14 @@ def test_a_call_that_is_not_allowed_is_not_run(folder: Path) -> None:
     assert session.conversation.path()[-1].text == "Pity."
 
 
+def test_a_call_of_a_tool_that_is_not_there_is_answered(folder: Path) -> None:
+    session, _ = asking(call("read_fil", path="a.txt"), "I cannot.", read=str(folder))
+    play(session.send, "what is in it?")
+    _, reply, answer = session.conversation.path()
+    assert [c.result for c in reply.calls] == ["There is no tool 'read_fil'. The tools are: read_file."]
+    assert answer.content == "I cannot."
+
+
 def test_nothing_is_switched_on_by_default() -> None:
     session, model = asking(call("run_command", command="echo hi"))
     play(session.send, "go")

@@ -8,9 +8,7 @@ import re
 from typing import NamedTuple, Self
 
 from localllm.chat.thinking import n_open
-
-#: Lists and objects inside each other. Deeper ones become null: no reader of the arguments has to recurse further.
-MAX_DEPTH = 100
+from localllm.nesting import MAX_CALL_NESTING
 
 #: Quotation marks of Gemma 4: control tokens that no text contains.
 TOKEN_QUOTE = '<|"|>'
@@ -49,12 +47,14 @@ class JSONReader:
     Attributes:
         n_repairs: Errors that were repaired so far. Other quotation marks and words are none.
         is_strict: Whether a quotation mark always ends a string.
-        is_too_deep: Whether a part was replaced by null because of `MAX_DEPTH`.
+        is_too_deep: Whether a part was replaced by null because of ``max_depth``.
         has_closed: Whether the last read ended at the depth that it was to stop at.
         quote: The end of the string that is being read; empty outside of strings.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_depth: int = MAX_CALL_NESTING) -> None:
+        """``max_depth``: lists and objects inside each other; deeper ones become null."""
+        self._max_depth = max_depth
         self.n_repairs = 0
         self.is_strict = self.is_too_deep = self.has_closed = False
         self.quote = ""
@@ -90,7 +90,7 @@ class JSONReader:
             piece, n = self._string(text, at, end, is_whole) if self.quote else self._token(text, at, end, is_whole)
             if not n:
                 break
-            if depth <= MAX_DEPTH:
+            if depth <= self._max_depth:
                 out.append(piece)
             at += n
             self._n_scanned = 0
@@ -101,8 +101,8 @@ class JSONReader:
 
     def close(self, depth: int = 0) -> str:
         """Return the end of JSON that was not closed, down to a depth."""
-        if len(self._open) > MAX_DEPTH:
-            return "".join(reversed(self._open[depth:MAX_DEPTH]))
+        if len(self._open) > self._max_depth:
+            return "".join(reversed(self._open[depth : self._max_depth]))
         string_end = '"' if self.quote else ""
         if self.quote:
             self.quote, self._expects = "", ":" if self._is_key else ","
@@ -110,7 +110,7 @@ class JSONReader:
 
     def cut(self, rest: str) -> str:
         """Return the JSON of the characters after the last certain one, for a reply that was cut off there."""
-        if self.depth > MAX_DEPTH or TOKEN_QUOTE.startswith(rest):
+        if self.depth > self._max_depth or TOKEN_QUOTE.startswith(rest):
             return ""
         if self.quote:
             return '"' if rest.startswith(self.quote) else rest
@@ -264,7 +264,7 @@ class JSONReader:
         out = self._next_item()
         self._open.append("}" if bracket == "{" else "]")
         self._expects = "key" if bracket == "{" else "value"
-        if self.depth <= MAX_DEPTH:
+        if self.depth <= self._max_depth:
             return out + bracket
         self.is_too_deep = True
         return out + "null"
@@ -356,12 +356,12 @@ class Repaired(NamedTuple):
     is_too_deep: bool
 
 
-def repaired(text: str, *, max_repairs: int | None = None) -> Repaired | None:
+def repaired(text: str, *, max_repairs: int | None = None, max_depth: int = MAX_CALL_NESTING) -> Repaired | None:
     """Return the JSON of a list or object, with errors repaired; None if it is none or has more errors."""
     text = text.strip()
     if not text.startswith(("{", "[")):
         return None
-    reader = JSONReader()
+    reader = JSONReader(max_depth)
     out, end = reader.read(text, 0, len(text), is_whole=True)
     if end < len(text) or (max_repairs is not None and reader.n_repairs + (not reader.has_closed) > max_repairs):
         return None

@@ -6,8 +6,8 @@ import ast
 import json
 import re
 
-from localllm.chat.calls.json_text import MAX_DEPTH
-from localllm.chat.calls.source import TOO_DEEP, Call, Reading, Source
+from localllm.chat.calls.source import Call, Reading, Source
+from localllm.nesting import MAX_CALL_NESTING, check_expression
 
 _STRING = re.compile(r""""(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'""", re.DOTALL)
 _ESCAPE = re.compile(r"\\(.)|\n|\r", re.DOTALL)
@@ -29,7 +29,7 @@ def read_python(source: Source, call: Call) -> Reading:
     """Read the arguments of a Python call, each of which is told once it is whole."""
     source.take(1)
     arguments, parts = _Arguments(call), list[str]()
-    quote, brackets, depth = "", 0, 0
+    quote, brackets = "", 0
     while True:
         pattern = _CHARACTERS[quote[0]] if quote else _CODE
         code = pattern.match(source.text, source.at)
@@ -55,16 +55,15 @@ def read_python(source: Source, call: Call) -> Reading:
             n = len(quote)
         elif mark == "," and not brackets:
             source.take(1)
-            arguments.add("".join(parts), depth)
-            parts, depth = [], 0
+            arguments.add("".join(parts))
+            parts = []
             continue
         elif mark != ",":
             brackets = max(0, brackets + (1 if mark in "([{" else -1))
-            depth = max(depth, brackets)
         parts.append(source.take(n))
     if not rest and source.is_cut:
         return
-    arguments.add("".join(parts), depth)
+    arguments.add("".join(parts))
     call.close_object()
     if not rest:
         call.problem = "its arguments are not closed"
@@ -76,7 +75,7 @@ class _Arguments:
     def __init__(self, call: Call) -> None:
         self._call, self._names = call, call.types.names
 
-    def add(self, text: str, depth: int) -> None:
+    def add(self, text: str) -> None:
         if not text.strip():
             return
         keyword = _KEYWORD.match(text)
@@ -86,22 +85,19 @@ class _Arguments:
         name = self._names[0] if keyword is None else keyword[1]
         self._names = [each for each in self._names if each != name]
         value = text[0 if keyword is None else keyword.end() :].strip()
-        literal = None
-        if depth > MAX_DEPTH:
-            self._call.problem = TOO_DEEP
-        else:
-            literal = _literal(value)
+        literal = _literal(value)
         self._call.add_value(name, self._call.value_json(value, name) if literal is None else literal)
 
 
 def _literal(code: str) -> str | None:
-    """Return the JSON of a Python literal; None if it is none."""
+    """Return the JSON of a Python literal; None if it is none or too deep."""
     code = _STRING.sub(lambda string: _ESCAPE.sub(_escape, string[0]), code)
     try:
+        check_expression(code, MAX_CALL_NESTING - 1)
         value = ast.literal_eval(_JSONWords().visit(ast.parse(code, mode="eval").body))
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         written.encode()  # a lone surrogate cannot be
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError):
         return None
     return written
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from localllm.chat.calls.argument_types import ArgumentTypes
-from localllm.chat.calls.json_text import MAX_DEPTH, PYTHON_WORDS, WORD, repaired
+from localllm.chat.calls.json_text import PYTHON_WORDS, WORD, repaired
 from localllm.chat.conversation import ToolCall
+from localllm.nesting import MAX_CALL_NESTING
 
-#: The problem of a call whose arguments were cut at `MAX_DEPTH`.
-TOO_DEEP = f"its arguments have more than {MAX_DEPTH} parts inside each other"
+#: The problem of a call whose arguments were cut at `MAX_CALL_NESTING`.
+TOO_DEEP = f"its arguments have more than {MAX_CALL_NESTING} parts inside each other"
 
 #: A function that reads text and yields whenever it needs more.
 Reading = Generator[None, None, None]
@@ -131,7 +132,8 @@ class Call:
         if WORD.fullmatch(word) and (word[0] in "tfn" or math.isfinite(float(word))):
             return word
         # Broken JSON may be a text if the schema does not ask for a list or an object.
-        value = repaired(text, max_repairs=None if types & {"array", "object"} else 0)
+        max_repairs = None if types & {"array", "object"} else 0
+        value = repaired(text, max_repairs=max_repairs, max_depth=MAX_CALL_NESTING - len(path))
         if value is None:
             return json.dumps(text, ensure_ascii=False)
         self.problem = TOO_DEEP if value.is_too_deep else self.problem

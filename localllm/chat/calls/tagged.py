@@ -7,10 +7,11 @@ import re
 from functools import cache
 
 from localllm.chat.calls.formats import BEGINNINGS, ENDS, TAGGED, TAGS
-from localllm.chat.calls.json_text import MAX_DEPTH, PARTIAL_WORD, repaired
+from localllm.chat.calls.json_text import PARTIAL_WORD, repaired
 from localllm.chat.calls.patterns import HEADS, KEYS
 from localllm.chat.calls.source import TOO_DEEP, Call, MalformedError, Reading, Source
 from localllm.chat.thinking import n_open
+from localllm.nesting import MAX_CALL_NESTING
 
 _CDATA = "<![CDATA[", "]]>"
 _ENDS_OF_CALLS = tuple(end for end in ENDS if end.startswith("</"))
@@ -265,7 +266,7 @@ def read_nested(source: Source, call: Call, mark: str) -> Reading:
         if name.startswith("invoke name=") or (closes and name in ("invoke", "tool_call") and not is_open):
             break
         source.take(len(tag[0]))
-        if not closes and len(open_parts) == MAX_DEPTH:
+        if not closes and len(open_parts) == MAX_CALL_NESTING:
             n_ignored += 1
             call.problem = TOO_DEEP
         elif not closes:

@@ -612,6 +612,50 @@ def test_schemas_of_all_kinds_are_held_as_far_as_they_can_be(
     assert not takes(schema, not_taken)
 
 
+CLOSED_B = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"], "additionalProperties": False}
+REQUIRES_B = {"properties": {"b": INTEGER}, "required": ["b"]}
+DEFINED: dict[str, Any] = {"$defs": {"A": CLOSED, "B": CLOSED_B, "AB": {"allOf": [{"$ref": "#/$defs/A"}, CLOSED_B]}}}
+
+
+def x_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"x": schema}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken"),
+    [
+        ({"allOf": [{"allOf": [CLOSED]}, CLOSED_B]}, {"b": 2, "a": 1}),
+        ({**DEFINED, **x_of({"$ref": "#/$defs/AB"})}, {"x": BOTH}),
+        ({**DEFINED, **x_of({"anyOf": [{"$ref": "#/$defs/AB"}, {"type": "null"}]})}, {"x": BOTH}),
+        ({**DEFINED, "type": "array", "items": {"allOf": [{"$ref": "#/$defs/A"}, CLOSED_B]}}, [BOTH]),
+        ({"anyOf": [{"allOf": [CLOSED, REQUIRES_B]}, {"type": "null"}]}, BOTH),
+        ({**CLOSED, "oneOf": [REQUIRES_B, {"properties": {"c": {}}, "required": ["c"]}]}, BOTH),
+        ({"allOf": [CLOSED], "anyOf": [CLOSED_B, {**CLOSED_B, "required": ["b", "c"]}]}, {"b": 2, "a": 1}),
+        ({"allOf": [{"anyOf": [CLOSED, CLOSED_B]}, {"properties": {"c": {}}, "required": ["c"]}]}, {"c": 3, "b": 2}),
+        ({"allOf": [x_of(CLOSED), x_of(CLOSED_B)]}, {"x": BOTH}),
+        ({"allOf": [{"allOf": [x_of(CLOSED)]}, {"anyOf": [x_of(CLOSED_B), {"required": ["y"]}]}]}, {"x": BOTH}),
+        ({**CLOSED, "allOf": [{"if": {}, "then": {"allOf": [REQUIRES_B]}}]}, BOTH),
+        ({**DEFINED, **CLOSED, "if": {}, "then": {"$ref": "#/$defs/B"}}, BOTH),
+        ({**DEFINED, **CLOSED, "dependentSchemas": {"a": {"$ref": "#/$defs/B"}}}, BOTH),
+    ],
+    ids=str,
+)
+def test_closed_objects_allow_what_a_schema_beside_them_requires(schema: dict[str, Any], taken: Any) -> None:
+    """The standard says that nothing follows such a schema: its author means that all together name all properties."""
+    assert takes(schema, taken)
+    more = {**taken, "z": 1} if isinstance(taken, dict) else [{**taken[0], "z": 1}]
+    assert not takes(schema, more)
+
+
+def test_a_closed_object_forbids_what_a_schema_beside_it_does_not_require() -> None:
+    schema = {**CLOSED, "allOf": [{"properties": {"b": INTEGER}}]}
+    assert takes(schema, {"a": 1})
+    assert not takes(schema, BOTH)
+    alternatives = {"anyOf": [CLOSED, CLOSED_B]}
+    assert takes(alternatives, {"b": 2})
+    assert not takes(alternatives, BOTH)
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
