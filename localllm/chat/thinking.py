@@ -102,6 +102,7 @@ class ThinkingSplitter:
         self.ends = ends
         self._state: Literal["start", "thinking", "answer", "header"] = "start"
         self._has_messages = self._is_call = False  # whether it comes in messages, and is in one to a tool
+        self._is_unclosed = False  # whether a call has ended the reasoning, whose closing tag may follow
         self.held = ""
         self._after_tag = bool(opened)  # whether white space that follows is omitted
 
@@ -123,7 +124,9 @@ class ThinkingSplitter:
             return segments + self._read_messages()
         if self._state == "thinking":
             segments += self._think()
-        if self._state == "answer":
+        if self._state == "answer" and self._is_unclosed:
+            segments += self._skip_closing_tag()
+        elif self._state == "answer":
             segments += self._emit(len(self.held))
         return segments
 
@@ -161,10 +164,21 @@ class ThinkingSplitter:
             return self._emit(len(self.held) - n_open(self.held, tags))
         at, tag = min(found)
         segments = self._emit(at)
-        if tag == closing:
+        self._state, self._is_unclosed = "answer", tag != closing
+        if not self._is_unclosed:
             segments.append(self._skip(len(closing)))
-        self._state, self._after_tag = "answer", True
+        self._after_tag = True
         return segments
+
+    def _skip_closing_tag(self) -> list[Segment]:
+        """The answer up to the closing tag of reasoning that a call has ended before."""
+        closing = TAGS.get(self._tag, "</think>")
+        at = self.held.find(closing)
+        if at < 0:
+            return self._emit(len(self.held) - n_open(self.held, closing))
+        segments = [*self._emit(at), self._skip(len(closing))]
+        self._is_unclosed = False
+        return segments + self._emit(len(self.held))
 
     def _read_messages(self) -> list[Segment]:
         segments: list[Segment] = []

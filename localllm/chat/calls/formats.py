@@ -5,102 +5,11 @@ No two formats conflict, so the parser is built from all declarations and reads 
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
+from localllm.chat.calls.declaration import Format, JSONArguments, NestedArguments, PythonArguments, TaggedArguments
 from localllm.chat.calls.json_text import TOKEN_QUOTE
 from localllm.chat.thinking import CALL, END_OF_CALL
-
-
-@dataclass(frozen=True)
-class JSONArguments:
-    """Arguments as a JSON object. ``quote`` surrounds strings; keys then have no quotation marks."""
-
-    quote: str = '"'
-
-
-@dataclass(frozen=True)
-class PythonArguments:
-    """Keyword arguments of a Python call."""
-
-
-@dataclass(frozen=True)
-class TaggedArguments:
-    """One pair of tags per argument; strings are written as they are, other values as JSON.
-
-    ``{key}`` in ``begin`` is the argument's name.
-    """
-
-    begin: str
-    end: str
-    between: str = ""
-    has_line_breaks: bool = True  # whether a line break at the start and the end of a value belongs to the tags
-
-    @property
-    def key_tag(self) -> str:
-        """The tag before the argument's name, without attributes."""
-        return re.split(r"[=\s{]", self.begin)[0]
-
-
-@dataclass(frozen=True)
-class NestedArguments:
-    """One pair of tags per argument and per part of it, each after ``mark``. The tag of list items is ``item``."""
-
-    mark: str
-
-
-Arguments = JSONArguments | PythonArguments | TaggedArguments | NestedArguments
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a family of models writes calls.
-
-    A reply is text, then ``opening``, ``inside[0]``, calls with ``between`` between them, ``inside[1]`` and
-    ``closing``, then text or more calls. A call is ``head``, arguments and ``tail``.
-
-    Attributes:
-        head: ``{name}`` is the tool's name, ``{id}`` an identifier, ``{number}`` the index of the call in the reply.
-        opening: Tag before calls; empty if ``head`` starts with a tag, or if nothing but the start of the reply tells
-            a call from text.
-        closing: Tag after calls; empty if they end with the next opening tag or the reply.
-        repeats: Whether the tags surround each call, and not all calls together.
-        is_control: Whether ``opening`` is a control token, which also ends reasoning.
-    """
-
-    models: str
-    head: str
-    arguments: Arguments
-    tail: str = ""
-    opening: str = ""
-    closing: str = ""
-    inside: tuple[str, str] = ("", "")
-    between: str = "\n"
-    repeats: bool = False
-    is_control: bool = False
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether calls have no tags at all."""
-        return not self.opening and not self.tag_of_head
-
-    @property
-    def before_name(self) -> str:
-        """The start of a call that has tags, without a quotation mark before the name."""
-        before = self.head.partition("{name}")[0]
-        return "" if before.startswith("{") else re.split(r'"|\{id\}|functions\.', before)[0]
-
-    @property
-    def tag_of_head(self) -> str:
-        """The opening tag that is a part of the head."""
-        return self.before_name if not self.opening else ""
-
-    @property
-    def end(self) -> str:
-        """The closing tag that the parser looks for; the opening tag if there is none."""
-        return self.closing or (self.tail if self.tag_of_head else self.opening)
-
 
 _JSON = JSONArguments()
 _PYTHON = PythonArguments()
@@ -326,15 +235,7 @@ FORMATS = {
     ),
     "firefunction": _json("FireFunction", "functools[", inside=("", "]"), between=", "),
     "lfm2": Format(
-        "LFM2",
-        "{name}",
-        _PYTHON,
-        "",
-        "<|tool_call_start|>",
-        "<|tool_call_end|>",
-        ("[", "]"),
-        ", ",
-        is_control=True,
+        "LFM2", "{name}", _PYTHON, "", "<|tool_call_start|>", "<|tool_call_end|>", ("[", "]"), ", ", is_control=True
     ),
     "minicpm 3": Format(
         "MiniCPM 3",
@@ -381,35 +282,19 @@ FORMATS = {
 
 # -- Tables of the parser ------------------------------------------------------------------------------------------
 
+_ALL = tuple(FORMATS.values())
 #: Opening tags and their closing tags; a tag that is its own closing tag ends at the next one or with the reply.
-TAGS = {
-    format_.opening or format_.tag_of_head: format_.end
-    for format_ in reversed(FORMATS.values())
-    if not format_.is_bare
-}
+TAGS = {each.opening or each.tag_of_head: each.end for each in reversed(_ALL) if not each.is_bare}
 #: Opening tags that are a part of the call.
-TAGS_IN_CALLS = {format_.tag_of_head for format_ in FORMATS.values()} - {""}
+TAGS_IN_CALLS = {each.tag_of_head for each in _ALL} - {""}
 #: Opening tags that also end reasoning.
-CONTROL_TAGS = tuple({format_.opening: None for format_ in FORMATS.values() if format_.is_control})
+CONTROL_TAGS = tuple(dict.fromkeys(each.opening for each in _ALL if each.is_control))
 #: The format whose calls have the tool's name as their only key.
 NAMED_TAG = FORMATS["apertus"].opening
-
-#: Ends of calls, without JSON's brackets.
-ENDS = tuple(
-    dict.fromkeys(
-        [
-            format_.tail.strip().removeprefix("```")
-            for format_ in FORMATS.values()
-            if format_.tail.strip() not in ("", "}")
-        ]
-        + ["```python", "```", "<|tool_call_end|>"]
-    )
-)
 #: Starts of calls that have tags.
-BEGINNINGS = tuple(dict.fromkeys(before for format_ in FORMATS.values() if (before := format_.before_name)))
-#: Tags around arguments.
-TAGGED = {
-    format_.arguments.key_tag: format_.arguments
-    for format_ in FORMATS.values()
-    if isinstance(format_.arguments, TaggedArguments)
-}
+BEGINNINGS = tuple(dict.fromkeys(each.before_name for each in _ALL if each.before_name))
+#: Ends of calls, without JSON's brackets.
+_TAILS = [each.tail.strip().removeprefix("```") for each in _ALL if each.tail.strip() not in ("", "}")]
+ENDS = tuple(dict.fromkeys([*_TAILS, "```python", "```", "<|tool_call_end|>"]))
+#: Formats of arguments between tags, by the first tag.
+TAGGED = {each.arguments.key_tag: each.arguments for each in _ALL if isinstance(each.arguments, TaggedArguments)}

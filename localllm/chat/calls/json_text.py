@@ -208,6 +208,8 @@ class JSONReader:
             return text[at] in "\"'<}" or self._is_key_at(text, at, end, is_whole)
         if text[at] in "}],":
             return True
+        if "```".startswith(text[at : min(end, at + 3)]):  # the end of a code block
+            return None if end - at < 3 and not is_whole else True
         if self._bracket == "}":
             return self._is_key_at(text, at, end, is_whole)
         return text[at] in "\"'"

@@ -5,15 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from localllm.chat.calls.formats import (
-    ENDS,
-    FORMATS,
-    TAGGED,
-    TAGS,
-    Format,
-    PythonArguments,
-    TaggedArguments,
-)
+from localllm.chat.calls.declaration import Format, PythonArguments, TaggedArguments
+from localllm.chat.calls.formats import ENDS, FORMATS, TAGGED, TAGS
 
 #: Namespaces before a tool's name, and the index of a call after it.
 _NAMESPACE, _INDEX = r"(?:functions?[._:/]?|(?:[\w-]+[.:/])+)?", r"(?:[:._-]?\d+)?"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any, Literal
 
-from localllm.chat.calls.formats import ENDS, FORMATS, NAMED_TAG, TAGS, TAGS_IN_CALLS, NestedArguments
+from localllm.chat.calls.declaration import NestedArguments
+from localllm.chat.calls.formats import ENDS, FORMATS, NAMED_TAG, TAGS, TAGS_IN_CALLS
 from localllm.chat.calls.json_text import JSONReader, repaired
 from localllm.chat.calls.patterns import (
     BARE_HEAD,

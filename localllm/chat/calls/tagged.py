@@ -75,8 +75,10 @@ class _Value:
         names.add(self._name)
         self._names = names
         is_string = re.search(r"""\bstring\s*=\s*["']?(true|false)""", key["attributes"])
-        self._is_string = None if is_string is None else is_string[1] == "true"
         self._types = call.types.of(self._name)
+        self._is_string = None if is_string is None else is_string[1] == "true"
+        if self._types and self._types <= {"string", "null"}:
+            self._is_string = self._is_string or None  # the schema decides
         self._parts: list[str] = []  # certain characters that were not told
         self._is_told = False
         self._tentative: tuple[int, int] | None = None  # offset and length of an end that nothing has confirmed
@@ -188,7 +190,8 @@ class _Value:
         if mark.lastgroup == "key":
             key = KEYS[self._tag].match(text, mark.start())
             if key is None:
-                return None if len(rest) < _LONGEST_TAG and ">" not in rest else False
+                last_tag = ">" if "=" in self._arguments.begin else self._arguments.begin.strip().rpartition("<")[2]
+                return None if len(rest) < _LONGEST_TAG and last_tag not in rest else False
             name, known = key["key"].strip(), self._call.types.names
             is_possible = name in known if known else text[mark.start() - 1 : mark.start()] == "\n"
             return is_possible and name not in self._names

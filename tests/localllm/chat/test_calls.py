@@ -12,13 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.chat.calls.argument_types import ArgumentTypes
-from localllm.chat.calls.formats import (
-    FORMATS,
-    Format,
-    JSONArguments,
-    NestedArguments,
-    PythonArguments,
-)
+from localllm.chat.calls.declaration import Format, JSONArguments, NestedArguments, PythonArguments
+from localllm.chat.calls.formats import FORMATS
 from localllm.chat.calls.json_text import JSONReader
 from localllm.chat.calls.patterns import tool_name
 from localllm.chat.reply import ReplyParser, ToolCall
@@ -271,12 +266,55 @@ def test_values_between_tags_are_repaired(form: str, expected: object) -> None:
         assert calls_of(f"{reply}\n{written(FORMATS['qwen coder'], ('now', {}))}", step)[:2] == ("", both)
 
 
+GLM_A = "<arg_key>a</arg_key><arg_value>1"
+GLM_NOTE = "<arg_key>note</arg_key><arg_value>x"
+DSML_PARAMETER = '<｜DSML｜parameter name="%s" string="%s">'
+
+
+@pytest.mark.parametrize("step", [1, 10_000])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        f"<tool_call>add{GLM_NOTE}{GLM_A}</arg_value></tool_call>",
+        f"<tool_call>add{GLM_A}</arg_value>{GLM_NOTE}</tool_call>",
+        "<minimax:tool_call><invoke name=add><parameter name=a>1<parameter name=note>x</invoke></minimax:tool_call>",
+        '<function name="add"><param name="note">x<param name="a">1</function>',
+        f'{M3}<tool_call>{M3}<invoke name="add">{M3}<a>1{M3}</a>{M3}<note>x{M3}</tool_call>',
+        f'<｜DSML｜tool_calls><｜DSML｜invoke name="add">{DSML_PARAMETER % ("a", "false")}1'
+        f"{DSML_PARAMETER % ('note', 'false')}x</｜DSML｜invoke></｜DSML｜tool_calls>",
+        "<|tool_call>call: add {note:'x' a:1}<tool_call|>",
+        '<|tool_call>call:add{"note": "x", "a": 1<tool_call|>',
+        '[TOOL_CALLS]add[ARGS]{"a": 1, "note": "x"',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1, "note": "x"}',
+        '[add(a=1, note="x")',
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "note": "x",},},]',
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1, "note": "x"<|tool_call_end|><|tool_calls_section_end|>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 1, "note": "x"\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ],
+)
+def test_almost_correct_calls_are_whole(reply: str, step: int) -> None:
+    assert calls_of(reply, step)[:2] == ("", [("add", {"a": 1, "note": "x"})])
+
+
+def test_the_markup_and_the_schema_decide_what_is_a_string() -> None:
+    values = [
+        DSML_PARAMETER % each + "7</｜DSML｜parameter>" for each in (("note", "false"), ("b", "true"), ("c", "false"))
+    ]
+    reply = f'<｜DSML｜tool_calls><｜DSML｜invoke name="add">{"".join(values)}</｜DSML｜invoke></｜DSML｜tool_calls>'
+    assert calls_of(reply)[1] == [("add", {"note": "7", "b": "7", "c": 7})]
+
+
 @pytest.mark.parametrize("name", [name for name, format_ in FORMATS.items() if format_.is_control])
 def test_a_control_token_before_calls_ends_reasoning(name: str) -> None:
     for step in (1, 10_000):
         reply = f"I must look.{written(FORMATS[name], ('now', {}))}"
         assert parse(reply, step, opened="<think>") == ("I must look.", "", [("now", {})], [])
         assert parse(reply, step, opened="<think>", tools=[])[0] == reply
+        if FORMATS[name].closing:
+            _, text, calls, _ = parse(f"{reply}</think>Yes </think>", step, opened="<think>")
+            assert (text, calls) == ("Yes </think>", [("now", {})])
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen coder", "glm 4.7", "minimax m2", "seed"])

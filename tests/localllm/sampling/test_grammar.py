@@ -641,7 +641,7 @@ def x_of(schema: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_closed_objects_allow_what_a_schema_beside_them_requires(schema: dict[str, Any], taken: Any) -> None:
-    """The standard says that nothing follows such a schema: its author means that all together name all properties."""
+    """By the standard such schemas exclude each other. Their author means the properties of all of them."""
     assert takes(schema, taken)
     more = {**taken, "z": 1} if isinstance(taken, dict) else [{**taken[0], "z": 1}]
     assert not takes(schema, more)
