@@ -1,9 +1,9 @@
 """Splits a reply into reasoning, answer text and tool calls while it arrives.
 
-A call begins when its tool is known, and its arguments follow as the model writes them. Errors in a call are repaired
-before anything is told, so that the arguments of a call that ended are valid JSON. A call of a tool that was not
-offered is a call, too: the program that runs tools can answer that there is none. Text that is no call stays text.
-Both add a warning; a reply never fails.
+A call starts when its tool is known, and its arguments follow as the model writes them. Errors are repaired before
+the arguments are emitted, so a finished call has valid JSON. A call of a tool that was not offered is also a call, so
+that the program that runs tools can answer "no such tool". Text that is no call stays text. Both add a warning.
+Parsing never fails.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ReplyParser:
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = (), opened: str = "") -> None:
-        """Begin a reply.
+        """Start a reply.
 
         Args:
-            tools: Offered to the model, as OpenAI's API describes functions. Without any, nothing is a call.
+            tools: Offered to the model, as OpenAI's API describes functions. Without tools, all text is answer text.
             opened: Tag that the prompt ended with (`localllm.chat.thinking.opening_tag`).
         """
         self._events: list[Event] = []
@@ -51,10 +51,10 @@ class ReplyParser:
         self._thinking = ThinkingSplitter(opened)
         self._reasoning: list[str] = []
         self.offer(tools)
-        self._space = ""  # white space at the end of the answer so far, which may precede a call
+        self._space = ""  # trailing white space of the answer, which may precede a call
         self._space_before_call: str | None = None  # None if no call precedes
         self._has_text = False  # whether the answer has text
-        self._prefix_rest = ""  # the end of the reply prefix that was not told
+        self._prefix_rest = ""  # the end of the reply prefix that was not emitted
         self._reading = self._read()
 
     @classmethod
@@ -65,11 +65,13 @@ class ReplyParser:
         tools: Sequence[Mapping[str, Any]] = (),
         prefix: str = "",
     ) -> ReplyParser:
-        """Begin the reply to a prompt that ends with ``prefix``, which is already the start of the reply.
+        """Start the reply to a prompt whose end, ``prefix``, is already the start of the reply.
 
-        Text of the prefix is not told again; calls in it are.
+        Text of the prefix is not emitted again; calls in the prefix are.
         """
-        ids = [id_ for id_ in prompt_ids[-16 - 4 * len(prefix) :] if id_ >= 0]  # those below stand for images
+        ids = [
+            id_ for id_ in prompt_ids[-16 - 4 * len(prefix) :] if id_ >= 0
+        ]  # negative ids are placeholders of images
         end = tokenizer.decode(ids, special=True)
         parser = cls(tools, opening_tag(end.removesuffix(prefix)))
         if prefix:
@@ -119,7 +121,7 @@ class ReplyParser:
                 next(self._reading)
 
     def _call_at_end_of_reasoning(self) -> None:
-        """Emit calls of offered tools with which the reasoning ends, if nothing follows it.
+        """Emit calls of offered tools at the end of the reasoning, for replies without an answer.
 
         Models forget to close their reasoning, and tags that are no control tokens do not end it.
         """
@@ -155,7 +157,7 @@ class ReplyParser:
             self._events.append(Piece(text, thinking))
 
     def _emit_text(self, text: str) -> None:
-        """Emit answer text. White space around a call is told once, and only between two texts."""
+        """Emit answer text. White space around a call is emitted once, and only between two texts."""
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         if end == 0:
             self._space += text
@@ -198,7 +200,7 @@ class ReplyParser:
             yield from self._calls.read(opening[0])
 
     def _may_be_bare(self, text: str) -> bool:
-        """Whether a text may be the start of a call without tags, before its arguments."""
+        """Whether text may be the start of a call without tags, before its arguments."""
         return self._calls.may_be_bare(text) or (text.startswith("[") and bool(PARTIAL_BARE_LIST.fullmatch(text)))
 
     def _is_bare_call(self, bare: re.Match[str]) -> bool:

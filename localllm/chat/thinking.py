@@ -1,10 +1,10 @@
 """Separates a model's reasoning from its answer, while the text streams in.
 
 Models that reason first do so between tags at the very beginning of a reply.  Some templates write the opening tag
-themselves, at the end of the prompt, so that a reply begins inside it.
+themselves, at the end of the prompt. The reply then starts with reasoning.
 
-gpt-oss writes messages ("harmony"): a header that names the channel, and the text.  What it writes in its channel
-"analysis" is what it thinks.
+gpt-oss writes messages ("harmony"): a header that names the channel, and the text. The channel "analysis" is
+reasoning.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _HEADER = re.compile(
     r"\s*(?:<\|constrain\|>)?\s*\w*<\|message\|>"
 )
 _LONGEST_HEADER = 200
-#: How headers begin, and what ends a message.
+#: Starts of headers, and ends of messages.
 _BEGINNINGS = ("<|start|>", "<|channel|>", "to=")
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
 
-#: Around a message to a tool, however its header was written; behind the first are the tool's name and "<|message|>".
+#: Tags around a message to a tool, in one form for all headers. The tool's name and "<|message|>" follow the first.
 CALL, END_OF_CALL = "<|channel|>commentary to=", "<|call|>"
 
 
 class Piece(NamedTuple):
-    """A piece of a reply; ``thinking`` tells which part it is of."""
+    """A piece of a reply: reasoning if ``thinking``, otherwise answer text."""
 
     text: str
     thinking: bool
 
 
 def opening_tag(prompt: str) -> str:
-    """The opening tag that a prompt ends with, so that the reply begins with thinking; empty if there is none."""
+    """Return the opening tag of reasoning at the end of a prompt; empty without a tag."""
     end = prompt.rstrip()
     return next((tag for tag in (*TAGS, _MESSAGE) if end.endswith(tag)), "")
 
@@ -62,7 +62,7 @@ def begun(prompt: str, reasoning: str, text: str) -> str:
         said = {"analysis": reasoning, "final": text}
         return f"<|end|>{_MESSAGE}".join(f"<|channel|>{name}<|message|>{part}" for name, part in said.items() if part)
     closing = TAGS.get(tag, "")
-    if closing and text.lstrip().startswith(tag):  # it opens again what the prompt has opened
+    if closing and text.lstrip().startswith(tag):  # it repeats the tag of the prompt
         return text.lstrip().removeprefix(tag + prompt[len(prompt.rstrip()) :]).removeprefix(tag)
     if not closing or closing in text:
         return text
@@ -70,7 +70,7 @@ def begun(prompt: str, reasoning: str, text: str) -> str:
 
 
 def split(text: str, opened: str = "", ends: tuple[str, ...] = ()) -> tuple[str, str]:
-    """Split a whole reply into reasoning and answer. The arguments are those of `ThinkingSplitter`."""
+    """Split a whole reply into reasoning and answer. The arguments match `ThinkingSplitter`."""
     splitter = ThinkingSplitter(opened, ends)
     pieces = [*splitter.feed(text), *splitter.finish()]
     thinking = "".join(piece.text for piece in pieces if piece.thinking)
@@ -97,7 +97,7 @@ class ThinkingSplitter:
     """
 
     def __init__(self, opened: str = "", ends: tuple[str, ...] = ()) -> None:
-        """Begin a reply. ``opened`` is the tag that its prompt ended with (`opening_tag`)."""
+        """Start a reply. ``opened`` is the tag at the end of its prompt (`opening_tag`)."""
         self._tag = opened
         self.ends = ends
         self._state: Literal["start", "thinking", "answer", "header"] = "start"
@@ -115,7 +115,7 @@ class ThinkingSplitter:
         return _pieces(self.last_segments())
 
     def segments(self, text: str) -> list[Segment]:
-        """Add the next piece of text. Return the certain characters, among them those of tags."""
+        """Add the next piece of text. Return the certain characters, including tags."""
         self.held += text
         segments: list[Segment] = []
         if self._state == "start":
@@ -139,14 +139,14 @@ class ThinkingSplitter:
         return self._emit(len(self.held))
 
     def _begin(self) -> list[Segment]:
-        """Find the tag that the reply begins with. A tag that the prompt has opened may come again."""
+        """Find the tag at the start of the reply. A tag at the end of the prompt may be repeated."""
         text = self.held.lstrip()
         if self._tag == _MESSAGE or (not self._tag and text.startswith("<|channel|>")):
             self._has_messages, self._state = True, "header"
             return []
         if text and not self._tag and "<|channel|>".startswith(text):
             return []
-        # A reply without reasoning may begin with the closing tag.
+        # A reply without reasoning may start with the closing tag.
         for tag in [self._tag] if self._tag else (*TAGS, *TAGS.values()):
             if text.startswith(tag):
                 self._tag, self._state, self._after_tag = tag, "thinking" if tag in TAGS else "answer", True
@@ -205,7 +205,7 @@ class ThinkingSplitter:
             segments.append(self._skip(header.end(), f"{CALL}{tool}<|message|>" if tool else ""))
 
     def _skip(self, n: int, text: str = "") -> Segment:
-        """Characters of a tag, which stand for ``text`` of the answer."""
+        """Characters of a tag, replaced by ``text`` in the answer."""
         raw, self.held = self.held[:n], self.held[n:]
         return Segment(raw, text, thinking=False)
 
@@ -227,7 +227,7 @@ def _pieces(segments: list[Segment]) -> list[Piece]:
 
 
 def n_open(text: str, tags: str | tuple[str, ...]) -> int:
-    """Return how many characters at the end of ``text`` may begin one of ``tags``."""
+    """Return the number of characters at the end of ``text`` that may be the start of one of ``tags``."""
     tags = (tags,) if isinstance(tags, str) else tags
     first_characters, longest = _first_characters(tags)
     for start in range(max(0, len(text) - longest + 1), len(text)):
@@ -238,5 +238,5 @@ def n_open(text: str, tags: str | tuple[str, ...]) -> int:
 
 @cache
 def _first_characters(tags: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """The characters that tags begin with, and the length of the longest tag."""
+    """First characters of tags, and the length of the longest tag."""
     return frozenset(tag[0] for tag in tags if tag), max(map(len, tags), default=0)

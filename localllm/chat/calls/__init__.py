@@ -1,1 +1,1 @@
-"""Tool calls as models write them: declared formats, and one streaming parser that reads all of them."""
+"""Tool calls as models write them: declared formats, and one streaming parser for all formats."""

@@ -41,8 +41,8 @@ Path = tuple[str, ...]
 class ArgumentTypes:
     """Types of the arguments of one tool, read from all of its schema.
 
-    Combined schemas are evaluated as the standard says: ``allOf`` and ``$ref`` narrow the types. ``anyOf``,
-    ``oneOf``, ``then`` and ``else`` are alternatives. Anything other than a JSON schema says nothing about types.
+    Combined schemas follow the standard: ``allOf`` and ``$ref`` narrow the types. ``anyOf``,
+    ``oneOf``, ``then`` and ``else`` are alternatives. A value that is not a JSON schema specifies no types.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -65,9 +65,9 @@ class ArgumentTypes:
         return list(names)
 
     def of(self, *path: str) -> frozenset[str]:
-        """Return the types of an argument or of a part of it; empty if the schema does not say.
+        """Return the types of an argument, or of its part at a path; empty if the schema specifies none.
 
-        ``additionalProperties`` counts only for names that no other keyword describes.
+        ``additionalProperties`` counts only for names without another description.
         """
         types = self._types(self._root, path, False)
         if types is None:
@@ -75,7 +75,7 @@ class ArgumentTypes:
         return types or frozenset()
 
     def _types(self, schema: Any, path: Path, with_additional: bool, depth: int = 0) -> frozenset[str] | None:
-        """None if the schema does not say."""
+        """Return the types at a path; None if the schema specifies none."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return None
         key = (id(schema), path, with_additional)
@@ -104,7 +104,7 @@ class ArgumentTypes:
         )
 
     def _target(self, schema: Mapping[str, Any]) -> Any:
-        """The schema that ``$ref`` points to (RFC 6901); None if there is none."""
+        """The schema that ``$ref`` points to (RFC 6901); None without a target."""
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
@@ -121,7 +121,7 @@ class ArgumentTypes:
 
 
 def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Types that a schema's own keywords allow; None if they do not say."""
+    """Types that a schema's own keywords allow; None if they specify none."""
     named = schema.get("type")
     types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
     if "integer" in types:
@@ -171,12 +171,12 @@ def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _joined(alternatives: list[frozenset[str] | None]) -> frozenset[str] | None:
-    """Types of any alternative. One that does not say is ignored."""
+    """Types of any alternative. Alternatives that specify none are ignored."""
     types: frozenset[str] = frozenset().union(*(each for each in alternatives if each is not None))
     return types or None
 
 
 def _narrowed(conditions: list[frozenset[str] | None]) -> frozenset[str] | None:
-    """Types that all conditions allow; those of any of them if the conditions exclude each other."""
+    """Types that all conditions allow. Types of any condition if the conditions exclude each other."""
     types = [each for each in conditions if each is not None]
     return frozenset.intersection(*types) or _joined(conditions) if types else None

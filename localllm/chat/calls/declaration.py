@@ -1,4 +1,4 @@
-"""Declaration of a format in which models write tool calls.
+"""Declaration of a format of tool calls.
 
 A declaration has all that a writer of calls needs, so a parser, a grammar and tests can be built from it.
 """
@@ -23,7 +23,7 @@ class PythonArguments:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """One pair of tags per argument; strings are written as they are, other values as JSON.
+    """One pair of tags per argument, around a raw string or the JSON of another value.
 
     ``{key}`` in ``begin`` is the argument's name.
     """
@@ -41,7 +41,7 @@ class TaggedArguments:
 
 @dataclass(frozen=True)
 class NestedArguments:
-    """One pair of tags per argument and per part of it, each after ``mark``. The tag of list items is ``item``."""
+    """One pair of tags per argument and per nested value, each after ``mark``. The tag of list items is ``item``."""
 
     mark: str
 
@@ -58,8 +58,8 @@ class Format:
 
     Attributes:
         head: ``{name}`` is the tool's name, ``{id}`` an identifier, ``{number}`` the index of the call in the reply.
-        opening: Tag before calls; empty if ``head`` starts with a tag, or if nothing but the start of the reply tells
-            a call from text.
+        opening: Tag before calls; empty if ``head`` starts with a tag, or if a call
+            without tags starts the reply.
         closing: Tag after calls; empty if they end with the next opening tag or the reply.
         repeats: Whether the tags surround each call, and not all calls together.
         is_control: Whether ``opening`` is a control token, which also ends reasoning.
@@ -94,5 +94,5 @@ class Format:
 
     @property
     def end(self) -> str:
-        """The closing tag that the parser looks for; the opening tag if there is none."""
+        """The closing tag that the parser looks for; the opening tag for formats without a closing tag."""
         return self.closing or (self.tail if self.tag_of_head else self.opening)

@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls, one declaration each.
+"""Formats of tool calls, one declaration each.
 
 No two formats conflict, so the parser is built from all declarations and reads every format for every model.
 """
@@ -23,7 +23,7 @@ def _call(key: str = "arguments", name: str = "name", more: str = "") -> str:
 
 
 def _json(models: str, opening: str, closing: str = "", head: str = _call(), **more: Any) -> Format:
-    """A format in which calls are JSON objects."""
+    """A format whose calls are JSON objects."""
     return Format(models, head, _JSON, "}", opening, closing, **more)
 
 

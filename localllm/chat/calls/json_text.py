@@ -27,7 +27,7 @@ _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|u(?P<code>[\da-fA-F]{4})|(?P<other>.))",
     re.ASCII | re.DOTALL,
 )
-#: Characters by which an escape is certain.
+#: Length of the longest escape.
 _LONGEST_ESCAPE = 12
 _BARE_KEY = re.compile(r"""[^\s{}\[\]:,"'<=]+""")
 #: A key and its colon; the start of one. Longer ones are not recognized after a missing comma.
@@ -45,7 +45,7 @@ class JSONReader:
     quotation marks. Commas may be missing or superfluous. Words may be Python's. Brackets may be missing.
 
     Attributes:
-        n_repairs: Errors that were repaired so far. Other quotation marks and words are none.
+        n_repairs: Number of repaired errors. Other quotation marks and words are no errors.
         is_strict: Whether a quotation mark always ends a string.
         is_too_deep: Whether a part was replaced by null because of ``max_depth``.
         has_closed: Whether the last read ended at the depth that it was to stop at.
@@ -76,7 +76,7 @@ class JSONReader:
         return other
 
     def read(self, text: str, at: int, end: int, *, stop: int = 0, pause: int = 0, is_whole: bool) -> tuple[str, int]:
-        """Return the JSON of ``text[at:end]`` as far as it is certain, and the position up to which it was read.
+        """Return the certain part of the JSON of ``text[at:end]``, and the position after it.
 
         Args:
             stop: Depth to stop at when brackets are closed.
@@ -127,7 +127,7 @@ class JSONReader:
         return self._open[-1] if self._open else ""
 
     def _missing_value(self) -> str:
-        """The value of a key that has none."""
+        """The missing value of a key."""
         if self._expects == ":":
             return ": null"
         return "null" if self._expects == "value" and self._bracket == "}" else ""
@@ -193,7 +193,7 @@ class JSONReader:
         return json.dumps(other if other == "'" else escape[0], ensure_ascii=False)[1:-1], len(escape[0])
 
     def _ends_string(self, text: str, at: int, end: int, is_whole: bool) -> bool | None:
-        """Whether a quotation mark before ``at`` ends a string, and is no part of it; None if more text is needed."""
+        """Whether a quotation mark before ``at`` ends a string; None if more text is needed."""
         if self.is_strict or self.quote == TOKEN_QUOTE:
             return True
         at = _space_end(text, at, end)
@@ -293,7 +293,7 @@ class JSONReader:
             or (self._expects == "key")
             or (self._expects == "value" and self._bracket == "]")
         ):
-            self.n_repairs += 1  # there is nothing before it
+            self.n_repairs += 1  # it follows no item
             return ""
         out = self._missing_value()
         self.n_repairs += bool(out)

@@ -13,10 +13,10 @@ _NAMESPACE, _INDEX = r"(?:functions?[._:/]?|(?:[\w-]+[.:/])+)?", r"(?:[:._-]?\d+
 
 
 def tool_name(written: str, names: Collection[str]) -> str:
-    """Return the offered tool that a written name means; the name as written if there is none.
+    """Return the offered tool that a written name means; otherwise the written name.
 
-    Models put a namespace before the name (``default_api.look``), or write the id of the call, in a form to which a
-    client changed it (``functions.look:0``, ``functions_look_0``).
+    Models write a namespace before the name (``default_api.look``). They also write the call's id instead of its
+    name, and clients replace characters of ids (``functions.look:0``, ``functions_look_0``).
     """
     written = written.strip().strip("\"'`").strip()
     if written in names:
@@ -57,7 +57,7 @@ def _head(format_: Format, end: str) -> str:
     before, after = before.removesuffix("functions."), after.removeprefix(":{number}").strip()
     has_parentheses = isinstance(format_.arguments, PythonArguments)
     name = r"[\w.-]" if has_parentheses else r"[^\n<>\"'{}()\[\]]" if before else r"[^\s<>\"'{}()\[\]]"
-    # "function<｜tool▁sep｜>" is not the name of a tool if another format has it before the name.
+    # "function<｜tool▁sep｜>" precedes the name in another format, so "function" is not the name.
     longer = {other.head.partition("{name}")[0].removeprefix(before) for other in FORMATS.values() if before}
     rests = [rest for rest in longer if rest and any(f.head.startswith(before + rest) for f in FORMATS.values())]
     other = "".join(rf"(?!{re.escape(rest)}(?:\Z|\s*[^{{\s]))" for rest in rests if rest != "functions.")
@@ -90,12 +90,12 @@ OBJECT_HEAD = re.compile(
 #: The same if the tool's name is the only key.
 NAMED_HEAD = re.compile(r'\s*\{\s*(?P<name>"(?:[^"\\]|\\.)*")\s*:\s*\{')
 
-#: Calls without tags, at the start of a reply: JSON, a list of Python calls, or a name on a line of its own.
+#: Calls without tags, at the start of a reply: JSON, a list of Python calls, or a name on a separate line.
 BARE = re.compile(
     r"\[?\s*\{|\[\s*(?P<in_list>[\w.-]+)\((?P<has_keyword>\s*(?:\w+\s*=(?!=)|\)))?|(?P<on_line>[\w.-]+)\n\s*\{"
 )
 BARE_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:(?=\()|\n\s*(?=\{))")
-#: A text that may become such a call once more of it arrives.
+#: The start of such a call.
 PARTIAL_BARE = re.compile(r"\[?\s*[\w.-]*(?:\n\s*)?")
 PARTIAL_BARE_LIST = re.compile(r"\[\s*[\w.-]*(?:\(\s*(?:\w+\s*)?)?")
 #: A JSON object that cannot be a call, by its first key.
@@ -112,5 +112,5 @@ def _key(arguments: TaggedArguments) -> re.Pattern[str]:
     )
 
 
-#: Patterns up to an argument's value, by the tag that they begin with.
+#: Patterns up to an argument's value, by their first tag.
 KEYS = {tag: _key(arguments) for tag, arguments in TAGGED.items()}

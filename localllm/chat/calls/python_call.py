@@ -26,7 +26,7 @@ class _JSONWords(ast.NodeTransformer):
 
 
 def read_python(source: Source, call: Call) -> Reading:
-    """Read the arguments of a Python call, each of which is told once it is whole."""
+    """Read the arguments of a Python call. Each argument is emitted once it is complete."""
     source.take(1)
     arguments, parts = _Arguments(call), list[str]()
     quote, brackets = "", 0
@@ -37,7 +37,7 @@ def read_python(source: Source, call: Call) -> Reading:
         parts.append(source.take(len(code[0])))
         rest = source.text[source.at : source.at + 3]
         mark = rest[:1]
-        # Three quotation marks begin and end another kind of string than one; an escape has two characters.
+        # A string has one or three quotation marks at each end; an escape has two characters.
         needed = quote or (mark * 3 if mark and mark in "\"'" else "")
         is_partial = not rest or rest == "\\" or (len(rest) < len(needed) and needed.startswith(rest))
         if is_partial and (yield from source.wait()):

@@ -35,7 +35,7 @@ _PARTIAL_MARK = "|".join([re.escape(_MARK), *(rf"{re.escape(_MARK[:n])}\Z" for n
 _BETWEEN = re.compile(rf"(?:(?!{_PARTIAL_MARK})[\s\[\]}},;]|{'|'.join(map(re.escape, ENDS))})*")
 #: Control tokens that end a call, also if its JSON is not closed.
 _CONTROL_ENDS = tuple(end for end in ENDS if end.startswith(("<|", "<｜")))
-#: Characters of unknown text after an opening tag, by which it is no call.
+#: Unknown text of this length after an opening tag is no call.
 _LONGEST_HEAD = 1000
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -45,8 +45,8 @@ class CallReader:
 
     Attributes:
         parameters: Schemas of the arguments, by tool name.
-        warnings: What was wrong with calls.
-        n_calls: Calls read so far.
+        warnings: Errors in calls.
+        n_calls: Number of calls.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class CallReader:
                 return None
 
     def may_be_bare(self, text: str) -> bool:
-        """Whether a text may be the start of a call of an offered tool without tags."""
+        """Whether text may be the start of a call of an offered tool without tags."""
         name = text.removeprefix("[").strip()
         return bool(PARTIAL_BARE.fullmatch(text)) and any(each.startswith(name) for each in self.parameters)
 
@@ -194,7 +194,7 @@ class CallReader:
         self._end()
 
     def _read_object(self, offset: int, opening: str, closing: str) -> Reading:
-        """Read a call that is a JSON object. Its arguments are told while they arrive if its name precedes them."""
+        """Read a call that is a JSON object. Its arguments are emitted while they arrive if they follow its name."""
         source, reader = self._source, JSONReader()
         n_undecided, out = len(self._undecided), list[str]()
         self._undecided.append(source.take(offset))
@@ -270,8 +270,8 @@ class CallReader:
 
         Return how it ends, and the reader, which is another one after a tag in a string.
 
-        After a closing tag in a string, nothing is passed on before the JSON is closed. If the JSON turns out to be
-        broken, the tag was no part of the string, and the JSON ends before it.
+        JSON after a closing tag in a string is withheld until the JSON is closed. If it has errors, the tag was no
+        part of the string, and the JSON ends before the tag.
         """
         source, (tags, pattern) = self._source, _ends(closing)
         before_tag: JSONReader | None = None  # the reader before a tag in a string
@@ -320,7 +320,7 @@ class CallReader:
 
 
 def _loaded(text: str) -> Any:
-    """The value of valid JSON; numbers beyond Python's become strings."""
+    """Parse valid JSON; numbers outside Python's range become strings."""
     return json.loads(
         text,
         parse_int=lambda digits: int(digits) if len(digits) < 1000 else digits,
@@ -330,6 +330,6 @@ def _loaded(text: str) -> Any:
 
 @cache
 def _ends(closing: str) -> tuple[tuple[str, ...], re.Pattern[str]]:
-    """Tags after which JSON does not continue, and their pattern."""
+    """Tags that end JSON, and their pattern."""
     tags = tuple(dict.fromkeys(tag for tag in (closing, *_CONTROL_ENDS) if tag))
     return tags, re.compile("|".join(map(re.escape, tags)))

@@ -87,7 +87,7 @@ class Call:
 
     Attributes:
         types: Types of its arguments.
-        problem: What was wrong with its arguments; empty if nothing was, or only what repairs leave no doubt about.
+        problem: Error in its arguments; empty for errors whose repair is certain.
     """
 
     def __init__(self, index: int, name: str, parameters: Any, emit: Callable[[CallDelta | ToolCall], None]) -> None:
@@ -104,7 +104,7 @@ class Call:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no arguments were written so far."""
+        """Whether the call has no arguments yet."""
         return not self._arguments
 
     def add(self, arguments: str) -> None:
@@ -113,7 +113,7 @@ class Call:
             self._emit(replace(self._delta, arguments=arguments))
 
     def add_value(self, name: str, json_value: str) -> None:
-        """Add an argument, for formats in which the arguments are not one JSON object."""
+        """Add an argument, for formats whose arguments are not one JSON object."""
         self.add(f"{'{' if self.is_empty else ', '}{json.dumps(name, ensure_ascii=False)}: {json_value}")
 
     def value_json(self, text: str, *path: str, is_string: bool | None = None) -> str:
@@ -121,7 +121,7 @@ class Call:
 
         Args:
             path: Names of the argument and of its part.
-            is_string: What the markup says. None if it does not: then the tool's schema decides.
+            is_string: Whether the markup declares a string. None: the tool's schema decides.
         """
         types = self.types.of(*path)
         if is_string is None:
@@ -131,7 +131,7 @@ class Call:
         word = PYTHON_WORDS.get(text.strip(), text.strip())
         if WORD.fullmatch(word) and (word[0] in "tfn" or math.isfinite(float(word))):
             return word
-        # Broken JSON may be a text if the schema does not ask for a list or an object.
+        # JSON with errors may be a string, unless the schema requires a list or an object.
         max_repairs = None if types & {"array", "object"} else 0
         value = repaired(text, max_repairs=max_repairs, max_depth=MAX_CALL_NESTING - len(path))
         if value is None:

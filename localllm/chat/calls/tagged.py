@@ -15,7 +15,7 @@ from localllm.nesting import MAX_CALL_NESTING
 
 _CDATA = "<![CDATA[", "]]>"
 _ENDS_OF_CALLS = tuple(end for end in ENDS if end.startswith("</"))
-#: Characters of a tag with a name, by which it is certain whether it is one.
+#: Length of the longest tag with a name.
 _LONGEST_TAG = 400
 
 
@@ -59,7 +59,7 @@ def _marks(tag: str, closing: str) -> re.Pattern[str]:
 
 
 class _Value:
-    """A value between tags. A string is told while it arrives.
+    """A value between tags. A string is emitted while it arrives.
 
     A value may contain the tags that end values and calls, and its own end may be missing. So a tag ends the value if
     what follows confirms it; the other tags end it only if no such tag comes (`_tentative`).
@@ -79,8 +79,8 @@ class _Value:
         self._is_string = None if is_string is None else is_string[1] == "true"
         if self._types and self._types <= {"string", "null"}:
             self._is_string = self._is_string or None  # the schema decides
-        self._parts: list[str] = []  # certain characters that were not told
-        self._is_told = False
+        self._parts: list[str] = []  # certain characters that were not emitted
+        self._is_emitted = False
         self._tentative: tuple[int, int] | None = None  # offset and length of an end that nothing has confirmed
         self._marks = _marks(tag, self._closing)
         self._tags = (
@@ -101,7 +101,7 @@ class _Value:
             n = start - source.at
             if self._tentative is None:
                 has_break = start > source.at and source.text[start - 1] == "\n"
-                n -= self._tell(n - has_break)
+                n -= self._add(n - has_break)
             verdict = False if mark is None else self._verdict(mark)
             if mark is None or verdict is None:
                 if (yield from source.wait()):
@@ -125,7 +125,7 @@ class _Value:
             self._call.problem = "a value is not closed"
 
     def _start(self) -> Reading:
-        """Read the line break before a value. Begin to tell it if it is a string."""
+        """Read the line break before a value. Start to emit the value if it is a string."""
         source = self._source
         start = "\n" + _CDATA[0]
         while start.startswith(source.rest) or _CDATA[0].startswith(source.rest):
@@ -135,20 +135,20 @@ class _Value:
             source.take(1)
         may_be_null = "null" in self._types and self._is_string is None
         is_string = self._is_string or (self._is_string is None and "string" in self._types)
-        self._is_told = is_string and not may_be_null and not source.rest.startswith(_CDATA[0])
-        if self._is_told:
+        self._is_emitted = is_string and not may_be_null and not source.rest.startswith(_CDATA[0])
+        if self._is_emitted:
             self._call.add_value(self._name, '"')
 
     def _n_open(self) -> int:
-        """Characters at the end of the text that may begin a tag."""
+        """Number of characters at the end of the text that may be the start of a tag."""
         text = self._source.text
         if self._source.is_whole and not self._source.is_cut:
             return 0
         return n_open(text[max(self._source.at, len(text) - _LONGEST_TAG) :], self._tags)
 
-    def _tell(self, n: int) -> int:
+    def _add(self, n: int) -> int:
         text = self._source.take(n)
-        if self._is_told:
+        if self._is_emitted:
             self._call.add(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
             self._parts.append(text)
@@ -157,9 +157,9 @@ class _Value:
     def _end(self, n: int, n_tag: int) -> None:
         """End the value after ``n`` more characters, before a tag of ``n_tag`` characters."""
         has_break = self._arguments.has_line_breaks and self._source.rest[:n].endswith("\n")
-        self._tell(n - has_break)
+        self._add(n - has_break)
         self._source.take(has_break + n_tag)
-        if self._is_told:
+        if self._is_emitted:
             self._call.add('"')
             return
         value = "".join(self._parts)
@@ -168,10 +168,10 @@ class _Value:
         self._call.add_value(self._name, self._call.value_json(value, self._name, is_string=self._is_string))
 
     def _cut(self) -> None:
-        """Tell what there is of a value that was cut off: the start of its JSON."""
+        """Emit the start of a value that was cut off."""
         rest = self._source.take(len(self._source.rest))
         rest = rest[: len(rest) - n_open(rest, self._tags)].removesuffix("\n")
-        if self._is_told:
+        if self._is_emitted:
             self._call.add(json.dumps(rest, ensure_ascii=False)[1:-1])
             return
         value = ("".join(self._parts) + rest).removeprefix(_CDATA[0])
@@ -204,14 +204,14 @@ class _Value:
 
 @cache
 def _confirming(tag: str, closing: str) -> tuple[tuple[str, ...], ...]:
-    """What confirms that a tag ends a value: sequences of tags, of which one follows."""
+    """Sequences of tags that confirm the end of a value before them."""
     after_call = (*BEGINNINGS, *((closing,) if closing else ()))
     ends = [(end, then) for end in _ENDS_OF_CALLS for then in after_call]
     return ((tag,), *((each,) for each in (*after_call, *TAGS)), *ends)
 
 
 def _any_begins(text: str, sequences: tuple[tuple[str, ...], ...]) -> bool | None:
-    """Whether a text begins with one of the sequences of tags; None if it may, once more of it arrives."""
+    """Whether text starts with one of the sequences of tags; None if more text is needed."""
     results = {_begins(text, tags) for tags in sequences}
     return True if True in results else None if None in results else False
 
