@@ -22,6 +22,7 @@ HF_NAMES |= {
     "ffn_gate_inp": "mlp.router.gate",
     "exp_probs_b.bias": "mlp.expert_bias",
 }
+HF_MEANT = {"n_group": (1,), "topk_group": (1,), "norm_topk_prob": (True,)}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS
 HF_NAMES |= {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+HF_MEANT = {"hidden_act": ("xielu",)}
 _NUMBERS = ("alpha_n", "alpha_p", "beta", "eps")
 
 

@@ -9,6 +9,7 @@ from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
+HF_MEANT = {"hidden_act": ("relu2",)}
 hf_keys, hf_tensor = llama.hf_keys, llama.hf_tensor
 
 

@@ -29,11 +29,13 @@ HF_NAMES |= {
     "ssm_norm": "attention.o_norm",
     "exp_probs_b.bias": "mlp.gate.expert_bias",
 }
+HF_MEANT = {"layer_group_size": (), "linear_conv_kernel_dim": (), "linear_head_dim": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
     if not getattr(config, "kda_safe_gate", True):
         raise ModelError("config.json has kda_safe_gate = false, but GGUF files of Ling 3 mean true")
+    dim = getattr(config, "linear_head_dim", None) or config.head_dim
     width = getattr(config, "moe_shared_expert_intermediate_size", None)
     limits = {
         f"swiglu_clamp_{ours}": [float(limit or 0) for limit in getattr(config, theirs, None) or ()] or None
@@ -44,7 +46,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": [int(_is_full(config, i)) for i in range(config.num_hidden_layers)],
         "attention.value_length": config.head_dim,
         "expert_shared_feed_forward_length": width or config.moe_intermediate_size * config.n_shared_experts,
-        "kda.head_dim": config.head_dim,
+        "kda.head_dim": dim,
         "kda.safe_gate": True,
         "kda.gate_lower_bound": config.kda_lower_bound,
         "ssm.conv_kernel": config.short_conv_kernel_size,

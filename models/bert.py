@@ -33,6 +33,7 @@ HF_NAMES = {
     "cls.output": "classifier",
     "dense_2": "linear",  # ColBERT's
 }
+HF_MEANT = {"add_cross_attention": (False,), "is_decoder": (False,)}
 
 
 #: Of query and key, where there is none and where there is one.

@@ -16,28 +16,33 @@ from localllm.models import hf_names
 from localllm.models.blocks import Layer, RecordNorm, attention, decoder, gated_mlp, layer_norm, mixture
 from localllm.models.blocks import norm as rms_norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import head_dim, rotated_part, sliding_window, window_keys
+from localllm.models.hf_convert import (
+    head_dim,
+    n_dense_layers,
+    periodic_windows,
+    rotated_part,
+    unscaled,
+    window_keys,
+)
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    keys = {"logit_scale": config.logit_scale}
-    if config.rope_parameters["rope_type"] == "default":
-        keys["rope.scaling.type"] = "none"
+    keys = unscaled(config) | {"logit_scale": config.logit_scale}
     if config.model_type == "cohere2_moe":
         return keys | _moe_keys(config)
     if config.model_type != "cohere2":
         return keys | {"attention.key_length": None, "attention.value_length": None}
-    return keys | sliding_window(config) | rotated_part(config) | {"vocab_size": config.vocab_size}
+    return keys | periodic_windows(config, 4) | rotated_part(config) | {"vocab_size": config.vocab_size}
 
 
 def _moe_keys(config: Any) -> dict[str, Any]:
-    n_shared = getattr(config, "num_shared_experts", 0)
-    if n_shared and config.shared_expert_combination_strategy != "average":
+    n_shared, strategy = getattr(config, "num_shared_experts", 0), config.shared_expert_combination_strategy
+    if n_shared and strategy != "average":
         raise ModelError("config.json adds shared experts up, but GGUF files of cohere2moe mean their average")
-    n_dense = config.mlp_layer_types.index("sparse")
+    n_dense = n_dense_layers(config)
     kinds = set(config.layer_types[:n_dense])
     if kinds == {"full_attention"} and getattr(config, "prefix_dense_sliding_window_pattern", 1) != 1:
         raise ModelError(

@@ -8,7 +8,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mixture
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import SILU, Array
 from localllm.models.rope import make_rope
 
 HF_NAMES = {
@@ -28,6 +28,14 @@ def hf_keys(config: Any) -> dict[str, Any]:
     ffn, attn = config.ffn_config, config.attn_config
     if ffn.get("moe_normalize_expert_weights", 1.0) != 1.0:
         raise ModelError("config.json has moe_normalize_expert_weights other than 1, which GGUF files of DBRX mean")
+    if ffn.get("ffn_act_fn") and ffn.ffn_act_fn.get("name", "silu") not in SILU:
+        raise ModelError("config.json has an ffn_act_fn other than silu, which GGUF files of DBRX mean")
+    ffn.skip("hidden_size")
+    theta = float(attn.get("rope_theta", 10_000.0))
+    if "rope_parameters" in config and config.rope_parameters["rope_theta"] != theta:
+        raise ModelError(
+            f"config.json has two bases of rotation: rope_parameters and attn_config.rope_theta = {theta:g}"
+        )
     return {
         "feed_forward_length": ffn["ffn_hidden_size"],
         "expert_count": ffn["moe_num_experts"],
@@ -35,7 +43,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": attn["kv_n_heads"],
         "attention.clamp_kqv": float(attn.get("clip_qkv") or 0.0),
         "attention.layer_norm_epsilon": 1e-5,
-        "rope.freq_base": float(attn["rope_theta"]),
+        "rope.freq_base": theta,
     }
 
 

@@ -12,10 +12,11 @@ from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, interleave_query_and_key, rotated_part
+from localllm.models.hf_convert import Array, interleave_query_and_key, rotated_part, unscaled
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.STACKED_EXPERTS | hf_names.SHARED_EXPERTS
+HF_MEANT = {"topk_method": ("greedy",), "scoring_func": ("softmax",)}
 
 
 def _is_ocr(config: Any) -> bool:
@@ -25,14 +26,17 @@ def _is_ocr(config: Any) -> bool:
 def hf_keys(config: Any) -> dict[str, Any]:
     kinds = getattr(config, "mlp_layer_types", None)
     n_dense = kinds.count("dense") if kinds else getattr(config, "first_k_dense_replace", None)
-    return rotated_part(config) | {
-        "vocab_size": config.vocab_size,
-        "rope.scaling.type": None if _is_ocr(config) else "none",
-        "leading_dense_block_count": n_dense or 0,
-        "expert_shared_count": config.n_shared_experts,
-        "expert_weights_scale": getattr(config, "routed_scaling_factor", 1.0),
-        "expert_weights_norm": getattr(config, "norm_topk_prob", None) or None,
-    }
+    return (
+        rotated_part(config)
+        | ({} if _is_ocr(config) else unscaled(config))
+        | {
+            "vocab_size": config.vocab_size,
+            "leading_dense_block_count": n_dense or 0,
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_scale": getattr(config, "routed_scaling_factor", 1.0),
+            "expert_weights_norm": getattr(config, "norm_topk_prob", None) or None,
+        }
+    )
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

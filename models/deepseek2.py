@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
@@ -31,12 +32,13 @@ HF_NAMES |= {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
+HF_MEANT = {"n_group": (), "topk_group": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    """As if there was one head of keys."""
-    multiplier = config.rope_parameters.get("mscale_all_dim")
-    has_experts = config.values.get("n_routed_experts") is not None  # which Youtu has not
+    """Return the keys of attention with one head of keys, the latents."""
+    multiplier = _scale_multiplier(config.rope_parameters)
+    has_experts = getattr(config, "n_routed_experts", None) is not None  # Youtu has none
     return (routing_keys(config) if has_experts else {}) | {
         "vocab_size": config.vocab_size,
         "attention.q_lora_rank": config.q_lora_rank,
@@ -49,6 +51,20 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "rope.dimension_count": config.qk_rope_head_dim,
         "rope.scaling.yarn_log_multiplier": multiplier and 0.1 * multiplier,
     }
+
+
+def _scale_multiplier(rope: Any) -> float | None:
+    """Return YaRN's "mscale_all_dim", whose square is in the scale of scores.  Raises ModelError where the rotated
+    values have a magnitude too."""
+    first, last = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not last or rope["rope_type"] == "default":
+        return None
+    if rope["rope_type"] != "yarn" or (first or 0) != last or rope.get("attention_factor") not in (None, 1.0):
+        raise ModelError(
+            f"config.json scales its rotation with mscale = {quoted(first)} and mscale_all_dim = {quoted(last)}: "
+            "GGUF files have a place for YaRN with two equal ones"
+        )
+    return float(last)
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names, hy_v4
@@ -60,15 +60,28 @@ _KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_com
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    n, values = config.num_hidden_layers, config.values
-    rope = config.rope_parameters.get("compress", config.rope_parameters)
+    n = config.num_hidden_layers
+    whole = config.rope_parameters
+    rope, main = whole.get("compress", whole), whole.get("main")
+    theta, compress_theta = config.rope_theta, config.compress_rope_theta
+    if main is not None:
+        theta, compress_theta = main["rope_theta"], rope["rope_theta"]
+        if main["rope_type"] != "default" or main.get("partial_rotary_factor") != rope.get("partial_rotary_factor"):
+            raise ModelError("config.json scales the rotation of layers without compression, and GGUF files no such")
+    if not config.norm_topk_prob:
+        raise ModelError("config.json has norm_topk_prob = false, but GGUF files of DeepSeek V4 mean true")
     names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
     names |= {f"yarn_{x}": x for x in ("beta_fast", "beta_slow")}
     scaling = {f"rope.scaling.{ours}": rope.get(theirs) for ours, theirs in names.items()}
-    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
-    rates = values.get("compress_rates") or {}
-    ratios = values.get("compress_ratios") or [rates.get(kind, _KINDS[kind]) for kind in config.layer_types]
-    n_rot = values.get("qk_rope_head_dim") or int(config.head_dim * config.partial_rotary_factor)
+    kind = rope["rope_type"]
+    is_yarn = kind == "yarn"
+    if kind not in ("default", "yarn") or (is_yarn and rope.get("attention_factor") not in (None, 1.0)):
+        raise ModelError(
+            f"config.json has rope_type = {quoted(kind)}: localllm converts yarn with an attention_factor of 1"
+        )
+    rates = config.get("compress_rates") or {}
+    ratios = config.get("compress_ratios") or [rates.get(kind, _KINDS[kind]) for kind in config.layer_types]
+    n_rot = config.get("qk_rope_head_dim") or int(config.head_dim * config.partial_rotary_factor)
     return routing_keys(config) | {
         "expert_gating_func": 4,
         "attention.q_lora_rank": config.q_lora_rank,
@@ -76,12 +89,12 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.output_group_count": config.o_groups,
         "attention.output_lora_rank": config.o_lora_rank,
         "attention.compress_ratios": list(ratios),
-        "attention.compress_rope_freq_base": config.compress_rope_theta,
+        "attention.compress_rope_freq_base": compress_theta,
         "attention.indexer.head_count": config.index_n_heads,
         "attention.indexer.key_length": config.index_head_dim,
         "attention.indexer.top_k": config.index_topk,
         "rope.dimension_count": n_rot,
-        "rope.freq_base": config.rope_theta,
+        "rope.freq_base": theta,
         **(scaling | {"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": None} if is_yarn else {}),
         "hash_layer_count": _n_hashed(config),
         "hyper_connection.count": config.hc_mult,
@@ -95,7 +108,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def _n_hashed(config: Any) -> int:
     """The first layers, where a token's id chooses."""
-    if kinds := config.values.get("mlp_layer_types"):
+    if kinds := config.get("mlp_layer_types"):
         return sum(kind == "hash_moe" for kind in kinds)
     return int(config.num_hash_layers)
 

@@ -40,6 +40,7 @@ from localllm.models.rope import make_rope
 from localllm.models.target import before_outputs, check_target, layer_inputs, read_ends, read_layers, read_token_ids
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | {"fc": "fc", "enc.output_norm": "hidden_norm"}
+HF_MEANT = {"num_target_layers": (), "layer_types": ()}
 
 #: What transformers calls otherwise.
 _ENCODER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "enc.output_norm.weight"}
@@ -52,20 +53,26 @@ _BLOCK_SIZE = 16
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    own = config.values | (config.values.get("dflash_config") or {})
-    check_target(config, len(own["target_layer_ids"]))
-    has_windows = config.model_type == "muse_glimmer_assistant" or own.get("use_sliding_window")
+    inner = getattr(config, "dflash_config", None) or {}
+
+    def setting(name: str, usual: Any = None) -> Any:
+        value = getattr(config, name, usual)
+        return inner.get(name, value)
+
+    layers, act = setting("target_layer_ids"), setting("hidden_act")
+    check_target(config, len(layers))
+    has_windows = config.model_type == "muse_glimmer_assistant" or setting("use_sliding_window")
     return (
         (window_keys(config) if has_windows else {})
         | (rotated_part(config) if "partial_rotary_factor" in config.rope_parameters else {})
         | {
-            "block_size": own.get("block_size", _BLOCK_SIZE),
-            "target_layers": [i + 1 for i in own["target_layer_ids"]],  # what goes into those layers
-            "hidden_activation": None if own.get("hidden_act") == "silu" else own.get("hidden_act"),
-            "embedding_scale": own.get("input_embedding_scale"),
-            "attention.value_scale": own.get("attention_value_scale"),
-            "attention.causal": own.get("is_causal", own.get("causal")),
-            ".tokenizer.ggml.mask_token_id": own["mask_token_id"],
+            "block_size": setting("block_size", _BLOCK_SIZE),
+            "target_layers": [i + 1 for i in layers],  # what goes into those layers
+            "hidden_activation": None if act == "silu" else act,
+            "embedding_scale": setting("input_embedding_scale"),
+            "attention.value_scale": setting("attention_value_scale"),
+            "attention.causal": setting("is_causal", setting("causal")),
+            ".tokenizer.ggml.mask_token_id": setting("mask_token_id"),
         }
     )
 

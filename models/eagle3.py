@@ -17,7 +17,7 @@ from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs,
 from localllm.models import hf_names, llama
 from localllm.models.blocks import Layer, attention, gated_mlp, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, interleave_query_and_key, llama3_factors
+from localllm.models.hf_convert import Array, interleave_query_and_key, rope_factors
 from localllm.models.rope import make_rope
 from localllm.models.target import before_outputs, check_target, layer_inputs, read_ends, read_layers, read_token_ids
 
@@ -30,6 +30,7 @@ HF_NAMES = (
     | {f"blk.0.{ours}": f"midlayer.{theirs}" for ours, theirs in _LAYER.items()}
     | {"fc": "fc", "enc.output_norm": "input_norm"}
 )
+HF_MEANT = dict.fromkeys(("draft_vocab_size", "target_model_type", "modal_type"), ())
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | Mapping[str, Arra
 
 def hf_extra(config: Any) -> Mapping[str, Array]:
     """The model's ids of the drafter's tokens; checkpoints have how far they are from the drafter's own."""
-    factors = llama3_factors(config)
+    factors = rope_factors(config)
     if "d2t" not in config.tensors:
         return factors
     ahead = config.tensors["d2t"].values().reshape(-1).astype(np.int64)

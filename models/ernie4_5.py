@@ -14,6 +14,7 @@ from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
 HF_NAMES |= {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}
+HF_MEANT = {"moe_norm_min": (), "moe_layer_end_index": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

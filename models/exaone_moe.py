@@ -9,7 +9,7 @@ from localllm.kernels.graph import Graph
 from localllm.models import dots1
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
-from localllm.models.hf_convert import routing_keys, window_keys
+from localllm.models.hf_convert import routing_keys, unscaled, window_keys
 from localllm.models.rope import make_rope
 
 HF_NAMES = dots1.HF_NAMES | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}
@@ -17,11 +17,14 @@ HF_NAMES = dots1.HF_NAMES | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}
 
 def hf_keys(config: Any) -> dict[str, Any]:
     keys = window_keys(config) | routing_keys(config)
-    return keys | {
-        "vocab_size": config.vocab_size,
-        "expert_shared_feed_forward_length": config.moe_intermediate_size * config.n_shared_experts,
-        "rope.scaling.type": "none",
-    }
+    return (
+        keys
+        | unscaled(config)
+        | {
+            "vocab_size": config.vocab_size,
+            "expert_shared_feed_forward_length": config.moe_intermediate_size * config.n_shared_experts,
+        }
+    )
 
 
 def record(m: Header) -> Graph:

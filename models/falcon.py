@@ -10,7 +10,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import GELU, Array
 from localllm.models.rope import make_rope
 
 HF_NAMES = {
@@ -24,7 +24,8 @@ HF_NAMES = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
-_ABSENT = ("attention.key_length", "attention.value_length", "rope.freq_base")
+HF_MEANT = {"activation": GELU, "num_ln_in_parallel_attn": ()}
+_ABSENT = ("attention.key_length", "attention.value_length")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -32,19 +33,20 @@ def hf_keys(config: Any) -> dict[str, Any]:
         raise ModelError(
             "config.json has alibi or lacks parallel_attn, but GGUF files of Falcon mean rotary positions"
         )
+    theta = config.rope_parameters["rope_theta"]
     return dict.fromkeys(_ABSENT) | {
-        "context_length": 2048,
+        "rope.freq_base": None if theta == 10_000.0 else theta,
+        "context_length": getattr(config, "max_position_embeddings", None) or 2048,
         "tensor_data_layout": "jploski",
-        "feed_forward_length": 4 * config.hidden_size,
+        "feed_forward_length": getattr(config, "ffn_hidden_size", None) or 4 * config.hidden_size,
         "attention.head_count_kv": _n_groups(config),
     }
 
 
 def _n_groups(config: Any) -> int:
-    is_grouped = getattr(config, "new_decoder_architecture", False)
-    if is_grouped or not getattr(config, "multi_query", True):
-        return int(getattr(config, "num_kv_heads", None) or config.num_attention_heads)
-    return 1
+    names = {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": None}
+    is_grouped, is_single, n = (getattr(config, name, usual) for name, usual in names.items())
+    return int(n or config.num_attention_heads) if is_grouped or not is_single else 1
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:

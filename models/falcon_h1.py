@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, attention, decoder, gated_mlp, mamba, norm
@@ -21,6 +22,8 @@ HF_NAMES |= {"output_norm": "model.final_layernorm", "ffn_norm": "pre_ff_layerno
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    if config.mamba_rms_norm and config.mamba_norm_before_gate:
+        raise ModelError("config.json has mamba_norm_before_gate = true, but GGUF files of Falcon-H1 mean false")
     return mamba_keys(config) | {"vocab_size": config.vocab_size, "ssm.inner_size": config.mamba_d_ssm}
 
 

@@ -12,7 +12,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import gemma4, hf_names
 from localllm.models.blocks import Layer, add, decoder, norm, read_softcap
 from localllm.models.config import Header
-from localllm.models.hf_convert import window_keys
+from localllm.models.hf_convert import GELU_TANH, window_keys
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Reshaped
 
@@ -31,12 +31,20 @@ HF_NAMES |= {
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
+HF_MEANT = {
+    "hidden_activation": GELU_TANH,
+    "hidden_act": (),
+    "altup_coef_clip": (),
+    "altup_correct_scale": (True,),
+    "laurel_rank": (),
+}
 #: Added under roots of mean squares that the models divide by as they are.
 _TINY = 1e-30
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    parts = config.activation_sparsity_pattern
+    n = config.num_hidden_layers
+    parts = config.activation_sparsity_pattern or [0.95 if i < 10 < n else 0.0 for i in range(n)]
     return window_keys(config) | {
         "altup.active_idx": config.altup_active_idx,
         "altup.num_inputs": config.altup_num_inputs,

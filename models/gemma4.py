@@ -14,7 +14,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
 from localllm.models.config import Experts, Header, Heads
-from localllm.models.hf_convert import Array, proportional_factors, window_keys, window_pattern
+from localllm.models.hf_convert import GELU_TANH, Array, proportional_factors, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Weights
 
@@ -36,13 +36,25 @@ HF_NAMES |= {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
+HF_MEANT = {
+    "hidden_activation": GELU_TANH,
+    "hidden_act": (),
+    "per_layer_config": (),
+    "enable_moe_block": (),
+    "use_bidirectional_attention": (False, "vision"),
+}
 
 
 def _full_attention(config: Any, name: str) -> int:
     """A value of the layers without a window, which is another in those with one."""
+    names = {"head_dim": "global_head_dim"}
+    if config.attention_k_eq_v:
+        names["num_key_value_heads"] = "num_global_key_value_heads"
     layers, first = getattr(config, "per_layer_config", None) or {}, config.layer_types.index("full_attention")
-    whole = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}[name]
-    value: int = getattr(config, whole, None) or layers.get(str(first), {}).get(name) or getattr(config, name)
+    whole = names.get(name)
+    value: int = (
+        (whole and getattr(config, whole, None)) or layers.get(str(first), {}).get(name) or getattr(config, name)
+    )
     return value
 
 

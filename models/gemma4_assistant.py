@@ -45,6 +45,7 @@ HF_NAMES = (
         "nextn.post_projection": "post_projection",
     }
 )
+HF_MEANT = gemma4.HF_MEANT
 hf_extra = gemma4.hf_extra
 
 

@@ -10,7 +10,7 @@ from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, sliding_window
+from localllm.models.hf_convert import Array, periodic_windows
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.STACKED_EXPERTS
@@ -21,12 +21,13 @@ HF_NAMES |= {
     "ffn_gate_up_exps.bias": "mlp.experts.gate_up_proj_bias",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
+HF_MEANT = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
     if config.rope_parameters["rope_type"] == "yarn" and config.rope_parameters.get("truncate", True):
         raise ModelError("config.json's rope_scaling truncates, which GGUF files of gpt-oss do not")
-    return sliding_window(config) | {"expert_feed_forward_length": config.intermediate_size}
+    return periodic_windows(config, 2) | {"expert_feed_forward_length": config.intermediate_size}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:

@@ -8,7 +8,7 @@ from typing import Any
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, parallel_keys
+from localllm.models.hf_convert import GELU, Array, parallel_keys
 from localllm.models.rope import make_rope
 
 HF_NAMES = {
@@ -22,6 +22,7 @@ HF_NAMES = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
+HF_MEANT = {"hidden_act": GELU}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

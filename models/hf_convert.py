@@ -6,6 +6,7 @@ float32, and matrices as they are stored: to be moved about, or to be computed w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,86 @@ from localllm.errors import ModelError, quoted
 from localllm.models.config import MAX_HEAD_DIM
 
 Array = NDArray[Any]
+
+#: Names of activations in config.json.
+SILU, GELU, GELU_TANH = (
+    ("silu", "swish"),
+    ("gelu", "gelu_python"),
+    ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
+)
+
+#: Settings that GGUF files have no key for, with the values that they mean; an architecture's ``HF_MEANT`` replaces
+#: them.  Without a value, any is right.
+MEANT: dict[str, tuple[Any, ...]] = {
+    "hidden_act": SILU,
+    "hidden_activation": SILU,
+    "activation_function": SILU,
+    "activation": SILU,
+    "mlp_hidden_act": SILU,
+    "mamba_hidden_act": SILU,
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "moe_layer_freq": (1,),
+    "add_cross_attention": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attn_output_gate": (True,),
+    "block_use_swiglu": (True,),
+    "causal": (False,),
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
+    "layer_switch": (4,),
+    "mamba_dt_limit": ([0.0, math.inf],),
+    "mamba_inner_layernorms": (True,),
+    "mamba_use_mlp": (True,),
+    "max_window_layers": (),
+    "mla_use_nope": (True,),
+    "mlp_type": ("default",),
+    "moe_layer_num_skipped": (0,),
+    "moe_router_activation_func": ("sigmoid",),
+    "norm_softmax": (False,),
+    "norm_type": ("layer_norm", "rms", "rmsnorm", "rms_norm"),
+    "normalization_function": ("rmsnorm",),
+    "num_expert_groups": (1,),
+    "num_limited_groups": (1,),
+    "offset_alibi": (100,),
+    "order_of_interleaved_layers": ("local_attn_first",),
+    "parallel_block": (False,),
+    "position_embedding_type": ("absolute", "rope", "rope_gptj", "nope"),
+    "position_embedding_xdrope": (False,),
+    "post_norm": (False,),
+    "prenorm": (False,),
+    "qk_norm": (True,),
+    "rotary_emb_fraction": (1.0,),
+    "rotary_emb_interleaved": (False,),
+    "score_func": ("sigmoid",),
+    "score_function": ("sigmoid",),
+    "shared_intermediate_size": (0,),
+    "use_cla": (False,),
+    "use_gated_activation": (True,),
+    "use_parallel_block": (True,),
+    "use_pos_enc": (True,),
+    "use_rms_norm": (False,),
+    "use_rotary_pos_emb": (True,),
+    "use_sliding_window": (False,),
+    "attention_chunk_size": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "clip_qkv": (),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "time_step_limit": ([0.0, math.inf],),
+    "use_bidirectional_attention": (False,),
+    "is_decoder": (),
+    "num_key_value_heads": (),  # of models whose heads have keys of their own
+    # what follows from other settings, or from the shapes of tensors
+    "expand": (),
+    "linear_num_heads": (),
+    "mamba_expand": (),
+    "qk_head_dim": (),
+    "use_qk_norm": (),
+    "classifier_pooling": (),
+    "rope_interleave": (True,),
+}
 
 
 def floats(array: Array) -> NDArray[np.float32]:
@@ -60,11 +141,19 @@ def mamba_tensor(name: str, array: Array, config: Any) -> Array:
     return array
 
 
-def llama3_factors(config: Any) -> Mapping[str, Array]:
-    """The divisors of frequencies of Llama 3.1 and models that scale so (Meta's llama-models, ``apply_scaling``)."""
+def rope_factors(config: Any) -> Mapping[str, Array]:
+    """Return the divisors of frequencies of Llama 3.1's scaling and of LongRoPE.
+
+    Source: Meta's llama-models, ``apply_scaling``.
+    """
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    if rope.get("rope_type") != "llama3":
+    kind = rope.peek("rope_type")
+    if kind == "longrope":
+        factors = {name: np.array(rope[f"{name}_factor"], np.float32) for name in ("long", "short")}
+        return {f"rope_factors_{name}.weight": values for name, values in factors.items()}
+    if kind != "llama3":
         return {}
+    rope.skip("rope_type")
     dim = getattr(config, "qk_rope_head_dim", None) or int(head_dim(config) * rope.get("partial_rotary_factor", 1))
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"{dim} values of a head are rotated")
@@ -72,13 +161,16 @@ def llama3_factors(config: Any) -> Mapping[str, Array]:
     with np.errstate(all="ignore"):  # whoever reads the factors checks them
         wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
         turns = rope["original_max_position_embeddings"] / wavelengths
-        kept = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)  # Llama 4 has no ramp
-        return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
+        ramp = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)  # Llama 4 has no ramp
+        return {"rope_freqs.weight": (1 / ((1 - ramp) / rope["factor"] + ramp)).astype(np.float32)}
 
 
 def proportional_factors(config: Any, dim: int) -> dict[str, Array]:
-    """Of layers without a window: all but the first frequencies do not turn, and count where others are computed."""
-    n_rotated = int(dim // 2 * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    """Return the divisors of the frequencies of layers without a window: only the first frequencies turn."""
+    rope = config.rope_parameters["full_attention"]
+    if rope["rope_type"] != "proportional":
+        raise ModelError(f"config.json has rope_type = {quoted(rope['rope_type'])}, but GGUF files mean proportional")
+    n_rotated = int(dim // 2 * rope.get("partial_rotary_factor", 1.0))
     return {"rope_freqs.weight": np.where(np.arange(dim // 2) < n_rotated, 1, 1e30).astype(np.float32)}
 
 
@@ -91,6 +183,12 @@ def head_dim(config: Any) -> int:
 
 def rotated_part(config: Any) -> dict[str, Any]:
     return {"rope.dimension_count": int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1))}
+
+
+def unscaled(config: Any) -> dict[str, Any]:
+    """Return the key that files of some architectures have if nothing scales the rotation."""
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    return {"rope.scaling.type": "none"} if rope.peek("rope_type") == "default" else {}
 
 
 def is_classifier(config: Any) -> bool:
@@ -115,7 +213,7 @@ def sliding_window(config: Any) -> dict[str, Any]:
 
 
 def gemma_keys(config: Any) -> dict[str, Any]:
-    """Of Gemma 2 and 3, whose files have no key for the scale of scores."""
+    """Return the keys of Gemma 2 and 3, whose files have no key for the scale of scores."""
     n, is_27b = head_dim(config), config.num_hidden_layers in (46, 62)
     expected = config.hidden_size / config.num_attention_heads if is_27b else n
     scalar = getattr(config, "query_pre_attn_scalar", expected)
@@ -123,14 +221,12 @@ def gemma_keys(config: Any) -> dict[str, Any]:
         raise ModelError(
             f"config.json has query_pre_attn_scalar = {quoted(scalar)}, but GGUF files mean {expected:g}"
         )
-    return sliding_window(config)
+    return {}
 
 
 def window_pattern(config: Any) -> list[bool]:
-    """Of each layer, whether it has a window; old configurations say only how often one has none."""
-    if kinds := getattr(config, "layer_types", None):
-        return [kind == "sliding_attention" for kind in kinds]
-    return [(i + 1) % config.sliding_window_pattern != 0 for i in range(config.num_hidden_layers)]
+    """Return whether each layer has a window."""
+    return [kind == "sliding_attention" for kind in config.layer_types]
 
 
 def window_keys(config: Any) -> dict[str, Any]:
@@ -139,17 +235,56 @@ def window_keys(config: Any) -> dict[str, Any]:
     return sliding_window(config) | {"attention.sliding_window_pattern": window_pattern(config)}
 
 
+def periodic_windows(config: Any, period: int, *, first: bool = False) -> dict[str, Any]:
+    """Return the keys of windows; with their pattern, if it is not the usual one: that one layer of each ``period``
+    sees all, the last or the ``first``."""
+    pattern, full = window_pattern(config), 0 if first else period - 1
+    is_usual = pattern == [i % period != full for i in range(len(pattern))]
+    return sliding_window(config) if is_usual else window_keys(config)
+
+
+def expert_norm(config: Any, usual: bool) -> dict[str, Any]:
+    """Return the key of whether experts' weights are divided by their sum, if it is not as usual."""
+    norm = bool(getattr(config, "norm_topk_prob", usual))
+    return {} if norm == usual else {"expert_weights_norm": norm}
+
+
+def n_dense_layers(config: Any) -> int:
+    """Return how many layers have an MLP; those after them have experts."""
+    kinds, n = getattr(config, "mlp_layer_types", None), getattr(config, "first_k_dense_replace", None)
+    if not kinds:
+        return int(n or 0)
+    n = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+    if "dense" in kinds[n:]:
+        raise ModelError("config.json has layers with an MLP after one with experts, and GGUF files only before it")
+    return n
+
+
 def routing_keys(config: Any) -> dict[str, Any]:
-    """Experts as DeepSeek has them."""
+    """Return the keys of experts as in DeepSeek's models."""
+    is_softmax, method = config.model_type == "deepseek_v2", getattr(config, "topk_method", None)
+    usual = {"deepseek_v2": "softmax", "deepseek_v4": "sqrtsoftplus"}.get(config.model_type, "sigmoid")
+    scoring = getattr(config, "scoring_func", None) or usual
+    scoring = usual if scoring == method == "noaux_tc" else scoring  # dots.llm1
+    if scoring != usual or method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
+        raise ModelError(
+            f"config.json has scoring_func = {quoted(scoring)} and topk_method = {quoted(method)}, which "
+            "localllm does not convert together"
+        )
+    if is_softmax and config.norm_topk_prob:
+        raise ModelError(
+            "config.json has norm_topk_prob, which transformers ignores for DeepSeek V2: set it to false"
+        )
+    has_groups = not is_softmax or method == "group_limited_greedy"
     return {
         "expert_count": config.n_routed_experts,
-        "leading_dense_block_count": getattr(config, "first_k_dense_replace", None),
+        "leading_dense_block_count": n_dense_layers(config),
         "expert_shared_count": getattr(config, "n_shared_experts", None),
-        "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
-        "expert_weights_norm": bool(config.norm_topk_prob) or (None if config.model_type == "deepseek_v2" else False),
+        "expert_gating_func": 1 if is_softmax else 2,
+        "expert_weights_norm": None if is_softmax else bool(config.norm_topk_prob),
         "expert_weights_scale": config.routed_scaling_factor,
-        "expert_group_count": getattr(config, "n_group", None),
-        "expert_group_used_count": getattr(config, "topk_group", None),
+        "expert_group_count": getattr(config, "n_group", None) if has_groups else None,
+        "expert_group_used_count": getattr(config, "topk_group", None) if has_groups else None,
     }
 
 

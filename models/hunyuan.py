@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
@@ -18,15 +19,18 @@ HF_NAMES |= {
     "attn_k_norm": "self_attn.key_layernorm",
     "ffn_gate_inp": "mlp.gate.wg",
 }
+HF_MEANT = {"routed_scaling_factor": (False, 1.0), "num_shared_expert": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
     keys = _rope_keys(config)
     if config.model_type != "hunyuan_v1_moe":
         return keys
-    used = config.moe_topk
+    used = config.moe_topk if isinstance(config.moe_topk, list) else [config.moe_topk]
+    if len(set(used)) > 1:
+        raise ModelError(f"config.json has moe_topk = {quoted(used)}, but GGUF files have one number for all layers")
     return keys | {
-        "expert_used_count": used[0] if isinstance(used, list) else used,
+        "expert_used_count": used[0],
         "expert_feed_forward_length": config.intermediate_size,
         "expert_shared_count": 1,
         "expert_shared_feed_forward_length": config.intermediate_size,
@@ -46,6 +50,7 @@ def _rope_keys(config: Any) -> dict[str, Any]:
     else:
         context = 1 << 18
         keys = {"rope.freq_base": stretched_base(rope["rope_theta"], alpha, head_dim(config))}
+    rope.skip("rope_type", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
     return none | keys | {"context_length": context, "rope.scaling.original_context_length": context}
 
 

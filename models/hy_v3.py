@@ -8,6 +8,7 @@ from localllm.models import dots1, hf_names
 
 HF_NAMES = dots1.HF_NAMES | hf_names.projections("mlp.shared_mlp", "_shexp")
 HF_NAMES |= {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"}
+HF_MEANT = {"mlp_layer_types": (), "norm_topk_prob": (True,), "first_k_dense_replace": ()}
 record = dots1.record
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, HyperWeights, Linear, MixStreams, RMSNorm, SideBySide, Tensor
 from localllm.models import deepseek2, deepseek32
 from localllm.models.blocks import Layer, decoder, feed_forward, norm
@@ -25,6 +26,8 @@ hf_tensor = deepseek32.hf_tensor
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    if (getattr(config, "n_group", None) or 1) > 1:
+        raise ModelError("config.json has experts in groups, which GGUF files of Hunyuan 4 have no key for")
     dense = sum(kind == "dense" for kind in config.mlp_layer_types)
     return deepseek32.hf_keys(config) | {
         "leading_dense_block_count": getattr(config, "first_k_dense_replace", dense),

@@ -19,6 +19,7 @@ HF_NAMES |= {
     "ffn_norm": "pre_ff_layernorm",
     "output_norm": "model.final_layernorm",
 }
+HF_MEANT = {"expert_layer_offset": (), "expert_layer_period": ()}
 hf_tensor = mamba.hf_tensor
 
 

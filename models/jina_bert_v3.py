@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.models import bert, nomic_bert
-from localllm.models.hf_convert import encoder_keys
+from localllm.models.hf_convert import GELU, encoder_keys
 
 HF_NAMES = nomic_bert.HF_NAMES | {
     "attn_qkv": "mixer.Wqkv",
@@ -11,4 +11,5 @@ HF_NAMES = nomic_bert.HF_NAMES | {
     "ffn_up": "mlp.fc1",
     "dense_2": "linear",  # Jina ColBERT v2's
 }
+HF_MEANT = {"hidden_act": GELU, "add_cross_attention": (False,), "is_decoder": (False,)}
 hf_keys, record = encoder_keys, bert.record

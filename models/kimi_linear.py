@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import CausalConv, Gated, GatedDelta, Graph, Linears, RMSNorm, Tensor
 from localllm.models import deepseek2, hf_names
 from localllm.models.blocks import Layer, decoder, feed_forward, norm
@@ -33,16 +34,24 @@ HF_NAMES = hf_names.COMMON | {
 }
 HF_NAMES |= hf_names.w123_experts("block_sparse_moe")
 HF_NAMES |= hf_names.projections("block_sparse_moe.shared_experts", "_shexp")
+HF_MEANT = {"layer_types": (), "num_heads": (), "kda_layers": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    linear = config.linear_attn_config
-    full_layers = [i - 1 for i in linear["full_attn_layers"]]
+    if (getattr(config, "n_group", None) or 1) > 1:
+        raise ModelError("config.json has experts in groups, which GGUF files of Kimi Linear have no key for")
+    linear = getattr(config, "linear_attn_config", None) or {}
+    names = {"head_dim": "linear_head_dim", "short_conv_kernel_size": "linear_conv_kernel_dim"}
+    usual = {name: getattr(config, other, None) for name, other in names.items()}
+    width, kernel = (linear.get(name) or usual[name] for name in names)
+    full_layers = [i - 1 for i in linear.get("full_attn_layers") or ()]
+    if not full_layers:
+        full_layers = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
     return deepseek2.hf_keys(config) | {
         "attention.head_count_kv": [int(i in full_layers) for i in range(config.num_hidden_layers)],
         "attention.value_length": config.v_head_dim,
-        "kda.head_dim": linear["head_dim"],
-        "ssm.conv_kernel": linear["short_conv_kernel_size"],
+        "kda.head_dim": width,
+        "ssm.conv_kernel": kernel,
         "expert_group_count": None,
         "rope.freq_base": None,
         "rope.scaling.yarn_log_multiplier": None,

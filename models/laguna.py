@@ -10,12 +10,13 @@ from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
-from localllm.models.hf_convert import head_dim, window_keys
+from localllm.models.hf_convert import head_dim, n_dense_layers, window_keys
 from localllm.models.rope import make_local_rope, make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS
 HF_NAMES |= hf_names.projections("mlp.shared_expert", "_shexp")
 HF_NAMES |= {"attn_gate": "self_attn.g_proj", "exp_probs_b.bias": "mlp.experts.e_score_correction_bias"}
+HF_MEANT = {"norm_topk_prob": (True,), "gating": (), "moe_apply_router_weight_on_input": (False,)}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "expert_gating_func": 2,
         "expert_weights_norm": True,
         "expert_weights_scale": float(config.moe_routed_scaling_factor),
-        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+        "leading_dense_block_count": n_dense_layers(config),
         "rope.dimension_count": parts["full_attention"],
         "rope.dimension_count_swa": parts.get("sliding_attention"),
     }

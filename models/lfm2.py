@@ -10,7 +10,7 @@ from localllm.kernels.graph import CausalConv, Gated, Graph, Linears, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, feed_forward, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, attention_layers
+from localllm.models.hf_convert import Array, attention_layers, expert_norm
 from localllm.models.rope import make_local_rope, make_rope
 
 HF_NAMES = hf_names.COMMON | {
@@ -34,13 +34,29 @@ HF_NAMES |= hf_names.w123_experts("feed_forward")
 def hf_keys(config: Any) -> dict[str, Any]:
     has_experts = hasattr(config, "num_dense_layers")
     return {
+        "feed_forward_length": _width(config),
         "vocab_size": config.vocab_size,
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "attention.head_count_kv": attention_layers(config, config.num_key_value_heads),
         "shortconv.l_cache": config.conv_L_cache,
         "leading_dense_block_count": getattr(config, "num_dense_layers", None),
         "expert_gating_func": 2 if has_experts else None,
-    }
+    } | (_expert_keys(config) if has_experts else {})
+
+
+def _expert_keys(config: Any) -> dict[str, Any]:
+    scale = getattr(config, "routed_scaling_factor", 1.0)
+    return expert_norm(config, usual=True) | ({} if scale == 1 else {"expert_weights_scale": float(scale)})
+
+
+def _width(config: Any) -> int:
+    """Return the width of an MLP, which configurations give before it is adjusted."""
+    width, n = config.intermediate_size, getattr(config, "block_multiple_of", 1)
+    multiplier = getattr(config, "block_ffn_dim_multiplier", None)
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return int(width)
+    width = int(2 * width / 3)
+    return int(width if multiplier is None else -(-int(multiplier * width) // n) * n)
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

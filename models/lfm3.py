@@ -14,6 +14,7 @@ HF_NAMES |= {
     "post_attention_norm": "post_operator_norm",
     "post_ffw_norm": "post_ffn_norm",
 }
+HF_MEANT = {"use_attention_gate": (True,), "use_sandwich_norm": (True,)}
 hf_tensor, record = lfm2.hf_tensor, lfm2.record
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, PositionScale, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
@@ -23,13 +24,33 @@ HF_NAMES |= {
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    n, step, chunk = config.num_hidden_layers, config.interleave_moe_layer_step, config.attention_chunk_size
+    interval = config.no_rope_layer_interval
+    rotated = config.no_rope_layers or [int((i + 1) % interval != 0) for i in range(n)]
+    kinds = config.layer_types or [
+        "chunked_attention" if is_rotated and chunk else "full_attention" for is_rotated in rotated
+    ]
+    is_plain = all(rotated) and "chunked_attention" not in kinds
+    usual = [int((i + 1) % 4 != 0) for i in range(n)]
+    chunks = ["chunked_attention" if flag and chunk else "full_attention" for flag in usual]
+    if not is_plain and (list(map(int, rotated)) != usual or kinds != chunks):
+        raise ModelError(
+            "config.json has other layers without rotation or chunks than every fourth, which GGUF files mean"
+        )
+    if (config.moe_layers or []) != [*range(step - 1, n, step)] and config.moe_layers is not None:
+        raise ModelError(
+            f"config.json has moe_layers = {quoted(config.moe_layers)}, and GGUF files one of {step} layers"
+        )
+    if not is_plain and config.use_qk_norm != (config.num_local_experts != _MAVERICK):
+        raise ModelError(f"config.json has use_qk_norm = {config.use_qk_norm}, but GGUF files mean that of Llama 4")
     return rotated_part(config) | {
+        "attention.sliding_window": 0 if is_plain else None,
         "vocab_size": config.vocab_size,
-        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "interleave_moe_layer_step": step,
         "feed_forward_length": config.intermediate_size_mlp,
         "expert_feed_forward_length": config.intermediate_size,
-        "attention.chunk_size": config.attention_chunk_size,
-        "attention.temperature_scale": config.attn_scale,
+        "attention.chunk_size": chunk or config.max_position_embeddings,
+        "attention.temperature_scale": config.attn_scale if config.attn_temperature_tuning else 0.0,
         "attention.temperature_length": config.floor_scale,
     }
 
@@ -40,6 +61,8 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 #: Files of Llama 4 Maverick and Scout do not say these.
 CHUNK, TEMPERATURE = 8192, 0.1
+#: Experts of Maverick, whose queries and keys are not normed.
+_MAVERICK = 128
 
 
 def record(m: Header) -> Graph:
@@ -51,7 +74,7 @@ def record(m: Header) -> Graph:
     chunk = meta.read("attention.chunk_size", int, CHUNK, low=1, high=1 << 31)
     rate = meta.read("attention.temperature_scale", float, TEMPERATURE, low=0.0, high=1e3)
     q_scale = PositionScale(rate, meta.read("attention.temperature_length", int, chunk, low=1, high=1 << 31), 1)
-    is_normed = not experts or experts.n != 128  # all but Maverick
+    is_normed = not experts or experts.n != _MAVERICK
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = norm(at, "attn_norm", x)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import CausalConv, ChannelScan, Gated, Graph, Linear, Linears, Matrix, RMSNorm, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, norm
@@ -28,10 +29,13 @@ HF_NAMES = {f"ssm_{ours}": f"mixer.{theirs}" for ours, theirs in SCAN.items()} |
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    rank, eps = config.time_step_rank, config.layer_norm_epsilon
+    if (mixer_eps := getattr(config, "mixer_rms_eps", eps)) != eps:
+        raise ModelError(f"config.json has mixer_rms_eps = {mixer_eps}, and GGUF files one epsilon, which is {eps}")
     return plain_keys(config) | {
         "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
-        "ssm.inner_size": config.intermediate_size,
-        "ssm.time_step_rank": config.time_step_rank,
+        "ssm.inner_size": getattr(config, "intermediate_size", None) or int(config.expand * config.hidden_size),
+        "ssm.time_step_rank": -(-config.hidden_size // 16) if rank == "auto" else rank,
         "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
     }
 

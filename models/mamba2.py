@@ -12,6 +12,7 @@ from localllm.models.hf_convert import mamba_tensor
 from localllm.models.mamba import plain_keys
 
 HF_NAMES = hf_names.mamba("mixer") | hf_names.BACKBONE
+HF_MEANT = {"time_step_rank": ()}
 hf_tensor = mamba_tensor
 
 

@@ -21,18 +21,17 @@ HF_NAMES |= {
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    values, n_kv, rope = config.values, config.num_key_value_heads, config.rope_parameters
-    pattern = [bool(flag) for flag in values.get("hybrid_layer_pattern") or ()] or window_pattern(config)
-    n_local = values.get("swa_num_key_value_heads") or 2 * n_kv
+    n_kv, rope = config.num_key_value_heads, config.rope_parameters
+    pattern = [bool(flag) for flag in config.get("hybrid_layer_pattern") or ()] or window_pattern(config)
+    n_local = config.get("swa_num_key_value_heads") or 2 * n_kv
     part = rope.get("full_attention", rope)["partial_rotary_factor"]
     keys = sliding_window(config) | routing_keys(config)
     return keys | {
         "attention.sliding_window_pattern": list(map(int, pattern)),
         "attention.head_count_kv": [n_local if has_window else n_kv for has_window in pattern],
         "attention.value_length": config.v_head_dim,
-        "attention.value_scale": values.get("attention_value_scale"),
+        "attention.value_scale": config.get("attention_value_scale"),
         "rope.dimension_count": int(head_dim(config) * part),
-        "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta") or values.get("swa_rope_theta"),
     }
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import deepseek2, phi3
+from localllm.models import deepseek2
 from localllm.models.blocks import Layer, add, decoder, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
 HF_NAMES = deepseek2.HF_NAMES
-hf_extra = phi3.hf_extra
 
 #: What embeddings and, over the root of the layers, residuals are multiplied with, and the width that logits are made
 #: for: files do not say them.
@@ -24,6 +23,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
     scales = config.scale_emb, config.scale_depth, config.dim_model_base
     if scales != (EMBEDDING_SCALE, DEPTH_SCALE, BASE_WIDTH):
         raise ModelError(f"config.json has the scales {scales}, but GGUF files of MiniCPM 3 mean 12, 1.4 and 256")
+    if (n := config.v_head_dim) not in (None, config.hidden_size // config.num_attention_heads):
+        raise ModelError(f"config.json has v_head_dim = {n}, but GGUF files of MiniCPM 3 share the hidden width out")
     original = config.rope_parameters.get("original_max_position_embeddings", config.max_position_embeddings)
     if original != config.max_position_embeddings:
         raise ModelError("config.json extends the context, which GGUF files of MiniCPM 3 have no key for")

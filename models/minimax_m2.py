@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
@@ -13,10 +14,16 @@ from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.w123_experts("block_sparse_moe")
 HF_NAMES |= {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
+HF_MEANT = {"scoring_func": ("sigmoid",)}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    rotated = getattr(config, "rotary_dim", None) or rotated_part(config)["rope.dimension_count"]
+    part = rotated_part(config)["rope.dimension_count"]
+    has_part = "partial_rotary_factor" in config.rope_parameters
+    rotated = getattr(config, "rotary_dim", None) or part
+    rotated = part if has_part and "rotary_dim" not in config else rotated
+    if has_part and rotated != part:
+        raise ModelError(f"config.json has rotary_dim = {rotated}, and a partial_rotary_factor by which it is {part}")
     return {
         "rope.dimension_count": rotated,
         "expert_feed_forward_length": config.intermediate_size,

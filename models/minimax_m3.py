@@ -19,6 +19,7 @@ from localllm.models.rope import make_rope
 
 HF_NAMES = minimax_m2.HF_NAMES | hf_names.projections("block_sparse_moe.shared_experts", "_shexp")
 HF_NAMES |= {f"indexer.{name}": f"self_attn.index_{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
+HF_MEANT = {"scoring_func": ("sigmoid",)}
 hf_tensor = add_one_to_norms
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import encoder_keys
+from localllm.models.hf_convert import encoder_keys, unscaled
 from localllm.models.rope import make_local_rope, make_rope
 
 HF_NAMES = {
@@ -31,14 +31,17 @@ HF_NAMES = {
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return encoder_keys(config) | {
-        "attention.layer_norm_epsilon": config.norm_eps,
-        "attention.sliding_window": config.local_attention,
-        "attention.sliding_window_pattern": getattr(config, "global_attn_every_n_layers", None),
-        "hidden_activation": getattr(config, "hidden_activation", None),
-        "rope.scaling.type": "none",
-        "vocab_size": config.vocab_size,
-    }
+    return (
+        encoder_keys(config)
+        | unscaled(config)
+        | {
+            "attention.layer_norm_epsilon": config.norm_eps,
+            "attention.sliding_window": config.local_attention,
+            "attention.sliding_window_pattern": getattr(config, "global_attn_every_n_layers", None),
+            "hidden_activation": getattr(config, "hidden_activation", None),
+            "vocab_size": config.vocab_size,
+        }
+    )
 
 
 def record(m: Header) -> Graph:

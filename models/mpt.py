@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp, position_embedding
 from localllm.models.config import Header
@@ -26,18 +26,37 @@ HF_NAMES = {
     "ffn_up": "ffn.up_proj",
     "ffn_down": "ffn.down_proj",
 }
+HF_MEANT = {
+    "embedding_fraction": (1.0,),
+    "learned_pos_emb": (),
+    "logit_scale": (0,),
+    "norm_type": ("low_precision_layernorm",),
+}
+#: Settings of attention that GGUF files have no key for, with the values that they mean, the default first.
+_ATTENTION: dict[str, tuple[Any, ...]] = {
+    "alibi_bias_max": (8,),
+    "attn_type": ("multihead_attention", "grouped_query_attention", "multiquery_attention"),
+    "attn_uses_sequence_id": (False,),
+    "prefix_lm": (False,),
+    "rope": (False,),
+    "sliding_window_size": (-1,),
+    "softmax_scale": (None,),
+}
 _ABSENT = ("attention.key_length", "attention.value_length", "attention.head_count_kv", "rope.freq_base")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    settings = config.attn_config
-    if settings.get("softmax_scale"):
-        raise ModelError("config.json has an attn_config with softmax_scale, which localllm does not convert")
+    settings = getattr(config, "attn_config", None) or {}
+    for name, usual in _ATTENTION.items():
+        if (value := settings.get(name, usual[0])) not in usual:
+            raise ModelError(f"config.json has attn_config.{name} = {quoted(value)}, which localllm does not convert")
+    has_bias, bias = settings.get("alibi", True), settings.get("alibi_bias_max", 8)
+    settings.get("qk_ln")  # which the tensors show
     return dict.fromkeys(_ABSENT) | {
         "feed_forward_length": getattr(config, "expansion_ratio", 4) * config.hidden_size,
-        "attention.layer_norm_epsilon": 1e-5,
+        "attention.layer_norm_epsilon": getattr(config, "layer_norm_epsilon", None) or 1e-5,
         "attention.clamp_kqv": settings.get("clip_qkv"),
-        "attention.max_alibi_bias": settings.get("alibi_bias_max", 8) if settings.get("alibi", True) else 0.0,
+        "attention.max_alibi_bias": bias if has_bias else 0.0,
         "attention.head_count_kv": settings.get("kv_n_heads"),
     }
 

@@ -8,19 +8,19 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, rotated_part
+from localllm.models.hf_convert import Array, rotated_part, unscaled
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
+HF_MEANT = {"hidden_act": ("relu2",)}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
     keys = rotated_part(config)
     if config.model_type == "jais2":
         return keys
-    kind = {} if config.rope_parameters.get("factor") else {"rope.scaling.type": "none"}
     eps = dict.fromkeys(("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"), config.norm_eps)
-    return keys | kind | eps | {"vocab_size": config.vocab_size}
+    return keys | unscaled(config) | eps | {"vocab_size": config.vocab_size}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

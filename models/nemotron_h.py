@@ -32,6 +32,15 @@ HF_NAMES = (
         "ffn_latent_up": "mixer.fc2_latent_proj",
     }
 )
+HF_MEANT = {"norm_eps": (), "mlp_hidden_act": ("relu2",), "moe_shared_expert_overlap": ()}
+#: Settings of experts, which models without them have too.
+_OF_EXPERTS: tuple[str, ...] = (
+    "moe_shared_expert_intermediate_size",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
+_OF_EXPERTS += ("n_group", "topk_group", "moe_latent_size")
 #: What layers are, in the letters of released configurations.
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -61,6 +70,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
     }
     if "moe" not in kinds:
         absent = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+        config.skip(*_OF_EXPERTS)
         return keys | {"feed_forward_length": of("mlp", config.intermediate_size)} | dict.fromkeys(absent)
     keys = routing_keys(config) | keys
     return keys | {

@@ -11,7 +11,7 @@ from typing import Any
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import encoder_keys
+from localllm.models.hf_convert import encoder_keys, unscaled
 from localllm.models.rope import make_rope
 
 HF_NAMES = {
@@ -26,16 +26,19 @@ HF_NAMES = {
     "cls": "dense",
     "cls.output": "classifier",
 }
+HF_MEANT = {"hidden_act": ("swiglu", "silu")}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    keys = encoder_keys(config) | {
-        "context_length": getattr(config, "max_length", None) or config.max_position_embeddings,
-        "feed_forward_length": 2 * config.intermediate_size // 3,
-        "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", 1e-6),
-        "rope.freq_base": 10_000.0,
-        "rope.scaling.type": "none",
-    }
+    keys = (
+        encoder_keys(config)
+        | unscaled(config)
+        | {
+            "context_length": getattr(config, "max_length", None) or config.max_position_embeddings,
+            "feed_forward_length": 2 * config.intermediate_size // 3,
+            "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", 1e-6),
+        }
+    )
     return {"pooling_type": 2} | keys  # the first token's vector, as its authors use it
 
 

@@ -17,4 +17,5 @@ HF_NAMES = {
     "ffn_down": "mlp.fc2",
     "layer_output_norm": "norm2",
 }
+HF_MEANT = {"activation_function": ("swiglu",), "mlp_type": (), "add_cross_attention": (False,)}
 hf_keys, record = encoder_keys, bert.record

@@ -6,7 +6,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
-from localllm.models.hf_convert import parallel_keys
+from localllm.models.hf_convert import GELU_TANH, parallel_keys
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | {
@@ -15,6 +15,7 @@ HF_NAMES = hf_names.COMMON | {
     "ffn_up": "mlp.fc1",
     "ffn_down": "mlp.fc2",
 }
+HF_MEANT = {"hidden_act": GELU_TANH}
 hf_keys = parallel_keys
 
 

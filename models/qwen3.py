@@ -5,21 +5,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import decoder, llama_layer
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, axes_keys
+from localllm.models.hf_convert import Array, axes_keys, expert_norm
 from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.STACKED_EXPERTS
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    norm = expert_norm(config, usual=True) if "num_experts" in config else {}
     if "vl" not in config.model_type:
-        return {}
-    vision = config.values.get("vision_config") or {}
-    return axes_keys(config) | {"n_deepstack_layers": len(vision.get("deepstack_visual_indexes", ()))}
+        return norm
+    if norm:
+        raise ModelError("config.json has norm_topk_prob = false, but GGUF files of Qwen 3 VL mean true")
+    vision = config.get("vision_config") or {}
+    return norm | axes_keys(config) | {"n_deepstack_layers": len(vision.get("deepstack_visual_indexes", ()))}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

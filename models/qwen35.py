@@ -31,6 +31,7 @@ HF_NAMES |= {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+HF_MEANT = {"norm_topk_prob": (True,)}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

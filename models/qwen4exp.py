@@ -45,6 +45,12 @@ HF_NAMES = qwen35.HF_NAMES | {
     "ple_conv1d": "ple.conv1d",
     "per_layer_token_embd": "ngram_embedding",
 }
+HF_MEANT = {
+    "indexer_kv_heads": (1,),
+    "norm_topk_prob": (True,),
+    "output_gate_type": ("sigmoid",),
+    "number_of_conv_states": (),
+} | dict.fromkeys(("make_ngram_vocab_size_divisible_by", "split_ngram_parts"), ())
 #: Of all n-grams' embeddings.
 _TABLE = "per_layer_token_embd.weight"
 #: Tokens of the longest n-grams, and heads of those of a length, at most.

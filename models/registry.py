@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph, RopeAppend
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
-from localllm.models.hf_convert import Array, llama3_factors
+from localllm.models.hf_convert import Array, rope_factors
 from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
 
@@ -27,7 +27,9 @@ class Conversion:
     # several by GGUF's names.  It may be called with arrays that have only a shape.
     tensor: Callable[[str, Array, Any], Array | Mapping[str, Array]] = lambda name, array, config: array
     # of a configuration, tensors that are not in the checkpoint
-    extra: Callable[[Any], Mapping[str, Array]] = llama3_factors
+    extra: Callable[[Any], Mapping[str, Array]] = rope_factors
+    # settings that GGUF files have no key for, with the values that they mean; see `localllm.models.hf_convert.MEANT`
+    meant: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Architecture:
         """From Hugging Face's checkpoints to GGUF."""
         module = import_module(f"localllm.models.{self.module}")
         found = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
-        return Conversion(module.HF_NAMES, **{name: function for name, function in found.items() if function})
+        functions = {name: function for name, function in found.items() if function}
+        return Conversion(module.HF_NAMES, **functions, meant=getattr(module, "HF_MEANT", {}))
 
 
 ARCHITECTURES: dict[str, Architecture] = {

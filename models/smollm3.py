@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names, llama
 from localllm.models.blocks import llama_like
@@ -9,7 +12,15 @@ from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
-hf_keys, hf_tensor = llama.hf_keys, llama.hf_tensor
+hf_tensor = llama.hf_tensor
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    period, n = config.no_rope_layer_interval, config.num_hidden_layers
+    rotated = config.no_rope_layers or [int((i + 1) % period != 0) for i in range(n)]
+    if list(map(int, rotated)) != [int((i + 1) % 4 != 0) for i in range(n)]:
+        raise ModelError("config.json has other layers without rotation than every fourth, which GGUF files mean")
+    return llama.hf_keys(config)
 
 
 def record(m: Header) -> Graph:

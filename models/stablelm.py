@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
@@ -17,12 +18,16 @@ HF_NAMES = hf_names.COMMON | {
     "attn_q_norm": "self_attn.q_layernorm.norms.*",
     "attn_k_norm": "self_attn.k_layernorm.norms.*",
 }
+HF_MEANT = {"norm_eps": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
     if config.model_type != "orion":
         return parallel_keys(config)
-    names = ("attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length", "rope.freq_base")
+    if getattr(config, "use_parallel_residual", False):
+        raise ModelError("config.json has use_parallel_residual, which GGUF files of Orion have no key for")
+    names = ["attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length"]
+    names += ["rope.freq_base"] if config.rope_parameters["rope_theta"] == 10_000.0 else []
     return dict.fromkeys(names) | {"attention.layer_norm_epsilon": config.rms_norm_eps}
 
 

@@ -12,12 +12,13 @@ from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array, add_one_to_norms, head_dim, llama3_factors, window_keys, window_pattern
+from localllm.models.hf_convert import Array, add_one_to_norms, head_dim, rope_factors, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.projections("share_expert", "_shexp")
 HF_NAMES |= {f"ffn_{name}_exps": f"moe.{name}_proj" for name in ("gate", "up", "down")}
 HF_NAMES |= {"attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_probs_b.bias": "moe.router_bias"}
+HF_MEANT = {"per_layer_config": ()}
 hf_tensor = add_one_to_norms
 
 #: Of a head's values, those that rotate in layers without a window: files say it of the others.
@@ -25,21 +26,26 @@ ROTATED_PART = 0.5
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    values, n, rope = config.values, config.num_attention_heads, config.rope_parameters
-    other = values.get("attention_other_setting") or {}
-    n_local = values.get("num_sliding_attention_heads") or other.get("num_attention_heads") or n
+    n, rope = config.num_attention_heads, config.rope_parameters
+    other = config.get("attention_other_setting") or {}
+    n_local = config.get("num_sliding_attention_heads") or other.get("num_attention_heads") or n
     part = rope["full_attention"].get("partial_rotary_factor", 1.0)
     if part != ROTATED_PART:
         raise ModelError(
             f"config.json has partial_rotary_factor = {quoted(part)}, but GGUF files mean {ROTATED_PART}"
         )
-    kinds = values.get("mlp_layer_types") or []
+    if (scalar := config.get("query_pre_attn_scalar", head_dim(config))) not in (None, head_dim(config)):
+        raise ModelError(
+            f"config.json has query_pre_attn_scalar = {quoted(scalar)}, but GGUF files mean the width of a head"
+        )
+    kinds = config.get("mlp_layer_types") or []
     limits = {
-        f"swiglu_clamp_{ours}": [float(limit or 0) for limit in values.get(f"swiglu_limits{theirs}") or ()] or None
+        f"swiglu_clamp_{ours}": [float(limit or 0) for limit in config.get(f"swiglu_limits{theirs}") or ()] or None
         for ours, theirs in (("exp", ""), ("shexp", "_shared"))
     }
     keys = window_keys(config) | limits
     return keys | {
+        "rope.dimension_count": None,  # of all that rotates in layers with a window
         "attention.head_count": [n_local if has_window else n for has_window in window_pattern(config)],
         "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
         "expert_gating_func": 2,
@@ -55,7 +61,7 @@ def hf_extra(config: Any) -> dict[str, Array]:
     """Factors of all of a head's frequencies, of which the first count."""
     return {
         name: np.concatenate([factors, np.ones(head_dim(config) // 2 - len(factors), np.float32)])
-        for name, factors in llama3_factors(config).items()
+        for name, factors in rope_factors(config).items()
     }
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Attention, Clamp, Graph, RopeAppend, Tensor
 from localllm.models.blocks import Layer, decoder, gated_mlp, norm, query_key_value
 from localllm.models.config import Header
@@ -30,12 +30,21 @@ HF_NAMES = {
     "ffn_gate": "layer.1.DenseReluDense.wi_0",
     "ffn_down": "layer.1.DenseReluDense.wo",
 }
+HF_MEANT = {"dense_act_fn": (), "is_gated_act": (), "num_decoder_layers": (), "scale_decoder_outputs": ()}
 _BIAS = "attn_rel_b.weight"
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
     if getattr(config, "relative_attention_max_distance", 128) != DistanceBiases.reach:
         raise ModelError("config.json has a relative_attention_max_distance other than 128, which GGUF files mean")
+    kind = getattr(config, "feed_forward_proj", "relu")
+    if kind not in ("relu", "gated-gelu"):
+        raise ModelError(
+            f"config.json has feed_forward_proj = {quoted(kind)}, but GGUF files mean relu or gated-gelu"
+        )
+    act = getattr(config, "dense_act_fn", None)
+    if act not in (None, "relu", "gelu_new") or ((act == "gelu_new") == (kind == "relu") and act is not None):
+        raise ModelError(f"config.json has dense_act_fn = {quoted(act)} with feed_forward_proj = {quoted(kind)}")
     eps = config.layer_norm_epsilon
     return {
         "context_length": getattr(config, "n_positions", None) or 512,

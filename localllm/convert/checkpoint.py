@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.convert.config import Config, general_keys, read_json, with_floats
+from localllm.convert.config import Config, general_keys, with_floats
 from localllm.convert.safetensors import read_folder
+from localllm.convert.settings import read_json
 from localllm.convert.sources import Source, find_sources
 from localllm.convert.vocabulary import vocabulary_keys
 from localllm.errors import (
@@ -203,6 +204,7 @@ class Checkpoint:
             }
             | (vocabulary_keys(folder, config, n_vocab) if target is None else {})
         )
+        config.check_all_read(conversion.meant)
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
             # metadata, tensors: of the GGUF file that it makes
@@ -229,20 +231,20 @@ def _vocabulary_of(target: ModelFile) -> dict[str, Any]:
 
 
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
-    if "draft_vocab_size" in config.values and config.values.get("num_hidden_layers") == 1:
+    if "draft_vocab_size" in config and config.get("num_hidden_layers") == 1:
         return "eagle3"  # whatever its class, which some call that of the model
     kind = str(values.get("model_type"))
-    wanted = {kind, f"{kind}/{values.get('version')}", str(config.values.get("model_type"))}
-    kinds = _texts(config.values.get("architectures"))  # which some share a type with others
+    wanted = {kind, f"{kind}/{values.get('version')}", str(config.get("model_type"))}
+    kinds = _texts(config.get("architectures"))  # which some share a type with others
     found = [name for name, each in _KNOWN.items() if kinds & set(each.hf_types.split())]
     found = found or [name for name, each in _KNOWN.items() if wanted & set(each.hf_types.split())]
-    if found == ["bert"] and config.values.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
+    if found == ["bert"] and config.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
         return "jina-bert-v3"
-    if found[1:] and config.values.get("use_bidirectional_attention"):
+    if found[1:] and config.get("use_bidirectional_attention"):
         return next(name for name in found if _KNOWN[name].is_encoder)
     found = [name for name in found if not _KNOWN[name].is_encoder] or found
     if found:  # of two, the one behind has experts
-        layers = config.values.get("layers_block_type") or config.values.get("hybrid_override_pattern")
+        layers = config.get("layers_block_type") or config.get("hybrid_override_pattern")
         return found[-1 if {"moe", "E"} & _texts(layers) else 0]
     known = ", ".join(sorted({kind for each in _KNOWN.values() for kind in each.hf_types.split()}))
     raise UnsupportedArchitectureError(
@@ -328,7 +330,7 @@ class _Namer:
                 name = self._block_name(name)
             if _HEAD.search(name) and not is_classifier(self._config):
                 continue
-            if name == "lm_head.weight" and self._config.values.get("tie_word_embeddings"):
+            if name == "lm_head.weight" and self._config.get("tie_word_embeddings"):
                 tied_head = source
                 continue
             if _OTHERS.search(name):
@@ -348,10 +350,13 @@ class _Namer:
                 what = "experts" if ".*." in name else "parts"
                 raise ModelError(f"the checkpoint lacks {what} of {quoted(name)}: download it again")
             found |= self._planned(name, [numbered[i] for i in range(len(numbered))])
-        if tied_head is not None and "token_embd.weight" not in found:
-            # Of tied weights a checkpoint may have the head's name alone.
+        if tied_head is not None:
+            # A checkpoint may have tied weights under the head's name alone.  Weights that differ are not tied, as in
+            # transformers.
             (head,) = self._planned("lm_head.weight", [tied_head]).values()
-            found["token_embd.weight"] = replace(head, name="token_embd.weight")
+            embedding = found.setdefault("token_embd.weight", replace(head, name="token_embd.weight"))
+            if embedding.shape != head.shape or not np.array_equal(embedding.data, head.data):
+                found[head.name] = head
         for name, array in self._conversion.extra(self._config).items():
             type = GGMLType.I64 if array.dtype == np.int64 else GGMLType.F32
             found[name] = CheckpointTensor(name, array.shape, type, partial(iter, [array]))

@@ -2,113 +2,336 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from localllm import nesting
-from localllm.errors import ModelError, path_text, quoted
-from localllm.kernels.regular_file import read_regular
+from localllm.convert.defaults import DEFAULTS, LIKE, NAMES
+from localllm.convert.settings import MissingSetting, Settings
+from localllm.errors import ModelError, quoted
 from localllm.models.config import ModelConfig
+from localllm.models.hf_convert import MEANT, head_dim, window_pattern
+from localllm.models.rope import yarn_mscale
 
-#: Bytes that a JSON file of a checkpoint may have; large vocabularies take 35 MB.
-_MAX_BYTES = 1 << 28
+#: Sections of config.json that describe the text model.
+_TEXT = ("text_config", "transformer_layer_config", "llm_config", "language_config", "thinker_config")
+
+#: Names of one setting, in every architecture.
+_NAMES = (
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"),
+    ("hidden_size", "n_embd", "n_embed", "d_model", "model_dim"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
+    ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_k",
+        "moe_topk",
+        "moe_top_k",
+        "top_k_experts",
+        "experts_per_token",
+    ),
+    ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    ("norm_topk_prob", "moe_renormalize"),
+    ("n_group", "num_expert_group"),
+    ("intermediate_size", "d_ff", "block_ff_dim"),
+    ("head_dim", "d_kv", "attention_head_dim"),
+    ("num_kv_heads", "n_head_kv"),
+    ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent"),
+    ("rope_theta", "rotary_emb_base", "global_rope_theta", "rope_freq_constant", "theta"),
+    ("rope_local_base_freq", "local_rope_theta", "swa_rope_theta"),
+    ("layer_types", "layers_block_type"),
+    ("tie_word_embeddings", "tie_embedding", "share_input_output_layers"),
+    ("torch_dtype", "dtype"),
+)
+
+#: Settings that change nothing in the converted file, with any value: of training, memory, generation, other
+#: programs, of biases and norms that the tensors show, and of images and sounds (`localllm.convert.mmproj`).
+_IRRELEVANT_NAMES = """
+    adapt add_bias_linear add_classification_head add_qkv_bias allow_global_per_layer_attribute_access architectures
+    attention_bias attention_out_bias attention_softmax_in_fp32 attn_bias attn_impl attn_implementation
+    attn_layer_indices attn_type_list audio_config auto_map aux_loss_alpha bad_words_ids base_model batch_size
+    batch_vision_input begin_suppress_tokens bf16 bias bias_dropout_fusion bilinear_pooling block_dim block_norm_eps
+    block_use_xavier_init bos_token cache_implementation calc_logits_for_entire_prompt capacity_factor chunk_size
+    chunk_size_feed_forward cla_share_factor class_num classifier_activation classifier_bias compression_config
+    conv_bias conv_dim conv_dim_out conv_use_xavier_init custom_pipelines d_inner decoder_bias dense_list
+    dense_seq_output deterministic_flash_attn diversity_penalty do_sample downsample_mode drop_vision_last_layer
+    dtype early_stopping emb_pdrop enable_lm_head_fp32 enable_moe_fp32_combine encoder_no_repeat_ngram_size
+    eod_token_id eos_token ep_size exponential_decay_length_penalty finetuning_task flash_attention
+    forced_bos_token_id forced_eos_token_id fp16 fp32 fp32_residual_connection fused_add_norm fused_bias_fc
+    fused_dropout_add_ln fused_qkv gradient_checkpointing gradient_checkpointing_kwargs group_limited_greedy
+    has_no_defaults_at_init hidden_bias hub_model_id id2label ignore_index im_end_id im_newline_id im_start_id
+    image_aspect_ratio image_grid_pinpoints image_newline_id image_seq_length image_size image_sizes
+    inference_runner init_audio init_config init_device init_tts init_vision initial_context_length insert_layer_id
+    is_composition is_encoder_decoder is_llama_config keys_to_ignore_at_inference kv_channels label2id language
+    layer_norm_eps_init layer_norm_type learnable_sink_init length_penalty lm_head_bias load_balance_coeff
+    logits_to_keep low_cpu_mem_usage mamba_chunk_size mamba_conv_bias mamba_dt_init_floor mamba_dt_max mamba_dt_min
+    mamba_num_groups mamba_proj_bias mamba_ssm_cache_dtype mask_init_id mask_token masked_softmax_fusion
+    max_batch_size max_length max_sequence_length max_slice_nums max_trained_positions merge_kernel_size min_length
+    mlp_bias mlp_dropout mlp_expansion_factor mlp_fc1_bias mlp_fc2_bias model_type moe_drop_tokens
+    moe_layer_recompute moe_random_routing_dropped_token moe_router_enable_expert_bias mtp_layer_types
+    mtp_layers_block_type mtp_loss_scaling_factor mtp_mlp_layer_types multimodal_projector_bias mup_denominator
+    n_ctx n_inputs name_or_path no_bias no_repeat_ngram_size norm_before_gate norm_bias num_beam_groups num_beams
+    num_experts_per_group num_key_value_groups num_labels num_logits_to_keep num_media_embeds num_mtp_layers
+    num_mtp_modules num_nextn_predict_layers num_return_sequences num_vocab onnx_safe org_vocab_size
+    output_attentions output_dtype output_hidden_states output_past output_router_logits output_scores pack_qkv
+    pad_id pad_key_length pad_token pad_vocab_size_multiple padded_vocab_size patch_size pool_type pooler_type
+    pre_allocate_kv_cache prefix pretraining_tp problem_type projector_bias projector_hidden_act projectors_bias
+    pruned_heads qk_layernorm qk_norm_type qkv_bias qkv_proj_bias quantization_config query_num reference_compile
+    remove_invalid_values reorder_and_upcast_attn repad_logits_with_grad repetition_penalty rescale_every
+    rescale_prenorm_residual residual_in_fp32 return_dict return_dict_in_generate rms_norm rmsnorm_dtype
+    routed_scaling router_bias router_dtype runner_max_sequence_length scale_attention_softmax_in_fp32
+    scale_resolution sep_token_id seq_aux seq_length shared_moe_mode skip_bias_add skip_bias_add_qkv slice_config
+    slice_mode slow_but_exact softmax_in_fp32 sparse_pred_ignore_index sparse_prediction spatial_merge_size ssm_cfg
+    static_cache suppress_tokens task_specific_params temperature text_end_id text_start_id tf_legacy_loss
+    tie_embedding tie_encoder_decoder tie_word_embeddings time_step_floor time_step_limit time_step_max
+    time_step_min time_step_scale token_classification_bias tokenizer_class tokenizer_name top_k top_p torch_compile
+    torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token unpadded_vocab_size
+    unsloth_fixed unsloth_version use_associative_scan use_bfloat16 use_bias use_cache use_cache_kernel
+    use_cache_quantization use_conv_bias use_dynamic_ntk use_embedding_sharing use_expert_bias use_falcon_mambapy
+    use_flash_attention_2 use_flash_attn use_fused_cross_entropy use_fused_mlp use_fused_rms_norm use_fused_rope
+    use_grouped_mm use_grouped_topk use_image_id use_liger use_logn_attn use_mamba_kernels use_mambapy
+    use_mem_eff_path use_mlp_bias use_mrope use_mtp use_parallel_embedding use_qkv_bias use_return_dict use_rmsnorm
+    use_routing_bias use_unpad use_xentropy validate_runner_input verbose version vision_batch_size vision_config
+    vision_feature_layer vision_feature_select_strategy visual vocab_size vocab_size_per_layer_input
+"""
+_IRRELEVANT = frozenset(_IRRELEVANT_NAMES.split())
+_IRRELEVANT_PATTERN = re.compile(
+    r"_.*|.*dropout.*|.*_pdrop|.*layerdrop|.*initializer.*|.*init_(range|std|scheme|method|value|scale)"
+    r"|init_(std|config|device)|.*_token_(ids?|index)|.*aux_loss.*|.*_loss_(coef|weight|function)|.*jitter.*"
+    r"|(audio|image|mm|video|vision|mtp)_.*|.*_dtype|layernorm_\w+_(alpha|beta)|summary_.*|unsloth_.*|.*flash_attn.*"
+)
 
 
-#: What GPT-2, DBRX, OpenELM and Kimi Linear call otherwise than the rest.
-_OTHER_NAMES = {
-    "n_layer": "num_hidden_layers",
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "d_model": "hidden_size",
-    "model_dim": "hidden_size",
-    "num_transformer_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_layers": "num_hidden_layers",
-    "max_seq_len": "max_position_embeddings",
-    "model_max_length": "max_position_embeddings",
-    "moe_renormalize": "norm_topk_prob",
-    "num_expert_group": "n_group",
-    "num_experts": "n_routed_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "d_ff": "intermediate_size",
-    "d_kv": "head_dim",
+def is_irrelevant(name: str) -> bool:
+    """Return whether a setting changes nothing in the converted file, with any value."""
+    return name in _IRRELEVANT or _IRRELEVANT_PATTERN.fullmatch(name) is not None
+
+
+def shares_name(one: str, other: str) -> bool:
+    """Return whether two names are names of one setting in every architecture."""
+    return any(one in names and other in names for names in _NAMES)
+
+
+class Config(Settings):
+    """``config.json`` of a checkpoint: the settings of its text model, with the defaults of transformers' class.
+
+    Attributes:
+        rope_parameters: the rotation, from ``rope_parameters``, ``rope_scaling`` or separate settings.
+        tensors: the checkpoint's tensors by name, `localllm.convert.sources.Source`.
+        n_nextn: blocks after the last layer, each of which predicts one further token.
+        target: of a drafter, the model that it drafts for.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        section = next((name for name in _TEXT if isinstance(values.get(name), dict)), None)
+        text = values[section] if section else values
+        kind = str(text.get("model_type") or values.get("model_type"))
+        self.text_type = kind = LIKE.get(kind, kind)
+        defaults = DEFAULTS.get(kind, {})
+        outer = {name: value for name, value in values.items() if name not in defaults} if section else {}
+        place = f"{section}." if section else ""
+        super().__init__({**outer, **text}, place=place, defaults=defaults, names=(*_NAMES, *NAMES.get(kind, ())))
+        self._text = text
+        self.tensors: Mapping[str, Any] = {}
+        self.n_nextn = 0
+        self.target: ModelConfig | None = None
+        self.rope_parameters = self._rope()
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            value = super().__getitem__(name)
+        except MissingSetting:
+            value = self._derived(name)
+            if value is None:
+                raise
+        return self._derived(name) if value is None else value
+
+    def _derived(self, name: str) -> Any:
+        """Return the value of an omitted setting that follows from others; None if it does not."""
+        if name == "num_key_value_heads":
+            return self.get("num_attention_heads")
+        if name == "num_hidden_layers" and isinstance(kinds := self.get("layers_block_type"), list):
+            return len(kinds)
+        if name == "layer_types" and (kind_of := _LAYER_TYPES.get(self.text_type)):
+            return [kind_of(self, i) for i in range(self.num_hidden_layers)]
+        if name == "mlp_layer_types":
+            n_dense = self.get("first_k_dense_replace", _N_DENSE.get(self.text_type))
+            if n_dense is not None:
+                return ["dense" if i < n_dense else "sparse" for i in range(self.num_hidden_layers)]
+        return None
+
+    def _rope(self) -> Settings:
+        """Return the rotation of all layers, or of full and of windowed layers, as transformers 5 writes it."""
+        given = super().get("rope_scaling")
+        other = super().get("rope_parameters")
+        if isinstance(other, Settings):
+            other.skip_all()
+        given = other if given is None else given
+        if not isinstance(given, Settings | dict | None):
+            raise ModelError(f"config.json has rope_scaling = {quoted(given)}, which must be an object")
+        rope: dict[str, Any] = dict(given.raw() if isinstance(given, Settings) else given or {})
+        local = self.get("rope_local_base_freq")
+        if not any(isinstance(part, dict) for part in rope.values()):
+            rope = self._with_defaults(rope)
+            if local is not None or self.text_type in _ROPE_OF_LAYERS:
+                theta = rope["rope_theta"] if local is None else local
+                part = rope.get("partial_rotary_factor")
+                plain = {"rope_type": "default", "rope_theta": theta}
+                plain |= {} if part is None else {"partial_rotary_factor": part}
+                rope = {"full_attention": rope, "sliding_attention": plain}
+        else:
+            rope = {
+                kind: self._with_defaults(part, local if kind == "sliding_attention" else None)
+                for kind, part in rope.items()
+                if isinstance(part, dict)
+            }
+        return Settings(rope, place=f"{self._place}rope_parameters.")
+
+    def _with_defaults(self, rope: Mapping[str, Any], theta: Any = None) -> dict[str, Any]:
+        theta = self.get("rope_theta") if theta is None else theta
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        rope = {key: value for key, value in rope.items() if value is not None and key != "type"}
+        found = {"rope_theta": 10_000.0 if theta is None else theta}
+        if (part := self.get("partial_rotary_factor")) is not None:
+            found["partial_rotary_factor"] = part
+        original = self.get("original_max_position_embeddings")
+        if kind in ("llama3", "yarn", "longrope", "su"):
+            found["original_max_position_embeddings"] = original or self.get("max_position_embeddings")
+            if original is not None:  # outside of the rotation, it counts first
+                rope.pop("original_max_position_embeddings", None)
+        return (
+            {"rope_type": _KINDS_OF_ROPE.get(kind, kind)}
+            | found
+            | {k: v for k, v in rope.items() if k != "rope_type"}
+        )
+
+    def check_all_read(self, meant: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raise ModelError for a setting that would be lost.
+
+        ``meant``: settings that GGUF files of the architecture have no key for, with the values that these mean; any
+        value if there is none.
+        """
+        meant = MEANT | dict(meant)
+        for name, values in meant.items():
+            value = None if self.is_read(name) else self.get(name)
+            if value is not None and values and value not in values:
+                raise ModelError(
+                    f"config.json has {self._place}{name} = {quoted(value)}, but a GGUF file of this architecture "
+                    f"means {' or '.join(str(other) for other in values)}"
+                )
+        for full, value in (*self.unread(), *self.rope_parameters.unread()):
+            names = full.removeprefix(self._place).split(".")
+            is_other = names[0] not in self._text and names[0] != "rope_parameters"
+            if not (is_other or any(name in meant or is_irrelevant(name) for name in names)):
+                raise ModelError(
+                    f"config.json has {full} = {quoted(value)}, which localllm convert does not know for this "
+                    "architecture: remove it if it changes nothing, or report the model"
+                )
+
+
+#: Old names of kinds of rotation; for text, the axes of an image are all the position.
+_KINDS_OF_ROPE = {"su": "longrope", "mrope": "default", "none": "default"}
+#: Classes that scale the rotation of layers without a window only.
+_ROPE_OF_LAYERS = {"olmo3"}
+
+
+def _window(has_window: Any) -> str:
+    return "sliding_attention" if has_window else "full_attention"
+
+
+def _period(config: Config, default: int = 4) -> int:
+    period = config.get("sliding_window_pattern", default)
+    if isinstance(period, str):  # EXAONE's "LLLG"
+        return len(period)
+    return int(period or 0) if config.get("sliding_window") else 0
+
+
+def _after_dense(config: Config, i: int) -> str:
+    return _window(config.use_sliding_window and config.sliding_window and i >= config.max_window_layers)
+
+
+#: Settings that ``layer_types`` replaces.
+_OF_LAYER_TYPES: tuple[str, ...] = (
+    "full_attention_interval",
+    "global_attn_every_n_layers",
+    "layer_group_size",
+    "max_window_layers",
+)
+_OF_LAYER_TYPES += ("prefix_dense_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window")
+
+#: Layers without experts where a class has no setting for them.
+_N_DENSE = {"glm5_next_text": 3, "hy_v3": 1, "hy_v4": 1, "laguna": 1, "mellum": 0, "mimo_v2_flash": 1}
+
+
+def _cohere2_moe(config: Config, i: int) -> str:
+    n_dense, of_dense = config.get("first_k_dense_replace", 0), config.prefix_dense_sliding_window_pattern
+    return _window((i + 1) % of_dense if i < n_dense else (i - n_dense + 1) % config.sliding_window_pattern)
+
+
+def _lfm2(config: Config, i: int) -> str:
+    full = config.get("full_attn_idxs")
+    return "full_attention" if full is None or i in full else "conv"
+
+
+def _linear(other: str) -> Callable[[Config, int], str]:
+    return lambda config, i: "linear_attention" if (i + 1) % config.get("full_attention_interval", 4) else other
+
+
+#: Kinds of layers that a class gives a layer, counted from 0, if ``layer_types`` is omitted.
+_LAYER_TYPES: dict[str, Callable[[Config, int], str]] = {
+    "afmoe": lambda config, i: _window((i + 1) % config.global_attn_every_n_layers),
+    "cohere2": lambda config, i: _window((i + 1) % config.get("sliding_window_pattern", 4)),
+    "cohere2_moe": _cohere2_moe,
+    "dots1": lambda config, i: _window(config.sliding_window and i >= config.max_window_layers),
+    "exaone4": lambda config, i: _window((i + 1) % _period(config)) if _period(config) else "full_attention",
+    "exaone_moe": lambda config, i: _window((i + 1) % _period(config)) if _period(config) else "full_attention",
+    "gemma2": lambda config, i: _window((i + 1) % 2),
+    "gemma3_text": lambda config, i: _window((i + 1) % config.get("sliding_window_pattern", 6)),
+    "gemma3n_text": lambda config, i: _window((i + 1) % 5),
+    "gemma4_text": lambda config, i: _window((i + 1) % 6 and i + 1 < config.num_hidden_layers),
+    "gemma4_unified_text": lambda config, i: _window((i + 1) % 6 and i + 1 < config.num_hidden_layers),
+    "glm5_next_text": lambda config, i: "linear_attention" if i % 4 != 3 else "indexed_attention",
+    "gpt_oss": lambda config, i: _window((i + 1) % 2),
+    "granite_swa": lambda config, i: _window(i % 4),
+    "granitemoe_swa": lambda config, i: _window(i % 4),
+    "granitemoehybrid": lambda config, i: "linear_attention",
+    "laguna": lambda config, i: "full_attention",
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
+    "lfm3": lambda config, i: "full_attention" if i % 4 == 2 else "conv" if i % 4 or not i else "sliding_attention",
+    "mellum": lambda config, i: "full_attention",
+    "mimo_v2_flash": lambda config, i: _window(i and (i + 1) % 6),
+    "mistral": lambda config, i: _window(config.sliding_window),
+    "mixtral": lambda config, i: _window(config.sliding_window),
+    "modernbert": lambda config, i: _window(i % config.get("global_attn_every_n_layers", 3)),
+    "muse_glimmer_text": lambda config, i: _window((config.num_hidden_layers - 1 - i) % 4),
+    "olmo3": lambda config, i: _window((i + 1) % 4),
+    "phi3": lambda config, i: _window(config.sliding_window),
+    "qwen2": _after_dense,
+    "qwen2_vl_text": _after_dense,
+    "qwen2_5_vl_text": _after_dense,
+    "qwen3": _after_dense,
+    "qwen2_moe": lambda config, i: _window(
+        config.use_sliding_window and (i + 1) % 2 and i < config.max_window_layers
+    ),
+    "qwen3_moe": lambda config, i: _window(config.use_sliding_window and config.sliding_window),
+    "qwen3_5_moe_text": _linear("full_attention"),
+    "qwen3_5_text": _linear("full_attention"),
+    "qwen3_next": _linear("full_attention"),
+    "qwen4_exp_text": _linear("indexed_attention"),
+    "smollm3": lambda config, i: _window(
+        config.use_sliding_window and config.sliding_window and (i + 1) % config.no_rope_layer_interval == 0
+    ),
+    "starcoder2": lambda config, i: _window(config.sliding_window),
+    "step3p5": lambda config, i: "full_attention",
 }
 
 
-class MissingSetting(ModelError, AttributeError):
-    """config.json lacks a value that the architecture needs."""
-
-
-class Config:
-    """Values of ``config.json`` as attributes; those of ``text_config``, in models with images, and of
-    ``transformer_layer_config``, in drafters, as if its own."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        text = values.get("text_config") or values.get("transformer_layer_config")
-        self.values = values | text if isinstance(text, dict) else values
-        values = self.values
-        self.values = {new: values[old] for old, new in _OTHER_NAMES.items() if old in values} | values
-        if isinstance(kinds := values.get("layers_block_type"), list):  # Nemotron, which does not count them
-            self.values = {"num_hidden_layers": len(kinds)} | self.values
-        # of the rotation, whether the file has them there, in ``rope_scaling``, or on their own
-        self.rope_parameters = self._rope()
-        self.tensors: Mapping[str, Any] = {}  # `localllm.convert.sources.Source` of the checkpoint's, by their names
-        self.n_nextn = 0  # blocks behind the last layer, each of which predicts one token more
-        self.target: ModelConfig | None = None  # of a drafter, the model that it drafts for
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.values[name]
-        except KeyError:
-            raise MissingSetting(f"config.json has no {name}, which {self.values.get('model_type')} needs") from None
-
-    def _rope(self) -> dict[str, Any]:
-        values = self.values
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-        if not isinstance(rope, dict):
-            raise ModelError(f"config.json has rope_scaling = {quoted(rope)}, which must be an object")
-        if "full_attention" in rope or "sliding_attention" in rope:
-            return rope
-        names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-        rope = {name: values[name] for name in names if values.get(name) is not None} | rope
-        rope = {"rope_theta": 10_000.0, "rope_type": rope.get("type", "default")} | rope
-        if "rope_local_base_freq" in values:  # Gemma 3 of 2025
-            return {"full_attention": rope, "sliding_attention": {"rope_theta": values["rope_local_base_freq"]}}
-        return rope
-
-
-def read_file(path: Path) -> bytes | None:
-    """Return the content of a small file of a checkpoint; None if there is none."""
-    try:
-        return read_regular(path, _MAX_BYTES, folder=path.parent)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ModelError(f"{path_text(path)} cannot be read ({reason}): download the checkpoint again") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the values of a checkpoint's JSON file; empty if there is none."""
-    if (data := read_file(path)) is None:
-        return {}
-    try:
-        value = nesting.parse_json(data.decode())
-    except ValueError as error:
-        raise ModelError(f"{path_text(path)} cannot be read as JSON ({error!s:.100}): download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path_text(path)} is not a JSON object: download it again")
-    return value
-
-
-#: Names in config.json, the first that is there counts, by GGUF's.
-_NAMES = {
+#: Names in config.json by GGUF's; the first name with a value counts.
+_KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -119,12 +342,12 @@ _NAMES = {
     "attention.value_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps layer_norm_epsilon norm_epsilon",
-    "expert_count": "num_local_experts num_experts n_routed_experts",
+    "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-_ROPE_NAMES = {
+_ROPE_KEYS = {
     "rope.freq_base": "rope_theta",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -133,6 +356,15 @@ _ROPE_NAMES = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 _SCALINGS = ("linear", "yarn", "longrope")
+#: Settings that an unscaled rotation ignores.
+_UNSCALED: tuple[str, ...] = (
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
+_UNSCALED += ("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "truncate")
 #: Keys whose values are floats, also where config.json has 10000 for 10000.0: llama.cpp takes no others.
 _FLOATS = re.compile(
     r"rope\.(freq_base\w*|scale_linear|scaling\.(factor|alpha|attn_factor|yarn_\w+))|xielu\.\w+"
@@ -142,27 +374,77 @@ _FLOATS = re.compile(
 
 
 def general_keys(config: Config) -> dict[str, Any]:
-    """GGUF keys that llama.cpp's converter writes for every model; None where the hyper-parameter is missing."""
+    """Return the GGUF keys that llama.cpp's converter writes for every model; None if a setting is missing."""
     keys: dict[str, Any] = {}
-    for key, names in _NAMES.items():
-        found = [config.values[name] for name in names.split() if config.values.get(name) is not None]
-        keys[key] = found[0] if found else None
-    if keys["attention.head_count_kv"] is None:
-        keys["attention.head_count_kv"] = keys["attention.head_count"]
-    if config.values.get("is_causal") is False:
+    for key, names in _KEYS.items():
+        values = [value for name in names.split() if (value := config.get(name)) is not None]
+        keys[key] = values[0] if values else None
+    if not keys["expert_count"]:
+        keys |= dict.fromkeys(key for key in keys if key.startswith("expert_") and key != "expert_count")
+    keys |= _window_keys(config)
+    if config.get("is_causal") is False:
         keys["attention.causal"] = False
+    return keys | _rope_keys(config)
+
+
+def _rope_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of the rotation; of layers with a window, GGUF files have the base alone."""
     rope = config.rope_parameters
-    local, rope = rope.get("sliding_attention", {}), rope.get("full_attention", rope)
-    kind = {"su": "longrope"}.get(rope.get("rope_type", ""), rope.get("rope_type"))
-    if kind in _SCALINGS:
-        keys["rope.scaling.type"] = kind
-        keys |= {ours: rope.get(theirs) for ours, theirs in _ROPE_NAMES.items()}
-    keys |= {"rope.freq_base": rope.get("rope_theta"), "rope.freq_base_swa": local.get("rope_theta")}
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    if local is not None and local.peek("rope_type") == "default":
+        local.skip("rope_type", *_UNSCALED)
+    part = rope.get("partial_rotary_factor")
+    other = local and local.get("partial_rotary_factor")
+    if other not in (None, part) and config.text_type != "laguna":  # whose files have a key for it
+        raise ModelError(
+            f"config.json rotates {other} of a head in layers with a window and {part or 1} in others, "
+            "which localllm does not convert"
+        )
+    keys = {"rope.freq_base": rope.get("rope_theta"), "rope.freq_base_swa": local and local.get("rope_theta")}
+    kind = rope.peek("rope_type")
+    if part not in (None, 1.0) and kind != "proportional":
+        keys["rope.dimension_count"] = int(head_dim(config) * part)
+    rope.skip("mrope_section", "mrope_interleaved", "xdrope_section", "finetuned")  # for text, all are the position
+    if kind == "default" or (kind == "dynamic" and not rope.peek("alpha")):  # which extends the context alone
+        rope.skip("rope_type", *_UNSCALED)
+    if kind not in _SCALINGS:
+        return keys
+    rope.skip("rope_type", *([] if rope.peek("truncate") is False else ["truncate"]))
+    keys |= {"rope.scaling.type": kind} | {ours: rope.get(theirs) for ours, theirs in _ROPE_KEYS.items()}
+    if kind == "longrope":
+        keys["rope.scaling.yarn_attn_factor"] = None
+        keys["rope.scaling.attn_factor"] = _longrope_magnitude(config, rope)
+    if kind != "linear" and keys["rope.scaling.factor"] is None:
+        keys["rope.scaling.factor"] = config.max_position_embeddings / rope.original_max_position_embeddings
+    first, last = rope.get("mscale"), rope.get("mscale_all_dim")
+    if kind == "yarn" and first and last and keys["rope.scaling.yarn_attn_factor"] is None:
+        factor = keys["rope.scaling.factor"]
+        keys["rope.scaling.yarn_attn_factor"] = yarn_mscale(factor, first) / yarn_mscale(factor, last)
     return keys
 
 
+def _longrope_magnitude(config: Config, rope: Settings) -> float:
+    if (magnitude := rope.get("attention_factor")) is not None:
+        return float(magnitude)
+    original = rope.original_max_position_embeddings
+    factor = rope.get("factor") or config.max_position_embeddings / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _window_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of windows, if there are layers with windows that are shorter than the context."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        return {}
+    config.skip(*_OF_LAYER_TYPES)
+    window, pattern = config.get("sliding_window"), window_pattern(config)
+    if not window or not any(pattern) or window >= config.max_position_embeddings:
+        return {}
+    return {"attention.sliding_window": window, "attention.sliding_window_pattern": None if all(pattern) else pattern}
+
+
 def with_floats(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The same keys, with whole numbers as floats where GGUF files have those."""
+    """Return the same keys, with whole numbers as floats where GGUF files have floats."""
 
     def as_float(value: Any) -> Any:
         if isinstance(value, list):

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from localllm.convert.checkpoint import Array, CheckpointTensor, checkpoint_name, size_label
-from localllm.convert.config import Config, read_json
+from localllm.convert.config import Config
+from localllm.convert.defaults import DEFAULTS, ENCODER_TYPES, NAMES
 from localllm.convert.safetensors import read_folder
+from localllm.convert.settings import Settings, read_json
 from localllm.convert.sources import Source, find_sources
 from localllm.errors import ModelError, OutputError, UnsupportedArchitectureError, UsageError, path_text, quoted
 from localllm.gguf.writer import TensorSpec, read_back
@@ -50,8 +52,8 @@ class MmprojCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         values = read_json(folder / "config.json")
-        kind, text = values.get("model_type"), values.get("text_config")
-        text = values | text if isinstance(text, dict) else values
+        kind, processor = values.get("model_type"), _processor(folder)
+        config = Settings(values, defaults=DEFAULTS.get(str(kind)), names=NAMES.get(str(kind), ()))
         found: dict[str, tuple[Projector, Checkpoint]] = {}  # by what they encode
         for media, section in (("image", "vision_config"), ("audio", "audio_config")):
             own = values.get(section)
@@ -64,7 +66,12 @@ class MmprojCheckpoint:
                     if each.kind == media and name in each.hf_types.split()
                 ]
                 if families:
-                    found[media] = families[0], Checkpoint(values, own, _processor(folder), text)
+                    own_type = own.get("model_type")
+                    if own_type in (None, kind):
+                        own_type = ENCODER_TYPES.get(f"{kind}/{section}", kind)
+                    options = {"defaults": DEFAULTS.get(str(own_type)), "names": NAMES.get(str(own_type), ())}
+                    encoder = config.inner(section, **options)
+                    found[media] = families[0], Checkpoint(config, encoder, processor, Config(values))
         if not found:
             known = ", ".join(sorted({kind for each in PROJECTORS.values() for kind in each.hf_types.split()}))
             raise UnsupportedArchitectureError(
@@ -83,6 +90,9 @@ class MmprojCheckpoint:
                 f"{next(iter(found.values()))[0].models} "
                 f"({type(error).__name__}: {error!s:.150}): is the folder complete?"
             ) from error
+        for media, (family, checkpoint) in found.items():
+            if media == "image":
+                _check_read(checkpoint, family.meant)
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
             # metadata, tensors: of the GGUF file that it makes
@@ -102,20 +112,42 @@ class MmprojCheckpoint:
         """Reading says so itself where a file was shortened."""
 
 
-def _processor(folder: Path) -> Mapping[str, Any]:
+def _processor(folder: Path) -> Settings:
     """The values of the processor of pictures in preprocessor_config.json or processor_config.json."""
     values = read_json(folder / "preprocessor_config.json")
     whole = read_json(folder / "processor_config.json")
-    return values | (values.get("media_proc_cfg") or {}) | whole | (whole.get("image_processor") or {})
+    merged = values | (values.get("media_proc_cfg") or {}) | whole | (whole.get("image_processor") or {})
+    return Settings(merged, file="preprocessor_config.json")
+
+
+def _check_read(c: Checkpoint, meant: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ModelError for a setting of the encoder or of its processor that would be lost."""
+    for place, settings in (("vision_config.", c.vision), ("", c.processor), ("", c.values)):
+        for name, values in meant.items():
+            is_of_text = settings is c.values and not name.startswith(("projector", "vision"))
+            value = None if is_of_text or settings.is_read(name) else settings.get(name)
+            if value is not None and values and value not in values:
+                raise ModelError(
+                    f"the checkpoint has {place}{name} = {quoted(value)}, but an mmproj file of this family means "
+                    f"{' or '.join(str(other) for other in values)}"
+                )
+    for full, value in c.vision.unread():
+        names = full.split(".")[1:]
+        if not any(name in meant or "dropout" in name or "initializer" in name for name in names):
+            raise ModelError(
+                f"config.json has {full} = {quoted(value)}, which localllm convert --mmproj does not know for this "
+                "family: remove it if it changes nothing, or report the model"
+            )
 
 
 def _keys(folder: Path, found: Mapping[str, tuple[Projector, Checkpoint]]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for media, (family, c) in found.items():
         section = "vision" if media == "image" else "audio"
-        keys |= {f"has_{section}_encoder": True, f"{section}.projection_dim": c.text["hidden_size"]}
+        keys |= {f"has_{section}_encoder": True, f"{section}.projection_dim": c.text.hidden_size}
         for key, names in _NAMES.items():
-            keys[f"{section}.{key}"] = next((c.vision[name] for name in names.split() if name in c.vision), None)
+            values = (c.vision.get(name) for name in names.split())
+            keys[f"{section}.{key}"] = next((value for value in values if value is not None), None)
         if media == "image":
             for key, other in (("image_mean", "norm_mean"), ("image_std", "norm_std")):
                 keys[f"vision.{key}"] = [float(x) for x in c.processor[key if key in c.processor else other]]

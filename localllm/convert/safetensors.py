@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.convert.config import read_json
+from localllm.convert.settings import read_json
 from localllm.errors import ModelError, path_text, quoted
 from localllm.kernels.regular_file import open_regular
 from localllm.nesting import parse_json

@@ -42,8 +42,7 @@ class Source:
 def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str, Source]:
     """The tensors of a checkpoint by the names that they have where nothing is packed."""
     sources: dict[str, Source] = {}
-    settings = config.values.get("quantization_config")
-    settings = settings if isinstance(settings, dict) else {}
+    settings = config.inner("quantization_config").raw()
     # DeepSeek V4 has "scale" beside "weight".
     short = {f"{name.removesuffix('weight')}scale" for name, tensor in tensors.items() if tensor.dtype in _SCALED}
     tensors = {f"{name[:-5]}weight_scale" if name in short else name: tensor for name, tensor in tensors.items()}

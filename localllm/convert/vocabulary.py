@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from localllm.convert.config import Config, read_file, read_json
-from localllm.errors import TokenizerError, path_text, quoted
+from localllm.chat.template import ChatTemplate
+from localllm.convert.config import Config
+from localllm.convert.settings import read_file, read_json
+from localllm.errors import LocalLLMError, TokenizerError, path_text, quoted
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
-from localllm.tokenizer.vocabulary import BPE, SPM, UNIGRAM, WORD_PIECE, TokenType
+from localllm.tokenizer.vocabulary import BPE, END_TEXTS, SPM, UNIGRAM, WORD_PIECE, TokenType
 
 #: GGUF's names of special tokens, by Hugging Face's.
 _SPECIAL = {
@@ -58,7 +60,7 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
         keys = _unigram(folder / "tokenizer.json", json, added, n_vocab)
     else:
         keys = _bpe(folder / "tokenizer.json", json, added, n_vocab)
-    if type(n_types := config.values.get("type_vocab_size")) is int:
+    if type(n_types := config.get("type_vocab_size")) is int:
         keys["tokenizer.ggml.token_type_count"] = n_types
     tokens = keys["tokenizer.ggml.tokens"]
     ids = {token: i for i, token in enumerate(tokens)}
@@ -66,9 +68,12 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
         text = settings.get(f"{name}_token")
         text = text.get("content") if isinstance(text, dict) else text
         token = ids.get(text) if isinstance(text, str) else None
-        token = config.values.get(f"{name}_token_id") if token is None else token
+        token = config.get(f"{name}_token_id") if token is None else token
         if type(token) is int and 0 <= token < len(tokens):
             keys[f"tokenizer.ggml.{key}"] = token
+    ends = _end_ids(folder, config, len(tokens))
+    if ends:
+        keys.setdefault("tokenizer.ggml.eos_token_id", ends[0])
     for name, other in (("bos", "cls"), ("eos", "seperator")):
         if (token := keys.get(f"tokenizer.ggml.{other}_token_id")) is not None:
             keys.setdefault(f"tokenizer.ggml.{name}_token_id", token)
@@ -77,7 +82,59 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
             keys.setdefault(f"tokenizer.ggml.add_{name}_token", flag)
     if isinstance(settings.get("add_prefix_space"), bool) and keys["tokenizer.ggml.model"] == SPM:
         keys["tokenizer.ggml.add_space_prefix"] = settings["add_prefix_space"]
-    return keys | _templates(folder, settings)
+    return _with_ends(keys | _templates(folder, settings), ends)
+
+
+def _end_ids(folder: Path, config: Config, n_tokens: int) -> list[int]:
+    """Return the tokens that end a reply, as generation_config.json and config.json list them."""
+    lists = [read_json(folder / "generation_config.json").get("eos_token_id"), config.get("eos_token_id")]
+    flat = [token for each in lists for token in (each if isinstance(each, list) else [each])]
+    return list(dict.fromkeys(token for token in flat if type(token) is int and 0 <= token < n_tokens))
+
+
+def _with_ends(keys: dict[str, Any], ends: Sequence[int]) -> dict[str, Any]:
+    """Return the keys with every token that ends a reply.
+
+    These are ``ends`` and the token after a reply in the chat template.  llama.cpp knows some by their text, and
+    reads two others from keys; ``eos_token_ids`` lists all.
+    """
+    eos = keys.get("tokenizer.ggml.eos_token_id")
+    after = _end_of_turn(keys)
+    ids = list(dict.fromkeys(token for token in (eos, after, *ends) if token is not None))
+    others = [token for token in ids if token != eos]
+    if not others:
+        return keys
+    texts = keys["tokenizer.ggml.tokens"]
+    unknown = [token for token in others if texts[token] not in END_TEXTS]
+    slots = zip(("eot_token_id", "eom_token_id"), unknown, strict=False)
+    return keys | {f"tokenizer.ggml.{slot}": token for slot, token in slots} | {"tokenizer.ggml.eos_token_ids": ids}
+
+
+def _end_of_turn(keys: Mapping[str, Any]) -> int | None:
+    """Return the control token that the chat template writes after a reply, or None."""
+    template, texts = keys.get("tokenizer.chat_template"), keys["tokenizer.ggml.tokens"]
+    if not isinstance(template, str):
+        return None
+    special = {"bos": "", "eos": ""}
+    for name in special:
+        if (token := keys.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            special[name] = texts[token]
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _REPLY}]
+    try:
+        compiled = ChatTemplate(template, bos_token=special["bos"], eos_token=special["eos"])
+        after = compiled.render(messages, add_generation_prompt=False).rpartition(_REPLY)[2].lstrip()
+    except LocalLLMError:  # a template that needs more than a conversation
+        return None
+    types = keys["tokenizer.ggml.token_type"]
+    controls = {text: i for i, text in enumerate(texts) if types[i] in (TokenType.CONTROL, TokenType.USER_DEFINED)}
+    text = max((text for text in controls if text and after.startswith(text)), key=len, default=None)
+    return None if text is None or text in _MESSAGE_ENDS else controls[text]
+
+
+#: A reply that no template has a part of.
+_REPLY = "localllm-reply"
+#: Tokens that end a message of several in one reply (gpt-oss), which then continues.
+_MESSAGE_ENDS = ("<|end|>",)
 
 
 def _added_tokens(

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.convert.checkpoint import gguf_name
-from localllm.convert.config import read_json
 from localllm.convert.safetensors import read_header
+from localllm.convert.settings import read_json
 from localllm.errors import ModelError, ModelNotFoundError, path_text, quoted
 from localllm.files import check_is_new, expanded
 from localllm.gguf import GGUFFile

@@ -50,7 +50,7 @@ class TokenType(IntEnum):
 _ORDINARY = (TokenType.UNDEFINED, TokenType.NORMAL, TokenType.USER_DEFINED)
 
 # Tokens that end a generation, known by their text because files seldom say so (llama.cpp's list).
-_END_TEXTS = (
+END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
@@ -266,6 +266,16 @@ class _TokenizerMetadata:
             raise TokenizerError(f"{self.where}: tokenizer.ggml.{name} is {value} but there are {n_vocab} tokens")
         return value
 
+    def token_ids(self, name: str, n_vocab: int) -> list[int]:
+        """Return a list of ids below ``n_vocab``; empty if the key is missing."""
+        value = self._get(name)
+        values = value.tolist() if isinstance(value, np.ndarray) else value
+        if values is None:
+            return []
+        if not isinstance(values, list) or any(type(i) is not int or not 0 <= i < n_vocab for i in values):
+            raise self._wrong(name, f"an array of ids of {n_vocab} tokens")
+        return values
+
     def _strings(self, name: str) -> list[str]:
         value = self._get(name)
         if value is None:
@@ -402,7 +412,7 @@ def _mark_special(
     def spelled(*texts: str) -> list[int]:
         return [id_ for text in texts for id_ in alike.get(text) or ([ids[text]] if text in ids else [])]
 
-    found = spelled(*_END_TEXTS)
+    found = spelled(*END_TEXTS)
     for key, texts in zip(_FILL_IN_END_KEYS, _FILL_IN_END_TEXTS, strict=True):
         by_text = next(iter(spelled(*texts)), None)
         if (token := meta.token_id(key, len(types), by_text)) is not None:
@@ -421,6 +431,7 @@ def _mark_special(
             types[token] = TokenType.USER_DEFINED
     named = [meta.token_id(key, len(types), None) for key in ("eot_token_id", "eom_token_id")]
     ends.update(token for token in (*named, eos_id) if token is not None)
+    ends.update(meta.token_ids("eos_token_ids", len(types)))
     # Old Llama's EOS ends a generation also where a fine-tune has another one; elsewhere it is HTML.
     ends.update(token for token in spelled("</s>") if types[token] == TokenType.CONTROL)
     return frozenset(ends)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
 from localllm.models.hf_convert import Array
-from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel
+from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
 from localllm.models.vision.pictures import cut, resized
 from localllm.models.vision.siglip import ENCODER_NAMES
 from localllm.models.vision.views import floats
@@ -40,10 +40,11 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         raise ModelError("config.json has several vision_feature_layer; localllm knows LLaVA's encoders with one")
     layer += (layer < 0) * (vision["num_hidden_layers"] + 1)
     activation, crop = vision.get("hidden_act", "quick_gelu"), processor.get("crop_size")
-    size = crop.get("height") if isinstance(crop, dict) else crop
+    size = crop if crop is None or isinstance(crop, int) else crop.get("height")
     if processor.get("do_center_crop", True) and size not in (None, vision["image_size"]):
         raise ModelError(f"the processor crops pictures to {size} pixels; the encoder takes {vision['image_size']}")
     grids = c.values.get("image_grid_pinpoints")
+    require(c, "hidden_act", activation, ("gelu", "quick_gelu"))
     return {
         "projector_type": "mlp",
         "use_gelu": activation == "gelu",

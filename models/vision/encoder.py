@@ -8,14 +8,14 @@ frames are pieces of it, and its patches are those of its spectrogram.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import (
     Activation,
     Attention,
@@ -37,7 +37,7 @@ from localllm.kernels.graph import (
 )
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
 from localllm.models.config import Heads, Metadata
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import GELU_TANH, Array
 from localllm.models.vision.pictures import MAX_PIXELS, block_order, normalised, open_picture, patches
 from localllm.models.vision.views import RowsScaled
 from localllm.models.weights import Reshaped, Weights
@@ -420,14 +420,64 @@ class VisionModel(EncoderModel):
 # -- Checkpoints ---------------------------------------------------------------------------------------------------
 
 
+#: Settings of encoders and processors that GGUF files have no key for, with the values that they mean; a family's
+#: ``HF_MEANT`` replaces them.  Without a value, any is right.
+MEANT: dict[str, tuple[Any, ...]] = {
+    "hidden_act": GELU_TANH,
+    "projector_hidden_act": ("gelu",),
+    "num_channels": (3,),
+    "in_channels": (3,),
+    "in_chans": (3,),
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (True,),
+    "rescale_factor": (1 / 255, 0.00392156862745098),
+    "resample": (3,),  # Pillow's BICUBIC
+} | dict.fromkeys(
+    # what follows from tensors and other settings, or is of training and videos
+    (
+        *("attention_bias", "head_dim", "hidden_dropout_prob", "layer_scale_init_value", "max_position_embeddings"),
+        *("model_type", "norm_type", "num_key_value_heads", "out_hidden_size", "projection_dropout", "standardize"),
+        *("rope_parameters", "rope_theta", "spatial_merge_size", "spatial_patch_size", "temporal_patch_size"),
+        *("tokens_per_second", "use_absolute_position_embeddings", "use_clipped_linears", "use_mask_token"),
+        *("use_mean_pooling", "use_qk_norm", "vision_use_head", "position_embedding_size", "num_patches"),
+        *("img_max_token_num", "max_vit_seq_len", "min_image_size", "text_hidden_size", "pos_emb_time"),
+        *("pos_emb_width", "multi_modal_projector_bias", "projector_input_dim", "projector_output_dim"),
+        *("vision_output_dim", "window_kernel_size", "qkv_bias", "use_bfloat16", "architecture", "projection_dim"),
+        *(
+            "initializer_factor",
+            "torch_dtype",
+            "dtype",
+            "transformers_version",
+            "architectures",
+            "attn_implementation",
+        ),
+        *("layer_norm_eps", "rms_norm_eps", "intermediate_size", "mlp_ratio", "hidden_size", "in_chans", "auto_map"),
+        *("use_flash_attn", "drop_path_rate", "qk_normalization", "vocab_size", "eos_token_id", "bos_token_id"),
+        *("pad_token_id", "output_dim", "logit_scale_init_value", "add_cross_attention", "is_decoder"),
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "default_output_length"),
+    ),
+    (),
+)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's configuration, as conversions see it."""
+    """A checkpoint's configuration, as conversions see it: objects of `localllm.convert.settings`."""
 
-    values: Mapping[str, Any]  # of config.json
-    vision: Mapping[str, Any]  # its part on the encoder
-    processor: Mapping[str, Any]  # of preprocessor_config.json
-    text: Mapping[str, Any] = field(default_factory=dict)  # its part on the text model
+    values: Any  # of config.json
+    vision: Any  # its section on the encoder
+    processor: Any  # of preprocessor_config.json
+    text: Any = None  # the configuration of the text model
+
+
+def require(c: Checkpoint, name: str, value: Any, known: tuple[Any, ...]) -> None:
+    """Raise ModelError for a setting that files of the family have no key for, unless its value is a known one."""
+    if value not in known:
+        raise ModelError(
+            f"the checkpoint has {name} = {quoted(value)}, but an mmproj file of {c.values['model_type']} means "
+            f"{' or '.join(map(str, known))}"
+        )
 
 
 def split_qkv(name: str, array: Array, stem: str) -> dict[str, Array]:

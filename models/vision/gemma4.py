@@ -68,6 +68,7 @@ HF_NAMES = (
         for bound in BOUNDS
     }
 )
+HF_MEANT = {"do_normalize": (False,), "mm_embed_dim": (), "mm_posemb_size": (), "output_proj_dims": ()}
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:

@@ -42,6 +42,7 @@ HF_NAMES = {
     "mm.image_end": "perceive.image_end patch_merger.image_end",
     "v.view_seperator": "perceive.image_sep patch_merger.image_sep",  # as llama.cpp spells it
 }
+HF_MEANT = {"hidden_act": ("gelu", "gelu_pytorch_tanh")}
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:

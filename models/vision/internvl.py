@@ -34,6 +34,7 @@ HF_NAMES = {
     "v.blk.*.ffn_up": "vision_tower.encoder.layer.*.mlp.fc1",
     "v.blk.*.ffn_down": "vision_tower.encoder.layer.*.mlp.fc2",
 }
+HF_MEANT = {"hidden_act": ("gelu",), "vision_feature_layer": (-1,), "vision_feature_select_strategy": ("default",)}
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:

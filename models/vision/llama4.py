@@ -35,6 +35,7 @@ HF_NAMES = {
     "v.blk.*.ffn_up": "model.layers.*.mlp.fc1",
     "v.blk.*.ffn_down": "model.layers.*.mlp.fc2",
 }
+HF_MEANT = {"hidden_act": ("gelu",), "resample": (2,), "vision_feature_select_strategy": ("default",)}
 
 #: Tiles of a picture at most, where the file does not say.
 _TILES = 16

@@ -33,6 +33,7 @@ HF_NAMES = {
     "v.blk.*.ffn_up": "vision_tower.transformer.layers.*.feed_forward.up_proj",
     "v.blk.*.ffn_down": "vision_tower.transformer.layers.*.feed_forward.down_proj",
 }
+HF_MEANT = {"vision_feature_layer": (-1,)}
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:

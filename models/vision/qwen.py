@@ -24,8 +24,8 @@ from localllm.kernels.graph import (
     Weight,
 )
 from localllm.models.blocks import add, norm
-from localllm.models.hf_convert import Array
-from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel, split_qkv
+from localllm.models.hf_convert import GELU_TANH, SILU, Array
+from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, split_qkv
 from localllm.models.vision.pictures import bicubic, bilinear, resized, smart_resize
 from localllm.models.vision.views import ColumnsByPart, SumOf
 from localllm.models.weights import Reshaped
@@ -53,6 +53,8 @@ HF_NAMES = {
     "mm.up": "visual.merger.up_proj",
     "mm.down": "visual.merger.down_proj",
 }
+#: Activations by the beginning of ``model_type``.
+_ACTIVATIONS = {"qwen2_vl": ("quick_gelu",), "qwen2_5": SILU, "glm": SILU, "qwen3": GELU_TANH, "qwen4": GELU_TANH}
 
 
 #: Pixels of a window's side in Qwen 2.5-VL.
@@ -61,6 +63,9 @@ WINDOW_PIXELS = 112
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, is_2 = c.vision, c.values["model_type"] == "qwen2_vl"
+    kind, activation = c.values["model_type"], vision.get("hidden_act")
+    known = next((names for start, names in _ACTIVATIONS.items() if kind.startswith(start)), ())
+    require(c, "hidden_act", activation, (None, *known))
     size = c.processor.get("size") or {}
     n_layers, tapped = vision["depth"], vision.get("deepstack_visual_indexes") or ()
     keys = {
@@ -74,8 +79,6 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         "vision.image_size": vision.get("image_size", 560),
     }
     if c.values["model_type"].startswith("glm"):
-        if vision.get("hidden_act", "silu") != "silu":
-            raise ModelError("GLM-4V's encoder is run with silu, but config.json has another hidden_act")
         # Its processor counts a still picture twice, as the two of a video that are a step.
         limits = [f"vision.image_{key}_pixels" for key in ("min", "max")]
         keys |= {key: keys[key] and keys[key] // 2 for key in limits}

@@ -10,7 +10,7 @@ from typing import Any
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.models.config import Metadata
 from localllm.models.hf_convert import Array
-from localllm.models.vision.encoder import Checkpoint, EncoderModel
+from localllm.models.vision.encoder import MEANT, Checkpoint, EncoderModel
 from localllm.models.weights import ModelFile, Weights
 
 
@@ -43,6 +43,13 @@ class Projector:
         """Keys of the file behind ``clip.``, beside the usual ones."""
         keys: Callable[[Checkpoint], dict[str, Any]] = import_module(f"localllm.models.vision.{self.module}").hf_keys
         return keys
+
+    @property
+    def meant(self) -> Mapping[str, tuple[Any, ...]]:
+        """Settings that files have no key for, with the values that they mean, by ``model_type``."""
+        module = import_module(f"localllm.models.vision.{self.module}")
+        meant: Mapping[str, tuple[Any, ...]] = MEANT | getattr(module, "HF_MEANT", {})
+        return meant
 
     @property
     def tensor(self) -> Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]]:

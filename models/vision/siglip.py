@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Linear, Matrix, Outputs, RMSNorm
 from localllm.models.hf_convert import Array, floats
-from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel
+from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
 from localllm.models.vision.pictures import interpolated, nearest_grid, resized, tiles
 from localllm.models.vision.views import Transposed
 
@@ -42,6 +42,8 @@ HF_NAMES = ENCODER_NAMES | {
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, kind = c.vision, c.values["model_type"]
+    usual = 2 if kind in ("gemma3", "lfm2_vl") else 1  # Pillow's BILINEAR and LANCZOS
+    require(c, "resample", c.processor.get("resample", usual), (usual,))
     keys = {"use_gelu": True, "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}
     if kind == "gemma3":
         side = math.isqrt(c.values.get("mm_tokens_per_image", 256))

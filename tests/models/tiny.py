@@ -968,7 +968,9 @@ TINY: dict[str, Tiny] = {
     "glm4moe": Tiny(
         "glm4_moe",
         "glm4moe",
-        LATENTS | HALF_ROTATED | {"num_key_value_heads": 2, "use_qk_norm": True, "n_group": 1, "topk_group": 1},
+        ROUTED
+        | HALF_ROTATED
+        | {"head_dim": 32, "num_key_value_heads": 2, "use_qk_norm": True, "n_group": 1, "topk_group": 1},
     ),
     "gpt-oss": Tiny(
         "gpt_oss",
@@ -1333,7 +1335,7 @@ def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -
     """Writes a model of transformers as a GGUF file, as ``localllm convert`` does; ``keys`` are further ones."""
     folder = save(path.with_suffix(".hf"), model)
     if entry.auto == "AutoModel":
-        _write_pooling(folder, "lasttoken" if entry.architecture == "qwen3" else "mean")
+        write_pooling(folder, "lasttoken" if entry.architecture == "qwen3" else "mean")
     checkpoint = Checkpoint(folder, entry.conversion)
     assert checkpoint.architecture == entry.architecture
     keys = {f"{entry.architecture}.{key}": value for key, value in keys.items()}
@@ -1344,7 +1346,7 @@ def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -
     return path
 
 
-def _write_pooling(folder: Path, mode: str) -> None:
+def write_pooling(folder: Path, mode: str) -> None:
     """As sentence-transformers does."""
     (folder / "1_Pooling").mkdir(exist_ok=True)
     setting = {"pooling_mode_mean_tokens": True} if mode == "mean" else {"pooling_mode": mode}  # old and new

@@ -348,9 +348,9 @@ def test_clipped_queries_are_refused(tmp_path: Path) -> None:
         for i in range(3)
         for name, n in sizes.items()
     }
-    Checkpoint(write_checkpoint(tmp_path / "a", "olmoe", tensors=norms))
+    Checkpoint(write_checkpoint(tmp_path / "a", "olmoe", tensors=norms, num_experts=0))
     with pytest.raises(ModelError, match=r"olmoe.attention.clamp_kqv = 8.0, which localllm does not support yet"):
-        Checkpoint(write_checkpoint(tmp_path / "b", "olmoe", tensors=norms, clip_qkv=8.0))
+        Checkpoint(write_checkpoint(tmp_path / "b", "olmoe", tensors=norms, num_experts=0, clip_qkv=8.0))
 
 
 def test_what_files_have_no_key_for_is_refused() -> None:

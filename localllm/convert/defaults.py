@@ -1,0 +1,58 @@
+"""Defaults of configuration classes, by ``model_type``: checkpoints omit settings with their default value.
+
+tests/benchmarks/class_defaults.py writes ``defaults.json``, the defaults of transformers' classes.
+"""
+
+# fmt: off
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).with_name("defaults.json")
+#: defaults: settings by type; names: other names of settings by type, in pairs; text_types, encoder_types: the types
+#: of the parts of models that also see or hear.
+_TABLES: dict[str, Any] = json.loads(PATH.read_text("utf-8"))
+
+NAMES: dict[str, Any] = _TABLES["names"] | {"mamba2": [["num_heads"], ["num_attention_heads"]],
+                                           "nomic_bert": [["intermediate_size", "n_inner"]]}
+
+#: Types of encoders, by ``model_type`` and section.
+ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"]
+
+#: Types whose classes are not in transformers, or have other names there.
+LIKE: dict[str, str] = _TABLES["text_types"] | {
+    "kimi_k2": "deepseek_v3", "llama_bidirec": "llama",
+}
+
+#: Classes that come with the checkpoints.
+_REMOTE: dict[str, dict[str, Any]] = {
+    "baichuan": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
+    "bailing_moe": {"first_k_dense_replace": 0, "n_shared_experts": 0, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+                    "max_position_embeddings": 16384},
+    "deci": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "nemotron-nas": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "codeshell": {"layer_norm_epsilon": 1e-5, "n_positions": 8192, "num_query_groups": 1},
+    "deepseek": {
+        "first_k_dense_replace": 0, "moe_layer_freq": 1, "norm_topk_prob": False, "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 1.0, "scoring_func": "softmax", "n_shared_experts": 0,
+        "max_position_embeddings": 2048,
+    },
+    "internlm2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "minicpm": {
+        "dim_model_base": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "scale_depth": 1, "scale_emb": 1,
+    },
+    "neobert": {"norm_eps": 1e-6},
+    "openelm": {
+        "activation_fn_name": "swish", "ffn_dim_divisor": 256, "ffn_with_glu": True, "head_dim": 128,
+        "max_context_length": 2048, "model_dim": 2048, "normalization_layer_name": "rms_norm",
+        "normalize_qk_projections": True, "rope_freq_constant": 10_000,
+    },
+    "orion": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "PanguEmbedded": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    "qwen": {"layer_norm_epsilon": 1e-6, "rotary_emb_base": 10_000, "rotary_pct": 1.0},
+    "xverse": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+}
+
+DEFAULTS: dict[str, dict[str, Any]] = _REMOTE | _TABLES["defaults"]

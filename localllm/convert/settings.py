@@ -1,0 +1,165 @@
+"""JSON objects of a checkpoint: settings with the defaults and names of a class, which record what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from localllm import nesting
+from localllm.errors import ModelError, path_text, quoted
+from localllm.kernels.regular_file import read_regular
+
+#: Bytes that a JSON file of a checkpoint may have; large vocabularies take 35 MB.
+_MAX_BYTES = 1 << 28
+
+
+def read_file(path: Path) -> bytes | None:
+    """Return the content of a small file of a checkpoint; None if there is none."""
+    try:
+        return read_regular(path, _MAX_BYTES, folder=path.parent)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelError(f"{path_text(path)} cannot be read ({reason}): download the checkpoint again") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the values of a checkpoint's JSON file; empty if there is none."""
+    if (data := read_file(path)) is None:
+        return {}
+    try:
+        value = _with_special_floats(nesting.parse_json(data.decode()))
+    except ValueError as error:
+        raise ModelError(f"{path_text(path)} cannot be read as JSON ({error!s:.100}): download it again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path_text(path)} is not a JSON object: download it again")
+    return value
+
+
+def _with_special_floats(value: Any) -> Any:
+    """Return a value with the objects replaced with which transformers 5 writes infinity."""
+    if isinstance(value, list):
+        return [_with_special_floats(each) for each in value] if any(isinstance(x, dict) for x in value) else value
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _with_special_floats(each) for name, each in value.items()}
+
+
+class MissingSetting(ModelError, AttributeError):
+    """The checkpoint lacks a setting that the conversion needs."""
+
+
+class Settings:
+    """A JSON object whose values are read as items or attributes, and which records the names that were read.
+
+    Args:
+        values: the object.
+        file: the file's name, for messages.
+        place: the keys that lead to the object in the file, each followed by a dot.
+        defaults: values of names that the object lacks.
+        names: groups of names of one setting.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        file: str = "config.json",
+        place: str = "",
+        defaults: Mapping[str, Any] | None = None,
+        names: Iterable[Sequence[str]] = (),
+    ) -> None:
+        self._values, self._file, self._place = values, file, place
+        self._defaults = defaults or {}
+        self._names = {name: group for group in names for name in group}
+        self._read: set[str] = set()
+        self._inner: dict[str, Settings] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        names = self._names.get(name, (name,))
+        self._read.update(names)
+        values = {other: self._values[other] for other in names if self._values.get(other) is not None}
+        first = next(iter(values), None)
+        if first is None:
+            defaults = (None if other in self._values else self._defaults.get(other) for other in names)
+            value = next((default for default in defaults if default is not None), None)
+            if value is None and not any(other in self._values or other in self._defaults for other in names):
+                raise MissingSetting(f"{self._file} has no {self._place}{name}, which the model needs")
+            return value
+        for other, value in values.items():
+            if value != values[first]:
+                raise ModelError(
+                    f"{self._file} has {self._place}{first} = {quoted(values[first])} and {self._place}{other} = "
+                    f"{quoted(value)}, two names of one setting: remove the wrong one"
+                )
+        return self.inner(first) if isinstance(values[first], dict) else values[first]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return self.raw() == (other.raw() if isinstance(other, Settings) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __contains__(self, name: str) -> bool:
+        return any(other in self._values for other in self._names.get(name, (name,)))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or ``default``."""
+        try:
+            return self[name]
+        except MissingSetting:
+            return default
+
+    def inner(self, name: str, **options: Any) -> Settings:
+        """Return an inner object, empty if missing.  ``options``: arguments of the class."""
+        self._read.add(name)
+        if name not in self._inner:
+            value = self._values.get(name)
+            values = value if isinstance(value, dict) else {}
+            self._inner[name] = Settings(values, file=self._file, place=f"{self._place}{name}.", **options)
+        return self._inner[name]
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names and values of the object itself, without defaults."""
+        return ((name, self[name]) for name in self._values)
+
+    def peek(self, name: str, default: Any = None) -> Any:
+        """Return a value that something else has to read."""
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def skip(self, *names: str) -> None:
+        """Mark settings as read that change nothing in the converted file."""
+        self._read.update(names)
+
+    def skip_all(self) -> None:
+        """Mark every setting as read."""
+        self._read.update(self._values)
+
+    def unread(self) -> Iterator[tuple[str, Any]]:
+        """Yield the unread settings with a value, with the keys that lead to them."""
+        for name, value in self._values.items():
+            if value is not None and name not in self._read:
+                yield self._place + name, value
+        for inner in self._inner.values():
+            yield from inner.unread()
+
+    def raw(self) -> Mapping[str, Any]:
+        """Return the object in the file, unchanged."""
+        self.skip_all()
+        return self._values
+
+    def is_read(self, name: str) -> bool:
+        """Return whether a setting was read, by any of its names."""
+        return any(other in self._read for other in self._names.get(name, (name,)))
