@@ -32,7 +32,7 @@ HF_NAMES |= {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
-HF_MEANT = {"n_group": (), "topk_group": ()}
+HF_MEANT = {"first_k_dense_replace": (), "n_group": (), "topk_group": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -69,8 +69,6 @@ def hf_keys(config: Any) -> dict[str, Any]:
         return keys | _window_keys(config)
     if config.model_type != "granitemoehybrid":
         return keys
-    if (kind := getattr(config, "position_embedding_type", "nope")) not in (None, "nope"):
-        raise ModelError(f"config.json has position_embedding_type = {quoted(kind)}, but GGUF files mean nope")
     n_kv = attention_layers(config, config.num_key_value_heads)
     hybrid: dict[str, Any] = {"attention.head_count_kv": n_kv}
     if getattr(config, "position_embedding_type", None) != "rope":
