@@ -39,6 +39,9 @@ def hf_keys(config: Any) -> dict[str, Any]:
     """Return the keys of attention with one head of keys, the latents."""
     multiplier = _scale_multiplier(config.rope_parameters)
     has_experts = getattr(config, "n_routed_experts", None) is not None  # Youtu has none
+    if not has_experts:
+        config.skip("moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor")
+        config.skip("n_shared_experts", "scoring_func", "topk_method", "mlp_layer_types")
     return (routing_keys(config) if has_experts else {}) | {
         "vocab_size": config.vocab_size,
         "attention.q_lora_rank": config.q_lora_rank,
