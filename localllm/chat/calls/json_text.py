@@ -20,6 +20,8 @@ WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?"
 PARTIAL_WORD = re.compile(r"t|tr|tru|true|f|fa|fal|fals|false|n|nu|nul|null|-?\d*\.?\d*(?:[eE][+-]?\d*)?", re.ASCII)
 
 _SPACE = re.compile(r"\s*")
+#: White space that JSON does not allow.
+_OTHER_SPACE = re.compile(r"[^ \t\n\r]")
 #: Characters of a string up to its end or an escape, by quotation mark.
 _CHARACTERS = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 #: An escape; surrogates come in pairs.
@@ -32,7 +34,9 @@ _LONGEST_ESCAPE = 12
 _BARE_KEY = re.compile(r"""[^\s{}\[\]:,"'<=]+""")
 #: A key and its colon; the start of one. Longer ones are not recognized after a missing comma.
 _KEY = re.compile(r"""\s*(?:"[^"\\]{0,80}"|'[^'\\]{0,80}'|<\|"\|>[^<]{0,80}<\|"\|>|[\w$.-]{1,80})\s*:""")
-_LONGEST_KEY = 100
+_PARTIAL_KEY = re.compile(
+    r"""\s*(?:"[^"\\]{0,80}(?:"\s*)?|'[^'\\]{0,80}(?:'\s*)?|<[^<]{0,84}(?:<\|?"?\|?>?\s*)?|[\w$.-]{1,80}\s*)?"""
+)
 #: Characters that may end a value without quotation marks.
 _BARE_VALUE_END = {"}": re.compile(r"[,}\n]"), "]": re.compile(r"[,\]\n]"), "": re.compile(r"\Z")}
 _BARE_WORD = re.compile(r"[\w.+-]+(?=\s*[,}\]\n])")
@@ -219,8 +223,7 @@ class JSONReader:
         """Whether a key and its colon follow; None if more text is needed."""
         if _KEY.match(text, at, end):
             return True
-        is_possible = end - at < _LONGEST_KEY and not re.search(r"[{}\[\],:\n]", text[at:end])
-        return None if is_possible and not is_whole else False
+        return None if _PARTIAL_KEY.fullmatch(text, at, end) and not is_whole else False
 
     # -- Tokens ----------------------------------------------------------------------------------------------------
 
@@ -228,7 +231,7 @@ class JSONReader:
         """The JSON of a token outside of strings, and its length in the text; 0 if more text is needed."""
         character = text[at]
         if character.isspace():
-            space = text[at : _space_end(text, at, end)]
+            space = _OTHER_SPACE.sub(" ", text[at : _space_end(text, at, end)])
             if self._separator:
                 self._separator += space
             return "" if self._separator else space, len(space)

@@ -60,7 +60,7 @@ def _head(format_: Format, end: str) -> str:
     # "function<｜tool▁sep｜>" precedes the name in another format, so "function" is not the name.
     longer = {other.head.partition("{name}")[0].removeprefix(before) for other in FORMATS.values() if before}
     rests = [rest for rest in longer if rest and any(f.head.startswith(before + rest) for f in FORMATS.values())]
-    other = "".join(rf"(?!{re.escape(rest)}(?:\Z|\s*[^{{\s]))" for rest in rests if rest != "functions.")
+    other = "".join(rf"(?!{re.escape(rest)}\s*(?:\Z|[^{{\s]))" for rest in rests if rest != "functions.")
     pattern = rf"{_literal(before)}\s*{other}(?P<name>{name}{{1,256}}+)\s*"
     if isinstance(format_.arguments, TaggedArguments) and not after:
         return pattern + rf"(?={re.escape(format_.arguments.key_tag)})"

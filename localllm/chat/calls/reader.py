@@ -125,7 +125,8 @@ class CallReader:
                 head = BARE_HEAD.match(text, at)
                 if head is not None and (not has_call or head["name"] in self.parameters):
                     return head
-                if (self.may_be_bare(rest) or _MARK.startswith(rest)) and (yield from source.wait()):
+                is_partial = self.may_be_bare(rest) or any(tag.startswith(rest) for tag in (_MARK, *ENDS))
+                if is_partial and (yield from source.wait()):
                     continue
                 source.at = at
                 return None

@@ -52,7 +52,7 @@ def read_tagged(source: Source, call: Call, closing: str) -> Reading:
 def _marks(tag: str, closing: str) -> re.Pattern[str]:
     """Pattern of the tags that may end a value."""
     return re.compile(
-        rf"(?P<end>{re.escape(TAGGED[tag].end.strip()[:-1])}\s?>)|(?P<key>{re.escape(tag)})"
+        rf"(?P<end>{re.escape(TAGGED[tag].end.strip()[:-1])} ?>)|(?P<key>{re.escape(tag)})"
         rf"|(?P<closing>{re.escape(closing or '(?!)')})|(?P<call_end>{'|'.join(map(re.escape, _ENDS_OF_CALLS))})"
         rf"|(?P<opening>{'|'.join(map(re.escape, TAGS))})"
     )

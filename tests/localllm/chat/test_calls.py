@@ -429,7 +429,7 @@ def test_valid_json_stays_as_it_is(value: object, step: int, is_ascii: bool, ind
 
 
 @settings(max_examples=300)
-@given(st.text(alphabet="{}[]:,\"'ab1 \\\n<|>u=", max_size=30), st.integers(1, 9))
+@given(st.text(alphabet="{}[]:,\"'ab1 \\\n<|>u=\u2028\xa0", max_size=30), st.integers(1, 9))
 def test_any_text_becomes_valid_json(text: str, step: int) -> None:
     out = read_json("{" + text, 1000)
     assert read_json("{" + text, step) == out
