@@ -458,3 +458,25 @@ def test_any_text_becomes_valid_json(text: str, step: int) -> None:
 def test_errors_in_json_are_repaired(text: str, expected: object) -> None:
     for step in (1, 2, 1000):
         assert json.loads(read_json(text, step)[0]) == expected
+
+
+FRAGMENTS = ['"', "'", ",", "}", "{", "]", "<", "\n", " ", "\\", "`", "</parameter>", "</function>", "</tool_call>"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_with_random_errors(seed: int) -> None:
+    """Whatever the pieces, a reply gives the same events, and each call has valid JSON."""
+    source = random.Random(seed)
+    for _ in range(25):
+        calls = [source.choice([("add", source.choice([*VALUES.values()])), ("now", {})]) for _ in range(2)]
+        characters = list(
+            "Let me see.\n" * source.randint(0, 1) + written(source.choice([*FORMATS.values()]), *calls)
+        )
+        for _ in range(source.randint(1, 4)):
+            at, end = source.randrange(len(characters)), source.randrange(len(characters))
+            characters[at:at] = source.choice([list(source.choice(FRAGMENTS)), characters[end : end + 12]])
+            del characters[end : end + source.randint(0, 6)]
+        reply, opened = "".join(characters), source.choice(["", "<think>"])
+        whole = parse(reply, opened=opened)
+        assert parse(reply, 1, opened=opened) == whole, reply
+        assert parse(reply, source, opened=opened) == whole, reply
