@@ -201,8 +201,8 @@ def encoder_keys(config: Any) -> dict[str, Any]:
     left_out = "head_count_kv key_length value_length layer_norm_rms_epsilon"
     keys: dict[str, Any] = {"attention.causal": False} | {f"attention.{name}": None for name in left_out.split()}
     if is_classifier(config):
-        by_number = getattr(config, "id2label", None) or {}  # "10" is behind "2"
-        labels = [by_number[number] for number in sorted(by_number, key=lambda number: (len(number), number))]
+        by_number = getattr(config, "id2label", None) or {}
+        labels = [label for _, label in sorted(by_number.items(), key=lambda item: int(item[0]))]
         pooling = {"mean": 1, "cls": 2}.get(getattr(config, "classifier_pooling", ""))
         keys |= {"pooling_type": 4, "classifier.pooling_type": pooling, "classifier.output_labels": labels or None}
     return keys

@@ -148,7 +148,7 @@ def test_items_of_an_expression_do_not_nest() -> None:
 
 
 def test_a_checkpoint_with_deep_json_is_refused(tmp_path: Path) -> None:
-    from localllm.convert.config import read_json
+    from localllm.convert.settings import read_json
     from localllm.errors import ModelError
 
     (tmp_path / "config.json").write_text("[" * 5000 + "]" * 5000)

@@ -632,5 +632,5 @@ def test_prompts_of_another_model_are_refused(prompts: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_does_not_hold_up_the_engine(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(PromptCacheError, match="not a complete file of saved prompts"):
+    with pytest.raises(PromptCacheError, match="not a regular file"):
         saved_prompts.load(at_once(new_cache()[0]), tmp_path / "pipe", "a key")

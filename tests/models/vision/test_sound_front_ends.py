@@ -87,6 +87,8 @@ def test_bad_sounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for long in (sound(1.1), file_of(sound(1.1)), file_of(sound(3.0), "FLAC")):
         with pytest.raises(UsageError, match="is longer than 1 seconds: cut it into parts"):
             open_sound(long)
+    # Without a Python interpreter, as in frozen programs, the file is decoded in this process.
+    monkeypatch.setattr("localllm.models.vision.isolation._interpreter", lambda: None)
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(UsageError, match=r'pip install "localllm\[audio\]"'):
         open_sound(empty)
