@@ -99,7 +99,9 @@ class _Worker:
             options["creationflags"] = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
         else:
             options["process_group"] = 0  # Ctrl-C ends the program or its reply, not the worker
-        command = [_interpreter(), "-c", program, json.dumps([entry for entry in sys.path if isinstance(entry, str)])]
+        paths = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        # -P: without it the program would import json.py from the current folder.
+        command = [_interpreter(), "-P", "-c", program, paths]
         try:
             self._process = subprocess.Popen(
                 command,  # type: ignore[arg-type]  # an interpreter exists

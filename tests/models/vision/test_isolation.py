@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -128,6 +129,15 @@ def test_a_worker_is_used_again(pool: isolation._Pool) -> None:
     answers = [isolation.decode(decoders.worker_pid, data, "x") for data in (b"", large, bytearray(b"1"))]
     assert [bytes(answer.data) for answer in answers] == [b"", large, b"1"]
     assert len({answer.info["pid"] for answer in answers}) == 1 != os.getpid()
+
+
+def test_a_worker_imports_nothing_from_the_current_folder(
+    pool: isolation._Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "json.py").write_text("raise SystemExit('this file was imported')")
+    assert open_picture(file_of(Image.new("RGB", (4, 4)), "PNG")).size == (4, 4)
 
 
 def test_a_worker_that_crashes_is_replaced(pool: isolation._Pool) -> None:
