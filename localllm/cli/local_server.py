@@ -23,12 +23,14 @@ SERVER = [
 
 def ask(arguments: argparse.Namespace, path: str, body: dict[str, Any] | None = None) -> Any:
     """Return the answer of a server, read from JSON.  Raises LocalLLMError if there is none or it refuses."""
-    import urllib.error
-    import urllib.request  # imported here: it takes as long as the help of a command
+    import urllib.error  # imported here: this takes as long as the help of a command
+    import urllib.request
+    from http.client import HTTPException
 
     url = arguments.url.rstrip("/")
     try:
-        if urlsplit(url).scheme not in ("http", "https"):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or parts.port == 0:  # reading the port checks it
             raise ValueError
         headers = {"Content-Type": "application/json"}
         if key := arguments.api_key or os.environ.get("LOCALLLM_API_KEY", "").partition(",")[0]:
@@ -46,7 +48,7 @@ def ask(arguments: argparse.Namespace, path: str, body: dict[str, Any] | None = 
     except urllib.error.HTTPError as error:
         with error:
             raise LocalLLMError(f"the server at {url} refuses: {_message(error)}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         advice = "start one with localllm serve, or name its address with --url"
         raise LocalLLMError(f"no server answers at {url} ({reason!s:.100}): {advice}") from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,8 +50,31 @@ def test_addresses_that_are_none(capfdbinary: pytest.CaptureFixture[bytes]) -> N
     assert (
         "no server answers at http://127.0.0.1:9 (" in run_main(capfdbinary, "ps", "--url=http://127.0.0.1:9").error()
     )
-    for url in ("file:///etc/passwd", "localhost:8080"):
+    for url in (
+        "file:///etc/passwd",
+        "localhost:8080",
+        "http://127.0.0.1:abc",
+        "http://127.0.0.1:70000",
+        "http://[::1",
+    ):
         assert "is not the address of a server" in run_main(capfdbinary, "ps", "--url", url).error()
+
+
+def test_a_server_of_another_protocol(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    def greet() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            connection.recv(1000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=greet)
+        thread.start()
+        port = listening.getsockname()[1]
+        error = run_main(capfdbinary, "ps", f"--url=http://127.0.0.1:{port}").error()
+        thread.join()
+    assert f"no server answers at http://127.0.0.1:{port} (" in error
+    assert "start one with localllm serve" in error
 
 
 def test_rm_removes_a_file_after_a_confirmation(
