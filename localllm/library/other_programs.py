@@ -85,10 +85,9 @@ class OllamaModel:
         Templates are omitted: Ollama writes them in Go's language, and the GGUF file has its own.
         """
         values = {} if self.params is None else _json(self.params)
-        options = {ours: values[theirs] for theirs, ours in _PARAMETERS.items() if theirs in values}
-        options = {name: value for name, value in options.items() if _is_option(value)}
-        if options.get("max_tokens", 0) < 0:  # no limit
-            del options["max_tokens"]
+        if isinstance(limit := values.get("num_predict"), int) and limit < 0:  # no limit
+            del values["num_predict"]
+        options = {ours: values[theirs] for theirs, ours in _PARAMETERS.items() if _is_option(values.get(theirs))}
         if self.system is not None and (text := _text(self.system)):
             options["system"] = text
         if self.projector is not None:

@@ -544,6 +544,7 @@ def test_options_of_ollama_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     layers = {"params": params, "system": "Be brief.", "projector": "GGUF", "template": "{{ .Prompt }}"}
     with_layers(tmp_path, "registry.ollama.ai/library/tiny/1b", path, **layers)
     with_layers(tmp_path, "registry.ollama.ai/library/tiny/broken", path, params="[" * 100_000)
+    with_layers(tmp_path, "registry.ollama.ai/library/tiny/odd", path, params={"num_predict": "all", "seed": [1]})
     projector = tmp_path / "blobs" / f"sha256-{hashlib.sha256(b'GGUF').hexdigest()}"
     assert ollama_preset("tiny:1b") == {
         "model": "tiny:1b",
@@ -553,5 +554,6 @@ def test_options_of_ollama_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "system": "Be brief.",
         "mmproj": str(projector),
     }
+    assert ollama_preset("tiny:odd") == {"model": "tiny:odd", "max_tokens": "all"}  # refused where it is used
     assert ollama_preset("tiny") is None
     assert ollama_preset("nothing") is None
