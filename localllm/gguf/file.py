@@ -220,7 +220,7 @@ def _meant(path: Path) -> str:
 
 
 def _convert(folder: Path) -> str:
-    return f"localllm convert {path_text(folder)} makes a GGUF file of it"
+    return f"localllm convert {path_text(folder)} converts the checkpoint to a GGUF file"
 
 
 def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
@@ -229,15 +229,10 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             if (path / "config.json").is_file():
-                raise GGUFError(
-                    f"{shown} is a Hugging Face checkpoint: localllm convert {shown} makes a GGUF file of it"
-                )
+                raise GGUFError(f"{shown} is a Hugging Face checkpoint: {_convert(path)}")
             raise GGUFError(f"{shown} is a directory: name a .gguf file in it")
         if path.suffix == ".safetensors":
-            folder = path_text(path.parent)
-            raise GGUFError(
-                f"{shown} is of a Hugging Face checkpoint: localllm convert {folder} makes a GGUF file of it"
-            )
+            raise GGUFError(f"{shown} is part of a Hugging Face checkpoint: {_convert(path.parent)}")
         # Asked before opening: opening a FIFO waits for its writer.
         if not stat.S_ISREG(status.st_mode):
             raise GGUFError(f"{shown} is not a regular file: name a .gguf file on disk")
