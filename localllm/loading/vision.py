@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -248,7 +248,7 @@ class VisionEncoder:
         for picture in pictures:
             source = picture.source
             if isinstance(source, _Released):
-                source = yield from _cancellable(partial(self._prepared, picture))
+                source = yield from _in_thread(partial(self._prepared, picture), is_daemon=True)
             prepared.append(source)
         found: dict[int, Embeddings] = {}
         for kind, encoder in self.encoders.items():
@@ -315,7 +315,7 @@ class VisionEncoder:
             for _ in footprint.pack():
                 yield
             # On a machine that never saw a picture, kernels are compiled now.
-            compiled.step = yield from _beside(partial(footprint.load, None))
+            compiled.step = yield from _in_thread(partial(footprint.load, None), is_daemon=False)
             compiled.sizes = larger
         return compiled.step
 
@@ -352,22 +352,11 @@ class VisionEncoder:
         self._file.close()
 
 
-def _beside(work: Callable[[], _T]) -> Generator[None, None, _T]:
-    """Return the result of ``work``, which cannot be cut into pieces, from another thread; yields until then."""
-    executor = ThreadPoolExecutor(1, "localllm-encoder")
-    try:
-        result = executor.submit(work)
-        while not wait((result,), _LOOK_S).done:
-            yield
-        return result.result()
-    finally:
-        executor.shutdown(wait=False)
+def _in_thread(work: Callable[[], _T], *, is_daemon: bool) -> Generator[None, None, _T]:
+    """Return the result of ``work`` from another thread, and yield until it is there.
 
-
-def _cancellable(work: Callable[[], _T]) -> Generator[None, None, _T]:
-    """Return the result of ``work`` as `_beside` does.
-
-    The work is cancelled when the generator is closed, and does not delay the end of the program.
+    ``check_cancelled`` ends the work when the generator is closed.  A daemon thread does not delay the end of the
+    program; a program that ended while LLVM compiles could crash.
     """
     result, is_over = Future[_T](), threading.Event()
 
@@ -378,7 +367,7 @@ def _cancellable(work: Callable[[], _T]) -> Generator[None, None, _T]:
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=run, name="localllm-media", daemon=True).start()
+    threading.Thread(target=run, name="localllm-encoder", daemon=is_daemon).start()
     try:
         while not wait((result,), _LOOK_S).done:
             yield
