@@ -19,7 +19,6 @@ from localllm.web import MAX_SECONDS, Page, fetch, is_web
 #: Images that are fetched for a request.
 _MAX_FETCHED = 32
 
-
 #: A dict and the key of its value that is an address.
 Place = tuple[dict[str, Any], str]
 
@@ -45,7 +44,8 @@ async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_byte
         try:
             page = await _fetched(address, max_bytes + 1, hosts, end - time.monotonic())
         except (OSError, UsageError, ValueError, HTTPException) as error:
-            words = f"the picture at {address!r:.200} cannot be fetched ({error!s:.200}): send it as a data URL"
+            reason = str(error) or "it takes too long"  # asyncio's TimeoutError has no text
+            words = f"the picture at {address!r:.200} cannot be fetched ({reason:.200}): send it as a data URL"
             raise UsageError(words) from None
         max_bytes -= len(page.data)
         if max_bytes < 0:
