@@ -1,17 +1,17 @@
-"""Codes of three, five and six bits, packed so that few instructions unpack them.
+"""Bit packing of codes of three, five and six bits, designed so that few instructions unpack them.
 
-In files the lower bits of codes lie in one place and their upper bits in others, and a kernel would have to shift,
-mask and join each of them.  Bit-packed, the codes of 32 columns fill as many words of 32 bits as they have bits, four
-columns to a word, one in each byte.  The first codes are just the lowest bits of these bytes.  The others are cut
-into the bits that are left above them:
+In files, the lower and the upper bits of a code are stored in different places. A kernel would have to shift, mask
+and join the parts of every code. Bit packing stores the codes of 32 columns in one 32-bit word per bit of a code,
+four columns to a word, one in each byte. The first codes are the lowest bits of these bytes. The remaining codes are
+split over the unused bits above:
 
     six bits    word 0 … 5   the codes of columns 4 v … 4 v + 3, v = 0 … 5, in bits 0 … 5 of the four bytes
                              v = 6 in bits 6, 7 of words 0, 1, 2 (two bits of the code in each), v = 7 in 3, 4, 5
 
-so that eight vectors of codes cost two shifts and masks each on average in place of four.  `BIT_RUNS` has it for all.
-No bit is lost or made: bit packing only changes their order.
+Eight vectors of codes then cost two shifts and masks each on average instead of four. `BIT_RUNS` lists the positions
+for all widths. Bit packing only reorders bits, without padding.
 
-Source of the files' order: the block structures of ggml (ggml-common.h), as in `localllm.quant.kquants`.
+Source of the order in files: the block structures of ggml (ggml-common.h), see `localllm.quant.kquants`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from localllm.quant.types import GGMLType
 
 Words = NDArray[np.uint32]
 
-#: Columns whose codes are packed together, and how many of them lie in a word.
+#: Columns packed together, and columns per word.
 COLUMNS, IN_A_WORD = 32, 4
 
-#: For codes of so many bits: where those of columns 4 v … 4 v + 3 are, for v = 0 … 7, as runs (word, first bit in
-#: its bytes, number of bits), the lowest bits of the code first.
+#: Positions of the codes of columns 4 v … 4 v + 3 for v = 0 … 7, by bits per code. A run is (word, first bit in its
+#: bytes, number of bits); the runs of a code start with its lowest bits.
 BIT_RUNS: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
     3: (
         *(((word, 0, 3),) for word in range(3)),
@@ -55,7 +55,7 @@ BIT_RUNS: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
 
 
 def pack_words(codes: Words, bits: int) -> Words:
-    """Words with the codes of four columns each, one in a byte, [..., 8], bit-packed: [..., bits]."""
+    """Pack words that hold the codes of four columns, one in each byte: [..., 8] to [..., bits]."""
     packed = np.zeros((*codes.shape[:-1], bits), "<u4")
     for v, word, mask, down, up in _moves(bits):
         packed[..., word] |= (codes[..., v] >> down & mask) << up
@@ -63,7 +63,7 @@ def pack_words(codes: Words, bits: int) -> Words:
 
 
 def unpack_words(packed: Words, bits: int) -> Words:
-    """The inverse of `pack_words`."""
+    """Unpack words, the inverse of `pack_words`: [..., bits] to [..., 8]."""
     codes = np.zeros((*packed.shape[:-1], COLUMNS // IN_A_WORD), "<u4")
     for v, word, mask, down, up in _moves(bits):
         codes[..., v] |= (packed[..., word] >> up & mask) << down
@@ -71,7 +71,7 @@ def unpack_words(packed: Words, bits: int) -> Words:
 
 
 def _moves(bits: int) -> Iterator[tuple[int, int, np.uint32, np.uint32, np.uint32]]:
-    """For each run: v, the word, a mask of its bits in every byte, and their places in the code and in the word."""
+    """Yield v, the word, the mask of a code's bits in every byte, and the shifts in code and word, for each run."""
     for v, runs in enumerate(BIT_RUNS[bits]):
         down = 0
         for word, first, n in runs:
@@ -81,17 +81,17 @@ def _moves(bits: int) -> Iterator[tuple[int, int, np.uint32, np.uint32, np.uint3
 
 @dataclass(frozen=True)
 class BitPacking:
-    """How a format's codes are bit-packed."""
+    """The bit packing of a format's codes."""
 
-    bits: int  # of a code
-    columns: int  # in a block of the file
-    # in the bytes of the block that hold codes, the bit that is bit b of column c's code, (c, b) to it. Bit 8 i + j
-    # is bit j of byte i.
+    bits: int  # bits per code
+    columns: int  # columns per block in the file
+    # (column, b) to the position of bit b of the column's code in the file, counted in the bytes of the block that
+    # hold codes. Position 8 i + j is bit j of byte i.
     place: Callable[[int, int], int]
 
     @functools.cached_property
     def order(self) -> NDArray[np.intp]:
-        """For each bit of the bit-packed codes, the bit of the file's that goes there."""
+        """Position in the file of each bit-packed bit."""
         order = np.empty(self.columns * self.bits, np.intp)
         for column in range(self.columns):
             block, rest = divmod(column, COLUMNS)
@@ -108,11 +108,11 @@ class BitPacking:
         return np.argsort(self.order)
 
     def pack(self, codes: Bytes) -> Bytes:
-        """The bytes that hold a block's codes in a file, uint8 [..., n], bit-packed: as many."""
+        """Bit-pack the bytes that hold a block's codes in a file: uint8 [..., n] to uint8 [..., n]."""
         return _reordered(codes, self.order)
 
     def unpack(self, packed: Bytes) -> Bytes:
-        """The inverse of `pack`."""
+        """Restore the file's order, the inverse of `pack`."""
         return _reordered(packed, self._inverse)
 
 
@@ -122,14 +122,14 @@ def _reordered(data: Bytes, order: NDArray[np.intp]) -> Bytes:
 
 
 def _five_bits(column: int, bit: int) -> int:
-    """Q5_0, Q5_1: four bytes of fifth bits, sixteen of nibbles, the low ones first."""
+    """Q5_0, Q5_1: four bytes of fifth bits, then 16 bytes of nibbles, the low nibbles first."""
     if bit == 4:
         return column
     return 8 * (4 + column % 16) + 4 * (column // 16) + bit
 
 
 def _five_bits_k(column: int, bit: int) -> int:
-    """Q5_K: 32 bytes of fifth bits, one bit for each 32 columns, and four times 32 of nibbles."""
+    """Q5_K: 32 bytes of fifth bits, one bit for each 32 columns, then four runs of 32 bytes of nibbles."""
     run, i = divmod(column, 32)
     if bit == 4:
         return 8 * i + run
@@ -137,7 +137,7 @@ def _five_bits_k(column: int, bit: int) -> int:
 
 
 def _six_bits(column: int, bit: int) -> int:
-    """Q6_K: for each 128 columns 64 bytes of nibbles; then for each 32 bytes of pairs of upper bits."""
+    """Q6_K: 64 bytes of nibbles per 128 columns, then 32 bytes of upper bit pairs per 128 columns."""
     half, rest = divmod(column, 128)
     run, i = divmod(rest, 32)
     if bit >= 4:
@@ -146,7 +146,7 @@ def _six_bits(column: int, bit: int) -> int:
 
 
 def _three_bits(column: int, bit: int) -> int:
-    """Q3_K: 32 bytes of third bits, one bit for each 32 columns; then for each 128 columns 32 of pairs of bits."""
+    """Q3_K: 32 bytes of third bits, one bit for each 32 columns, then 32 bytes of bit pairs per 128 columns."""
     half, rest = divmod(column, 128)
     run, i = divmod(rest, 32)
     if bit == 2:
@@ -161,4 +161,4 @@ BIT_PACKINGS: dict[GGMLType, BitPacking] = {
     GGMLType.Q5_K: BitPacking(5, 256, _five_bits_k),
     GGMLType.Q6_K: BitPacking(6, 256, _six_bits),
 }
-"""The formats whose codes are bit-packed."""
+"""Formats whose codes are bit-packed."""

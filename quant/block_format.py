@@ -1,4 +1,4 @@
-"""The base class of block formats, and the table that every format enters itself into."""
+"""Base classes of block formats, and the registry that every format adds itself to."""
 
 from __future__ import annotations
 
@@ -12,96 +12,96 @@ import numpy.typing as npt
 from localllm.quant.bits import Bytes, Floats, Halves, Ints
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-#: Every format, by its type.
+#: Block formats by type. `BlockFormat.__init_subclass__` fills it.
 REGISTRY: dict[GGMLType, BlockFormat] = {}
 
 
 class BlockFormat(ABC):
-    """One tensor type of GGML: how ``block_length`` values lie in ``block_bytes`` bytes."""
+    """One GGML tensor type: the layout of ``block_length`` values in ``block_bytes`` bytes."""
 
-    type: ClassVar[GGMLType]  # the id in GGUF files
-    # the fields of a block, named as in GGML's ``ggml-common.h``, little-endian, unpadded
+    type: ClassVar[GGMLType]  # id in GGUF files
+    # Fields of a block, with the names of GGML's ``ggml-common.h``. Little-endian, without padding.
     layout: ClassVar[np.dtype[Any]]
 
     def __init_subclass__(cls) -> None:
-        """Enters the format into the table that `localllm.quant.formats` offers, unless others are made of it."""
+        """Register the class unless it is an abstract base without a ``type``."""
         if "type" in vars(cls):
             REGISTRY[cls.type] = cls()
 
     @property
     def block_length(self) -> int:
-        """Values in a block."""
+        """Values per block."""
         return BLOCK_SIZES[self.type].length
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return BLOCK_SIZES[self.type].n_bytes
 
     def fields(self, blocks: Bytes) -> npt.NDArray[Any]:
-        """See uint8 [n_blocks, block_bytes] as records of `layout`, [n_blocks], without a copy."""
+        """View uint8 [n_blocks, block_bytes] as records of `layout`, [n_blocks], without a copy."""
         return blocks.view(self.layout)[:, 0]
 
     @abstractmethod
     def decode(self, blocks: Bytes, out: Floats) -> None:
-        """Write the values of uint8 [n_blocks, block_bytes] into float32 [n_blocks, block_length].
+        """Decode ``blocks``, uint8 [n_blocks, block_bytes], into ``out``, float32 [n_blocks, block_length].
 
-        Both arrays are C-contiguous.  Infinite or NaN scales make numpy warn; the caller
-        (`localllm.quant.formats.dequantize`) silences that, since such blocks have defined values.
+        Both arrays are C-contiguous. Infinite and NaN scales raise numpy warnings. The caller
+        (`localllm.quant.formats.dequantize`) suppresses them, because the values of such blocks are defined.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Blocks of an integer format, taken apart.
+    """Unpacked fields of blocks in an integer format.
 
-    The value of code ``c`` in sub-block ``s`` of a block is, in float32 and this order,
-    ``(scale * sub_scales[s]) * (c - offset)``, then ``+ min`` in the formats without sub-blocks and
-    ``- min * sub_mins[s]`` in those with them.
+    The value of code ``c`` in sub-block ``s`` is ``(scale * sub_scales[s]) * (c - offset)``, computed in float32 in
+    this order. Formats without sub-blocks then add ``min``. Formats with sub-blocks subtract ``min * sub_mins[s]``.
     """
 
-    # uint8 or int8 [n_blocks, block_length]; as stored, but looked up in the codebook in the formats that have one
+    # uint8 or int8 [n_blocks, block_length]. Stored codes or, in formats with a codebook, the codebook's values.
     codes: Ints
     scale: Halves  # float16 [n_blocks], GGML's ``d``
     min: Halves | None = None  # float16 [n_blocks], GGML's ``m`` or ``dmin``; None in symmetric formats
     sub_scales: Ints | None = None  # uint8 or int8 [n_blocks, n_sub_blocks]; None in formats without sub-blocks
-    # uint8 [n_blocks, n_sub_blocks]; None in symmetric formats and those without sub-blocks
+    # uint8 [n_blocks, n_sub_blocks]; None in symmetric formats and in formats without sub-blocks
     sub_mins: Ints | None = None
 
 
 class PackableFormat(BlockFormat):
     """A format whose values are small integers times a scale, so that kernels can multiply integers.
 
-    The fields ``d`` and, if `layout` has one, ``m`` or ``dmin`` are the scale and the minimum; a format says where it
-    has its codes and its sub-blocks' scales.  Below, ``block`` are records of `layout`, [n_blocks].
+    The field ``d`` is the scale. The field ``m`` or ``dmin``, if `layout` contains one, is the minimum. Subclasses
+    unpack the codes and the scales of sub-blocks. In these methods, ``block`` is an array of `layout` records,
+    [n_blocks].
     """
 
-    offset: ClassVar[int] = 0  # what is subtracted from every code
-    sub_length: ClassVar[int]  # values that share a sub-scale; the whole block in formats without sub-blocks
+    offset: ClassVar[int] = 0  # subtracted from every code
+    sub_length: ClassVar[int]  # values per sub-scale; the whole block in formats without sub-blocks
 
     @abstractmethod
     def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
-        """`Parts.codes`."""
+        """Return `Parts.codes`."""
 
     @abstractmethod
     def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
-        """The inverse: fills all fields that codes are in."""
+        """Write ``codes`` into all fields that store bits of codes."""
 
     def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints | None, Ints | None]:
-        """`Parts.sub_scales` and `Parts.sub_mins`."""
+        """Return `Parts.sub_scales` and `Parts.sub_mins`."""
         return None, None
 
     def pack_scales(self, block: npt.NDArray[Any], sub_scales: Any, sub_mins: Any) -> None:
-        """The inverse of `unpack_scales`."""
+        """Write the fields that `unpack_scales` reads."""
 
     def unpack(self, blocks: Bytes) -> Parts:
-        """Take uint8 [n_blocks, block_bytes] apart, losing nothing but unused bits."""
+        """Unpack uint8 [n_blocks, block_bytes]. Only unused bits are lost."""
         block = self.fields(blocks)
         minimum = None if self._min is None else block[self._min].astype(np.float16)
         return Parts(self.unpack_codes(block), block["d"].astype(np.float16), minimum, *self.unpack_scales(block))
 
     def pack(self, parts: Parts) -> Bytes:
-        """The inverse of `unpack`: uint8 [n_blocks, block_bytes].  Codes and sub-scales must be in range."""
+        """Pack into uint8 [n_blocks, block_bytes], the inverse of `unpack`. Codes and sub-scales must be in range."""
         blocks = np.empty((len(parts.codes), self.block_bytes), np.uint8)
         block = self.fields(blocks)
         block["d"] = parts.scale
@@ -114,13 +114,13 @@ class PackableFormat(BlockFormat):
 
     @property
     def _min(self) -> str | None:
-        """The name of the minimum's field."""
+        """Name of the minimum's field; None in symmetric formats."""
         return next((name for name in ("m", "dmin") if name in (self.layout.names or ())), None)
 
     def decode(self, blocks: Bytes, out: Floats) -> None:
         parts = self.unpack(blocks)
         n_blocks = len(blocks)
-        # [n_blocks, n_sub_blocks, sub_length]; n_sub_blocks is 1 where there are none.
+        # [n_blocks, n_sub_blocks, sub_length]; n_sub_blocks is 1 in formats without sub-blocks.
         shape = (n_blocks, self.block_length // self.sub_length, self.sub_length)
         values = out.reshape(shape)
         np.subtract(parts.codes.reshape(shape), self.offset, out=values, dtype=np.float32)

@@ -1,7 +1,7 @@
-"""Quantisers: floats to blocks, in every format that files are published in.
+"""Quantisers: encode floats as blocks, in every format that files are published in.
 
-What each format can express is described here as data; the search for the best codes, and plain rounding where none
-is asked for, are in `localllm.quant.rounding`.
+This module describes the values of each format as data. `localllm.quant.rounding` searches for the best codes, and
+rounds values if no search is requested.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from localllm.quant.iquants import IQ4_VALUES, GridFormat
 from localllm.quant.ternary import Q1_0
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-# Values that a thread encodes at a time: what is made of them on the way stays in a core's second-level cache.
+# Values that a thread encodes at a time. The intermediate arrays then fit into a core's second-level cache.
 _CHUNK = 1 << 17
-# The largest value that each type can be given: of floats what is not rounded to infinity, of others more than blocks
-# with float16 scales can hold, and little enough for sums of squares.
+# Largest value accepted by each type. Float types: the largest value that is not rounded to infinity. Other types:
+# more than blocks with float16 scales can represent, but small enough for sums of squares.
 _MOST = {GGMLType.F32: 3.4028235e38, GGMLType.F16: 65519.99, GGMLType.BF16: 3.3961774e38, GGMLType.NVFP4: 6 * 448.0}
 _MOST_OF_BLOCKS = 1e15
-# Types in which large values can count more: see `_favouring_large`.
+# Types that can give large values more weight, see `_favouring_large`.
 _COARSE, _WITH_WEIGHTS = (GGMLType.Q2_K, GGMLType.Q3_K), (GGMLType.Q4_K, GGMLType.IQ4_XS)
-# Steps from the scale of NVFP4 that puts the largest value at 6 to those that are tried: 5 put it near 4.
+# Candidate scales for NVFP4, as steps from the scale that maps the largest value to 6. Step 5 maps it to about 4.
 _NVFP4_STEPS = range(-3, 7)
-# Added to the diagonal of XᵀX, as a part of its mean.
+# Added to the diagonal of XᵀX, relative to its mean.
 _DAMPING = 0.01
 
 
@@ -51,18 +51,20 @@ def quantize(
     favours_large: bool = False,
     search: bool = False,
 ) -> Bytes:
-    """Encode rows of values: in the types in `ROUNDED` as llama.cpp does, to the same bytes, unless ``weights`` or
-    ``search`` are given; else with the least weighted squared error that a search finds.
+    """Encode rows of values.
+
+    Types in `ROUNDED` are encoded to the same bytes as by llama.cpp, unless ``weights`` or ``search`` are set. All
+    other encodings minimise the weighted squared error by a search.
 
     Args:
-        values: floating point [..., n], rounded to float32 first; ``n`` a multiple of the block length.
+        values: floating point [..., n], rounded to float32 first; ``n`` must be a multiple of the block length.
         type: one of `ENCODABLE`.
-        weights: the importance of each column, [n] (a row of an importance matrix); by default all alike.
-        threads: by default one a processor.
-        feedback: instead of ``weights``, for the formats in `FEEDBACK`: the error is that of the products with the
-            inputs that it was made of.
-        favours_large: let large values count more, in the types in which that serves a model better.
-        search: look for better scales in the types in `ROUNDED`, too.
+        weights: importance of each column, [n] (a row of an importance matrix). Defaults to equal weights.
+        threads: defaults to the number of processors.
+        feedback: replaces ``weights`` for the formats in `FEEDBACK`. The encoder then minimises the error of the
+            products with the inputs that the factors were computed from.
+        favours_large: give large values more weight, in the types for which this improves models.
+        search: search for better scales also in the types in `ROUNDED`.
 
     Returns:
         uint8 [..., row_bytes].
@@ -77,7 +79,7 @@ def quantize(
     size = BLOCK_SIZES[type]
     if values.ndim == 0 or values.shape[-1] % size.length:
         raise ModelError(
-            f"a row to be encoded as {type.name} has a multiple of {size.length} values; "
+            f"rows encoded as {type.name} must have a multiple of {size.length} values; "
             f"the shape is {list(values.shape)}"
         )
     n = values.shape[-1]
@@ -93,9 +95,9 @@ def quantize(
     favours_large = favours_large and (type in _COARSE or (weights is not None and type in _WITH_WEIGHTS))
 
     def encode(first: int) -> None:
-        with np.errstate(all="ignore"):  # what overflows is found
+        with np.errstate(all="ignore"):  # `_finite_half` detects overflow
             chunk = rows[first : first + step].astype(np.float32, copy=False)
-            if not -most <= chunk.min() <= chunk.max() <= most:  # NaN is neither
+            if not -most <= chunk.min() <= chunk.max() <= most:  # also true for NaN
                 raise _unfit(type)
             x = chunk.reshape(-1, size.length)
             if rounds:
@@ -116,10 +118,10 @@ def quantize(
 
 @dataclass(frozen=True, eq=False)
 class Feedback:
-    """How the columns of a matrix make up for errors of the columns before them.
+    """Factors that carry the error of each column of a matrix over to later columns.
 
-    With inputs X [T, n] and the error E of a row, the error of its products is E XᵀX Eᵀ.  It is least if each error
-    is handed on to the columns behind it, with the factor U of the inverse of XᵀX = (UᵀU)⁻¹.
+    For inputs X [T, n] and the error E of a row, the error of the row's products is E XᵀX Eᵀ. It is smallest if each
+    error is compensated in the following columns, with the factor U of the inverse of XᵀX = (UᵀU)⁻¹.
 
     Source: Frantar et al., GPTQ (arXiv:2210.17323).
     """
@@ -128,21 +130,21 @@ class Feedback:
 
     @classmethod
     def of(cls, hessian: npt.NDArray[np.floating]) -> Feedback:
-        """That of XᵀX [n, n]."""
+        """Compute the factor of XᵀX [n, n]. Raises ModelError if it is not finite and positive semi-definite."""
         damped = hessian.astype(np.float64)
         mean = float(damped.diagonal().mean())
         if not np.isfinite(damped).all() or mean < 0:
             raise ModelError("the products of a matrix's inputs are not finite numbers: collect them again")
-        # Columns that no text used, or that always come together, shall not make it singular.
+        # Columns that were never used, or always together, must not make the matrix singular.
         damped[np.diag_indices_from(damped)] += _DAMPING * (mean or 1.0)
         try:
             return cls(np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
         except np.linalg.LinAlgError:
-            raise ModelError("the products of a matrix's inputs are not those of any: collect them again") from None
+            raise ModelError("products of a matrix's inputs are not positive definite: collect them again") from None
 
     @property
     def weights(self) -> Floats:
-        """How much the error of each column costs that is left to the columns behind it."""
+        """Cost of the error that remains in each column after compensation, float32 [n]."""
         return self.factor.diagonal() ** -2
 
 
@@ -151,11 +153,11 @@ def _unfit(type: GGMLType) -> ModelError:
 
 
 def _importance(weights: npt.NDArray[np.floating] | None, n: int) -> Floats:
-    """Weights with a mean of 1 and none of them 0: a column that no text used may still be used one day."""
+    """Return weights with a mean of 1 and a minimum of 1e-5: unused columns may matter for other texts."""
     if weights is None:
         return np.ones(n, np.float32)
     if weights.shape != (n,) or not np.isfinite(weights).all() or (weights < 0).any():
-        raise ModelError(f"importance weights of rows of {n} values are {n} finite numbers of at least 0")
+        raise ModelError(f"importance weights of rows of {n} values must be {n} finite numbers of at least 0")
     mean = float(weights.mean(dtype=np.float64)) if n else 0.0
     if mean == 0:
         return np.ones(n, np.float32)
@@ -164,7 +166,7 @@ def _importance(weights: npt.NDArray[np.floating] | None, n: int) -> Floats:
 
 
 def _encode(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
-    """Encode blocks: float32 [n_blocks, length], and the weights [k, length] of a row's k blocks."""
+    """Encode blocks, float32 [n_blocks, length]. ``weights`` [k, length] are the weights of a row's k blocks."""
     match type:
         case GGMLType.F32:
             return x.astype("<f4").view(np.uint8)
@@ -185,11 +187,12 @@ def _encode(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
 
 
 def _favouring_large(x: Floats, weights: Floats) -> Floats:
-    """The weights [n_blocks, length] of values: those of their columns times √(σ² + x²), much as in llama.cpp.
+    """Return weights [n_blocks, length] per value: column weights times √(σ² + x²), similar to llama.cpp.
 
-    The squared error weighted by columns alone is a little larger with them, but the divergence from the original is
-    smaller: on copies of the demo model that compute the same and round otherwise, Q2_K loses about 25 % less, with
-    an importance matrix 12 %, with Hessians 20 %; Q3_K_M about 8 %, and Q4_K_M with either matrix 2 to 4 %.
+    They increase the squared error weighted by columns slightly, but decrease the divergence from the original model.
+    Measured on copies of the demo model that compute the same values and round differently: Q2_K loses about 25 %
+    less, with an importance matrix 12 %, with Hessians 20 %. Q3_K_M loses about 8 % less, and Q4_K_M with either
+    matrix 2 to 4 %.
     """
     squares = x * x
     large = np.sqrt(squares + squares.mean(axis=1, keepdims=True))
@@ -205,20 +208,20 @@ def _finite_half(values: Floats, type: GGMLType) -> npt.NDArray[np.float16]:
     return halves
 
 
-# -- Formats of codes ----------------------------------------------------------------------------------------------
+# -- Formats of codes ------------------------------------------------------------------------------------------------
 
-_LANES = 32  # `rounding.LANES`; that module loads numba, which takes most of a second
+_LANES = 32  # `rounding.LANES`. Importing that module loads numba, which takes most of a second.
 _NONE = np.zeros(0, np.float32)
 
 
 def _halves_table(values: Sequence[float] | Ints) -> Floats:
-    """For `rounding.scan`: which of ``values`` is next to -128, -127.5, … 127.5."""
+    """Return the table for `rounding.scan`: the nearest element of ``values`` to -128, -127.5, … 127.5."""
     levels = np.unique(np.asarray(values, np.float32))
     return levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, np.arange(-256, 256) / 2, side="right")]
 
 
 def _tries(top: float, least: float, most: float, low: float = 0.0) -> Floats:
-    """Candidates of `rounding.fit`: ``top`` times ``least`` … ``most``, and half of them for ``low``, if given."""
+    """Return candidates for `rounding.fit`: ``top`` times ``least`` … ``most``; half use ``low`` instead if not 0."""
     n = _LANES // 2 if low else _LANES
     levels = np.linspace(least, most, n) * top
     if low:
@@ -227,32 +230,35 @@ def _tries(top: float, least: float, most: float, low: float = 0.0) -> Floats:
 
 
 def _tries_with_min(top: float, least: float, most: float) -> Floats:
-    """Candidates: the smallest value up to ``most`` levels below the lowest, the largest as far above the highest."""
+    """Return candidates with a minimum.
+
+    The smallest value is mapped up to ``most`` levels below the lowest, the largest up to ``most`` above ``top``.
+    """
     beyond = np.linspace(least, most, 8)
     return np.array([(-u, top + v) for u in np.linspace(least, most, 4) for v in beyond], np.float32).T.copy()
 
 
 def _few(top: float, least: float, most: float) -> Floats:
-    """Candidates of `rounding.encode_alike`: ``top`` times ``least`` … ``most``."""
+    """Return candidates for `rounding.encode_alike`: ``top`` times ``least`` … ``most``."""
     return (np.geomspace(least, most, _LANES // 2) * top).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class _Codes:
-    """The values that a format can express, as `rounding.encode` takes it."""
+    """Values that a format can represent, as arguments of `rounding.encode`."""
 
-    # lo, hi: the range of the codes, or of the table's values
+    # lo, hi: range of the codes, or of the table's values
     lo: int
     hi: int
-    tries: Floats  # candidates for the scale
-    has_min: bool = False  # there is a minimum beside the scale; in formats with ``m_hi`` it is at most 0
-    # s_lo, s_hi, m_hi: the ranges of the sub-blocks' integer scales and minima, where there are any
+    tries: Floats  # candidate scales
+    has_min: bool = False  # the format stores a minimum, at most 0 in formats with ``m_hi``
+    # s_lo, s_hi, m_hi: ranges of the sub-blocks' integer scales and minima; 0 without sub-blocks
     s_lo: int = 0
     s_hi: int = 0
     m_hi: int = 0
-    s_tries: Floats | None = None  # candidates for the block's scale (and minimum)
-    table: Floats | None = None  # the values of the codes, where they are not integers in order
-    few: Floats | None = None  # candidates that do where all weights are alike, in formats of one symmetric scale
+    s_tries: Floats | None = None  # candidate scales (and minima) of the block
+    table: Floats | None = None  # values of the codes; None if the codes are consecutive integers
+    few: Floats | None = None  # candidates for equal weights, in formats with one symmetric scale
 
 
 _IQ4 = _halves_table(IQ4_VALUES)
@@ -290,8 +296,7 @@ _CODES: dict[GGMLType, _Codes] = {
 
 
 def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.int8], Floats, npt.NDArray[np.int16]]:
-    """The codes of blocks [n_blocks, length], their scales and minima [n_blocks, 2], and the integer ones of their
-    sub-blocks [2, n_blocks, n_sub]."""
+    """Return codes [n_blocks, length], scales and minima [n_blocks, 2], sub-blocks' integers [2, n_blocks, n_sub]."""
     from localllm.quant import rounding
 
     codes, form = _CODES[type], cast(PackableFormat, FORMATS[type])
@@ -315,7 +320,7 @@ def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.i
 
 
 def _rounded(x: Floats, type: GGMLType) -> Bytes:
-    """Blocks [n_blocks, length] with scales from their largest and smallest values, bit for bit as in llama.cpp."""
+    """Round blocks [n_blocks, length] with scales from their largest and smallest values, as llama.cpp does."""
     from localllm.quant import rounding
 
     if type is GGMLType.Q1_0:
@@ -328,7 +333,7 @@ def _rounded(x: Floats, type: GGMLType) -> Bytes:
     largest = np.maximum(np.abs(high), np.abs(low))
     codes = np.empty(x.shape, np.int8)
     if type is GGMLType.MXFP4:
-        # 4 times the scale is the power of two at or below the largest value, as far as a float32 logarithm tells.
+        # 4 times the scale is the largest power of two up to the largest value, as computed with a float32 logarithm.
         exponents = np.maximum(np.floor(np.log2(largest.astype(np.float64)).astype(single)) + 125, 0).astype(np.uint8)
         rounding.to_powers(x, HALF_E8M0[exponents], codes)
         return MXFP4().pack(codes, exponents)
@@ -345,7 +350,7 @@ def _rounded(x: Floats, type: GGMLType) -> Bytes:
         scale, base = np.divide(high - low, hi), low
         block["m"] = _finite_half(low, type)
     else:
-        # The largest value, be it negative, has the lowest code; of two as large the first counts.
+        # The value of largest magnitude gets the lowest code; the first one counts if two are equal.
         peak, base = np.where(high > -low, high, low), np.zeros(n, single)
         (both,) = np.nonzero(high == -low)
         peak[both] = x[both, np.abs(x[both]).argmax(axis=1)]
@@ -357,7 +362,7 @@ def _rounded(x: Floats, type: GGMLType) -> Bytes:
 
 
 def _inverse(scale: Floats) -> Floats:
-    """1 / scale, and 0 where that is beyond float32."""
+    """Return 1 / scale, or 0 if the result overflows float32."""
     inverse: Floats = np.divide(np.float32(1), scale)
     inverse[np.isinf(inverse)] = 0
     return inverse
@@ -367,7 +372,7 @@ def _packed(type: GGMLType, out: npt.NDArray[np.int8], scales: Floats, integers:
     codes, form = _CODES[type], cast(PackableFormat, FORMATS[type])
     scale, minimum = _finite_half(scales, type).T
     if type in (GGMLType.Q4_1, GGMLType.Q5_1):
-        minimum = -minimum  # these two add it
+        minimum = -minimum  # these two formats add the minimum
     stored = out.view(np.uint8) + np.uint8(form.offset) if codes.lo > -127 else out
     sub_scales = integers[0].astype(np.uint8 if codes.has_min else np.int8) if codes.s_hi else None
     sub_mins = integers[1].astype(np.uint8) if codes.m_hi else None
@@ -377,7 +382,7 @@ def _packed(type: GGMLType, out: npt.NDArray[np.int8], scales: Floats, integers:
 def _encode_with_feedback(
     rows: Floats, type: GGMLType, weights: Floats, factor: Floats, favours_large: bool
 ) -> Bytes:
-    """Encode rows [n_rows, n], block after block; ``rows`` receives what is to be encoded with feedback."""
+    """Encode rows [n_rows, n] block by block. ``rows`` is overwritten with the compensated values."""
     from localllm.quant import rounding
 
     codes, form = _CODES[type], cast(PackableFormat, FORMATS[type])
@@ -408,7 +413,7 @@ def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
 
 
 def _encode_nvfp4(x: Floats, weights: Floats | None) -> Bytes:
-    """Blocks whose scales are those that put the largest values at 6, or with ``weights`` the best of those near."""
+    """Encode with scales that map the largest values to 6 or, with ``weights``, the best scales near these."""
     from localllm.quant import rounding
 
     runs = np.ascontiguousarray(x.reshape(-1, 16))
@@ -430,31 +435,31 @@ def _encode_nvfp4(x: Floats, weights: Floats | None) -> Bytes:
 
 
 def _encode_signs(x: Floats, weights: Floats) -> Bytes:
-    """Blocks of signs times the mean size of the values, which is the scale with the least squared error."""
+    """Encode signs times the mean magnitude of the values, which is the scale with the least squared error."""
     total = (np.abs(x).reshape(-1, *weights.shape) * weights).reshape(x.shape)
-    # One value after the other, as in llama.cpp: the bytes are the same.
+    # Sums in the order of llama.cpp, which gives the same bytes.
     scale = total.cumsum(axis=1, dtype=np.float32)[:, -1].reshape(-1, len(weights))
     scale /= weights.cumsum(axis=1, dtype=np.float32)[:, -1]
     codes = np.where(x >= 0, np.uint8(2), np.uint8(0))
     return Q1_0().pack(Parts(codes, _finite_half(scale.reshape(-1), GGMLType.Q1_0)))
 
 
-# -- Formats with a codebook ---------------------------------------------------------------------------------------
+# -- Formats with a codebook -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The values that a format with a codebook can express, as `rounding.encode_rows` takes it."""
+    """Values that a format with a codebook can represent, as arguments of `rounding.encode_rows`."""
 
-    sub: int  # values that share an integer scale
-    # what the largest value of a sub-block is put at, as a multiple of the codebook's largest, from … to
+    sub: int  # values per integer scale
+    # range of the level that the largest value of a sub-block is mapped to, relative to the codebook's largest value
     tries: tuple[float, float]
-    unit: float = 1  # 2 S + 1 times the block's scale times this is the scale
-    # signed, even: values have signs; of each 8 an even number is negative
+    unit: float = 1  # scale of a sub-block: unit times (2 S + 1) times the block's scale
+    # signed: values have signs; even: an even number of each 8 values is negative
     signed: bool = True
     even: bool = False
-    s_hi: int = 15  # the highest S
-    n_tries: int = 6  # scales at which rows are looked for
+    s_hi: int = 15  # largest S
+    n_tries: int = 6  # scales for which candidate rows are searched
 
 
 _ROWS: dict[GGMLType, _Rows] = {
@@ -472,22 +477,22 @@ _ROWS: dict[GGMLType, _Rows] = {
 class _Codebooks:
     """A format's codebooks, in integers."""
 
-    unit: float  # what the integers are times
-    # lowest, step, top: the values of rows, about: the lowest for each book, and ``top`` steps beyond it
+    unit: float  # value of one integer step
+    # lowest, step, top: approximate values in rows are lowest (one per book), lowest + step, … lowest + top * step
     lowest: Floats
     step: np.float32
     top: int
-    # int8 [books, points, values in a row, lanes], the rows nearest to each combination of these values
+    # int8 [books, points, row length, lanes], rows nearest to each combination of these values
     near: npt.NDArray[np.int8]
-    index: npt.NDArray[np.uint16]  # uint16 [points, lanes], which rows those are
+    index: npt.NDArray[np.uint16]  # uint16 [points, lanes], numbers of these rows
 
 
 @cache
 def _books(type: GGMLType) -> _Codebooks:
-    """The codebooks of a format.
+    """Return the codebooks of a format.
 
-    IQ1 moves all values by 1/8 up or down: in IQ1_S the same way for a whole sub-block, which chooses one of two
-    books; in IQ1_M for each row, which is one book of twice the rows.
+    IQ1 shifts all values by 1/8 up or down. In IQ1_S a whole sub-block is shifted in the same direction, which is
+    represented by two books. In IQ1_M each row has a direction, which is represented by one book with twice the rows.
     """
     rows = grid(type)
     unit, books = 1.0, [rows]
@@ -497,8 +502,8 @@ def _books(type: GGMLType) -> _Codebooks:
     points = np.stack(np.meshgrid(*[values] * rows.shape[1], indexing="ij"), axis=-1).reshape(-1, rows.shape[1])
     if type is GGMLType.IQ1_M:
         books = [np.concatenate(books)]
-    # Squared distances, less what is the same for all rows; the shift moves points and rows alike.  All are
-    # integers, and the rows' numbers tell equal ones apart: which of those come first would be up to the processor.
+    # Squared distances without the term that is equal for all rows. The shift moves points and rows equally. All
+    # terms are integers. Adding the row number makes keys unique, so that results do not depend on the processor.
     plain = books[0] if len(books) == 1 else rows / unit
     distances = (plain**2).sum(axis=1) - 2 * points.astype(np.float32) @ plain.T
     keys = distances.astype(np.int64) * len(plain) + np.arange(len(plain))
@@ -544,13 +549,13 @@ def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
 ENCODABLE: tuple[GGMLType, ...] = (
     GGMLType.F32, GGMLType.F16, GGMLType.BF16, *_CODES, GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.Q1_0, *_ROWS
 )  # fmt: skip
-"""The types that `quantize` writes."""
+"""Types that `quantize` writes."""
 
 FEEDBACK: tuple[GGMLType, ...] = tuple(_CODES)
-"""Those of them in which errors can be handed on to later columns."""
+"""Types in `ENCODABLE` whose errors can be compensated in later columns."""
 
 ROUNDED: tuple[GGMLType, ...] = (
     GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q8_0, GGMLType.MXFP4, GGMLType.NVFP4,
     GGMLType.Q1_0, GGMLType.Q2_0, GGMLType.TQ1_0, GGMLType.TQ2_0,
 )  # fmt: skip
-"""Those in which values are only rounded unless there is importance or a search is asked for."""
+"""Types that `quantize` only rounds, unless importance weights or a search are requested."""

@@ -41,7 +41,7 @@ class BF16(BlockFormat):
 
 
 def bfloat16(values: Floats) -> NDArray[np.uint16]:
-    """The bits of finite float32 values rounded to bfloat16, to the nearest, of two as near the even one."""
+    """Return the bits of finite float32 values rounded to the nearest bfloat16, ties to even."""
     bits = values.view(np.uint32)
     rounded = bits >> 16
     rounded &= 1

@@ -1,4 +1,4 @@
-"""All block formats by type, and decoding of whole tensors."""
+"""Block formats by type, and decoding of whole tensors."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import numpy as np
 
 from localllm.errors import ModelError, UsageError
 
-# Imported for what they enter into the registry.
+# Imported to register their formats.
 from localllm.quant import floats, fp4, iquants, kquants, legacy, ternary  # noqa: F401
 from localllm.quant.bits import Bytes, Floats
 from localllm.quant.block_format import REGISTRY, BlockFormat
 from localllm.quant.types import GGMLType
 
 FORMATS: Mapping[GGMLType, BlockFormat] = MappingProxyType(REGISTRY)
-"""Every format that can be decoded, by its type."""
+"""Decodable formats by type."""
 
-# Values a chunk: what a decoder allocates beside its result stays in a core's second-level cache.
+# Values per chunk. The temporary arrays of a decoder then fit into a core's second-level cache.
 _CHUNK = 1 << 15
 
 
 def dequantize(data: Bytes, type: GGMLType) -> Floats:
-    """Decode rows of blocks, bit for bit as GGML's reference does.
+    """Decode rows of blocks, bit for bit like GGML's reference implementation.
 
     Args:
         data: uint8 [..., row_bytes], any strides.
-        type: what the bytes are.
+        type: format of ``data``.
 
     Returns:
         float32 [..., n], a new array.
 
     Raises:
-        ModelError: the type has no decoder, or ``row_bytes`` is no multiple of its block's bytes.
-        UsageError: ``data`` is no uint8 array of at least one dimension.
+        ModelError: the type has no decoder, or ``row_bytes`` is not a multiple of its block size.
+        UsageError: ``data`` is not a uint8 array of at least one dimension.
     """
     block_format = FORMATS.get(type)
     if block_format is None:
@@ -43,7 +43,7 @@ def dequantize(data: Bytes, type: GGMLType) -> Floats:
             f"cannot decode tensors of type {type.name}; convert the model to a supported type: {supported}"
         )
     if data.dtype != np.uint8 or data.ndim == 0:
-        raise UsageError(f"blocks are a uint8 array [..., row_bytes], not {data.dtype} {list(data.shape)}")
+        raise UsageError(f"blocks must be a uint8 array [..., row_bytes], not {data.dtype} {list(data.shape)}")
     n_bytes = data.shape[-1]
     if n_bytes % block_format.block_bytes:
         raise ModelError(
@@ -55,7 +55,7 @@ def dequantize(data: Bytes, type: GGMLType) -> Floats:
     blocks = np.ascontiguousarray(data).reshape(-1, block_format.block_bytes)
     values = out.reshape(-1, block_format.block_length)
     step = _CHUNK // block_format.block_length
-    # A scale may be infinite or NaN, and a product may overflow: the values are then what IEEE 754 says.
+    # A scale may be infinite or NaN, and a product may overflow. IEEE 754 defines the values.
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
             block_format.decode(blocks[start : start + step], values[start : start + step])

@@ -1,7 +1,7 @@
-"""The 4-bit floating-point formats: E2M1 values under a shared scale that is itself a narrow float.
+"""4-bit floating-point formats: E2M1 values times a shared scale, which is itself a narrow float.
 
-Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0).  GGML
-keeps E2M1 values doubled, as integers, and halves the scales; so do we, to round where it rounds.
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 (E2M1) and 5.4.1 (E8M0). Like GGML, this
+module stores E2M1 values doubled, as integers, and halves the scales, so that results are rounded at the same point.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from localllm.quant.bits import Bytes, Floats, Ints, bit_planes, join_bit_planes
 from localllm.quant.block_format import BlockFormat
 from localllm.quant.types import GGMLType
 
-# Code: sign, two bits of exponent (bias 1), one of mantissa.  GGML's negative zero is positive.
+# Code: sign bit, two exponent bits (bias 1), one mantissa bit. GGML's negative zero is positive.
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 def _half_e8m0() -> Floats:
-    """Half of 2^(e - 127) for every e in 0..255.  The specification's NaN (255) is 2^127 in GGML."""
+    """Return half of 2^(e - 127) for every e in 0..255. The specification's NaN (255) is 2^127 in GGML."""
     return np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32)
 
 
 def _half_ue4m3() -> Floats:
-    """Half of the unsigned E4M3 number in every byte, the top bit ignored; GGML's NaN (0x7F) is 0."""
+    """Return half of the unsigned E4M3 number for every byte. The top bit is ignored; GGML's NaN (0x7F) is 0."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7
     subnormal = np.ldexp(mantissa / 8, -6)
@@ -32,15 +32,15 @@ def _half_ue4m3() -> Floats:
     return (value / 2).astype(np.float32)
 
 
-#: Scales by their byte, halved: float32 [256].
+#: Halved scales by their byte: float32 [256].
 HALF_E8M0 = _half_e8m0()
 HALF_UE4M3 = _half_ue4m3()
 
 
 def ue4m3(values: Floats) -> Bytes:
-    """The bytes of the nearest unsigned E4M3 numbers, half way up as in GGML; of at most 448, and 0 of negatives."""
+    """Return the nearest unsigned E4M3 bytes, with ties rounded up as in GGML. Values are clipped to 0..448."""
     values = np.clip(values, np.float32(0), np.float32(448)).astype(np.float32)
-    # Seven bits of float32's exponent and mantissa are E4M3's with another bias: rounding is adding half a step.
+    # The upper seven bits of float32's exponent and mantissa are E4M3 with another bias. Adding half a step rounds.
     normal = (((values.view(np.int32) + (1 << 19)) >> 20) - (127 - 7 << 3)).clip(0, 0x7E)
     normal[normal >= 0x78] = 0x7E  # GGML writes no scale from 256 to 416
     subnormal = np.minimum((values * np.float32(512) + np.float32(0.5)).astype(np.int32), 7)
@@ -48,7 +48,7 @@ def ue4m3(values: Floats) -> Bytes:
 
 
 class MXFP4(BlockFormat):
-    """value = 2^(e - 127) · E2M1(code), 32 values a block::
+    """value = 2^(e - 127) · E2M1(code), 32 values per block::
 
     e   u8       exponent
     qs  u8[16]   codes, 4 bits, 2 planes of 16
@@ -64,7 +64,7 @@ class MXFP4(BlockFormat):
         out *= HALF_E8M0[block["e"]][:, None]
 
     def pack(self, codes: Ints, exponents: Ints) -> Bytes:
-        """Blocks from codes, one a byte, [n_blocks, 32], and exponents as stored, [n_blocks]."""
+        """Return blocks of ``codes``, one per byte, [n_blocks, 32], and stored ``exponents``, [n_blocks]."""
         blocks = np.empty((len(codes), self.block_bytes), np.uint8)
         block = self.fields(blocks)
         block["e"] = exponents
@@ -73,7 +73,7 @@ class MXFP4(BlockFormat):
 
 
 class NVFP4(BlockFormat):
-    """value = E4M3(d of 16 values) · E2M1(code), 64 values a block::
+    """value = E4M3(d of 16 values) · E2M1(code), 64 values per block::
 
     d   u8[4]    scales, unsigned E4M3
     qs  u8[32]   codes, 4 bits, 4 runs of 2 planes of 8
@@ -90,7 +90,7 @@ class NVFP4(BlockFormat):
         values *= HALF_UE4M3[block["d"]][:, :, None]
 
     def pack(self, codes: Ints, scales: Ints) -> Bytes:
-        """Blocks from codes, one a byte, [n_blocks, 64], and scales as stored, [n_blocks, 4]."""
+        """Return blocks of ``codes``, one per byte, [n_blocks, 64], and stored ``scales``, [n_blocks, 4]."""
         blocks = np.empty((len(codes), self.block_bytes), np.uint8)
         block = self.fields(blocks)
         block["d"] = scales

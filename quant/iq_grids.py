@@ -1,7 +1,7 @@
-"""The codebooks of the IQ formats: rows of 4 or 8 values that an index picks as a whole.
+"""Codebooks of the IQ formats: rows of 4 or 8 values, one row per index.
 
-The rows were found by search on lattices (E8 and D4) when the formats were made, so they follow from no
-rule; they are read from the ``gguf`` package, on first use, because importing it takes a third of a second.
+GGML's authors found the rows by a search on lattices (E8 and D4), so no formula produces them. They are read from the
+``gguf`` package on first use, because importing it takes a third of a second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from localllm.quant.types import GGMLType
 
 @cache
 def grid(type: GGMLType) -> Floats:
-    """The codebook of a format: float32 [entries, 4 or 8]."""
+    """Return the codebook of a format: float32 [entries, 4 or 8]."""
     import gguf.quants
 
     table = getattr(gguf.quants, type.name)
@@ -27,12 +27,12 @@ def grid(type: GGMLType) -> Floats:
 
 
 def _signs(masks: Ints) -> Floats:
-    """1 where bit j of a uint8 mask is clear, -1 where it is set: float32 [len(masks), 8]."""
+    """Return 1 for each clear bit of the uint8 masks and -1 for each set bit: float32 [len(masks), 8]."""
     bits = np.unpackbits(masks[:, None], axis=1, bitorder="little")
     return 1 - 2 * bits.astype(np.float32)
 
 
-# Signs by mask, and the masks that seven signs mean, the eighth being such that an even number is negative.
+# Signs by mask, and the complete mask for seven sign bits. The eighth bit makes the number of negative values even.
 SIGNS = _signs(np.arange(256, dtype=np.uint8))  # [256, 8]
 # The shift leaves only the lowest bit of the count, the parity.
 _SEVEN = np.arange(128, dtype=np.uint8)

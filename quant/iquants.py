@@ -1,7 +1,7 @@
-"""The IQ formats: values looked up in a codebook, 256 a block (32 in IQ4_NL).
+"""IQ formats: values from a codebook, 256 per block (32 in IQ4_NL).
 
-In IQ1, IQ2 and IQ3 an index picks 4 or 8 values at once from a codebook (`grid`), signs come beside it,
-and a scale covers 16 or 32 values.  In IQ4 every code picks one of 16 unevenly spaced integers.
+In IQ1, IQ2 and IQ3 an index selects a row of 4 or 8 values from a codebook (`grid`). Signs are stored separately, and
+a scale covers 16 or 32 values. In IQ4 every code selects one of 16 unevenly spaced integers.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ _IQ4_CODES = codes_of(IQ4_VALUES)
 
 @dataclass(frozen=True, slots=True)
 class GridParts:
-    """Blocks of a format with a codebook, taken apart."""
+    """Unpacked fields of blocks in a format with a codebook."""
 
-    index: Ints  # unsigned [n_blocks, rows], which row of the codebook comes next
-    # uint8 [n_blocks, 32], a bit for each of 8 values, the first lowest: it is negative or, in IQ1, shifted down
+    index: Ints  # unsigned [n_blocks, rows], codebook rows in order
+    # uint8 [n_blocks, 32], one bit for each of 8 values, lowest first. A set bit makes the value negative or, in IQ1,
+    # shifts it down.
     masks: Bytes
     scales: Floats  # float32 [n_blocks, n_sub_blocks]
 
 
 class GridFormat(BlockFormat):
-    """A format whose values are rows of a codebook, with signs, times a scale."""
+    """A format whose values are a scale times signed rows of a codebook."""
 
-    unit: ClassVar[float] = 1  # the values, before they are scaled, are integers times this
+    unit: ClassVar[float] = 1  # unscaled values are integers times this
 
     @abstractmethod
     def unpack(self, blocks: Bytes) -> GridParts:
-        """Take uint8 [n_blocks, block_bytes] apart, losing nothing."""
+        """Unpack uint8 [n_blocks, block_bytes] without loss."""
 
     def pack(self, index: Ints, masks: Bytes, d: Halves, sub_scales: Ints) -> Bytes:
-        """Blocks from what `GridParts` describes, but for the scales, which are given as they are stored.
+        """Return blocks of the fields of `GridParts`, but with scales as stored.
 
         Args:
             d: float16 [n_blocks].
@@ -59,43 +60,43 @@ class GridFormat(BlockFormat):
 
     @abstractmethod
     def _fill(self, block: npt.NDArray[Any], index: Ints, masks: Bytes, sub_scales: Ints, d: Ints) -> None:
-        """Write all fields but ``d``.  Indices and sub-scales are uint32; ``d`` is the scale's bits, uint16."""
+        """Write all fields except ``d``. Indices and sub-scales are uint32. ``d`` holds the scales' bits, uint16."""
 
     def decode(self, blocks: Bytes, out: Floats) -> None:
         parts = self.unpack(blocks)
         codebook = grid(self.type)
         rows = out.reshape(*parts.index.shape, codebook.shape[1])
-        # An index has no more bits than the codebook has rows for: "clip" only spares numpy a buffer.
+        # Indices are always in range. "clip" avoids a temporary buffer in numpy.
         np.take(codebook, parts.index, axis=0, out=rows, mode="clip")
         self.apply_masks(out.reshape(len(blocks), 32, 8), parts.masks)
         values = out.reshape(*parts.scales.shape, -1)
         values *= parts.scales[:, :, None]
 
     def apply_masks(self, values: Floats, masks: Bytes) -> None:
-        """Do to values [n_blocks, 32, 8] what the bits of ``masks`` say."""
+        """Apply the bits of ``masks`` to values [n_blocks, 32, 8]."""
         values *= SIGNS[masks]
 
 
 def _half_steps(d: Halves, sub_scales: Ints, unit: float) -> Floats:
-    """d · (S + 1/2) · unit: float16 [n_blocks], unsigned [n_blocks, k] to float32 [n_blocks, k]."""
+    """Return d · (S + 1/2) · unit: float16 [n_blocks] and unsigned [n_blocks, k] to float32 [n_blocks, k]."""
     steps = sub_scales.astype(np.float32) + np.float32(0.5)
     return d.astype(np.float32)[:, None] * steps * np.float32(unit)
 
 
 def _odd_steps(d: Halves, sub_scales: Ints) -> Floats:
-    """d · (2 S + 1): float16 [n_blocks], unsigned [n_blocks, k] to float32 [n_blocks, k]."""
+    """Return d · (2 S + 1): float16 [n_blocks] and unsigned [n_blocks, k] to float32 [n_blocks, k]."""
     return d.astype(np.float32)[:, None] * (2 * sub_scales + 1).astype(np.float32)
 
 
 def _join_fields(fields: Ints, width: int, count: int) -> Ints:
-    """The inverse of `bit_fields`: [n_blocks, k * count] to uint32 [n_blocks, k]."""
+    """Pack fields, the inverse of `bit_fields`: [n_blocks, k * count] to uint32 [n_blocks, k]."""
     shifts = np.arange(0, width * count, width, dtype=np.uint32)
     words: Ints = (fields.reshape(len(fields), -1, count).astype(np.uint32) << shifts).sum(axis=2, dtype=np.uint32)
     return words
 
 
 def _nibbles(data: Bytes) -> Ints:
-    """uint8 [n_blocks, k] to [n_blocks, 2 * k], the low half of each byte first."""
+    """Split uint8 [n_blocks, k] into [n_blocks, 2 * k], the low half of each byte first."""
     return bit_fields(data, 4, 2).reshape(len(data), -1)
 
 
@@ -105,7 +106,7 @@ class IQ2_XXS(GridFormat):
     d       f16
     groups  8 times, 32 values each:
         grid   u8[4]   indices of 8 values each
-        signs  u32     SSSS, then four times 7 sign bits (`MASKS_OF_7`), the first lowest
+        signs  u32     SSSS, then four times 7 sign bits (`MASKS_OF_7`), lowest first
     """
 
     type = GGMLType.IQ2_XXS
@@ -150,7 +151,7 @@ class IQ2_S(GridFormat):
     d       f16
     qs      u8[32]   lower eight bits of the indices, of 8 values each
     signs   u8[32]   sign bits
-    qh      u8[8]    upper two bits of four indices, the first lowest
+    qh      u8[8]    upper two bits of four indices, lowest first
     scales  u8[8]    S of the second, then of the first 16 of 32 values: SSSSssss
     """
 
@@ -175,7 +176,7 @@ class IQ3_XXS(GridFormat):
 
     d      f16
     qs     u8[64]   indices of 4 values each
-    signs  u32[8]   SSSS, then four times 7 sign bits (`MASKS_OF_7`), the first lowest
+    signs  u32[8]   SSSS, then four times 7 sign bits (`MASKS_OF_7`), lowest first
     """
 
     type = GGMLType.IQ3_XXS
@@ -197,7 +198,7 @@ class IQ3_S(GridFormat):
 
     d       f16
     qs      u8[64]   lower eight bits of the indices, of 4 values each
-    qh      u8[8]    ninth bits of eight indices, the first lowest
+    qh      u8[8]    ninth bits of eight indices, lowest first
     signs   u8[32]   sign bits
     scales  u8[4]    S of the second, then of the first 32 of 64 values: SSSSssss
     """
@@ -219,7 +220,7 @@ class IQ3_S(GridFormat):
 
 
 class ShiftedGridFormat(GridFormat):
-    """A format whose masks shift instead of flipping signs: by 1/8 up or, where a bit is set, down."""
+    """A format whose masks shift values by 1/8 instead of changing signs: down for a set bit, up for a clear bit."""
 
     unit = 1 / 8
 
@@ -232,7 +233,7 @@ class IQ1_S(ShiftedGridFormat):
 
     d   f16
     qs  u8[32]   lower eight bits of the indices, of 8 values each
-    qh  u16[8]   sign of the 1/8, SSS, then the upper three bits of four indices, the first lowest
+    qh  u16[8]   sign of the 1/8, SSS, then the upper three bits of four indices, lowest first
     """
 
     type = GGMLType.IQ1_S
@@ -254,8 +255,8 @@ class IQ1_M(ShiftedGridFormat):
     """value = d · (2 S + 1) · (grid ± 1/8), S of 16 values, the sign of 8::
 
     qs      u8[32]   lower eight bits of the indices, of 8 values each
-    qh      u8[16]   for two indices, the first lowest: sign of the 1/8, upper three bits
-    scales  u16[4]   DDDD, then SSS four times, the first lowest
+    qh      u8[16]   for two indices, lowest first: sign of the 1/8, upper three bits
+    scales  u16[4]   DDDD, then SSS four times, lowest first
 
     ``d`` is the f16 whose four hexadecimal digits are the DDDD, the first one lowest.
     """
@@ -302,8 +303,8 @@ class IQ4_XS(PackableFormat):
     """value = d · S · table[code], code in 0..15, S of 32 values in -32..31::
 
     d         f16
-    scales_h  u16       upper two bits of the eight S + 32, the first lowest
-    scales_l  u8[4]     lower four bits of two S + 32, the first lowest
+    scales_h  u16       upper two bits of the eight S + 32, lowest first
+    scales_l  u8[4]     lower four bits of two S + 32, lowest first
     qs        u8[128]   codes, 4 bits, 8 runs of 2 planes of 16
     """
 

@@ -1,7 +1,7 @@
-"""The K formats: 256 values a block, in sub-blocks of 16 or 32 whose scales are integers themselves.
+"""K formats: 256 values per block, in sub-blocks of 16 or 32 whose scales are integers.
 
-Codes are stored in bit planes (`bit_planes`): in a run of k bytes the lowest bits are the run's first
-k codes, the next bits the next k codes, and so on.  The drawings give runs and planes as ``runs × k``.
+Codes are stored in bit planes (`bit_planes`): in a run of k bytes, the lowest bits are the run's first
+k codes, the next bits the next k codes, and so on. The drawings show runs and planes as ``runs × k``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BLOCK_LENGTH = 256
 
 
 def _unpack_planes(data: Bytes, run: int, width: int) -> Bytes:
-    """uint8 [n_blocks, bytes] in runs of ``run`` bytes to codes [n_blocks, 256] of ``width`` bits."""
+    """Unpack uint8 [n_blocks, bytes], in runs of ``run`` bytes, to codes [n_blocks, 256] of ``width`` bits."""
     return bit_planes(data.reshape(len(data), -1, run), width).reshape(len(data), BLOCK_LENGTH)
 
 
 def _pack_planes(codes: Ints, run: int, width: int) -> Bytes:
-    """The inverse of `_unpack_planes`."""
+    """Pack codes, the inverse of `_unpack_planes`."""
     planes = codes.reshape(len(codes), -1, 8 // width, run)
     return join_bit_planes(planes, width).reshape(len(codes), -1)
 
@@ -32,8 +32,8 @@ def _pack_planes(codes: Ints, run: int, width: int) -> Bytes:
 class _SixBitScales(PackableFormat):
     """Q4_K and Q5_K: eight 6-bit sub-scales A..H and sub-minima a..h in twelve bytes::
 
-    byte  0: EEAAAAAA    byte  4: eeaaaaaa    byte  8: eeeeEEEE   (the lower four bits of e and E,
-    byte  1: FFBBBBBB    byte  5: ffbbbbbb    byte  9: ffffFFFF    whose upper two stand on the left)
+    byte  0: EEAAAAAA    byte  4: eeaaaaaa    byte  8: eeeeEEEE   (the lower four bits of e and E;
+    byte  1: FFBBBBBB    byte  5: ffbbbbbb    byte  9: ffffFFFF    bytes 0 and 4 hold the upper two)
     byte  2: GGCCCCCC    byte  6: ggcccccc    byte 10: ggggGGGG
     byte  3: HHDDDDDD    byte  7: hhdddddd    byte 11: hhhhHHHH
     """
@@ -87,7 +87,7 @@ class Q3_K(PackableFormat):
     scales  u8[12]   S + 32 of the 16 sub-blocks A..P, 6 bits each
     d       f16
 
-    Of ``scales``, bytes 0..7 hold the lower four bits, 1 × 8, bytes 8..11 the upper two, 1 × 4::
+    Bytes 0..7 of ``scales`` hold the lower four bits, 1 × 8. Bytes 8..11 hold the upper two, 1 × 4::
 
         byte 0: IIIIAAAA   …   byte 7: PPPPHHHH     byte 8: MMIIEEAA   …   byte 11: PPLLHHDD
     """

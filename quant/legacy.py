@@ -1,6 +1,6 @@
-"""GGML's first formats: 32 values a block, one f16 scale, and in the ``_1`` formats an f16 minimum.
+"""GGML's first formats: 32 values per block, one f16 scale, and an f16 minimum in the ``_1`` formats.
 
-4-bit codes lie in two planes of 16, and the fifth bits of 5-bit codes in one 32-bit word::
+4-bit codes are stored in two planes of 16. The fifth bits of 5-bit codes are stored in one 32-bit word::
 
     qs, byte j:   7 6 5 4 3 2 1 0          qh, bit j:  fifth bit of code j
                   └─────┘ └─────┘

@@ -1,18 +1,18 @@
-"""GGUF blocks to the interleaved tiles that CPU kernels read, with the same bits a weight.
+"""Packing of GGUF blocks into the interleaved tiles that CPU kernels read, without changing the size.
 
-A matrix [n, k] is cut into groups of `GROUP` = 16 rows.  A kernel works on a group's rows side by side, one a SIMD
-lane, so what it loads at once must be the same part of each row's block.  A tile is therefore a *transposed* block:
+A matrix [n, k] is split into groups of `GROUP` = 16 rows. A kernel processes the rows of a group in parallel, one per
+SIMD lane, so each load must read the same part of every row's block. A tile is therefore a *transposed* block:
 
     16 rows' blocks                                    a tile
     row 0: [half  ][word 0][word 1] …                  [half of row 0 … 15]  [word 0 of row 0 … 15]  [word 1 …] …
     row 1: [half  ][word 0][word 1] …       ──▶          16 × 2 bytes          16 × 4 bytes
     …
 
-where the halves are a block's 16-bit parts (the float16 scales) and the words its other bytes, four at a time, in
-the order of the file.  Tiles follow each other along the row, groups after each other.  Rows beyond n are zero.
+Halves are a block's 16-bit parts (the float16 scales). Words are its other bytes, four at a time, in the order of the
+file. Tiles are stored in the order of the columns, group after group. The last group is padded with zero rows.
 
-In one vector of 16 words, byte 4 r + c is then byte c of row r's word: the order that the four-byte dot products
-of x86 and Arm want.  Codes whose bits a file keeps in several places are bit-packed before
+In one vector of 16 words, byte 4 r + c is byte c of row r's word: the order that the four-byte dot products of x86
+and Arm require. Codes whose bits are stored in several places in the file are bit-packed first
 (`localllm.quant.bit_packing`).
 """
 
@@ -30,18 +30,18 @@ from localllm.quant.bits import Bytes
 from localllm.quant.lut import LUT_TYPES, KernelType, block_size
 from localllm.quant.types import GGMLType
 
-#: Rows that lie side by side in a tile.
+#: Rows per tile.
 GROUP = 16
 
 
 class Part(NamedTuple):
-    """A part of a block."""
+    """A range of bytes in a block."""
 
-    # offset, length: its bytes in the block
+    # offset, length: in bytes
     offset: int
     length: int
-    unit: int  # bytes of what is transposed, 2 or 4
-    bit_packing: BitPacking | None = None  # how its bytes are bit-packed before, or None
+    unit: int  # bytes per transposed unit, 2 or 4
+    bit_packing: BitPacking | None = None  # applied before transposing; None if the bytes stay in order
 
     @property
     def end(self) -> int:
@@ -50,16 +50,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TileLayout:
-    """Which bytes of a block become halves and which become words."""
+    """Assignment of a block's bytes to halves and words."""
 
     type: KernelType  # the format of the blocks
     halves: tuple[int, ...]  # offsets of the 16-bit parts in a block
     words: tuple[tuple[int, int], ...]  # offset and length of each run of 32-bit parts
-    bit_packing: BitPacking | None = None  # how the last run is bit-packed, or None
+    bit_packing: BitPacking | None = None  # bit packing of the last run, or None
 
     @property
     def columns(self) -> int:
-        """Columns in a tile."""
+        """Columns per tile."""
         return block_size(self.type).length
 
     @property
@@ -71,12 +71,12 @@ class TileLayout:
         return GROUP * self.block_bytes
 
     def packed_bytes(self, n: int, k: int) -> int:
-        """Bytes of a packed matrix [n, k]."""
+        """Return the size of a packed matrix [n, k] in bytes."""
         return -(-n // GROUP) * (k // self.columns) * self.tile_bytes
 
     @property
     def parts(self) -> list[Part]:
-        """The parts of a block in the order of a tile."""
+        """Parts of a block in the order of a tile."""
         halves = [Part(offset, 2, 2) for offset in self.halves]
         words = [Part(offset, length, 4) for offset, length in self.words]
         if self.bit_packing is not None:
@@ -84,11 +84,11 @@ class TileLayout:
         return halves + words
 
     def pack(self, rows: Bytes, out: Bytes) -> None:
-        """Packs whole groups of rows.
+        """Pack groups of rows.
 
         Args:
-            rows: raw blocks, uint8 [n, bytes per row]; n may be short of a whole group.
-            out: where the tiles go, uint8, contiguous, of ``packed_bytes`` bytes.
+            rows: raw blocks, uint8 [n, bytes per row]. The last group is padded with zeros.
+            out: receives the tiles; uint8, contiguous, ``packed_bytes`` bytes.
         """
         n, row_bytes = rows.shape
         n_blocks, groups = row_bytes // self.block_bytes, -(-n // GROUP)
@@ -104,7 +104,7 @@ class TileLayout:
             place = _transpose(data, tiles, place, np.dtype(f"<u{part.unit}"))
 
     def unpack_rows(self, packed: Bytes, k: int, rows: NDArray[np.integer]) -> Bytes:
-        """The raw blocks, uint8 [len(rows), bytes per row], of single rows of a packed matrix with ``k`` columns."""
+        """Return the raw blocks of ``rows`` of a packed matrix with k columns: uint8 [len(rows), bytes per row]."""
         n_blocks = k // self.columns
         group, lane = np.divmod(np.asarray(rows, np.intp), GROUP)
         tiles = self.tile_bytes * (group[:, None] * n_blocks + np.arange(n_blocks))
@@ -116,7 +116,7 @@ class TileLayout:
 
     @functools.cached_property
     def _places(self) -> NDArray[np.intp]:
-        """Where in a tile each byte of each row's block is, [16, block_bytes]."""
+        """Offset in a tile of each byte of each row's block, [16, block_bytes]."""
         places = np.empty((GROUP, self.block_bytes), np.intp)
         place = 0
         for part in self.parts:
@@ -128,7 +128,7 @@ class TileLayout:
 
 
 def _transpose(part: Bytes, tiles: Bytes, place: int, unit: np.dtype[np.unsignedinteger]) -> int:
-    """Writes part [groups, 16, blocks, bytes] as [groups, blocks, units, 16] at ``place``; returns the next place."""
+    """Write part [groups, 16, blocks, bytes] as [groups, blocks, units, 16] at ``place``. Return the next place."""
     units = np.ascontiguousarray(part).view(unit).transpose(0, 2, 3, 1)
     end: int = place + units.shape[2] * GROUP * unit.itemsize
     tiles[..., place:end] = np.ascontiguousarray(units).view(np.uint8).reshape(*tiles.shape[:2], -1)
@@ -154,4 +154,4 @@ _LAYOUTS = [
 ]
 
 LAYOUTS: dict[KernelType, TileLayout] = {layout.type: layout for layout in _LAYOUTS}
-"""How the weights of every format that kernels read are packed."""
+"""Tile layouts of all formats that kernels read."""

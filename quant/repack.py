@@ -1,29 +1,28 @@
-"""Formats that no kernel reads, rewritten when they are loaded into the nearest that one does.
+"""Conversion of formats without a kernel to the nearest format with one, when weights are loaded.
 
-"Nearest" is the smallest that loses nothing measurable: the summed squared error of the weights is below a millionth
-of their summed squares, in every row, where rounding numbers to float16 makes some 4e-8.
+The nearest format is the smallest without a measurable loss: in every row, the sum of squared errors is below a
+millionth of the sum of squares. Rounding scales to float16 causes about 4e-8.
 
 ==========================  =============  ==========  =======================================================
-format, bits a weight       read as        bits        what is lost (squared error / squares)
+format, bits per weight     read as        bits        loss (squared error / squares)
 ==========================  =============  ==========  =======================================================
-TQ1_0 1.69, TQ2_0 2.06      Q2_K           2.63        nothing: d · 1 · code - d · 1
-Q1_0 1.13, Q2_0 2.25        LUT_TERNARY    3.5         nothing
+TQ1_0 1.69, TQ2_0 2.06      Q2_K           2.63        0: d · 1 · code - d · 1
+Q1_0 1.13, Q2_0 2.25        LUT_TERNARY    3.5         0
 IQ1_S 1.56                  LUT_IQ1_32     3.5         scales d · (2 S + 1) / 8, rounded to float16: 4e-8
-IQ1_M 1.75                  LUT_IQ1_16     4           likewise
+IQ1_M 1.75                  LUT_IQ1_16     4           scales d · (2 S + 1) / 8, rounded to float16: 4e-8
 IQ2_XXS 2.06                LUT_IQ2_32     3.5         scales d · (2 S + 1) / 8, rounded to float16: 4e-8
-IQ2_XS 2.31, IQ2_S 2.56     LUT_IQ2_16     4           likewise
+IQ2_XS 2.31, IQ2_S 2.56     LUT_IQ2_16     4           scales d · (2 S + 1) / 8, rounded to float16: 4e-8
 IQ3_XXS 3.06                LUT_IQ3_XXS    4.5         scales d · (2 S + 1) / 4, rounded to float16: 4e-8
 IQ3_S 3.44                  LUT_IQ3_S      4.5         scales d · (2 S + 1), rounded to float16: 4e-8
 IQ4_XS 4.25                 IQ4_NL         4.5         scales d · S, rounded to float16: 4e-8
-MXFP4 4.25                  LUT_E2M1_32    4.5         nothing
-NVFP4 4.5                   LUT_E2M1_16    5           nothing
+MXFP4 4.25                  LUT_E2M1_32    4.5         0
+NVFP4 4.5                   LUT_E2M1_16    5           0
 ==========================  =============  ==========  =======================================================
 
-The integers of all of these are kept as they are.  (Q8_0 would take 8.5 bits, and, in the formats with a scale for
-each 16 columns, lose 3e-5.)
+All integers stay exact. (Q8_0 would need 8.5 bits and, for formats with a scale per 16 columns, lose 3e-5.)
 
-A scale beyond float16's range, which no sane file has, cannot be kept so: `repack` then refuses, and the caller asks
-for float32, which holds every format's values as they are.
+A scale outside float16's range, which valid models do not contain, cannot be converted. `repack` then raises
+`ScaleRangeError`, and the caller uses float32 instead, which represents the values of every format exactly.
 """
 
 from __future__ import annotations
@@ -50,21 +49,25 @@ from localllm.quant.packing import LAYOUTS
 from localllm.quant.ternary import Q1_0, Q2_0, TQ1_0, TQ2_0
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-#: The largest summed squared error of a row's scales, in units of their summed squares.
+#: Largest sum of squared errors of a row's scales, relative to their sum of squares.
 MEASURABLE = 1e-6
 
 _ONE = np.float32(1)
 
-#: What any format can be read as, at 32 bits a weight.
+#: Target type for any format, at 32 bits per weight.
 FALLBACK = GGMLType.F32
 
 
 class ScaleRangeError(ModelError):
-    """Scales that a kernel's format cannot hold; `FALLBACK` can."""
+    """Scales do not fit into the target format. `FALLBACK` can store them."""
 
 
 def repack_target(type: GGMLType) -> KernelType:
-    """The type that kernels read weights of ``type`` as: itself where one reads it."""
+    """Return the kernels' type for weights of ``type``: ``type`` itself if a kernel reads it.
+
+    Raises:
+        KernelError: no kernel reads the type, and it cannot be converted.
+    """
     if type in LAYOUTS:
         return type
     if type in _REPACKERS:
@@ -73,55 +76,55 @@ def repack_target(type: GGMLType) -> KernelType:
 
 
 def repack(rows: Bytes, type: GGMLType, target: KernelType) -> Bytes:
-    """Rewrites rows of blocks.
+    """Convert rows of blocks.
 
     Args:
         rows: uint8 [n, row_bytes] of ``type``.
-        target: what `repack_target` says, or `FALLBACK`.
+        target: the result of `repack_target`, or `FALLBACK`.
 
     Returns:
-        uint8 [n, row_bytes of the target]; ``rows`` itself where the types are the same.
+        uint8 [n, row_bytes of the target]; ``rows`` itself if the types are equal.
 
     Raises:
-        ScaleRangeError: the target cannot hold these scales.
+        ScaleRangeError: the target cannot store these scales.
     """
     if target == type:
         return rows
     if target == FALLBACK:
         return dequantize(rows, type).view(np.uint8)
     blocks = np.ascontiguousarray(rows).reshape(-1, BLOCK_SIZES[type].n_bytes)
-    with np.errstate(all="ignore"):  # what overflows is found by the check of the scales
+    with np.errstate(all="ignore"):  # `_halves` detects overflow
         return _REPACKERS[type][1](blocks, len(rows)).reshape(len(rows), -1)
 
 
 def _halves(scales: npt.NDArray[Any], n_rows: int) -> Halves:
-    """Scales of ``n_rows`` rows, rounded to float16."""
+    """Round the scales of ``n_rows`` rows to float16. Raises ScaleRangeError."""
     halves = scales.astype(np.float16)
     exact = scales.astype(np.float64).reshape(n_rows, -1)
     lost = np.square(halves.reshape(n_rows, -1) - exact).sum(axis=1)
-    if not np.all(lost <= MEASURABLE * np.square(exact).sum(axis=1)):  # a NaN is not
-        raise ScaleRangeError("scales of the weights are beyond the range of float16, in which kernels read them")
+    if not np.all(lost <= MEASURABLE * np.square(exact).sum(axis=1)):  # also true for NaN
+        raise ScaleRangeError("scales of the weights are outside the range of float16, which kernels require")
     return halves
 
 
 def _lut_blocks(scales: Floats, n_scales: int, codes: npt.NDArray[Any], n_rows: int) -> Bytes:
-    """Blocks of 32 columns, as `lut` draws them, from scales in the order of the columns and words of codes."""
+    """Return `lut` blocks of 32 columns from scales in the order of the columns and packed words of codes."""
     blocks = np.empty(len(codes), np.dtype([("d", "<f2", (n_scales,)), ("qs", codes.dtype, codes.shape[1:])]))
     blocks["d"] = _halves(scales, n_rows).reshape(-1, n_scales)
     blocks["qs"] = codes
     return blocks.view(np.uint8)
 
 
-# -- IQ1, IQ2, IQ3: eight codes at a time, in the bytes of a word --------------------------------------------------
+# -- IQ1, IQ2, IQ3: eight codes at a time, one per byte of a word ----------------------------------------------------
 
-# A mask's bits in the lowest bits of the bytes of a word: uint64 [256].
+# Words whose byte i is bit i of a mask: uint64 [256].
 _MASK_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _MASK_WORDS = _MASK_BITS.view(np.uint64)[:, 0]
 
 
 @cache
 def _code_rows(source: GridFormat, target: LUTType) -> npt.NDArray[Any]:
-    """The codebook in codes of ``target``, masks clear: words of as many bytes as a row has values."""
+    """Return the codebook as codes of ``target``, masks clear: one word per row, one byte per value."""
     values = grid(source.type).copy()
     rows = values.reshape(1, -1, 8)
     source.apply_masks(rows, np.zeros(rows.shape[:2], np.uint8))
@@ -146,7 +149,7 @@ def _from_grid(source: GridFormat, target: LUTType) -> tuple[KernelType, Repacke
     return target, repack
 
 
-# -- Codes of four bits that stay as they are ----------------------------------------------------------------------
+# -- Four-bit codes that need no conversion --------------------------------------------------------------------------
 
 
 def _iq4_xs(blocks: Bytes, n_rows: int) -> Bytes:
@@ -159,21 +162,21 @@ def _iq4_xs(blocks: Bytes, n_rows: int) -> Bytes:
 def _mxfp4(blocks: Bytes, n_rows: int) -> Bytes:
     block = MXFP4().fields(blocks)
     codes = np.ascontiguousarray(block["qs"]).view(np.uint64)
-    # A block of zeros may have any scale, and commonly has one that float16 does not reach.
+    # The scale of a block of zeros is arbitrary, and often outside float16's range.
     is_zero = ~(codes & np.uint64(0x7777777777777777)).any(axis=1)
     scales = np.where(is_zero, np.float32(0), HALF_E8M0[block["e"]])
     return _lut_blocks(scales, 1, codes, n_rows)
 
 
 def scaled_nvfp4(rows: Bytes, factor: np.float32) -> Bytes:
-    """Return rows of NVFP4 times a factor, as `LUT_E2M1_16`.  Raises ScaleRangeError as `repack` does."""
+    """Return rows of NVFP4 times a factor, in the format `LUT_E2M1_16`. Raises ScaleRangeError."""
     blocks = np.ascontiguousarray(rows).reshape(-1, BLOCK_SIZES[GGMLType.NVFP4].n_bytes)
     with np.errstate(all="ignore"):
         return _nvfp4(blocks, len(rows), factor).reshape(len(rows), -1)
 
 
 def _nvfp4(blocks: Bytes, n_rows: int, factor: np.float32 = _ONE) -> Bytes:
-    """Codes here have 2 planes of 8; those of two such runs become 2 planes of 16."""
+    """Convert blocks with two scales each. Two runs of 2 planes of 8 codes become 2 planes of 16."""
     block = NVFP4().fields(blocks)
     runs = np.ascontiguousarray(block["qs"]).view(np.uint64).reshape(-1, 2)
     first, second = runs[:, 0], runs[:, 1]
@@ -182,7 +185,7 @@ def _nvfp4(blocks: Bytes, n_rows: int, factor: np.float32 = _ONE) -> Bytes:
     return _lut_blocks(HALF_UE4M3[block["d"]] * factor, 2, codes, n_rows)
 
 
-# -- Ternary -------------------------------------------------------------------------------------------------------
+# -- Ternary ---------------------------------------------------------------------------------------------------------
 
 
 def _from_ternary(source: PackableFormat) -> tuple[KernelType, Repacker]:
@@ -196,7 +199,7 @@ def _from_ternary(source: PackableFormat) -> tuple[KernelType, Repacker]:
 
 
 def _from_short_ternary(source: PackableFormat) -> tuple[KernelType, Repacker]:
-    """Blocks of 64 or 128 values with scales of their own, which do not fit into Q2_K's of 256."""
+    """Convert blocks of 64 or 128 values. Their scales do not fit into Q2_K's blocks of 256."""
     codes = codes_of(np.array(lut.LUT_TERNARY.table))
 
     def repack(blocks: Bytes, n_rows: int) -> Bytes:
@@ -208,7 +211,7 @@ def _from_short_ternary(source: PackableFormat) -> tuple[KernelType, Repacker]:
     return lut.LUT_TERNARY, repack
 
 
-#: Takes blocks uint8 [n_blocks, block_bytes] and the number of rows they are; returns the target's blocks.
+#: Converts blocks, uint8 [n_blocks, block_bytes], of a number of rows to the target's blocks.
 Repacker = Callable[[Bytes, int], Bytes]
 
 _REPACKERS: dict[GGMLType, tuple[KernelType, Repacker]] = {

@@ -1,26 +1,26 @@
-"""Rounding floats to codes times scales with the least weighted squared error: one search for all such formats.
+"""Search for codes and scales with the least weighted squared error, shared by all formats with scales.
 
-Once the codes ``q`` of a sub-block are given, the best scale (and minimum) follow by least squares, and how good they
-are from three weighted sums: of q, of q² and of q times the values.  So for each block:
+For fixed codes ``q`` of a sub-block, the best scale (and minimum) follow by least squares. Their error depends on
+three weighted sums: of q, of q² and of q times the values. Each block is encoded in three steps:
 
-1. **Fit** each sub-block alone: round it under many scales at once and keep the codes whose own best scale has the
-   least error; with a minimum, look once more around the two.
-2. Fit the block's scale to those of its sub-blocks, in the same way: they too are values to be rounded, each weighted
-   by how much the error minds it.
-3. **Settle**: for that scale take for each sub-block the integer scale (and minimum) that really has the least error;
-   then the block's scale by least squares for all codes together.
+1. **Fit** each sub-block alone: round it with many scales at once and select the codes whose best scale has the least
+   error. In formats with a minimum, search once more around the best scale and minimum.
+2. Fit the block's scale to the scales of its sub-blocks in the same way. The scales are the values to be rounded,
+   weighted by the sensitivity of the error to each scale.
+3. **Settle**: with that scale, select the integer scale (and minimum) of each sub-block that has the least actual
+   error. Then compute the block's scale by least squares for all codes together.
 
-A sweep over every scale at which a code changes would be exact; in tests (`tests/quant/test_encode.py`) the
-candidates here come within a percent of its error, at a tenth of its time, because candidates are lanes of the
-processor's vectors: the loops over them are innermost and of constant length, so that LLVM finds the vectors.
+A sweep over every scale at which a code changes would be exact. In tests (`tests/quant/test_encode.py`) the
+candidates come within a percent of its error in a tenth of its time, because candidates are lanes of the processor's
+vectors: loops over candidates are innermost and of constant length, so that LLVM vectorises them.
 
-**The bytes do not depend on the processor.**  Nearly equal candidates are common, and which of them wins can hang on
-the last bit of a sum.  So sums are made in the order that is written here: nothing lets LLVM reorder them to fit the
-width of vectors, fuse products into them, or approximate a quotient.  Where values rather than candidates fill a
-vector, their sums have lanes of their own (`total`).
+**The bytes do not depend on the processor.** Nearly equal candidates are common, and the last bit of a sum can decide
+between them. Sums are therefore computed in the order of the source: LLVM must not reorder them to fit the vector
+width, fuse products into them, or approximate quotients. If values rather than candidates fill a vector, their sums
+use separate lanes (`total`).
 
-numba compiles these functions on first use and keeps them in its cache.  (The compiler in `localllm.kernels` takes
-vectors written by hand, and `localllm.quant` comes before it in the order of imports.)
+numba compiles these functions on first use and caches the result. (The compiler in `localllm.kernels` requires
+hand-written vectors, and `localllm.quant` must not import it.)
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import math
 import numpy as np
 from numba import njit
 
-#: Candidates tried together.
+#: Candidates per search.
 LANES = 32
-#: And where all weights are alike.
+#: Candidates per search if all weights are equal.
 FEW = 16
-#: Rows of the candidates' table: what a value is multiplied by and what is added before it is rounded, the sums of
-#: weights times codes, their squares, and codes times values; the scale and minimum it stands for.
+#: Offsets of the rows in the table of candidates: factor and summand of values before rounding; sums of weights
+#: times codes, codes squared, and codes times values; resulting scale and minimum.
 INV, OFF, SQ, SQQ, SQX, SCALE, MIN = (i * LANES for i in range(7))
 TABLE = 7 * LANES
-#: How far from the integer scale and minimum at hand `choose` looks, by candidate.
+#: Steps from the initial integer scale and minimum that `choose` tries, by candidate.
 STEPS = np.array([[c - LANES // 2, 0] for c in range(LANES)], np.float32).T.copy()
 STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.float32).T.copy()
 
@@ -46,18 +46,18 @@ STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.fl
 def jit(function, **options):
     """Compile a function that allocates nothing.
 
-    It need not count references to arrays (``_nrt``), which takes as long as rounding a sub-block does.
+    Reference counting of arrays (``_nrt``) is disabled, because it takes as long as rounding a sub-block.
     """
     options |= {"nogil": True, "error_model": "numpy", "_nrt": False}
     try:
         return njit(cache=True, **options)(function)
-    except RuntimeError:  # nothing can be kept on disk
+    except RuntimeError:  # the cache directory is not writable
         return njit(**options)(function)
 
 
 @jit
 def half(x):
-    """``x`` as float16 would store it."""
+    """Return ``x`` rounded to float16, as float32."""
     if abs(x) < np.float32(2**-14):
         return np.rint(x * np.float32(2**24)) * np.float32(2**-24)
     bits = np.int64(np.float32(x).view(np.uint32))
@@ -72,7 +72,7 @@ def inverse(x):
 
 @jit
 def place(y):
-    """Where in a table by halves ``y``, in halves, is looked up; not outside of it, whatever ``y`` is."""
+    """Return the index of ``y``, in halves, in a table by halves. Every ``y``, also NaN, gives a valid index."""
     y = np.floor(y)
     y = y if y > np.float32(-256) else np.float32(-256)
     y = y if y < np.float32(255) else np.float32(255)
@@ -81,7 +81,10 @@ def place(y):
 
 @jit
 def scan(x, w, lo, hi, lut, t):
-    """Round x [n], n even, under each candidate: to integers lo … hi, or to what ``lut`` has by halves from -128."""
+    """Round x [n], n even, with each candidate scale.
+
+    Codes are the integers lo … hi or, if ``lut`` is not empty, its values, which it lists by halves from -128.
+    """
     for c in range(3 * LANES):
         t[SQ + c] = 0
     if lut.size == 0:
@@ -108,7 +111,7 @@ def scan(x, w, lo, hi, lut, t):
 
 @jit
 def code(x, inv, off, lo, hi, lut, out):
-    """The codes of x [n]."""
+    """Write the codes of x [n] into ``out``."""
     if lut.size == 0:
         for i in range(x.size):
             out[i] = np.int8(min(max(np.rint(x[i] * inv + off), lo), hi))
@@ -119,7 +122,7 @@ def code(x, inv, off, lo, hi, lut, out):
 
 @jit
 def best(t, sw, sx, affine, m_most):
-    """(explained, scale, minimum, Σ w q²) of the candidate whose codes, suitably scaled, explain most of Σ w x²."""
+    """Return (explained, scale, minimum, Σ w q²) of the candidate whose scaled codes explain most of Σ w x²."""
     zero = np.float32(0)
     for c in range(LANES):
         sq, sqq, sqx = t[SQ + c], t[SQQ + c], t[SQX + c]
@@ -142,7 +145,7 @@ def best(t, sw, sx, affine, m_most):
 
 @jit
 def highest(values):
-    """Where the highest of `LANES` values is."""
+    """Return the index of the highest of `LANES` values."""
     most = values[0]
     for c in range(LANES):
         most = max(most, values[c])
@@ -154,7 +157,7 @@ def highest(values):
 
 @jit
 def total(t):
-    """The sum of `LANES` values, which it overwrites: halves are added to halves."""
+    """Return the sum of `LANES` values, added pairwise by halves. Overwrites ``t``."""
     for n in (16, 8, 4, 2, 1):
         for c in range(n):
             t[c] += t[c + n]
@@ -163,12 +166,12 @@ def total(t):
 
 @jit
 def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
-    """Scale and minimum of values x [n] by themselves.
+    """Return the scale and minimum of values x [n] alone.
 
     Args:
-        m_most: the highest minimum allowed (0 in formats that subtract it).
-        tries: [2, LANES], the levels that the smallest and the largest value are put at; in symmetric formats 0
-            and the level that the value farthest from zero is put at.
+        m_most: largest minimum allowed (0 in formats that subtract it).
+        tries: [2, LANES], levels that the smallest and the largest value are mapped to. In symmetric formats, 0 and
+            the level of the value of largest magnitude.
 
     Returns:
         (scale, minimum, Σ w q²), float32.
@@ -184,17 +187,17 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
         span = high - low
     else:
         span = high if high > -low else low
-    if abs(span) < np.float32(1e-30):  # 1 / span would not be finite; in float16 it is 0 anyway
+    if abs(span) < np.float32(1e-30):  # 1 / span would not be finite; float16 rounds it to 0
         return np.float32(0), low if affine else np.float32(0), np.float32(0)
     for c in range(LANES):
         t[INV + c] = (tries[1, c] - tries[0, c]) / span
         t[OFF + c] = tries[0, c] - low * t[INV + c] if affine else np.float32(0)
     scan(x, w, lo, hi, lut, t)
     most, scale, minimum, sqq = best(t, sw, sx, affine, m_most)
-    # Where there is no minimum, or levels are few, a second look finds little.
+    # A second search gains little without a minimum or with few levels.
     if not affine or hi - lo < np.float32(4):
         return scale, minimum, sqq
-    # Once more around the best scale and minimum: steps of 1/30, and of 1/8 of a level.
+    # Search around the best scale and minimum, in steps of 1/30 and of 1/8 of a level.
     for c in range(LANES):
         t[INV + c] = inverse(scale) * (1 + (c % 8 - 4) * np.float32(1 / 30))
         t[OFF + c] = -minimum * t[INV + c] + (c // 8 - 2) * np.float32(1 / 8)
@@ -207,7 +210,7 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
 
 @jit
 def choose(x, w, lo, hi, lut, t, d, dmin, affine, s, m, s_lo, s_hi, m_hi):
-    """The integer scale and minimum near (s, m) with the least error, its candidate, and Σ w x."""
+    """Return the integer scale and minimum near (s, m) with the least error, its candidate, and Σ w x."""
     sw, sx = np.float32(0), np.float32(0)
     for i in range(x.size):
         sw += w[i]
@@ -228,7 +231,7 @@ def choose(x, w, lo, hi, lut, t, d, dmin, affine, s, m, s_lo, s_hi, m_hi):
 
 @jit
 def encode_alike(x, lo, hi, tries, out, ds, t):
-    """As `encode`, in half of its time, where all weights are alike and blocks have nothing but a scale."""
+    """Encode blocks with equal weights and a scale only, like `encode` but in half the time."""
     for b in range(x.shape[0]):
         low, high = np.float32(0), np.float32(0)
         for i in range(x.shape[1]):
@@ -262,13 +265,13 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
     Args:
         x: float32 [n_blocks, length].
         weights: float32 [k, length], the weights of a row's k blocks.
-        sub: values in a sub-block.
-        lo, hi, lut: the range of codes, and the values that they stand for, if not themselves, as `scan` takes them.
-        affine, m_most: there is a minimum, at most ``m_most``, as `fit` takes it.
-        s_lo, s_hi, m_hi: the range of the integer scales and minima; ``s_hi`` is 0 in formats that have none.
+        sub: values per sub-block.
+        lo, hi, lut: range of the codes, and their values if they are not consecutive integers, see `scan`.
+        affine, m_most: whether there is a minimum, and its upper limit, see `fit`.
+        s_lo, s_hi, m_hi: ranges of the integer scales and minima; ``s_hi`` is 0 in formats without integer scales.
         tries, s_tries: candidates of `fit`, for values, and for scales and minima.
         out: int8 [n_blocks, length], receives the codes (levels).
-        ds: float32 [n_blocks, 2], receives scale and minimum (which is subtracted), as float16 stores them.
+        ds: float32 [n_blocks, 2], receives scale and minimum (which is subtracted), rounded to float16.
         ss: int16 [2, n_blocks, length / sub], receives integer scales and minima.
         t, part: scratch memory, float32 [TABLE] and [6, length / sub].
     """
@@ -303,7 +306,7 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
                 bb += m * m * part[3, j]
                 ax += s * t[SQX + c]
                 bx += m * sx
-            # The minimum of Σ w (x - d S q + dmin M)²; S, M and q stay.
+            # The minimum of Σ w (x - d S q + dmin M)² for constant S, M and q.
             det = aa * bb - ab * ab
             if det > np.float32(1e-6) * aa * bb:
                 d, dmin = half((bb * ax - ab * bx) / det), half((ab * ax - aa * bx) / det)
@@ -326,16 +329,16 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
 
 @jit
 def feed_back(x, sub, lo, hi, lut, factor, out, ds, ss, errors, y):
-    """Encode blocks once more with scales as they are, each value with what rounding those before it did wrong.
+    """Encode blocks again with fixed scales, and compensate each value's rounding error in later values.
 
-    A column's error is made up for by the columns behind it, as far as the inputs of both go together.  Within the
-    block that is done here; for the columns behind it the caller subtracts ``errors`` times their part of the factor.
+    Later columns compensate the error of a column as far as their inputs correlate. This function does so within the
+    block. For later blocks, the caller subtracts ``errors`` times the matching part of the factor.
 
     Args:
-        x, sub, lo, hi, lut: as in `encode`.
-        factor: float32 [length, length], the block's own part of a factor (`localllm.quant.encode.Feedback`).
-        out, ds, ss: what `encode` gave; ``ss`` is empty without integer scales.  ``out`` receives the new codes.
-        errors: float32 [n_blocks, length], receives the error of each value, over its part of the factor.
+        x, sub, lo, hi, lut: see `encode`.
+        factor: float32 [length, length], the block's part of a factor (`localllm.quant.encode.Feedback`).
+        out, ds, ss: results of `encode`; ``ss`` is empty without integer scales. ``out`` receives the new codes.
+        errors: float32 [n_blocks, length], receives the error of each value, divided by the factor's diagonal.
     """
     for b in range(x.shape[0]):
         for i in range(y.size):
@@ -355,13 +358,13 @@ def feed_back(x, sub, lo, hi, lut, factor, out, ds, ss, errors, y):
                 y[j] -= error * factor[i, j]
 
 
-# -- Plain rounding ------------------------------------------------------------------------------------------------
+# -- Plain rounding --------------------------------------------------------------------------------------------------
 #
-# A kernel a step, as LLVM finds vectors in short loops only.
+# One kernel per step, because LLVM vectorises only short loops.
 
 
 def _extremes(x, low, high):
-    """The lowest and the highest value of each block: [n_blocks, length] to float32 [n_blocks] twice."""
+    """Write the lowest and the highest value of each block [n_blocks, length] into float32 [n_blocks] arrays."""
     for b in range(x.shape[0]):
         values = x[b]
         least = most = values[0]
@@ -371,16 +374,16 @@ def _extremes(x, low, high):
         low[b], high[b] = least, most
 
 
-extremes = jit(_extremes, fastmath={"nnan", "nsz"})  # the order of comparisons changes nothing but the sign of a zero
+extremes = jit(_extremes, fastmath={"nnan", "nsz"})  # reordering changes only the sign of zeros
 
 
 @jit
 def to_planes(x, base, inverse, offset, most, place, out):
-    """Writes (x - base) / scale, with ``offset`` for 0, as codes 0 … ``most`` of 4 or 5 bits, half a code up.
+    """Write codes 0 … ``most`` of 4 or 5 bits, (x - base) / scale + ``offset`` with ties rounded up.
 
     Args:
-        base, inverse: of each of the blocks [n_blocks, 32] what is subtracted, and 1 / scale.
-        place: where two planes of 16 codes go in the blocks ``out``; fifth bits lie before them.
+        base, inverse: value to subtract and 1 / scale, per block [n_blocks, 32].
+        place: offset of the two planes of 16 codes in the blocks ``out``; fifth bits precede them.
     """
     half_up = offset + np.float32(0.5)
     for b in range(x.shape[0]):
@@ -400,7 +403,7 @@ def to_planes(x, base, inverse, offset, most, place, out):
 
 @jit
 def to_nearest(x, inverse, out):
-    """int8 [n_blocks, length]: x / scale, the nearest integer, and half a code away from 0."""
+    """Round x / scale to the nearest integer, ties away from 0, into int8 [n_blocks, length]."""
     for b in range(x.shape[0]):
         values, codes, factor = x[b], out[b], inverse[b]
         for i in range(values.size):
@@ -412,7 +415,7 @@ def to_nearest(x, inverse, out):
 
 @jit
 def to_powers(x, scale, out):
-    """The codes of E2M1, int8 [n_blocks, length], whose doubled values times ``scale`` are nearest; half way down."""
+    """Write E2M1 codes, int8 [n_blocks, length], of the doubled values nearest to x / scale; ties towards 0."""
     for b in range(x.shape[0]):
         values, codes, one = x[b], out[b], scale[b]
         for i in range(values.size):
@@ -423,16 +426,16 @@ def to_powers(x, scale, out):
             codes[i] = np.int8(code + 8 * np.int32(values[i] < np.float32(-0.5) * one))
 
 
-# -- Codebooks -----------------------------------------------------------------------------------------------------
+# -- Codebooks -------------------------------------------------------------------------------------------------------
 
 
 @jit
 def best_row(x, w, s, lowest, step, top, near, t):
-    """Of the rows near x / s the one with the least Σ w (s row - x)², as its place in ``near``: (point, lane).
+    """Return the row near x / s with the least Σ w (s row - x)², as its index in ``near``: (point, lane).
 
     Args:
-        lowest, step, top: rows have values about ``lowest``, ``lowest + step``, … ``lowest + top * step``.
-        near: int8 [points, len(x), LANES], for each combination of these values the rows nearest to it.
+        lowest, step, top: approximate values in rows: lowest, lowest + step, … lowest + top * step.
+        near: int8 [points, len(x), LANES], the nearest rows to each combination of these values.
     """
     inv = inverse(s * step)
     point = 0
@@ -454,7 +457,7 @@ def best_row(x, w, s, lowest, step, top, near, t):
 
 @jit
 def cost_at(s, a, b):
-    """The cost of groups at scale s, less Σ w x², each with the best of its rows a, b [groups, candidates]."""
+    """Return the error of groups at scale s, minus Σ w x², with the best rows of a, b [groups, candidates]."""
     cost = np.float32(0)
     for k in range(a.shape[0]):
         least = s * b[k, 0] - 2 * a[k, 0]
@@ -466,7 +469,7 @@ def cost_at(s, a, b):
 
 @jit
 def choose_rows(s, a, b, rows):
-    """Sets ``rows`` to each group's best candidate at scale s; returns their Σ w x row and Σ w row²."""
+    """Write each group's best candidate at scale s into ``rows``. Return their Σ w x row and Σ w row²."""
     sum_a, sum_b = np.float32(0), np.float32(0)
     for k in range(a.shape[0]):
         rows[k] = 0
@@ -482,29 +485,29 @@ def choose_rows(s, a, b, rows):
 def encode_rows(
     x, weights, sub, lowest, step, top, near, signed, even, s_hi, lut, tries, s_tries, points, masks, ds, ss, space
 ):
-    """Encode blocks of 256 values as rows of a codebook, with a sign for each value or a choice of two codebooks.
+    """Encode blocks of 256 values as rows of a codebook, with a sign per value or a choice of two codebooks.
 
-    Which row is best depends on the scale.  It is looked for, among the rows near the values, at a few scales only;
-    the winners, a handful, are all that is looked at when scales are fitted and rounded as in `encode`.
+    The best row depends on the scale. Rows near the values are searched at a few scales only. The few best rows are
+    then the candidates while scales are fitted and rounded as in `encode`.
 
     Args:
         x: float32 [n_blocks, 256].
         weights: float32 [k, 256], the weights of a row's k blocks.
-        sub: values that share an integer scale S, which stands for 2 S + 1.
-        lowest, step, top, near: as `best_row` takes them, ``lowest`` and ``near`` [1 or 2, …] for each codebook; of
-            two, one is chosen for each sub-block.
+        sub: values that share an integer scale S; the factor is 2 S + 1.
+        lowest, step, top, near: see `best_row`. ``lowest`` and ``near`` have a first dimension of 1 or 2 codebooks;
+            with two, each sub-block selects one.
         signed: rows are magnitudes, and every value has a sign.
-        even: of each 8 signs an even number is negative.
-        s_hi: the highest S.
-        lut: what `scan` needs to round to 2 S + 1.
-        tries, s_tries: candidates: what the largest value is put at, and those of `fit` for the scales.
-        points: int32 [n_blocks, 256 / values in a row], receives rows as places in ``near``: point times `LANES`
+        even: an even number of each 8 values is negative.
+        s_hi: largest S.
+        lut: table for `scan` that rounds to 2 S + 1.
+        tries, s_tries: levels of the largest value, and candidates of `fit` for the scales.
+        points: int32 [n_blocks, 256 / values in a row], receives indices of rows in ``near``: point times `LANES`
             plus lane.
-        masks: uint8 [n_blocks, 32], receives signs, or 255 where the second codebook was chosen.
-        ds: float32 [n_blocks], receives scales for which 2 S + 1 are the factors, not yet rounded to float16.
+        masks: uint8 [n_blocks, 32], receives signs, or 255 if the second codebook was selected.
+        ds: float32 [n_blocks], receives the scales that 2 S + 1 are multiplied by, not yet rounded to float16.
         ss: uint8 [n_blocks, 256 / sub], receives S.
-        space: scratch memory: of each sub-block, codebook, row and scale tried Σ w x row, Σ w row² and the row; rows
-            chosen; a table; of each sub-block the scale and its weight; the block's values.
+        space: scratch memory: Σ w x row, Σ w row² and the row for each sub-block, codebook, row and scale; selected
+            rows; a table; scale and weight of each sub-block; the block's values.
     """
     n_books, _, length, _ = near.shape
     n_sub, n_groups, n_tries = 256 // sub, sub // length, tries.size
@@ -574,7 +577,7 @@ def encode_rows(
 
 @jit
 def make_even(y, w, mask):
-    """Change the sign of one of 8 values if an odd number is negative: the one whose error grows least."""
+    """Change the sign of the value whose error grows least, if an odd number of 8 values is negative."""
     n, at, least = 0, 0, np.float32(np.inf)
     for i in range(8):
         n += mask[0] >> i & 1
@@ -585,12 +588,12 @@ def make_even(y, w, mask):
         mask[0] ^= 1 << at
 
 
-# -- Powers of two -------------------------------------------------------------------------------------------------
+# -- Powers of two ---------------------------------------------------------------------------------------------------
 
 
 @jit
 def e2m1(x, scale):
-    """The number of E2M1, doubled (0, 1, 2, 3, 4, 6, 8, 12 or less than 0), that is nearest to x / scale."""
+    """Return the nearest doubled E2M1 number (0, 1, 2, 3, 4, 6, 8, 12 or a negative) to x / scale."""
     y = x * (np.float32(1) / scale)
     size = min(abs(y), np.float32(12))
     step = np.float32(1) if size < 4 else np.float32(2) if size < 8 else np.float32(4)
@@ -599,13 +602,13 @@ def e2m1(x, scale):
 
 @jit
 def encode_powers(x, weights, out, exponents, t):
-    """Encode blocks of E2M1 with scales 2^(e - 128), ``exponents`` e: the better of the two that may be best."""
+    """Encode blocks of E2M1 with scales 2^(e - 128), ``exponents`` e. Selects the better of two possible scales."""
     for b in range(x.shape[0]):
         w = weights[b % weights.shape[0]]
         high = np.float32(0)
         for i in range(x.shape[1]):
             high = max(high, abs(x[b, i]))
-        # 6 times 2^p is at least the largest value.
+        # 12 · 2^first is larger than the largest value.
         first = math.frexp(high / np.float32(12))[1] if high > 0 else -125
         least, best = np.float32(np.inf), np.float32(1)
         for e in range(max(first - 1, -127), first + 1):

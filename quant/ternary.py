@@ -1,4 +1,4 @@
-"""The formats of ternary and binary models, such as BitNet: -1, 0 or 1, or -1 or 1, times an f16 scale."""
+"""Formats of ternary and binary models such as BitNet: codes -1, 0 and 1, or -1 and 1, times an f16 scale."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BLOCK_LENGTH = 256
 
 
 def _unpack_trits(data: Bytes, count: int) -> Bytes:
-    """The ``count`` first base-3 digits of every byte: uint8 [n_blocks, k] to [n_blocks, count * k].
+    """Return the first ``count`` base-3 digits of every byte: uint8 [n_blocks, k] to [n_blocks, count * k].
 
-    A byte is a fraction of 256 in base 3, rounded up, most significant digit first.  So multiplying by
-    3^p (modulo 256) drops p digits, and the next one is the integer part of 3/256 of the rest.
+    A byte is a base-3 fraction of 256, rounded up, with the most significant digit first. Multiplying by 3^p modulo
+    256 drops the first p digits. The integer part of 3/256 of the product is then the next digit.
     """
     trits = np.empty((len(data), count, data.shape[1]), np.uint8)
     for place in range(count):
@@ -28,7 +28,7 @@ def _unpack_trits(data: Bytes, count: int) -> Bytes:
 
 
 def _pack_trits(codes: Ints, count: int) -> Bytes:
-    """The inverse of `_unpack_trits`: [n_blocks, count * k] to uint8 [n_blocks, k]."""
+    """Pack base-3 digits, the inverse of `_unpack_trits`: [n_blocks, count * k] to uint8 [n_blocks, k]."""
     number = np.zeros((len(codes), codes.shape[1] // count), np.uint16)
     for trits in np.split(codes, count, axis=1):
         number = number * np.uint16(3) + trits
@@ -61,7 +61,7 @@ class TQ1_0(PackableFormat):
 
 
 class TQ2_0(PackableFormat):
-    """value = d · (code - 1), code in 0..2 (3 can be stored, and is 2 · d)::
+    """value = d · (code - 1), code in 0..2 (a stored 3 decodes to 2 · d)::
 
     qs  u8[64]   codes, 2 bits, 2 runs of 4 planes of 32
     d   f16

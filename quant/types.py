@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class GGMLType(IntEnum):
-    """Ids of tensor types as they stand in a GGUF file."""
+    """Tensor type ids as stored in GGUF files."""
 
     F32 = 0
     F16 = 1
