@@ -1,1 +1,1 @@
-"""The operations a model is made of, and their backends."""
+"""Operations of models, and backends that compute them."""

@@ -1,7 +1,7 @@
-"""Where the buffers of a step lie in its memory: an arena, which those share that are not in use at the same time.
+"""Placement of a step's buffers in an arena. Buffers that are not in use at the same time share memory.
 
-A backend lowers a graph to calls over buffers, those of its tensors and its own scratch alike, and `assign` gives
-each its offset.  The arena's size is then what a step takes, exactly, before any of it is there.
+A backend lowers a graph to calls over buffers, which hold tensors and scratch data. `assign` computes the offset of
+each buffer. The size of the arena is therefore known exactly before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-#: What offsets are a multiple of: a page of memory, so that rows of different buffers do not share cache lines.
+#: Alignment of offsets: a memory page, so that rows of different buffers do not share cache lines.
 ALIGNMENT = 4096
 
 
@@ -18,33 +18,33 @@ class Buffer:
     """Memory that calls read and write."""
 
     n_bytes: int
-    is_kept: bool = False  # whether its memory is its own from beginning to end, and zero at first
-    offset: int = -1  # where it begins in the arena, once `assign` has said so
-    # where memory begins that does not lie in the arena, such as a weight's; 0 before it is there
+    is_kept: bool = False  # True: the memory is not shared with other buffers, and is zero at first
+    offset: int = -1  # offset in the arena; -1 before `assign`
+    # Address of memory outside the arena, such as a weight's; 0 before it is allocated. None: in the arena.
     address: int | None = None
 
     def at(self, n_bytes: int) -> Address:
-        """The place so many bytes behind its beginning."""
+        """Return the address ``n_bytes`` after the start."""
         return Address(self, n_bytes)
 
 
 @dataclass(frozen=True)
 class Address:
-    """A place in a buffer."""
+    """An offset in a buffer."""
 
     buffer: Buffer
     n_bytes: int
 
 
 def assign(stages: Sequence[Iterable[Buffer]], kept: Iterable[Buffer] = ()) -> int:
-    """Gives every buffer its offset, and returns the bytes of the arena.
+    """Set the offset of every buffer. Return the size of the arena in bytes.
 
-    A buffer has its place from the first stage that it is in to the last one.  It gets the smallest gap that is large
-    enough; only where there is none, the arena grows.
+    A buffer occupies its memory from the first to the last stage that uses it. It is placed in the smallest gap that
+    is large enough. The arena grows only if no gap is.
 
     Args:
-        stages: of each, the buffers in use; calls of one stage may run at the same time.
-        kept: further buffers that are in use all the time.
+        stages: buffers in use during each stage; calls of one stage may run at the same time.
+        kept: further buffers that are always in use.
     """
     stages = [list(dict.fromkeys(stage)) for stage in stages]
     last = {buffer: i for i, stage in enumerate(stages) for buffer in stage}
@@ -67,9 +67,9 @@ def _aligned(n_bytes: int) -> int:
 
 
 def _placed(n_bytes: int, size: int, gaps: list[tuple[int, int]]) -> tuple[int, int, list[tuple[int, int]]]:
-    """Where so many bytes go, the size of the arena then, and the gaps that are left."""
+    """Return the offset of a new buffer, the new size of the arena, and the remaining gaps."""
     fitting = [gap for gap in gaps if gap[1] - gap[0] >= n_bytes]
-    if not fitting:  # at the end, which may be a gap that is too small
+    if not fitting:  # extend the arena, including a gap at its end that is too small
         fitting = [gaps[-1] if gaps and gaps[-1][1] == size else (size, size)]
     gap = min(fitting, key=lambda g: g[1] - g[0])
     begin, end = gap
@@ -80,7 +80,7 @@ def _placed(n_bytes: int, size: int, gaps: list[tuple[int, int]]) -> tuple[int, 
 
 
 def _with_gap(gaps: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """The gaps in order, with one more, which is joined to its neighbours."""
+    """Return the gaps in ascending order with a new one, merged with adjacent gaps."""
     for gap in gaps:
         if gap[1] == begin:
             begin = gap[0]

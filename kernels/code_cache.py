@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept between processes."""
+"""Storage of compiled kernels between processes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from pathlib import Path
 
 from localllm.errors import warn
 
-#: Environment variable that names another folder for compiled kernels.
+#: Environment variable that selects another folder for compiled kernels.
 CACHE_VARIABLE = "LOCALLLM_CACHE"
-#: How long cached code stays after its last use.
+#: Seconds that unused code is kept.
 KEPT_SECONDS = 30 * 24 * 60 * 60
-#: Bytes of one model's kernels, generously.
+#: Upper estimate of the size of one model's kernels in bytes.
 _MODEL_BYTES = 512 << 10
-#: Bytes of the digest that a file of code begins with.
+#: Length of the digest at the start of a code file, in bytes.
 _DIGEST = 32
 
 
 def cache_root() -> Path | None:
-    """The folder for compiled kernels: ``LOCALLLM_CACHE``, or the platform's place for caches; None if there is none.
+    """Return the folder for compiled kernels: ``LOCALLLM_CACHE``, or the platform's cache folder.
 
-    (A folder for temporary files will not do: what lies there may be others' code.)
+    None if the user has no home folder. A folder for temporary files is not used, because other users could write
+    code there.
     """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
@@ -38,20 +39,20 @@ def cache_root() -> Path | None:
             base = Path.home() / "Library" / "Caches"
         else:
             base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no variable names a home, and the system does not know the user
+    except RuntimeError:  # no variable names a home folder, and the system does not know the user
         return None
     return base / "localllm" / "kernels"
 
 
 def cache_fault() -> str | None:
-    """Why kernels that are compiled now will not be there for the next process; None if they will."""
+    """Return why compiled kernels cannot be saved for the next process; None if they can."""
     root = cache_root()
     if root is None:
         return "this user has no home"
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root) as file:
-            file.write(bytes(_MODEL_BYTES))  # on a full disk there is a file, but nothing in it
+            file.write(bytes(_MODEL_BYTES))  # creating a file also works on a full disk, but writing does not
     except FileExistsError:
         return os.strerror(errno.ENOTDIR)
     except OSError as error:
@@ -61,17 +62,17 @@ def cache_fault() -> str | None:
 
 @functools.cache
 def warn_if_unwritable(root: Path | None) -> None:
-    """Warns, once in a process, that what is about to be compiled will not be there for the next one."""
+    """Warn, once per process, if compiled kernels cannot be saved."""
     if fault := cache_fault():
         warn(
             f"compiled kernels cannot be saved in {root or 'a folder in the home'} ({fault}), so every start "
-            "compiles them: free space there if it is full, or name a folder that can be written in the environment "
-            f"variable {CACHE_VARIABLE}"
+            "compiles them: free space there if it is full, or set the environment variable "
+            f"{CACHE_VARIABLE} to a writable folder"
         )
 
 
 def read_code(path: Path) -> bytes | None:
-    """Code that `write_code` wrote to this file; None where there is none, or a damaged or another one's."""
+    """Return the code that `write_code` wrote to this file; None if it is missing, damaged, or not a cache file."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -81,7 +82,7 @@ def read_code(path: Path) -> bytes | None:
 
 
 def write_code(path: Path, code: bytes) -> None:
-    """Writes a file of the cache, which begins with a digest of its name and of the code, if it can."""
+    """Write a cache file that starts with a digest of its name and of the code. Does nothing if writing fails."""
     write_aside(path, _digest(path, code) + code)
 
 
@@ -90,12 +91,15 @@ def _digest(path: Path, code: bytes) -> bytes:
 
 
 def is_stale(path: Path) -> bool:
-    """Whether nobody has used it for `KEPT_SECONDS`."""
+    """Return whether the file has been unused for `KEPT_SECONDS`."""
     return time.time() - path.stat().st_mtime > KEPT_SECONDS
 
 
 def write_aside(path: Path, content: bytes) -> None:
-    """Writes a file of the cache if it can: aside, and then into place, so that nobody ever reads half of it."""
+    """Write a cache file. Does nothing if writing fails.
+
+    The content is first written to another file, so that readers never see a partial file.
+    """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=path.parent)

@@ -1,8 +1,8 @@
-"""Embedding tables: rows of a matrix, looked up by token id, from memory that is the process's own.
+"""Embedding tables: matrices whose rows are looked up by token id, in the process's memory.
 
-A table is never read from the mapped file once the model is loaded: a file that another program overwrites or
-shortens would change the text, or end the process.  Those of n-grams are larger than memory, and are read from the
-file itself.
+After the model is loaded, tables are not read from the mapped file: a program that overwrites or shortens the file
+would change the text, or crash this process. Tables of n-grams are larger than memory and are read from the file with
+ordinary reads.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from localllm.quant.lut import KernelType, LUTType, dequantize_lut
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 
-#: Bytes of the file copied at once, whose pages are then let go.
+#: Bytes of the file that are copied at once, before their pages are released.
 _COPIED_BYTES = 16 << 20
-#: Values of a table that is small enough to be decoded.
+#: Maximum number of values of a table that is decoded when loaded.
 SMALL_TABLE = 1 << 20
 
 
 class EmbeddingTable(Protocol):
-    """A matrix [n_vocab, d] of which single rows are wanted."""
+    """A matrix [n_vocab, d] whose rows can be looked up."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
 
     def rows(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """The rows of ``ids`` [n], which must be in the table: float32 [n, d], a new array."""
+        """Return rows ``ids`` [n], which must be in the table: float32 [n, d], a new array."""
         ...
 
 
 @dataclass(frozen=True)
 class CopiedTable:
-    """A table in the blocks that its file has."""
+    """A table in the file's format."""
 
     type: GGMLType
     shape: tuple[int, int]
@@ -49,7 +49,7 @@ class CopiedTable:
 
     @classmethod
     def of(cls, weight: Weight) -> CopiedTable:
-        """Copies a tensor out of its file."""
+        """Copy a tensor from its file."""
         n_rows, n_columns = weight.shape
         data = weight.data.reshape(n_rows, -1)
         copy = np.empty_like(data)
@@ -65,7 +65,7 @@ class CopiedTable:
 
 @dataclass(frozen=True)
 class DecodedTable:
-    """A small table, decoded once: decoding a row takes longer than small models have for a whole layer."""
+    """A small decoded table. Decoding a row takes longer than a whole layer of a small model."""
 
     values: NDArray[np.float32]  # [n_vocab, d]
 
@@ -84,7 +84,7 @@ class DecodedTable:
 
 @dataclass(frozen=True)
 class PackedTable:
-    """A table that is an output matrix as well (tied embeddings), packed for it: it takes no memory of its own."""
+    """A table that is also the output matrix (tied embeddings), in packed form. It needs no further memory."""
 
     type: KernelType
     shape: tuple[int, int]
@@ -96,7 +96,7 @@ class PackedTable:
 
 
 class FileTable:
-    """A table whose rows are read from its file when they are asked for, or from memory where it is in no file."""
+    """A table whose rows are read from its file on every lookup, or from memory if it is not in a file."""
 
     def __init__(self, weight: Weight) -> None:
         self.name, self.type, (n_rows, n_columns) = weight.name, weight.type, weight.shape
@@ -109,7 +109,7 @@ class FileTable:
             weakref.finalize(self, self._file.file.close).atexit = False
 
     def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """As `EmbeddingTable.rows`.  Raises GGUFError as `OpenFile.fill`."""
+        """See `EmbeddingTable.rows`. Raises GGUFError if reading fails or the file has changed."""
         numbers, places = np.unique(ids, return_inverse=True)
         if self._file is None or self._place is None:
             return dequantize(self._data[numbers], self.type)[places]
@@ -120,13 +120,13 @@ class FileTable:
 
 
 class NgramRows:
-    """What `NgramEmbed` computes, with the table's file open."""
+    """Computes `NgramEmbed`, with the table's file open."""
 
     def __init__(self, op: NgramEmbed) -> None:
         self.op, self._table = op, FileTable(op.table)
 
     def rows(self, batch: Batch, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The rows of a batch [T, heads * d]; ``states`` [n_states, n - 1] then have its sequences' last ids."""
+        """Return the rows of a batch [T, heads * d]. Updates the last ids in ``states`` [n_states, n - 1]."""
         op, n = self.op, states.shape[1]
         numbers = np.empty((len(batch.ids), len(op.sizes)), np.int64)
         for s, (start, stop, _) in enumerate(batch.sequences()):

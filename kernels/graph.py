@@ -1,23 +1,23 @@
-"""The operations that models are made of, and the `Graph` that a model's forward pass is recorded as.
+"""Operations of models, and the `Graph` that records a model's forward pass.
 
-A graph is a list of operations over tensors, each tagged with the layer it belongs to.  It refers to the weights of a
-file, but holds none of them, so it is made from the file's header alone.  What a step costs, where it can be cut over
-several devices and how every backend computes it follows from this one list: the reference interprets it
+A graph is a list of operations over tensors, each tagged with its layer. It refers to the weights of a file without
+loading them, so the file's header is enough to build it. The memory of a step, the possible splits over several
+devices and the computation on every backend follow from this list: the reference interprets it
 (`localllm.kernels.reference`), the CPU and CUDA backends lower it to kernel calls.
 
-    T  tokens in the batch          N  rows whose logits are wanted       d  hidden width
+    T  tokens in the batch          N  rows whose logits are computed     d  hidden width
     H  query heads                  G  key/value heads (H is a multiple of G)
-    E  experts of a layer           k  experts that a token goes to
+    E  experts of a layer           k  experts per token
 
-**A graph serves every batch.**  It depends on a model's configuration, never on the batch at hand.
+**A graph serves every batch.** It depends on a model's configuration, never on the current batch.
 
-**Every token stands alone.**  What an operation computes for a token depends on that token, its position and the
-cache, never on which other tokens share the batch.  A backend keeps the order of its additions independent of T, so
-that a token decoded alone has the same bits as one that was prefilled in a batch of hundreds.  (All values are
-finite, that is to say: a backend may multiply those that a token does not see by zero.)
+**Tokens are independent of the batch.** The results for a token depend on that token, its position and the cache,
+never on the other tokens of the batch. The order of additions in a backend is independent of T, so that a token
+decoded alone gets the same bits as in a prefill batch of hundreds. All values must be finite, because a backend may
+multiply masked values by zero.
 
-**A new operation** takes four edits: its declaration here, and what computes it in the reference, on the CPU and on
-CUDA.  A declaration checks its arguments, once for all backends: kernels believe every address and every number.
+**A new operation** takes four edits: its declaration here, and its computation in the reference, on the CPU and on
+CUDA. A declaration checks its arguments for all backends, because kernels trust every address and every number.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from localllm.errors import KernelError
 from localllm.kernels.cache_rounding import CODE_BITS, MOST_ROTATED, VALUES_PER_SCALE, rotation
 from localllm.quant.types import GGMLType
 
-#: Where an operation belongs: in the layer of that number, or before or behind all of them.
+#: Place of an operation: the number of its layer, or before or after all layers.
 LayerTag = int | Literal["embedding", "output"]
 
-#: What keys and values are kept in: float16 ("f16"); codes of 8, 5 or 4 bits ("q8_0", "q5_0", "q4_0", see
-#: `localllm.kernels.cache_rounding`); or, in the reference alone, float32 ("f32"), to be compared with
-#: implementations that have no cache.  One for keys and another for values are "q8_0/q4_0".
+#: Storage type of keys and values: float16 ("f16"); codes of 8, 5 or 4 bits ("q8_0", "q5_0", "q4_0", see
+#: `localllm.kernels.cache_rounding`); or, only in the reference, float32 ("f32"), for comparison with implementations
+#: without a cache. Different types for keys and values are written "q8_0/q4_0".
 CacheType = str
-#: Those that a user can choose.
+#: Types that users can choose.
 CACHE_TYPES: tuple[CacheType, ...] = ("f16", *CODE_BITS)
 
-#: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
+#: Limits of a soft-cap. Outside them, scores divided by the cap overflow float32, or the cap has no effect.
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-6, 1e6
 
-#: What `Activation` can apply, and what `Gated` can.
+#: Activation functions of `Activation`, and of `Gated`.
 UNGATED = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu2", "tanh")
 ACTIVATIONS = (*UNGATED, "sigmoid", "identity", "clamped_swiglu", "softplus")
-#: And what `HeadGate` can.
+#: Activation functions of `HeadGate`.
 HEAD_GATES = ("sigmoid", "softplus")
 
-#: Positions of the longest run that `IndexSelect` chooses; others are divisors of it.
+#: Maximum number of positions in a run of `IndexSelect`. The length of a run must divide it.
 MOST_RUN = 1024
 
-#: What `Route` makes experts' probabilities of logits with.
+#: Functions of `Route` from logits to probabilities of experts.
 GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
-#: The most groups of experts.
+#: Maximum number of groups of experts.
 MAX_GROUPS = 64
 
-#: Bits of a layer's number in `KVCache.key`.
+#: Bits of the layer number in `KVCache.key`.
 _LAYER_BITS = 16
 
 
 class Weight(Protocol):
-    """A tensor as it lies in a GGUF file: what is known from its header, and its data, read when it is packed."""
+    """A tensor in a GGUF file: the fields of its header, and its data, which is read when the weight is packed."""
 
     @property
     def name(self) -> str: ...
@@ -77,22 +77,22 @@ class Weight(Protocol):
     def type(self) -> GGMLType: ...
     @property
     def shape(self) -> tuple[int, ...]:
-        """Numpy order: a matrix is [rows, columns], and computes ``x @ matrix.T``."""
+        """Numpy order: a matrix [rows, columns] computes ``x @ matrix.T``."""
         ...
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """Raw blocks, uint8 [rows, bytes per row], or [bytes] of a vector."""
+        """Raw blocks, uint8 [rows, bytes per row], or [bytes] for a vector."""
         ...
 
     def drop_pages(self) -> None:
-        """Says that the data will not be needed soon, so that what the file's mapping holds of it can go."""
+        """Release the data's pages in the file's mapping, because the data is not needed soon."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class WeightView:
-    """A weight that is made of another when it is read: here of the same name and format."""
+    """A weight computed from another one when it is read. The base class keeps its name and type."""
 
     whole: Weight
 
@@ -130,28 +130,27 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary position embedding of ``2 * len(frequencies)`` values of each head, from number ``first`` on.
+    """Rotary position embedding of ``2 * len(frequencies)`` values of each head, starting at value ``first``.
 
     Sources: Su et al., RoFormer (arXiv:2104.09864); axes: Qwen2-VL's M-RoPE (arXiv:2409.12191).
     """
 
-    frequencies: NDArray[np.float32]  # float32 [n_rot / 2], radians a position
-    # pairs are (0, 1), (2, 3), … as in llama's GGUF files; otherwise (0, n/2), (1, n/2 + 1), … as in Hugging Face's
-    # code ("NeoX")
+    frequencies: NDArray[np.float32]  # float32 [n_rot / 2], radians per position
+    # True: pairs (0, 1), (2, 3), … as in llama's GGUF files. False: pairs (0, n/2), (1, n/2 + 1), … as in Hugging
+    # Face's code ("NeoX").
     interleaved: bool
     magnitude: float = 1.0  # factor on cosine and sine (YaRN's attention factor)
     first: int = 0
-    # of each frequency, what a token turns by: its time (0), row (1), column (2) or its picture's number (3).  Empty:
-    # its place in the sequence
+    # Axis of each frequency: 0 time, 1 row, 2 column, 3 number of the image. Empty: position in the sequence.
     axes: tuple[int, ...] = ()
-    ahead: int = 0  # by how many positions it turns further than to the token's own
+    ahead: int = 0  # added to the token's position
 
 
 @dataclass(frozen=True, eq=False)
 class HeadNorm:
-    """An RMSNorm of each head, with the same weights [n] for all; without weights, as if all were 1.
+    """RMSNorm of each head, with the same weights [n] for all heads. None means weights of 1.
 
-    Where there are fewer weights than values, it is one of the first n values of each head, and leaves the others.
+    With fewer weights than values, only the first n values of each head are normalised.
     """
 
     eps: float
@@ -172,45 +171,45 @@ class PositionScale:
 
 @dataclass(frozen=True)
 class KVCache:
-    """The cache of a layer, for each token: keys and values of ``n_heads`` heads.
+    """The cache of a layer: keys and values of ``n_heads`` heads for each token.
 
-    Values beyond the range of the cache's type are clamped to its largest finite value.
+    Values outside the range of the cache's type are clamped to its largest finite value.
     """
 
     layer: int
     n_heads: int
-    # key_dim, value_dim: the values of a head in keys and in values
+    # key_dim, value_dim: values per head in keys and in values
     key_dim: int
     value_dim: int
     type: CacheType = "f16"
-    # whether values are the first ``value_dim`` values of the keys, and not kept themselves: the latents of MLA
-    # (DeepSeek-V2, arXiv:2405.04434)
+    # True: values are the first ``value_dim`` values of the keys and are not stored separately, as in the latents of
+    # MLA (DeepSeek-V2, arXiv:2405.04434).
     values_in_keys: bool = False
-    # tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
+    # Number of stored tokens: a token sees only the last ``window`` positions, its own included. None: all tokens.
     window: int | None = None
-    is_index: bool = False  # whether it is a layer's second one, of what `IndexSelect` chooses by
-    part: int = 0  # its number among those of a layer that has several
-    # tokens of a run: the cache has one entry for each run (`Compress`), which its last token appends
+    is_index: bool = False  # True for the second cache of a layer, with the keys of `IndexSelect`
+    part: int = 0  # number among several caches of a layer
+    # Tokens per cache entry (`Compress`). The last token of each group appends the entry.
     every: int = 1
 
     @property
     def key(self) -> int:
-        """Its key among those of a graph."""
+        """Key of the cache in `Graph.caches`."""
         return ~self.layer if self.is_index else self.layer + (self.part << _LAYER_BITS)
 
     def page_rows(self, page_size: int) -> int:
-        """Rows of a page of so many tokens: one for each run that ends there, or one where runs are longer."""
+        """Return the rows per page of ``page_size`` tokens: one per entry that ends in the page, at least 1."""
         return max(1, page_size // self.every)
 
     @property
     def types(self) -> tuple[CacheType, CacheType]:
-        """Of keys and of values; where values are in the keys, theirs."""
+        """Types of keys and of values; with ``values_in_keys``, the keys' type twice."""
         keys, _, values = self.type.partition("/")
         return keys, keys if self.values_in_keys else values or keys
 
     @property
     def rotations(self) -> tuple[int, int]:
-        """Values of a head in keys and in values that are rotated together (`localllm.kernels.cache_rounding`)."""
+        """Number of values rotated together in each head, for keys and values (`localllm.kernels.cache_rounding`)."""
         if self.values_in_keys:
             size = rotation(self.types[0], gcd(self.key_dim, self.value_dim), MOST_ROTATED[0])
             return size, size
@@ -218,7 +217,7 @@ class KVCache:
         return keys, values
 
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values, without padding."""
+        """Return the bytes of one token's keys and values, without padding."""
         dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         floats = {"f32": 4, "f16": 2}
         n_bytes = self.n_heads * sum(
@@ -230,22 +229,22 @@ class KVCache:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """The state that an operation keeps of each sequence: float32 values that every token changes.
+    """The state that an operation keeps for each sequence: float32 values that every token changes.
 
-    A sequence that begins, at position 0, begins with zeros.
+    The state is zero at the start of a sequence (position 0).
     """
 
     layer: int
     name: str
     shape: tuple[int, ...]
-    is_on_host: bool = False  # whether the host reads and changes it, wherever the layer is computed
+    is_on_host: bool = False  # the host reads and changes it, even if the layer runs on another device
 
     @property
     def n_values(self) -> int:
         return prod(self.shape)
 
 
-# -- Tensors -------------------------------------------------------------------------------------------------------
+# -- Tensors ---------------------------------------------------------------------------------------------------------
 
 
 class Rows(Enum):
@@ -253,7 +252,7 @@ class Rows(Enum):
 
     TOKENS = "each token"  # T
     OUTPUTS = "each output"  # N
-    CHOSEN = "each expert of a token"  # T * k, in an order of the backend's own
+    CHOSEN = "each expert of a token"  # T * k, in an order that depends on the backend
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +265,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The k of n experts that each token goes to, and their weights: what `Route` computes."""
+    """The k of n experts selected for each token, and their weights: the result of `Route`."""
 
     n_experts: int
     k: int
@@ -279,7 +278,7 @@ R = TypeVar("R", bound="Tensor | Routing | tuple[Tensor, ...]", covariant=True)
 def _check_rows(rows: Rows, *tensors: Tensor | None) -> None:
     for x in tensors:
         if x is not None and x.rows is not rows:
-            raise KernelError(f"a tensor has a row for {x.rows.value} where one for {rows.value} is needed")
+            raise KernelError(f"a tensor has a row for {x.rows.value}, but a row for {rows.value} is needed")
 
 
 def _check_dimensions(weight: Weight, n: int) -> None:
@@ -290,9 +289,7 @@ def _check_dimensions(weight: Weight, n: int) -> None:
 
 def _check_shape(weight: Weight | None, *shape: int) -> None:
     if weight is not None and weight.shape != shape:
-        raise KernelError(
-            f"tensor {weight.name} has the shape {list(weight.shape)}, but {list(shape)} is needed where it is used"
-        )
+        raise KernelError(f"tensor {weight.name} has the shape {list(weight.shape)}, but {list(shape)} is needed")
 
 
 def _check_residual(residual: Tensor, rows: Rows, width: int) -> None:
@@ -304,46 +301,44 @@ def _check_residual(residual: Tensor, rows: Rows, width: int) -> None:
 def _check_softcap(cap: float | None) -> None:
     if cap is not None and not MIN_SOFTCAP <= cap <= MAX_SOFTCAP:
         raise KernelError(
-            f"a soft-cap is {cap}, but must lie between {MIN_SOFTCAP:g} and {MAX_SOFTCAP:g}; without one, "
-            "nothing is capped"
+            f"a soft-cap is {cap}, but must be between {MIN_SOFTCAP:g} and {MAX_SOFTCAP:g}, or None for no cap"
         )
 
 
-# -- Operations ----------------------------------------------------------------------------------------------------
+# -- Operations ------------------------------------------------------------------------------------------------------
 
 
 @dataclass_transform(eq_default=False, frozen_default=True)
 @dataclass(frozen=True, eq=False)
 class Operation(Generic[R]):
-    """Something that a forward pass computes.  What it is given are its fields: subclasses are dataclasses, too."""
+    """An operation of a forward pass. Its fields are its arguments; subclasses become dataclasses automatically."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         dataclass(frozen=True, eq=False)(cls)
 
-    # the names of the inputs whose memory it changes: no later operation may read them
+    # Names of the inputs that it overwrites. No later operation may read them.
     consumes: ClassVar[tuple[str, ...]] = ()
-    # the name of the input whose place the result may take, if nothing reads that any more
+    # Name of the input whose memory the result may reuse if no later operation reads the input.
     overwrites: ClassVar[str] = ""
-    # float_rows, float_columns: the names of weights of two dimensions that kernels read as float32, row after row or
-    # column after column
+    # float_rows, float_columns: names of two-dimensional weights that kernels read as float32, by rows or by columns
     float_rows: ClassVar[tuple[str, ...]] = ()
     float_columns: ClassVar[tuple[str, ...]] = ()
 
     def computed_by(self, backend: object) -> Iterator[tuple[Value, Any]]:
-        """Each result, and what a backend's `method` makes of it."""
+        """Yield each result with the value that a backend's `method` returns for it."""
         made = getattr(backend, self.method())(self)
         return zip(self.results, made if type(made) is tuple else (made,), strict=True)
 
     @classmethod
     @cache
     def method(cls) -> str:
-        """The name of what computes it: of `ExpertOutput`, ``expert_output``."""
+        """Return the name of the backend's method: ``expert_output`` for `ExpertOutput`."""
         return re.sub("(?<!^)(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
     @cached_property
     def result(self) -> R:
-        """The tensor or tensors that it computes."""
+        """The tensor or tensors that the operation computes."""
         raise NotImplementedError
 
     @property
@@ -352,21 +347,21 @@ class Operation(Generic[R]):
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
-        """The tensors that it reads."""
+        """The tensors that the operation reads."""
         return tuple(value for value in self._values() if isinstance(value, Tensor | Routing))
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """The weights that it reads."""
+        """The weights that the operation reads."""
         return tuple(value for value in self._values() if hasattr(value, "drop_pages"))
 
     @cached_property
     def states(self) -> tuple[RecurrentState, ...]:
-        """The states of each sequence that it reads and changes."""
+        """The sequence states that the operation reads and changes."""
         return tuple(value for value in self._values() if isinstance(value, RecurrentState))
 
     def named(self, names: tuple[str, ...]) -> set[Weight]:
-        """The weights of these names."""
+        """Return the weights in the fields ``names``."""
         values = (getattr(self, name) for name in names)
         return {w for value in values for w in (value if isinstance(value, tuple) else (value,)) if w is not None}
 
@@ -394,13 +389,13 @@ class SameShape(Operation[Tensor]):
         return Tensor(self.x.rows, self.x.width)
 
     def check(self) -> None:
-        """Makes sure that its other arguments fit to x."""
+        """Raises KernelError if the other arguments do not match x."""
 
 
 class Input(Operation[Tensor]):
-    """Rows that a step is given: what another device computed, with which a part of a graph begins.
+    """Rows passed to a step: the result of another device, which a part of a graph starts with.
 
-    Several tensors may come side by side: each is the columns from ``first`` on of ``total``.
+    Several tensors may be concatenated: this one is the columns of ``total`` starting at ``first``.
     """
 
     x: Tensor
@@ -417,11 +412,11 @@ class Input(Operation[Tensor]):
 
 
 class Embed(Operation[Tensor]):
-    """The rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d].
+    """Rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d].
 
-    With ``columns``, only those of the table: layers may each have theirs, as in Gemma 3n.  With ``by_position``, the
-    rows are those of the tokens' positions, of which the table has all.  With ``takes_rows``, those of a batch's
-    ``embedded`` tokens are its ``embeddings``, as they are.
+    ``columns`` selects columns of the table, because layers may have separate columns, as in Gemma 3n. With
+    ``by_position``, the rows of the tokens' positions are selected; the table must have all positions. With
+    ``takes_rows``, rows of the batch's ``embedded`` tokens are its ``embeddings``, not scaled.
     """
 
     table: Weight
@@ -442,15 +437,15 @@ class Embed(Operation[Tensor]):
 
 
 class NgramEmbed(Operation[Tensor]):
-    """Rows of a table [., d] that the n-grams ending with each token are hashed to, side by side: [T, heads * d].
+    """Rows of a table [., d] selected by hashes of the n-grams that end with each token: [T, heads * d].
 
-    Of the n ``multipliers``, the first two are for n-grams of two tokens, and so on.  Ids, of the token itself first,
-    are multiplied with theirs in 64 bits, and joined by XOR; modulo the ``sizes`` of those n-grams' heads, of which
-    there are as many for each n, and with their ``offsets`` added, those are the rows' numbers.  What is before the
-    sequence counts as the token ``end``, and so does what is before such a token.  ``state`` [n - 1] keeps the last
+    The first two of the n ``multipliers`` are for n-grams of two tokens, and so on. Ids, starting with the token
+    itself, are multiplied by the multipliers in 64 bits and joined by XOR. The row numbers are the results modulo the
+    ``sizes`` of the n-gram's heads, plus their ``offsets``. Each n has the same number of heads. Positions before the
+    sequence count as the token ``end``, and so do positions before such a token. ``state`` [n - 1] keeps the last
     ids.
 
-    The table is larger than memory: rows are read from its file, by the host.  Source: Qwen 3.8 Flash Next.
+    The table is larger than memory, so the host reads rows from its file. Source: Qwen 3.8 Flash Next.
     """
 
     table: Weight
@@ -462,7 +457,7 @@ class NgramEmbed(Operation[Tensor]):
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """None: the table stays in its file."""
+        """Empty: the table stays in its file."""
         return ()
 
     @cached_property
@@ -481,7 +476,7 @@ class NgramEmbed(Operation[Tensor]):
         return Tensor(Rows.TOKENS, n_heads * width)
 
     def numbers(self, before: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.int64]:
-        """The rows' numbers [T, heads] of tokens that come behind others, of which the last n - 1 count."""
+        """Return the row numbers [T, heads] of ``ids``, which follow the tokens ``before``."""
         n = len(self.multipliers)
         known = np.concatenate([np.full(n - 1, self.end), before, ids]).astype(np.int64)
         is_end = known == self.end
@@ -499,8 +494,10 @@ class NgramEmbed(Operation[Tensor]):
 
 
 class AdapterWeights(Operation[Tensor]):
-    """How much of each adapter a token gets, [T, sum of widths]: what is between an adapter's two matrices is
-    multiplied with it.  ``parts`` are adapters' numbers in the batch, and how many values each has there.
+    """Weight of each adapter for each token, [T, sum of widths].
+
+    The values between an adapter's two matrices are multiplied by its weight. ``parts`` lists, for each adapter, its
+    number in the batch and the number of these values.
 
     Source: LoRA, arXiv:2106.09685.
     """
@@ -512,7 +509,7 @@ class AdapterWeights(Operation[Tensor]):
         return Tensor(Rows.TOKENS, sum(width for _, width in self.parts))
 
     def rows(self, weights: NDArray[np.float32], n_tokens: int) -> NDArray[np.float32]:
-        """The result, of a batch's weights [T, adapters]; of [0, 0] zeros."""
+        """Return the result for a batch's weights [T, adapters]; zeros for [0, 0]."""
         numbers, widths = zip(*self.parts, strict=True)
         if not weights.size:
             return np.zeros((n_tokens, sum(widths)), np.float32)
@@ -527,10 +524,10 @@ def _check_groups(width: int, n_groups: int) -> None:
 
 
 class RMSNorm(SameShape):
-    """x / sqrt(mean(x²) + eps) * weight over the last axis, or over each of ``n_groups`` parts of it.
+    """x / sqrt(mean(x²) + eps) * weight over the last axis, or over ``n_groups`` equal parts.
 
-    The weight has a value for each of x, or for each of a group, the same for all of them; without one, nothing is
-    multiplied.  Several groups are of a multiple of 16 values.  Source: arXiv:1910.07467.
+    The weight contains a value per value of x, or per value of a group, shared by all groups. None: no weight. With
+    several groups, their width must be a multiple of 16. Source: arXiv:1910.07467.
     """
 
     weight: Weight | None
@@ -547,7 +544,7 @@ class RMSNorm(SameShape):
 class LayerNorm(SameShape):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over each row, or over ``n_groups`` equal parts of a row.
 
-    Weight and bias have a value for each value of x.  If there are several groups, their width is a multiple of 16.
+    Weight and bias contain a value per value of x. With several groups, their width must be a multiple of 16.
     Source: arXiv:1607.06450.
     """
 
@@ -563,9 +560,9 @@ class LayerNorm(SameShape):
 
 
 class Add(SameShape):
-    """residual + scale * x, or with ``gate`` [rows, 1], residual + scale * σ(gate) * x.
+    """residual + scale * x or, with ``gate`` [rows, 1], residual + scale * σ(gate) * x.
 
-    The gate is that of a shared expert (Qwen2-MoE).  Where a product is added as it is, `Linear` does it at once.
+    The gate belongs to a shared expert (Qwen2-MoE). `Linear` adds an unscaled product to a residual itself.
     """
 
     residual: Tensor
@@ -582,9 +579,9 @@ class Add(SameShape):
 
 
 class AddRows(SameShape):
-    """x [T, d] plus, for a batch's ``embedded`` tokens, number ``index`` of their further ``embeddings``, from 1 on.
+    """x [T, d] plus, for a batch's ``embedded`` tokens, further embedding ``index`` (from 1) of ``embeddings``.
 
-    Source: DeepStack, arXiv:2406.04334, as Qwen3-VL has it.
+    Source: DeepStack, arXiv:2406.04334, as used by Qwen3-VL.
     """
 
     index: int
@@ -593,11 +590,11 @@ class AddRows(SameShape):
     def check(self) -> None:
         _check_rows(Rows.TOKENS, self.x)
         if self.index < 1:
-            raise KernelError(f"further embeddings are counted from 1, and there is none of number {self.index}")
+            raise KernelError(f"the index of further embeddings must be at least 1, not {self.index}")
 
 
 class Columns(Operation[Tensor]):
-    """Some columns of x; their number and where they begin are multiples of 16."""
+    """A range of columns of x. Its start and its length must be multiples of 16."""
 
     x: Tensor
     columns: range
@@ -606,12 +603,12 @@ class Columns(Operation[Tensor]):
     def result(self) -> Tensor:
         first, stop = self.columns.start, self.columns.stop
         if not 0 <= first < stop <= self.x.width or first % 16 or stop % 16:
-            raise KernelError(f"columns {first} to {stop} cannot be taken of {self.x.width}: they are 16 at a time")
+            raise KernelError(f"columns {first} to {stop} of {self.x.width} cannot be selected: use multiples of 16")
         return Tensor(self.x.rows, stop - first)
 
 
 class SideBySide(Operation[Tensor]):
-    """Rows of several tensors as one; each has a multiple of 16 columns."""
+    """Several tensors concatenated along the columns. Each must have a multiple of 16 columns."""
 
     parts: tuple[Tensor, ...]
 
@@ -619,16 +616,17 @@ class SideBySide(Operation[Tensor]):
     def result(self) -> Tensor:
         _check_rows(self.parts[0].rows, *self.parts)
         if any(x.width % 16 for x in self.parts):
-            raise KernelError(f"rows of {[x.width for x in self.parts]} columns are not all of a multiple of 16")
+            raise KernelError(f"rows of {[x.width for x in self.parts]} columns must all be multiples of 16")
         return Tensor(self.parts[0].rows, sum(x.width for x in self.parts))
 
 
 class MixStreams(Operation[Tensor]):
-    """Several streams side by side, each a sum of those of x [rows, n * d]: stream j is
-    sum over i of (weights[:, j * n + i] + offset) * x_i, plus that of the residual.
+    """Weighted sums of the n streams of x [rows, n * d], concatenated.
 
-    d is a multiple of 16.  Without weights, they are the offset alone, of as many streams as the residual has, or of
-    one; streams before number ``first`` are the residual's.
+    Stream j is sum over i of (mixing[:, j * n + i] + offset) * x_i, plus stream j of the residual. d must be a
+    multiple of 16. Without ``mixing``, all weights are the offset, and the number of results is the residual's number
+    of streams, or 1. Streams before number ``first`` are the residual's.
+
     Sources: AltUp, arXiv:2301.13310; hyper-connections, arXiv:2409.19606.
     """
 
@@ -641,7 +639,7 @@ class MixStreams(Operation[Tensor]):
 
     @property
     def size(self) -> int:
-        """Values of a stream."""
+        """Values per stream."""
         return self.x.width // self.n
 
     @cached_property
@@ -657,7 +655,7 @@ class MixStreams(Operation[Tensor]):
             or not made
         ):
             raise KernelError(
-                f"weights of {made} streams do not fit {self.n} of which they are made, and {added} more"
+                f"weights of {made} streams do not match {self.n} input streams and {added} residual streams"
             )
         if self.residual is not None:
             _check_residual(self.residual, self.x.rows, made * self.size)
@@ -665,15 +663,17 @@ class MixStreams(Operation[Tensor]):
 
 
 class HyperWeights(Operation[tuple[Tensor, ...]]):
-    """Of x [rows, n], [rows, 2 n] or [rows, 2 n + n²], the weights of hyper-connections over n streams.
+    """The weights of hyper-connections over n streams, from x [rows, n], [rows, 2 n] or [rows, 2 n + n²].
 
-    With x times ``scale`` plus ``base``, of which each part has its own scale: ``before`` [rows, n], σ(first part)
-    + eps, by which streams are summed up; ``behind`` [rows, n], magnitude σ(second) + more, by which the result goes
-    to each; and ``between`` [rows, n²], by which they are mixed: softmax(third) + eps over its rows, a stream's parts
-    for each stream, whose columns are divided by their sum + eps; and then ``n_rounds`` - 1 times rows and columns.
-    That is given by streams that are made: as `MixStreams` takes it.
+    Computed from x times ``scale``, with a factor per part, plus ``base``:
 
-    Sources: mHC, arXiv:2512.24880; without the third, as Hunyuan 4 has them.
+    - before [rows, n]: σ(first part) + eps, the weights of the streams in the input of the layer.
+    - after [rows, n]: magnitude σ(second part) + more, the weights of the layer's result in each stream.
+    - between [rows, n²]: the weights that mix the streams. softmax(third part) + eps over the rows of [n, n], then
+      columns divided by their sum + eps, then ``n_rounds`` - 1 times rows and columns. The result is ordered by
+      target stream, as required by `MixStreams`.
+
+    Sources: mHC, arXiv:2512.24880; without the third part: Hunyuan 4.
     """
 
     x: Tensor
@@ -696,9 +696,9 @@ class HyperWeights(Operation[tuple[Tensor, ...]]):
 
 
 class StreamGate(Operation[Tensor]):
-    """How much each of n streams gets, of keys and queries [rows, n * d]: [rows, n].
+    """The weights of n streams, from keys and queries [rows, n * d]: [rows, n].
 
-    It is σ(sign(s) √max(|s|, 1e-6)), where s is the stream's key · query / √d; d is a multiple of 16.
+    The weight is σ(sign(s) √max(|s|, 1e-6)) with s = key · query / √d of the stream. d must be a multiple of 16.
     Source: Qwen 3.8 Flash Next.
     """
 
@@ -708,7 +708,7 @@ class StreamGate(Operation[Tensor]):
 
     @property
     def size(self) -> int:
-        """Values of a stream."""
+        """Values per stream."""
         return self.key.width // self.n
 
     @cached_property
@@ -742,7 +742,7 @@ class AboveDeviation(SameShape):
 
 
 class Scale(SameShape):
-    """factor * x, or factor * weight * x with a weight of one value."""
+    """factor * x, or factor * weight * x for a weight of one value."""
 
     factor: float = 1.0
     weight: Weight | None = None
@@ -769,7 +769,7 @@ class Linear(Operation[Tensor]):
 
 
 class Linears(Operation[tuple[Tensor, ...]]):
-    """Several matrices over one input, such as query, key and value, or gate and up."""
+    """Products of several matrices with one input, such as query, key and value, or gate and up."""
 
     x: Tensor
     matrices: tuple[Matrix, ...]
@@ -782,13 +782,13 @@ class Linears(Operation[tuple[Tensor, ...]]):
 
 
 class HeadLinear(Operation[Tensor]):
-    """Each head of x [rows, H * dim] times a matrix of its own: with weight [H, n_out, n_in], [rows, H * n].
+    """Each head of x [rows, H * dim] times its own matrix: [rows, H * n] for weight [H, n_out, n_in].
 
-    It is the first n_in values of a head that are multiplied; the others follow the n_out that they become, as they
-    are: n = n_out + dim - n_in.  All three are multiples of 32.
+    Only the first n_in values of a head are multiplied. The remaining values are appended unchanged to the n_out
+    results: n = n_out + dim - n_in. n_out, n_in and dim - n_in must be multiples of 32.
 
-    Where attention is over latents (MLA), it brings queries into their space, but for the part that is rotated, and
-    the result out of it again.  Source: DeepSeek-V2, arXiv:2405.04434 ("absorb").
+    Attention over latents (MLA) uses it to project queries, except their rotated part, into the latent space, and to
+    project the result back. Source: DeepSeek-V2, arXiv:2405.04434 ("absorb").
     """
 
     x: Tensor
@@ -812,15 +812,15 @@ class HeadLinear(Operation[Tensor]):
 
 
 class RopeAppend(Operation[Tensor]):
-    """Norms the heads of q, k and v, rotates those of q and k, and appends k and v to the layer's cache.
+    """Normalise the heads of q, k and v, rotate the heads of q and k, and append k and v to the layer's cache.
 
-    Takes q [T, H * key_dim], k [T, G * key_dim] and v [T, G * value_dim], and gives the rotated q.  Norms come before
-    the rotation, or with ``norm_last`` behind it; one of a whole row is an `RMSNorm` before this.  k and v may be the
-    same tensor, which is then normed as either.
+    q is [T, H * key_dim], k [T, G * key_dim] and v [T, G * value_dim]. The result is the rotated q. Norms are applied
+    before the rotation or, with ``norm_last``, after it. A norm over whole rows is a separate `RMSNorm` before this
+    operation. k and v may be the same tensor, which is then normalised in both ways.
 
-    Without v, values are in the keys.  Without k too, the cache is another layer's, which has appended to it already.
-    A cache of entries of runs (`KVCache.every`) takes the keys of tokens that end a run.  Where q is k, it is only
-    appended.
+    Without v, values are part of the keys. Without both k and v, the cache belongs to another layer, which has
+    already appended to it. A cache with several tokens per entry (`KVCache.every`) takes the keys of tokens that
+    complete an entry. If q is k, the operation only appends.
     """
 
     q: Tensor
@@ -837,7 +837,7 @@ class RopeAppend(Operation[Tensor]):
 
     @property
     def norms(self) -> tuple[HeadNorm | None, HeadNorm | None, HeadNorm | None]:
-        """Of queries, keys and values."""
+        """Norms of queries, keys and values."""
         return self.q_norm, self.k_norm, self.v_norm
 
     @cached_property
@@ -846,9 +846,7 @@ class RopeAppend(Operation[Tensor]):
         _check_rows(Rows.TOKENS, self.q, self.k, self.v)
         _check_queries(self.q, cache)
         if (self.v is None) != (self.k is None or cache.values_in_keys):
-            raise KernelError(
-                "keys are appended with values, unless those are in the keys; and no values without keys"
-            )
+            raise KernelError("keys need values unless the keys contain the values, and values need keys")
         for what, x, dim in (("keys", self.k, key_dim), ("values", self.v, cache.value_dim)):
             if x is not None and x.width != cache.n_heads * dim:
                 raise KernelError(f"{x.width} values of {what} do not fit a cache of {cache.n_heads} heads of {dim}")
@@ -871,7 +869,7 @@ class RopeAppend(Operation[Tensor]):
 
 
 def _check_queries(q: Tensor, cache: KVCache) -> None:
-    """Queries must be whole heads, as many to each key/value head."""
+    """Raises KernelError unless queries are whole heads, with equally many query heads per key/value head."""
     if q.width == 0 or q.width % (cache.n_heads * cache.key_dim):
         raise KernelError(
             f"{q.width} values of queries are not a multiple of {cache.n_heads} heads of {cache.key_dim}"
@@ -881,20 +879,20 @@ def _check_queries(q: Tensor, cache: KVCache) -> None:
 class Attention(Operation[Tensor]):
     """Attention of q [T, H * key_dim] over a layer's cache: [T, H * value_dim].
 
-    A token at position p sees the positions of its sequence up to p: all of them, or the last ``window``, that is
-    max(0, p - window + 1) … p, or those of its ``chunk``, p - p % chunk … p.  Where it is not ``causal``, it sees as
-    many behind it, as far as they are in the cache: a text then has to come in one batch.  With ``has_spans``, it
-    sees what is behind it before the end that the batch has for it, too, as the tokens of a picture see each other;
-    where it is not causal, it sees that span alone, from the begin that the batch has for it.
-    With ``selected`` [T, k], which `IndexSelect` makes, it sees those positions alone; with [T, G * k], those of each
-    key/value head.
-    With ``entries``, a second cache, it sees beside its window what that has of the runs that end at its position or
-    before, or those of them that are selected: all in one softmax.
+    A token at position p sees the positions of its sequence up to p: all, the last ``window`` (max(0, p - window + 1)
+    … p), or its ``chunk`` (p - p % chunk … p). If attention is not ``causal``, a token sees the same distance ahead,
+    as far as positions are in the cache; the whole sequence must then be in one batch. With ``has_spans``, a token
+    also sees later positions up to its end in the batch's ``ends``, as tokens of an image see each other. If
+    attention is not causal either, it sees only that span, which starts at the batch's ``begins``.
 
-    With ``softcap``, scores s (scaled) become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each
-    query head has one more score, that one, which takes its share and adds no value.  With ``slopes`` [H], each
-    score falls by its head's slope for every position between the two (ALiBi).  With ``biases`` [H * (2 n + 1)], it
-    has its head's for the distance added, for -n … n positions behind the token; those farther off have the last one.
+    With ``selected`` [T, k], the result of `IndexSelect`, a token sees only those positions. With [T, G * k], each
+    key/value head uses a separate selection. With ``entries``, a second cache, a token also sees the compressed
+    entries that end at its position or before, or the selected ones, in the same softmax.
+
+    With ``softcap``, scaled scores s become softcap * tanh(s / softcap). With ``sinks`` [H], the softmax of each
+    query head gets an additional score, which adds no value. With ``slopes`` [H], each score decreases by its head's
+    slope per position of distance (ALiBi). With ``biases`` [H * (2 n + 1)], its head's bias for the distance is
+    added, for the positions -n … n after the token; larger distances use the last bias.
 
     Sources: arXiv:2205.14135; slopes: arXiv:2108.12409; biases: T5, arXiv:1910.10683; soft-cap: Gemma 2,
     arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453; chunks: Llama 4.
@@ -917,23 +915,23 @@ class Attention(Operation[Tensor]):
 
     @property
     def n_selected(self) -> int:
-        """Positions that the queries of a key/value head see, at most, where they are selected; else 0."""
+        """Maximum number of selected positions per key/value head; 0 without selection."""
         n_choices = self.cache.n_heads if self.selected_by_head else 1
         return 0 if self.selected is None else self.selected.width // n_choices
 
     @property
     def bias_width(self) -> int:
-        """Distances that each head has a bias for; 0 without any."""
+        """Number of distances with a bias per head; 0 without biases."""
         return 0 if self.biases is None else self.biases.shape[0] // self.n_heads
 
     @property
     def n_heads(self) -> int:
-        """Of queries."""
+        """Query heads."""
         return self.q.width // self.cache.key_dim
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a key/value head."""
+        """Query heads per key/value head."""
         return self.n_heads // self.cache.n_heads
 
     @cached_property
@@ -945,51 +943,53 @@ class Attention(Operation[Tensor]):
             raise KernelError(f"attention must look no further back than a cache of {kept} tokens keeps")
         _check_softcap(self.softcap)
         if self.chunk is not None and (self.window is not None or not self.causal):
-            raise KernelError("attention in chunks is causal, and has no window beside them")
+            raise KernelError("attention in chunks must be causal and without a window")
         if self.has_spans and (self.chunk is not None or not (self.causal or self.window is None)):
-            raise KernelError("attention that sees spans has no chunks, and no window where it sees nothing else")
+            raise KernelError("attention with spans must be without chunks, and without a window if it is not causal")
         if self.selected is not None:
             _check_rows(Rows.TOKENS, self.selected)
             has_reach = reach is not None and self.entries is None
             if has_reach or self.softcap or self.has_spans or not self.causal:
-                raise KernelError("positions cannot be selected where there is a window, spans or a soft-cap")
+                raise KernelError("positions cannot be selected in attention with a window, spans or a soft-cap")
             if self.selected_by_head and self.selected.width % self.cache.n_heads:
                 raise KernelError(f"{self.selected.width} positions do not fit {self.cache.n_heads} heads of keys")
         if self.entries is not None:
             first, second = (replace(c, layer=0, part=0, window=None, every=1) for c in (self.cache, self.entries))
             if first != second or self.entries.every == 1 or self.cache.every > 1 or not first.values_in_keys:
-                raise KernelError("entries of runs are keys like those of the window, which have their values")
+                raise KernelError("entries of runs must be keys like keys of the window, which contain the values")
             if self.window is None or not self.causal or self.softcap or self.has_spans or first.n_heads > 1:
-                raise KernelError("entries of runs are seen beside a window, of one key, without spans or soft-cap")
+                raise KernelError("entries of runs need a window and one key head, without spans or soft-cap")
             if self.slopes is not None or self.biases is not None:
-                raise KernelError("entries of runs have no distance")
+                raise KernelError("entries of runs cannot be combined with slopes or biases")
         _check_shape(self.sinks, self.n_heads)
         _check_shape(self.slopes, self.n_heads)
         if self.biases is not None:
             _check_shape(self.biases, self.n_heads * (self.bias_width // 2 * 2 + 1))
         by_distance = (self.slopes is not None) + (self.biases is not None)
         if by_distance and (by_distance > 1 or self.softcap or self.has_spans or self.selected is not None):
-            raise KernelError("scores that depend on the distance have one rule, and no soft-cap, spans or selection")
+            raise KernelError("slopes or biases must be used alone, without soft-cap, spans or selection")
         return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
 
 
 class IndexSelect(Operation[Tensor]):
-    """The k positions that a token attends to, in order: numbers [T, k], and -1 behind them where it sees fewer.
-    Of a cache of entries of runs (`KVCache.every`) they are the numbers of entries, counted from 0.
+    """The k positions that a token attends to, ascending: numbers [T, k], padded with -1 if it sees fewer.
 
-    They are those of the largest scores, of equals the first: the sum over heads of weight * max(0, q · key), for
-    queries [T, H * dim], ``head_weights`` [T, H] (without, all are 1) and the keys of an indexer, which `RopeAppend`
-    puts into its cache.
+    For a cache with several tokens per entry (`KVCache.every`), the numbers are indices of entries.
 
-    With a ``run`` of n positions, it is whole runs that are chosen, k / n of those that a token sees to their end, by
-    the key of each one's last position, and all positions behind them: up to n - 1 more.
+    The positions with the largest scores are selected, the first of equal ones. The score is the sum over heads of
+    weight * max(0, q · key), for queries [T, H * dim], ``head_weights`` [T, H] (None: all 1) and the keys of an
+    indexer, which `RopeAppend` writes into its cache.
 
-    With ``pool`` [n, dim], that key is, of each channel, the sum of the run's keys times the softmax of their gates
-    plus the pool's.  The cache has of a token [key | gate | key of the run that it ends], of which `RopeAppend` is
-    given something for the last, and has no codes.
+    With a ``run`` of n > 1 positions, k / n whole runs are selected among the complete runs that a token sees, by the
+    key of each run's last position. All positions after the last complete run are added: up to n - 1 more.
 
-    With ``n_last``, each head chooses for itself, [T, H * k]: the runs with the largest q · key of any position, of
-    which the token's own counts as far as it goes; that one and those before it, so many in all, are always chosen.
+    With ``pool`` [n, dim], the key of a run is a sum of the keys of its positions. The weights of each channel are
+    the softmax of the positions' gates plus the pool's values. The cache stores [key | gate | key of the run that
+    ends here] per token, without codes. `RopeAppend` receives a placeholder for the third part.
+
+    With ``n_last``, each head selects separately, [T, H * k]: the runs with the largest q · key of any position. The
+    token's own run counts up to the token. The last ``n_last`` runs, the token's own included, are always
+    selected.
 
     Sources: DeepSeek-V3.2, arXiv:2512.02556; runs: GLM-5.3; the largest product of a run: MiniMax-M3.
     """
@@ -1005,7 +1005,7 @@ class IndexSelect(Operation[Tensor]):
 
     @property
     def dim(self) -> int:
-        """Values of a key."""
+        """Values per key."""
         return self.cache.key_dim // (1 if self.pool is None else 3)
 
     @property
@@ -1014,7 +1014,7 @@ class IndexSelect(Operation[Tensor]):
 
     @property
     def n_choices(self) -> int:
-        """Heads that choose for themselves; 1 where all choose together."""
+        """Heads that select separately; 1 if all select together."""
         return self.n_heads if self.n_last else 1
 
     @cached_property
@@ -1022,22 +1022,22 @@ class IndexSelect(Operation[Tensor]):
         cache, run = self.cache, self.run
         _check_rows(Rows.TOKENS, self.q, self.head_weights)
         if cache.n_heads != 1 or not cache.values_in_keys or cache.window is not None or self.k < 1:
-            raise KernelError("an indexer keeps one key of every token, and chooses at least one position")
+            raise KernelError("an indexer must keep one key per token and choose at least one position")
         if cache.every > 1 and (64 % cache.every or run > 1 or self.n_last or cache.key_dim % 16):
             raise KernelError(
-                f"an indexer that keeps one of {cache.every} tokens has keys of a multiple of 16 values, and no runs "
-                "beside those, of a divisor of 64"
+                f"an indexer with an entry per {cache.every} tokens needs a divisor of 64, keys of a multiple of 16 "
+                "values, and no runs"
             )
         if run < 1 or MOST_RUN % run or self.k % run:
             raise KernelError(
-                f"runs of {run} positions are a divisor of {MOST_RUN}, and of the {self.k} that are chosen"
+                f"runs of {run} positions must divide {MOST_RUN}, and the {self.k} positions that are chosen"
             )
         if self.pool is not None:
             _check_shape(self.pool, run, self.dim)
             if cache.key_dim != 3 * self.dim:
                 raise KernelError(f"a cache of {cache.key_dim} values has no gates and keys of runs of {self.dim}")
         if run > 1 and not self.n_last and (self.dim % 16 or 64 % run or cache.types[0] in CODE_BITS):
-            raise KernelError(f"keys of {run} positions are floats, 16 at a time, and of at most 64")
+            raise KernelError(f"keys of {run} positions must be floats, a multiple of 16, in runs that divide 64")
         if self.q.width % self.dim:
             raise KernelError(f"{self.q.width} values are not an indexer's queries, of {self.dim} each")
         if self.head_weights is not None and self.head_weights.width != self.n_heads:
@@ -1050,13 +1050,13 @@ class IndexSelect(Operation[Tensor]):
 
 
 class Compress(Operation[Tensor]):
-    """Of each run of n tokens one row, with its last: [T, dim], zeros with the others.
+    """One row per n tokens, stored at the last of them: [T, dim]; other rows are zero.
 
-    ``cache`` has of each token values of dim channels, and as many gates, [values | gates], or twice as many of
-    either, [values | more values | gates | more gates].  A row is the sum of the values of its run, each channel
-    weighed by the softmax of the gates plus the run's ``biases`` [n, dim].  Where there are twice as many, with
-    ``biases`` [n, 2 dim], the sum is of 2 n: the values of the run before, if there is one, and the further values of
-    its own.  x is what `RopeAppend` has given that appended the tokens to the cache.
+    ``cache`` stores dim values and dim gates per token, [values | gates], or twice as many of both, [values | more
+    values | gates | more gates]. A row is the weighted sum of its run's values. The weights of each channel are the
+    softmax of the gates plus ``biases`` [n, dim]. With twice as many values, ``biases`` are [n, 2 dim], and the sum
+    covers 2 n entries: the first values of the previous run (none for the first run), and the second values of the
+    current run. x is the result of the `RopeAppend` that appended the tokens to the cache.
 
     Source: DeepSeek V4.
     """
@@ -1068,12 +1068,12 @@ class Compress(Operation[Tensor]):
 
     @property
     def run(self) -> int:
-        """Tokens of a run."""
+        """Tokens per run."""
         return self.biases.shape[0]
 
     @property
     def n_series(self) -> int:
-        """Values of a token that go to different runs."""
+        """Number of value series per token, which belong to different runs."""
         return self.cache.n_heads // 2
 
     @cached_property
@@ -1094,21 +1094,20 @@ class Compress(Operation[Tensor]):
         _check_shape(self.biases, self.run, self.n_series * cache.key_dim)
         if self.run & (self.run - 1) or (cache.window or self.run * self.n_series) < self.run * self.n_series:
             raise KernelError(
-                f"runs of {self.run} tokens are not of a power of two, or longer than a cache of {cache.window} keeps"
+                f"runs of {self.run} tokens must be a power of two, and fit into a cache of {cache.window} tokens"
             )
         return Tensor(Rows.TOKENS, cache.key_dim)
 
 
-#: The longest kernel of `CausalConv`.
+#: Maximum kernel length of `CausalConv`.
 MAX_CONV = 16
 
 
 class CausalConv(Operation[Tensor]):
-    """A convolution of each column of x [T, n] along its sequence: with a token, the kernel's last value.
+    """Convolution of each column of x [T, n] along its sequence. The kernel's last value applies to the token itself.
 
-    y[t] = activation(sum over j of weight[:, j] * x[t - kernel + 1 + j] + bias), with weight [n, kernel], where
-    inputs before the sequence are zero.  ``state`` [kernel - 1, n] keeps the last inputs.  Source: Mamba,
-    arXiv:2312.00752.
+    y[t] = activation(sum over j of weight[:, j] * x[t - kernel + 1 + j] + bias), with weight [n, kernel] and zeros
+    before the sequence. ``state`` [kernel - 1, n] keeps the last inputs. Source: Mamba, arXiv:2312.00752.
     """
 
     x: Tensor
@@ -1124,28 +1123,28 @@ class CausalConv(Operation[Tensor]):
         _check_dimensions(self.weight, 2)
         n, kernel = self.x.width, self.weight.shape[1]
         if not 2 <= kernel <= MAX_CONV:
-            raise KernelError(f"a convolution has kernels of 2 to {MAX_CONV} values, not of {kernel}")
+            raise KernelError(f"a convolution needs kernels of 2 to {MAX_CONV} values, not of {kernel}")
         _check_shape(self.weight, n, kernel)
         _check_shape(self.bias, n)
         if self.state.shape != (kernel - 1, n):
-            raise KernelError(f"a convolution keeps a state {[kernel - 1, n]}, not {list(self.state.shape)}")
+            raise KernelError(f"a convolution needs a state {[kernel - 1, n]}, not {list(self.state.shape)}")
         return Tensor(Rows.TOKENS, n)
 
 
 class GatedDelta(Operation[Tensor]):
-    """Linear attention whose state S [d_k, d_v] of each value head decays, and is corrected by the delta rule.
+    """Linear attention whose state S [d_k, d_v] of each value head decays and is corrected by the delta rule.
 
-    Of each token, with q and k divided by their length, √(sum of squares + eps), and q by √d_k:
+    For each token, with q and k divided by their length, √(sum of squares + eps), and q by √d_k:
 
         S = exp(a · softplus(decay + dt_bias)) · S;  S += k ⊗ σ(beta) (v - Sᵀk);  result = Sᵀq
 
-    With a ``bound``, which is negative, it decays by exp(bound · σ(a · (decay + dt_bias))), and no more than that.
+    With a negative ``bound``, the decay factor is exp(bound · σ(a · (decay + dt_bias))), at least exp(bound).
 
-    ``qkv`` is one tensor of [queries | keys | values] of n_key_heads, n_key_heads and H heads, or those three.
-    ``decay`` has one value for each of the H value heads, as ``beta``, or with one for each of their d_k channels.
-    ``a`` [H] is negative; with a bound, of either sign: its size counts.  Value head h has the keys and queries of
-    key head h mod n_key_heads; where ``is_grouped``, of h ÷ (H / n_key_heads).  ``state`` is [H, d_k, d_v], both
-    multiples of 16.  Gives [T, H * d_v].
+    ``qkv`` is one tensor of [queries | keys | values] with n_key_heads, n_key_heads and H heads, or three tensors.
+    ``decay`` contains H values, like ``beta``, or H * d_k for a decay per channel. ``a``
+    [H] is negative; with a bound it may have either sign, and its magnitude is used. Value head h uses the keys and
+    queries of key head h mod n_key_heads or, if ``is_grouped``, of h ÷ (H / n_key_heads). ``state`` is [H, d_k, d_v];
+    d_k and d_v must be multiples of 16. The result is [T, H * d_v].
 
     Sources: Gated DeltaNet, arXiv:2412.06464; decay per channel: Kimi Linear, arXiv:2510.26692; a bound: Ling 3.
     """
@@ -1180,15 +1179,15 @@ class GatedDelta(Operation[Tensor]):
 
 
 class Scan(Operation[Tensor]):
-    """Mamba 2's recurrence of a state S [N, P] of each head.
+    """Mamba 2's recurrence with a state S [N, P] per head.
 
-    Of each token, with Δ = softplus(dt + dt_bias):
+    For each token, with Δ = softplus(dt + dt_bias):
 
         S = exp(a Δ) · S + B ⊗ Δ x;  result = Sᵀ C + D x
 
-    ``xbc`` is one tensor of [x | B | C], of H, n_groups and n_groups heads, or those three; head h has B and C of
-    group h ÷ (H / n_groups).  ``a`` [H] is negative.  ``state`` is [H, N, P], both multiples of 16.  Gives
-    [T, H * P].  Source: arXiv:2405.21060.
+    ``xbc`` is one tensor of [x | B | C] with H, n_groups and n_groups heads, or three tensors. Head h uses B and C of
+    group h ÷ (H / n_groups). ``a`` [H] is negative. ``state`` is [H, N, P]; N and P must be multiples of 16. The
+    result is [T, H * P]. Source: arXiv:2405.21060.
     """
 
     xbc: tuple[Tensor, ...]
@@ -1206,7 +1205,7 @@ class Scan(Operation[Tensor]):
         n_heads, n, p = _check_heads(self.state, self.n_groups)
         _check_side_by_side(self.xbc, (n_heads * p, self.n_groups * n, self.n_groups * n))
         if self.dt.width != n_heads:
-            raise KernelError(f"{self.dt.width} time steps do not fit {n_heads} heads: each has one")
+            raise KernelError(f"{self.dt.width} time steps do not match {n_heads} heads: give one per head")
         for weight in (self.a, self.d):
             _check_column(weight, n_heads)
         _check_shape(self.dt_bias, n_heads)
@@ -1214,13 +1213,14 @@ class Scan(Operation[Tensor]):
 
 
 class ChannelScan(Operation[Tensor]):
-    """Mamba's recurrence of N values of each of n channels, that each decay by themselves.
+    """Mamba's recurrence with N state values per channel, which decay independently.
 
-    Of each token, for x and dt [T, n], b and c [T, N], with Δ = softplus(dt + dt_bias):
+    For each token, for x and dt [T, n], b and c [T, N], with Δ = softplus(dt + dt_bias):
 
         h_i = exp(a_i Δ) h_i + b_i Δ x;  result = sum over i of c_i h_i + d x
 
-    ``a`` [n, N] is negative.  ``state`` is [N, n]; n is a multiple of 16, N at most 64.  Source: arXiv:2312.00752.
+    ``a`` [n, N] is negative. ``state`` is [N, n]. n must be a multiple of 16 and N at most 64. Source:
+    arXiv:2312.00752.
     """
 
     x: Tensor
@@ -1244,7 +1244,7 @@ class ChannelScan(Operation[Tensor]):
             or n_state > 64
             or self.state.shape != (n_state, n)
         ):
-            raise KernelError(f"a scan of {n} channels of {n_state} values does not fit {list(self.state.shape)}")
+            raise KernelError(f"a scan of {n} channels of {n_state} values does not match {list(self.state.shape)}")
         _check_shape(self.a, n, n_state)
         for weight in (self.dt_bias, self.d):
             _check_shape(weight, n)
@@ -1252,7 +1252,7 @@ class ChannelScan(Operation[Tensor]):
 
 
 def side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Tensor, int]]:
-    """Where parts of so many values lie: of each the tensor, and the column that it begins at."""
+    """Return the tensor and the first column of each part with the given widths."""
     if len(tensors) == len(widths):
         return [(x, 0) for x in tensors]
     return [(tensors[0], sum(widths[:i])) for i in range(len(widths))]
@@ -1261,15 +1261,13 @@ def side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[t
 def _check_side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> None:
     given = tuple(x.width for x in tensors)
     if given not in (widths, (sum(widths),)):
-        raise KernelError(
-            f"tensors of {given} values were given where {widths} are needed, side by side or each alone"
-        )
+        raise KernelError(f"tensors have {given} values, but need {widths}, in one tensor or one each")
 
 
 def _check_heads(state: RecurrentState, n_groups: int) -> tuple[int, int, int]:
     if len(state.shape) != 3 or state.shape[1] % 16 or state.shape[2] % 16 or min(state.shape) < 1:
         raise KernelError(
-            f"a state {list(state.shape)} is not one of heads of matrices whose sides are multiples of 16"
+            f"a state {list(state.shape)} must be [n_heads, rows, columns] with rows and columns multiples of 16"
         )
     n_heads, rows, columns = state.shape
     if n_groups < 1 or n_heads % n_groups:
@@ -1278,15 +1276,15 @@ def _check_heads(state: RecurrentState, n_groups: int) -> tuple[int, int, int]:
 
 
 def _check_column(weight: Weight, n: int) -> None:
-    """That it is [n] or [n, 1], as files have those of recurrences."""
+    """Raises KernelError unless the shape is [n] or [n, 1], the shapes of recurrence weights in files."""
     _check_shape(weight, *((n, 1) if len(weight.shape) == 2 else (n,)))
 
 
 class Gated(Operation[Tensor]):
     """activation(gate) * up; ``activation`` is one of `ACTIVATIONS`.
 
-    "gelu" is its tanh form, "relu2" relu(gate)²; and "clamped_swiglu" gpt-oss's
-    g * σ(1.702 g) * (u + 1), where g is at most 7, and u within ±7.  Source: arXiv:2002.05202.
+    "gelu" is the tanh approximation, and "relu2" is relu(gate)². "clamped_swiglu" is gpt-oss's g * σ(1.702 g) * (u +
+    1) with g at most 7 and u within ±7. Source: arXiv:2002.05202.
     """
 
     gate: Tensor
@@ -1306,7 +1304,7 @@ class Gated(Operation[Tensor]):
 class HeadGate(SameShape):
     """Each head of x [T, H * dim] times activation(gate [T, H]), one of `HEAD_GATES`; dim is a multiple of 16.
 
-    Source: gated attention, arXiv:2505.06708, by head.
+    Source: gated attention, arXiv:2505.06708, per head.
     """
 
     gate: Tensor
@@ -1331,7 +1329,7 @@ class Activation(SameShape):
 
 
 class Clamp(SameShape):
-    """x, but no less than ``low`` and no more than ``high``; infinities for no bound."""
+    """x clipped to ``low`` … ``high``; infinities mean no bound."""
 
     low: float
     high: float
@@ -1343,7 +1341,7 @@ class Clamp(SameShape):
 
 
 class XIELU(SameShape):
-    """p x² + β x where x > 0, else n (exp(min(x, ε)) - 1 - x) + β x.  Source: arXiv:2411.13010."""
+    """p x² + β x if x > 0, else n (exp(min(x, ε)) - 1 - x) + β x. Source: arXiv:2411.13010."""
 
     p: float
     n: float
@@ -1358,17 +1356,18 @@ def _check_choice(what: str, chosen: str, known: tuple[str, ...]) -> None:
 
 
 class Route(Operation[Routing]):
-    """The k experts that each token goes to: those of its largest logits [T, E], of equals the lowest first.
+    """The k experts of each token: the largest of the token's logits [T, E], the lowest number first if equal.
 
-    Their weights are their probabilities, times ``scale``: softmax or sigmoid of the logits, or √softplus; with
-    ``norm_topk_prob`` divided by their sum, so that softmax is one over those k alone.  ``expert_scales`` [E] are
-    further factors of the weights.  With ``chosen`` [T, k], those numbers are its experts, whatever the logits.
+    The experts' weights are their probabilities (softmax, sigmoid or √softplus of the logits) times ``scale``. With
+    ``norm_topk_prob`` they are divided by their sum, so that softmax covers only the k selected experts.
+    ``expert_scales`` [E] are further factors of the weights. ``chosen`` [T, k] sets the experts independently of the
+    logits.
 
-    With ``selection_bias`` [E], those of the largest sums of probability and bias are chosen.  With ``n_groups`` of
-    E / n_groups neighbours, only the experts of ``n_top_groups`` of them can be: of the groups whose best
-    ``n_group_best`` probabilities (with bias), one or two, have the largest sums.
+    With ``selection_bias`` [E], the experts with the largest sums of probability and bias are selected. With
+    ``n_groups`` groups of E / n_groups neighbours, only experts of ``n_top_groups`` groups can be selected: the
+    groups with the largest sums of their best ``n_group_best`` (1 or 2) probabilities, including biases.
 
-    All layers of a graph have the same k.  Sources: arXiv:2401.04088 (Mixtral), arXiv:2405.04434 (DeepSeek V2: groups
+    All layers of a graph have the same k. Sources: arXiv:2401.04088 (Mixtral), arXiv:2405.04434 (DeepSeek V2: groups
     by their best), arXiv:2412.19437 (V3: by their two best).
     """
 
@@ -1386,7 +1385,7 @@ class Route(Operation[Routing]):
 
     @property
     def is_by_logits(self) -> bool:
-        """Whether it is by logits alone that experts are chosen, and weighed with softmax."""
+        """Return whether experts are selected by logits alone and weighted with softmax."""
         is_plain = self.selection_bias is None and self.chosen is None and self.n_groups == 1
         return self.gating == "softmax" and is_plain
 
@@ -1399,17 +1398,17 @@ class Route(Operation[Routing]):
         _check_shape(self.expert_scales, n)
         if not 1 <= self.k <= self.logits.width:
             raise KernelError(
-                f"{self.k} of {self.logits.width} experts cannot be chosen: 1 to {self.logits.width} can"
+                f"{self.k} of {self.logits.width} experts cannot be chosen: choose 1 to {self.logits.width}"
             )
         if self.chosen is not None:
             _check_rows(Rows.TOKENS, self.chosen)
             if self.chosen.width != self.k or self.selection_bias is not None or self.n_groups > 1:
                 raise KernelError(
-                    f"{self.chosen.width} experts of a token are given, where {self.k} are to be chosen"
+                    f"{self.chosen.width} experts per token are set, but {self.k} are needed, without bias or groups"
                 )
         if not 1 <= self.n_group_best <= 2:
             raise KernelError(
-                f"groups are chosen by their best or their two best experts, not by {self.n_group_best}"
+                f"groups must be chosen by their best or their two best experts, not by {self.n_group_best}"
             )
         if not 1 <= self.n_groups <= min(MAX_GROUPS, n // 2 or 1) or n % self.n_groups:
             raise KernelError(
@@ -1421,11 +1420,11 @@ class Route(Operation[Routing]):
 
 
 class ExpertLinears(Operation[tuple[Tensor, ...]]):
-    """Each token of x [T, d] times several weights [E, n_out, d], such as gate and up, of each expert it goes to.
+    """Products of each token of x [T, d] with weights [E, n_out, d], such as gate and up, of each selected expert.
 
-    Gives a row for each token and expert, in an order of the backend's own, which `Gated` and `ExpertOutput` can be
-    given.  ``biases``, one for each weight or none at all, are [E, n_out].  Where ``is_weighted``, a token's row is
-    multiplied with its weight for the expert first, as in Llama 4.
+    The results have a row per token and expert, in an order that depends on the backend. `Gated` and `ExpertOutput`
+    accept such rows. ``biases`` [E, n_out] are empty or one per weight. If ``is_weighted``, a token's row is first
+    multiplied by its weight for the expert, as in Llama 4.
     """
 
     x: Tensor
@@ -1440,7 +1439,7 @@ class ExpertLinears(Operation[tuple[Tensor, ...]]):
         _check_rows(Rows.TOKENS, self.x)
         if len(self.biases) not in (0, len(self.experts)):
             raise KernelError(
-                f"{len(self.biases)} biases do not fit {len(self.experts)} matrices: each has one, or none"
+                f"{len(self.biases)} biases do not match {len(self.experts)} matrices: give one per matrix, or none"
             )
         for i, weight in enumerate(self.experts):
             _check_experts(weight, self.x, self.routing, self.biases[i] if self.biases else None)
@@ -1448,10 +1447,10 @@ class ExpertLinears(Operation[tuple[Tensor, ...]]):
 
 
 class ExpertOutput(Operation[Tensor]):
-    """Each row of h times the weight [E, d, n_in] of its expert; of each token the weighted sum, plus a residual.
+    """Each row of h times the weight [E, d, n_in] of its expert, summed per token with its weights, plus a residual.
 
-    Gives [T, d].  A token's best expert is added up first.  ``bias`` is [E, d].  Where ``is_weighted`` is not set,
-    rows are added up as they are.
+    The result is [T, d]. The sum starts with a token's best expert. ``bias`` is [E, d]. If ``is_weighted`` is False,
+    rows are added without weights.
     """
 
     h: Tensor
@@ -1479,7 +1478,7 @@ def _check_experts(weight: Weight, x: Tensor, routing: Routing, bias: Weight | N
 
 
 class Softcap(SameShape):
-    """cap * tanh(x / cap), of logits.  Source: Gemma 2, arXiv:2408.00118."""
+    """cap * tanh(x / cap), for logits. Source: Gemma 2, arXiv:2408.00118."""
 
     cap: float
     overwrites = "x"
@@ -1489,10 +1488,10 @@ class Softcap(SameShape):
 
 
 class Outputs(Operation[Tensor]):
-    """The rows of x [T, d] whose logits are wanted: [N, d].
+    """The rows of x [T, d] whose logits are computed: [N, d].
 
-    With ``n_joined``, that row and those behind it, so many in all, side by side: [N, n_joined * d]; or with
-    ``is_mean`` their mean, [N, d].  So encoders of pictures merge neighbouring patches.
+    With ``n_joined``, each row is concatenated with the following n_joined - 1 rows: [N, n_joined * d]. With
+    ``is_mean``, their mean is computed: [N, d]. Image encoders merge neighbouring patches in this way.
     """
 
     x: Tensor
@@ -1507,12 +1506,12 @@ class Outputs(Operation[Tensor]):
         return Tensor(Rows.OUTPUTS, self.x.width * (1 if self.is_mean else self.n_joined))
 
 
-# -- Graphs --------------------------------------------------------------------------------------------------------
+# -- Graphs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Node:
-    """An operation, and the layer that it belongs to."""
+    """An operation and its layer."""
 
     operation: Operation[Any]
     layer: LayerTag
@@ -1520,24 +1519,24 @@ class Node:
 
 @dataclass(eq=False)
 class Graph:
-    """A recorded forward pass, or the part of one that a device computes."""
+    """A recorded forward pass, or a device's part of it."""
 
-    cache_type: CacheType = "f16"  # what the layers' caches keep keys and values in
-    # whether devices may round floats to 14 bits in products, as those of encoders, which have many rows at once
+    cache_type: CacheType = "f16"  # storage type of the layers' caches
+    # True: devices may round floats to 14 bits in products; used for encoders, which have many rows per batch
     rounds_floats: bool = False
-    nodes: list[Node] = field(default_factory=list)  # the operations, in execution order
-    caches: dict[int, KVCache] = field(default_factory=dict)  # what layers keep of every token, by `KVCache.key`
-    # what each layer keeps of every sequence
+    nodes: list[Node] = field(default_factory=list)  # in execution order
+    caches: dict[int, KVCache] = field(default_factory=dict)  # caches of all layers, by `KVCache.key`
+    # states of each layer
     states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
-    # those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here, with pages and
-    # block tables of its own.  Group 0 keeps all tokens, whether or not a layer is in it.
+    # Windows of all caches of the whole graph. Caches with the same window form a **group**, numbered by its index
+    # here, with separate pages and block tables. Group 0 keeps all tokens, even if no layer belongs to it.
     windows: list[int | None] = field(default_factory=lambda: [None])
-    # the graph whose caches these are: a step of this one works on the memory of that one's
+    # graph that owns the caches; a step of this graph uses the memory of that graph's step
     caches_of: Graph | None = None
-    layer: LayerTag = "embedding"  # where the operations that are added belong
+    layer: LayerTag = "embedding"  # layer of the operations that are added next
     # values that can be read after a step (`localllm.kernels.backend.Step.value`)
     watched: set[Value] = field(default_factory=set)
-    # tokens that the columns of the result are the logits of, where they are not those of the whole vocabulary
+    # tokens of the result's columns, if they are not the whole vocabulary
     token_ids: NDArray[np.int64] | None = None
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
@@ -1555,22 +1554,28 @@ class Graph:
         part: int = 0,
         every: int = 1,
     ) -> KVCache:
-        """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long.
+        """Declare a cache of the layer with keys and values of ``n_heads`` heads. ``value_dim`` defaults to
+        ``key_dim``.
 
-        ``is_index``: those are the keys of an indexer, which are kept beside them.  ``is_exact``: never as codes.
-        ``part``, ``every``: as in `KVCache`; a cache of runs has no codes.
+        Args:
+            is_index: the cache contains the keys of an indexer, in addition to the layer's cache.
+            is_exact: never store codes.
+            part, every: see `KVCache`; a cache with several tokens per entry never stores codes.
+
+        Raises:
+            KernelError: an argument is invalid, or the layer already has such a cache.
         """
         value_dim = key_dim if value_dim is None else value_dim
         if not isinstance(self.layer, int):
-            raise KernelError(f"a cache cannot be declared in {self.layer}: layers have them")
+            raise KernelError(f"a cache cannot be declared in {self.layer}: declare it in a layer")
         if values_in_keys and value_dim > key_dim:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
         if window is not None and window < 1:
             raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
         if every < 1 or every & (every - 1) or (every > 1 and (n_heads > 1 or window or not values_in_keys)):
             raise KernelError(
-                f"a cache cannot have an entry for every {every} tokens: they must be a power of two, and the cache "
-                "has one head, whose keys are the values, and no window"
+                f"a cache cannot have an entry for every {every} tokens: use a power of two, one head, values in "
+                "keys, and no window"
             )
         kept = self.cache_type, values_in_keys, window, is_index, part, every
         cache = KVCache(self.layer, n_heads, key_dim, value_dim, *kept)
@@ -1584,13 +1589,13 @@ class Graph:
         return cache
 
     def group(self, cache: KVCache) -> int:
-        """The number of the group that a cache belongs to."""
+        """Return the number of the cache's group."""
         return self.windows.index(cache.window)
 
     def state(self, name: str, *shape: int, is_on_host: bool = False) -> RecurrentState:
-        """Declares that the layer keeps so many values of each sequence, for one operation, or for the host."""
+        """Declare a state of the layer for each sequence, for one operation or for the host. Returns the state."""
         if not isinstance(self.layer, int):
-            raise KernelError(f"a state cannot be declared in {self.layer}: layers have them")
+            raise KernelError(f"a state cannot be declared in {self.layer}: declare it in a layer")
         state = RecurrentState(self.layer, name, shape, is_on_host)
         others = self.states.get(self.layer, ())
         if any(other.name == name for other in others):
@@ -1599,22 +1604,23 @@ class Graph:
         return state
 
     def add(self, operation: Operation[R]) -> R:
-        """Records an operation, and gives what it computes.
+        """Record an operation and return its result.
 
-        Raises KernelError if its arguments do not fit together, or a tensor is of another graph or was changed since.
+        Raises KernelError if its arguments do not match, or a tensor belongs to another graph or has been
+        overwritten.
         """
         for x in operation.inputs:
             if x not in self._known:
-                raise KernelError("an operation was given something else than a tensor of its own graph")
+                raise KernelError("an argument of an operation is not a tensor of the same graph")
             if x in self._consumed:
-                raise KernelError("an operation was given a tensor that an earlier one has changed")
+                raise KernelError("an argument of an operation was overwritten by an earlier operation")
         if isinstance(operation, Route):
             for k in {r.k for r in self._known if isinstance(r, Routing)} - {operation.k}:
-                raise KernelError(f"layers with {k} and with {operation.k} experts to a token cannot be mixed")
+                raise KernelError(f"layers with {k} and with {operation.k} experts per token cannot be mixed")
         for state in operation.states:
             if state not in self.states.get(state.layer, ()) or any(state in n.operation.states for n in self.nodes):
                 raise KernelError(
-                    f"the state {state.name!r} of layer {state.layer} is for one operation of its graph"
+                    f"the state {state.name!r} of layer {state.layer} must be used by one operation of its graph"
                 )
         result = operation.result
         self._known.update(operation.results)
@@ -1624,15 +1630,17 @@ class Graph:
 
     @property
     def result(self) -> Tensor:
-        """The last operation's output: logits, or the hidden states that the next device goes on with."""
+        """Output of the last operation: logits, or the hidden states that the next device continues with."""
         *_, result = self.nodes[-1].operation.results
         if not isinstance(result, Tensor):
             raise KernelError("a graph must end with a tensor")
         return result
 
     def last_uses(self) -> dict[Value, int]:
-        """Of each tensor, the number of the last node that reads it; one more than the last for those that are read
-        after a step: the result and what is watched."""
+        """Return the index of the last node that reads each tensor.
+
+        Tensors that are read after a step, the result and watched values, get the number of nodes.
+        """
         uses: dict[Value, int] = {}
         for i, node in enumerate(self.nodes):
             uses |= dict.fromkeys((*node.operation.results, *node.operation.inputs), i)
@@ -1640,46 +1648,48 @@ class Graph:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no token sees one behind it; otherwise a text has to come in one batch."""
+        """Return whether no token sees a later one; otherwise a whole sequence must be in one batch."""
         return all(n.operation.causal for n in self.nodes if isinstance(n.operation, Attention))
 
     @property
     def n_joined(self) -> int:
-        """Rows from an output's on that it may be made of."""
+        """Number of consecutive rows, from its own on, that an output can be computed from."""
         return max((n.operation.n_joined for n in self.nodes if isinstance(n.operation, Outputs)), default=1)
 
     @property
     def has_spans(self) -> bool:
-        """Whether some tokens see each other both ways (`Attention`): each span has to come in one batch."""
+        """Return whether some tokens see each other both ways (`Attention`); each span must come in one batch."""
         return any(n.operation.has_spans for n in self.nodes if isinstance(n.operation, Attention))
 
     @property
     def has_begins(self) -> bool:
-        """Whether some tokens see nothing but spans (`Attention`)."""
+        """Return whether some tokens see only spans (`Attention`)."""
         nodes = (n.operation for n in self.nodes if isinstance(n.operation, Attention))
         return any(op.has_spans and not op.causal for op in nodes)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a token may see others behind it."""
+        """Return whether a token may see later tokens."""
         return self.has_spans or not self.is_causal
 
     @property
     def has_axes(self) -> bool:
-        """Whether tokens turn by their place in a picture (`Rope.axes`)."""
+        """Return whether tokens are rotated by their position in an image (`Rope.axes`)."""
         ropes = (n.operation.rope for n in self.nodes if isinstance(n.operation, RopeAppend))
         return any(rope is not None and rope.axes for rope in ropes)
 
     def n_chosen(self) -> int:
-        """Experts that each token goes to; 0 without any."""
+        """Return the number of experts per token; 0 without experts."""
         return max((n.operation.k for n in self.nodes if isinstance(n.operation, Route)), default=0)
 
     def part(self, layers: range) -> Graph:
-        """The operations of a range of layers; the first layers also embed, the last ones have norm and head.
+        """Return the operations of a range of layers. The first layers also embed; the last also have norm and head.
 
-        What later layers need of the embedding again (Gemma 4's E2B) they embed themselves.  Raises KernelError where
-        anything but one tensor with a row for each token crosses into it, or a layer uses the keys and values of one
-        outside.
+        Later layers that need the embedding again (Gemma 4's E2B) compute it themselves.
+
+        Raises:
+            KernelError: more than one tensor with a row per token crosses into the part, or a layer uses the keys and
+                values of a layer outside.
         """
         if layers == range(self.n_layers):
             return self

@@ -1,4 +1,4 @@
-"""Files whose tensors are read through a memory map, where in them an array lies, and reading without the map."""
+"""Files whose tensors are memory-mapped: location of an array in its file, and reads without the map."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CHANGED = "was changed by another program after the model was loaded"
 
 
 class MappedFile(mmap.mmap):
-    """A map of a file that knows which file that is."""
+    """A file map that stores the file's path."""
 
     path: Path
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of a file."""
+    """A range of bytes in a file."""
 
     path: Path
     offset: int
@@ -35,7 +35,7 @@ class FileRange:
 
 
 def range_in_file(array: NDArray[Any]) -> FileRange | None:
-    """Where an array's bytes are in a mapped file; None if they are not, or do not lie in one piece."""
+    """Return the range of an array in a mapped file; None if the array is not mapped or not contiguous."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -46,7 +46,7 @@ def range_in_file(array: NDArray[Any]) -> FileRange | None:
 
 
 class OpenFile:
-    """A file that is read while a model is in use: any change to it is an error."""
+    """A file that is read while a model is in use. Any change to the file is an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,10 +59,10 @@ class OpenFile:
         return status.st_size, status.st_mtime_ns
 
     def fill(self, data: NDArray[np.uint8], offset: int, what: str) -> None:
-        """Fills ``data`` with the bytes from ``offset`` on.  ``what``: what they are, for the message.
+        """Read the bytes at ``offset`` into ``data``. ``what`` describes them in error messages.
 
         Raises:
-            GGUFError: the disk failed, or the file is not what it was.
+            GGUFError: reading failed, or the file has changed since it was opened.
         """
         done, where, what = 0, data.data, f"{path_text(self._path)}, {what}"
         try:

@@ -1,11 +1,11 @@
-"""Which process something was made in, and what stops before that process ends.
+"""Detection of forked processes, and orderly shutdown of computing threads.
 
-A forked child (``os.fork``, and `multiprocessing`'s "fork" method) has a copy of its parent's memory, but of its
-threads only the one that forked: locks that the others held stay held, and what they worked on stays half done.
+A forked child (``os.fork``, or `multiprocessing`'s "fork" method) gets a copy of its parent's memory, but only the
+thread that forked. Locks held by other threads stay locked, and their work stays unfinished.
 
-A thread that computes while Python takes itself down would crash the process; so would a daemon thread inside a C++
-or Rust library, out of which Python would end it.  So engines stop first, each after the step under way, and then the
-workers that they compute on, with calls of such libraries; until then all go on as ever.
+A thread that computes during Python's shutdown would crash the process. So would a daemon thread inside a C++ or Rust
+library, because Python would end it there. Engines therefore stop first, each after its current step. Then the
+workers stop that engines compute on, and that call such libraries. Until its stage stops, a thread works normally.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable
 
 from localllm.errors import ClosedError, DeviceError
 
-#: Seconds that the end of the process waits for threads at most, which a caller's own function may hold up.
+#: Maximum time in seconds that the process waits for threads at exit. A caller's function may block them.
 END_S = 10.0
 
-#: Seconds between two looks whether they have stopped.
+#: Polling interval in seconds.
 _LOOK_S = 0.002
 
-#: Forks between the process that imported this and the one at hand.
+#: Number of forks between the process that imported this module and the current one.
 _generation = 0
 
 
 class Process:
-    """The process that makes this object, told apart from its forked children.
+    """The process that creates this object, as distinct from its forked children.
 
-    A number of our own, not the process's: in a container of its own a child may have the number of its parent.
+    Identified by a counter instead of the process id, because in a container a child can get the id of its parent.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Process:
 
     @property
     def is_current(self) -> bool:
-        """Whether this is that process, not a child."""
+        """Return whether this is the process that created the object."""
         return self._generation == _generation
 
     def check(self) -> None:
-        """Makes sure that this is that process."""
+        """Raises DeviceError in a forked child."""
         if not self.is_current:
             raise DeviceError(
                 "this model was loaded before the process was forked, and its threads are not in the child: load the "
@@ -52,27 +52,28 @@ class Process:
 
 
 class Stage:
-    """Work of one kind, which the end of the process waits for."""
+    """One kind of work that the process waits for at exit."""
 
     def __init__(self) -> None:
-        self.is_over = False  # whether no more of it may begin
-        self.under_way: set[UnfinishedWork] = set()  # without a lock, which a forked child could find held
+        self.is_over = False  # True: no more work may start
+        self.under_way: set[UnfinishedWork] = set()  # without a lock, because a forked child could inherit it locked
 
     def check(self, *, waits: bool = False) -> None:
-        """Makes sure that work may begin, or that what was begun goes on.
+        """Raises an error if work must not start or continue.
 
         Args:
-            waits: for something begun earlier.  An event loop in a daemon thread may: nothing comes, and its other
-                tasks can go on until the process is gone.
+            waits: the caller waits for earlier work. In an event loop of a daemon thread this is allowed: the wait
+                never ends, but other tasks of the loop continue until the process ends.
 
         Raises:
             ClosedError: the process is ending.
-            SystemExit: the same in a daemon thread without an event loop, which ends by it and prints nothing.
+            SystemExit: the process is ending, in a daemon thread without an event loop. Ends the thread without
+                output.
         """
         if not self.is_over:
             return
         if threading.current_thread().daemon:
-            asyncio = sys.modules.get("asyncio")  # where nobody has imported it no loop runs
+            asyncio = sys.modules.get("asyncio")  # no loop runs if asyncio was never imported
             if asyncio is None or asyncio._get_running_loop() is None:
                 raise SystemExit
             if waits:
@@ -80,7 +81,7 @@ class Stage:
         raise ClosedError("the process is ending, and its models have stopped: use them before that")
 
     def end(self, deadline: float) -> None:
-        """Lets no more work begin; returns when none is under way, or at the deadline."""
+        """Block new work, and wait until current work is finished or the deadline is reached."""
         self.is_over = True
         for work in list(self.under_way):
             work.wake()
@@ -89,29 +90,28 @@ class Stage:
 
     @property
     def is_own(self) -> bool:
-        """Whether this thread is at such work."""
+        """Return whether this thread is doing such work."""
         own = threading.current_thread()
         return any(work.thread is own for work in list(self.under_way))
 
     @property
     def is_busy(self) -> bool:
-        """Whether another thread is at such work.
+        """Return whether another thread is doing such work.
 
-        What this thread has under way is none any more, nor is that of one that has ended: Ctrl-C came just as it
-        began or ended.
+        Work of this thread, or of a thread that has ended, does not count: Ctrl-C interrupted it at its start or end.
         """
         own = threading.current_thread()
         return any(work.thread is not own and work.thread.is_alive() for work in list(self.under_way))
 
 
 class UnfinishedWork:
-    """``with UnfinishedWork(stage):`` is around work that the process waits for at its end; ``wake`` tells it so."""
+    """Context manager for work that the process waits for at exit. ``wake`` is called when the process is ending."""
 
     def __init__(self, stage: Stage, wake: Callable[[], object] = lambda: None) -> None:
         self.stage, self.wake, self.thread = stage, wake, threading.current_thread()
 
     def __enter__(self) -> None:
-        self.stage.under_way.add(self)  # before it looks, so that either it sees the end, or the end sees it
+        self.stage.under_way.add(self)  # before the check: either this thread sees the end, or the end sees this work
         try:
             self.stage.check()
         except BaseException:
@@ -122,19 +122,19 @@ class UnfinishedWork:
         self.stage.under_way.discard(self)
 
 
-#: In the order in which they end.
+#: In the order of shutdown.
 engines, workers = Stage(), Stage()
 
 
 def patience() -> float | None:
-    """Seconds for which a thread may be waited for: without a limit, until the process begins to end."""
+    """Return the time in seconds to wait for a thread. None means no limit: the process is not ending."""
     if engines.is_over:
-        return 0.0  # it has been waited for
+        return 0.0  # already waited for
     return None if threading.main_thread().is_alive() else END_S
 
 
 def end() -> None:
-    """Stops all that computes, as the process ends: the one function that Python calls then (`localllm.__init__`)."""
+    """Stop all computation at exit. `localllm.__init__` registers only this function."""
     deadline = time.monotonic() + END_S
     for stage in (engines, workers):
         is_ended = False
@@ -142,7 +142,7 @@ def end() -> None:
             try:
                 stage.end(deadline)
                 is_ended = True
-            except (KeyboardInterrupt, SystemExit):  # of a signal: the process is ending already
+            except (KeyboardInterrupt, SystemExit):  # raised by a signal; the process is ending already
                 pass
 
 

@@ -1,7 +1,7 @@
-"""Plain numpy: every operation as its formula reads.  Slow, and the truth that other backends are tested against.
+"""Reference backend in plain numpy. Every operation follows its formula; other backends are tested against it.
 
-Weights are decoded to float32 when they are loaded; activations are never quantised.  Every token is computed by
-itself, so that it has the same bits in whatever batch it comes.
+Weights are decoded to float32 when loaded, and activations are never quantised. Every token is computed separately,
+so that it has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import LUTType, dequantize_lut
 
-#: float32; numpy's stubs lose the type in most expressions.
+#: float32, which numpy's stubs lose in most expressions.
 Array = NDArray[Any]
 
 
 class ReferenceBackend(Backend):
     """Interprets graphs in plain numpy.
 
-    With a cache of type "f32" it computes as if a model's attention had no cache at all, which is what independent
-    implementations are compared with; backends are compared with a float16 cache, which they have too.
+    With a cache of type "f32", attention is computed as without a cache, for comparison with independent
+    implementations. Other backends are compared with a float16 cache, which they also support.
     """
 
     name = "reference"
@@ -84,7 +84,7 @@ class ReferenceBackend(Backend):
 
 
 def _packed(use: WeightUse) -> PackedWeight:
-    """A weight as the reference holds it: a table as the file has it, anything else in float32."""
+    """Return a weight as this backend stores it: tables in the file's format, other weights in float32."""
     weight = use.weight
     if use.is_operand:
         return use.packed("F32", 4 * prod(weight.shape))
@@ -92,12 +92,12 @@ def _packed(use: WeightUse) -> PackedWeight:
 
 
 def _kept_types(cache: g.KVCache) -> list[np.dtype[Any]]:
-    """The dtypes of a cache's keys and values; those of a type with scales are stored decoded."""
+    """Return the dtypes of a cache's keys and values. Types with scales are stored decoded."""
     return [np.dtype(np.float16 if type == "f16" else np.float32) for type in cache.types]
 
 
 def _kept_shapes(cache: g.KVCache, n_pages: int, page_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of keys and of values, which are empty where the keys hold them."""
+    """Return the shapes of keys and of values; values are empty if the keys contain them."""
     return (
         (n_pages, cache.page_rows(page_size), cache.n_heads, cache.key_dim),
         (n_pages, cache.page_rows(page_size), cache.n_heads, 0 if cache.values_in_keys else cache.value_dim),
@@ -106,7 +106,7 @@ def _kept_shapes(cache: g.KVCache, n_pages: int, page_size: int) -> tuple[tuple[
 
 @dataclass(frozen=True)
 class ReferenceCache(HostCache):
-    """Of each layer, keys [n_pages, page_size, G, key_dim] and values; and of each state [n_states, …]."""
+    """Keys [n_pages, page_size, G, key_dim] and values of each layer, and each state [n_states, …]."""
 
     graph: Graph
     layers: dict[int, tuple[Array, Array]]
@@ -132,7 +132,7 @@ class ReferenceCache(HostCache):
 
 
 class ReferenceStep(Step):
-    """Computes node after node."""
+    """Computes the nodes in order."""
 
     cache: ReferenceCache
 
@@ -148,7 +148,7 @@ class ReferenceStep(Step):
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
-        #: Values of the last batch that nothing overwrites.
+        #: Values of the last batch that later nodes did not overwrite.
         self._values: dict[g.Value, Any] = {}
         kept: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
@@ -177,7 +177,7 @@ class ReferenceStep(Step):
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
         batch.check(self.cache, self._graph.n_joined)
-        # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
+        # Weights are unbounded, so results can overflow. They then follow IEEE 754, as on other backends.
         with self._in_step, np.errstate(all="ignore"):
             run = _Run(batch, hidden, self.cache, self._graph, self._arrays, self._tables, self._ngrams)
             for i, node in enumerate(self._graph.nodes):
@@ -196,7 +196,7 @@ class ReferenceStep(Step):
 
 @dataclass(frozen=True)
 class ChosenExperts:
-    """The experts that each token goes to [T, k], and their weights."""
+    """The k experts of each token [T, k], and their weights."""
 
     ids: Array
     weights: Array
@@ -204,7 +204,7 @@ class ChosenExperts:
 
 @dataclass
 class _Run:
-    """A batch on its way through a graph: the operations, each as its formula reads."""
+    """A batch in computation. Each operation is a method that follows its formula."""
 
     batch: Batch
     hidden: Output | None
@@ -315,7 +315,7 @@ class _Run:
         return tuple(self._product(op.x, matrix) for matrix in op.matrices)
 
     def _product(self, x: Tensor, matrix: g.Matrix) -> Array:
-        # A product of matrix and vector a token: a product of matrices adds in an order that depends on T.
+        # One matrix-vector product per token, because the order of additions in a matrix product depends on T.
         y: Array = np.matmul(self.arrays[matrix.weight], self.values[x][:, :, None])[:, :, 0]
         if matrix.bias is not None:
             y += self.arrays[matrix.bias]
@@ -352,7 +352,7 @@ class _Run:
     def _heads(
         self, x: Tensor, dim: int, norm: g.HeadNorm | None, rope: g.Rope | None, *, norm_last: bool = False
     ) -> Array:
-        """Heads of ``dim`` values [T, n, dim], normed and rotated in one order or the other."""
+        """Return heads of ``dim`` values [T, n, dim], normalised and rotated in the order of ``norm_last``."""
         y: Array = self.values[x].reshape(-1, x.width // dim, dim)
         if rope is not None and norm_last:
             y = rotate(y, self._turns(rope), rope)
@@ -363,7 +363,7 @@ class _Run:
         return rotate(y, self._turns(rope), rope) if rope is not None and not norm_last else y
 
     def _turns(self, rope: g.Rope) -> Array:
-        """The positions by which tokens turn: [T, 1], or with axes [T, n_rot / 2]."""
+        """Return the positions that tokens are rotated by: [T, 1] or, with axes, [T, n_rot / 2]."""
         batch = self.batch
         return batch.axes[list(rope.axes)].T if rope.axes and batch.axes.size else batch.positions[:, None]
 
@@ -387,7 +387,7 @@ class _Run:
                 if op.has_spans and len(batch.ends):
                     end = int(batch.ends[t])
                     begin = begin if op.causal else int(batch.begins[t])
-                chosen: list[Any] = [None]  # for all heads of keys, or for each, what it sees of the selected
+                chosen: list[Any] = [None]  # selected positions: for all key heads, or per key head
                 if op.selected is not None:
                     numbers = self.values[op.selected][t].astype(np.int64).reshape(-1, op.n_selected)
                     chosen = [row[row >= 0] for row in numbers]
@@ -419,7 +419,7 @@ class _Run:
         return hadamard(out, cache.rotations[1]).reshape(len(q), -1)
 
     def _entries(self, cache: g.KVCache, s: int, numbers: Array) -> Array:
-        """The entries of a sequence with these numbers (of positions, where each has one): [n, 1, key_dim]."""
+        """Return entries ``numbers`` of a sequence, or positions if each has an entry: [n, 1, key_dim]."""
         page, place = np.divmod((numbers + 1) * cache.every - 1, self.cache.page_size)
         page = self.batch.block_tables[self.graph.group(cache), s, page]
         rows: Array = self.cache.layers[cache.key][0][page, place // cache.every]
@@ -438,7 +438,7 @@ class _Run:
                 tokens = np.arange(max(0, position + 1 - n * run), position + 1)
                 page, place = np.divmod(tokens, self.cache.page_size)
                 rows = kept[tables[s, page], place].astype(np.float32)  # [n * run, 2 * n, dim]
-                # Of the run before the first series, of its own the last.
+                # first series for the previous run, last series for the current run
                 series = np.where(tokens > position - run, n - 1, 0)
                 each = np.arange(len(tokens))
                 gates = rows[each, n + series] + biases[tokens % run, series]
@@ -465,7 +465,7 @@ class _Run:
         return out.reshape(len(q), -1)
 
     def _run_scores(self, op: g.IndexSelect, q: Array, weights: Array | np.float32, keys: Array) -> Array:
-        """The scores of runs of positions, [1, runs], or of each head [H, runs]."""
+        """Return the scores of runs of positions, [1, runs], or per head [H, runs]."""
         run, own = op.run, keys
         if op.n_last:
             missing = -len(own) % run
@@ -533,7 +533,7 @@ class _Run:
     def _recurrence(
         self, kept: g.RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
     ) -> Array:
-        """Token after token; with ``beta``, what a state already has of a key's value is taken from it."""
+        """Run the recurrence over the tokens. With ``beta``, the state's value for the key is subtracted first."""
         out = np.empty_like(v)
         for start, stop, state in self._states(kept):
             for t in range(start, stop):
@@ -548,7 +548,7 @@ class _Run:
         return [self.values[x][:, first : first + width] for (x, first), width in places]
 
     def _states(self, state: g.RecurrentState) -> Iterator[tuple[int, int, Array]]:
-        """Of each sequence, its rows in the batch, and its state, zeros if it begins."""
+        """Yields (first_row, end_row, state) per sequence. The state is set to zero at the start of a sequence."""
         for s, (start, stop, length) in enumerate(self.batch.sequences()):
             values = self.cache.states[state][self.batch.states[s]]
             if length == stop - start:
@@ -620,7 +620,7 @@ class _Run:
         return total if op.residual is None else total + self.values[op.residual]
 
     def _expert_product(self, rows: Array, experts: g.Weight, bias: g.Weight | None, routing: g.Routing) -> Array:
-        """Rows [T * k, n_in], each times the matrix of its expert, with its bias."""
+        """Return rows [T * k, n_in] times the matrices of their experts, plus bias."""
         matrices, ids = self.arrays[experts], self.values[routing].ids.reshape(-1)
         pairs = zip(rows, ids, strict=True)
         y = np.array([matrices[expert] @ row for row, expert in pairs], np.float32).reshape(-1, matrices.shape[1])
@@ -644,7 +644,7 @@ def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
 
 
 def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:
-    """Rotates the heads x [T, heads, head_dim] to their positions [T, 1], or of each frequency [T, n_rot / 2]."""
+    """Rotate heads x [T, heads, head_dim] to positions [T, 1] or, per frequency, [T, n_rot / 2]."""
     angles = (positions.astype(np.float64) + rope.ahead) * rope.frequencies  # [T, n_rot / 2]
     cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))
     begin, n_pairs = rope.first, len(rope.frequencies)
@@ -660,19 +660,19 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:
 
 
 def position_factors(scale: g.PositionScale, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-    """The factors of queries at these positions."""
+    """Return the factors of queries at ``positions``."""
     factors = 1 + scale.rate * np.log1p((positions + scale.offset) // scale.length)
     return np.asarray(factors, np.float32)
 
 
 def in_range(x: Array, kind: np.dtype[Any]) -> Array:
-    """Clamps to the largest finite value of ``kind``, so that 0 * x stays 0."""
+    """Clamp to the largest finite value of ``kind``, so that 0 * x stays 0."""
     limit = np.float32(np.finfo(kind).max)
     return np.clip(x, -limit, limit)
 
 
 def in_codes(x: Array, type: g.CacheType) -> Array:
-    """Groups of 32 values of each head, rounded to codes times a float16 scale (ties to even)."""
+    """Round groups of 32 values of each head to codes times a float16 scale (ties to even)."""
     head_dim, half = x.shape[-1], 1 << (CODE_BITS[type] - 1)
     padded = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -head_dim % VALUES_PER_SCALE)])
     groups = padded.reshape(*x.shape[:-1], -1, VALUES_PER_SCALE)
@@ -690,7 +690,7 @@ def in_codes(x: Array, type: g.CacheType) -> Array:
 
 
 def hadamard(x: Array, size: int) -> Array:
-    """Each ``size`` neighbours of the last axis times the orthonormal Hadamard matrix; none if that is 0."""
+    """Multiply groups of ``size`` neighbours in the last axis by the orthonormal Hadamard matrix, unless it is 0."""
     step = 1
     while step < size:
         pairs = x.reshape(*x.shape[:-1], -1, 2, step)
@@ -724,35 +724,35 @@ def softplus(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
-    """x * sigmoid(x).  Source: arXiv:1702.03118."""
-    with np.errstate(over="ignore"):  # exp(-x) may be inf: the result is then -0
+    """x * sigmoid(x). Source: arXiv:1702.03118."""
+    with np.errstate(over="ignore"):  # exp(-x) may overflow to inf; the result is then -0
         y: Array = x / (1 + np.exp(-x))
     return y
 
 
 def gelu(x: Array) -> Array:
-    """The tanh form, which GGML uses throughout.  Source: arXiv:1606.08415."""
+    """Tanh approximation of GELU, which GGML always uses. Source: arXiv:1606.08415."""
     return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
 
 
 def gelu_erf(x: Array) -> Array:
-    """x * Φ(x), of the normal distribution.  Source: arXiv:1606.08415."""
+    """x * Φ(x), with the CDF Φ of the normal distribution. Source: arXiv:1606.08415."""
     erf = np.vectorize(math.erf, otypes=[np.float64])
     return (x * 0.5 * (1 + erf(x / np.sqrt(2)))).astype(np.float32)
 
 
 def gelu_quick(x: Array) -> Array:
-    """x * sigmoid(1.702 x), as CLIP has it.  Source: arXiv:1606.08415."""
+    """x * sigmoid(1.702 x), used by CLIP. Source: arXiv:1606.08415."""
     return x * sigmoid(np.float32(1.702) * x)
 
 
 def relu2(x: Array) -> Array:
-    """max(x, 0)².  Source: Primer, arXiv:2109.08668."""
+    """max(x, 0)². Source: Primer, arXiv:2109.08668."""
     return np.square(np.maximum(x, 0))
 
 
 def clamped_swiglu(gate: Array, up: Array) -> Array:
-    """gpt-oss's."""
+    """Activation of gpt-oss, see `localllm.kernels.graph.Gated`."""
     gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
     return gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
 

@@ -1,4 +1,4 @@
-"""Opens files whose folders came from elsewhere: no pipe that blocks, and no link to a file of another folder."""
+"""Opening of files in untrusted folders: refuses pipes, which block, and links to files in other folders."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def open_regular(path: str | os.PathLike[str], *, folder: str | os.PathLike[str]
             snapshot of Hugging Face's cache links to.
 
     Raises:
-        OSError: the file does not exist, may not be read, is no regular file, or is a link to another folder.
-        ValueError: the path has a NUL.
+        OSError: the file does not exist, is not readable, is not a regular file, or is a link to another folder.
+        ValueError: the path contains a NUL character.
     """
     if folder is not None:
         path = _linked_within(Path(path), Path(folder))
@@ -46,7 +46,7 @@ def open_regular(path: str | os.PathLike[str], *, folder: str | os.PathLike[str]
 def read_regular(
     path: str | os.PathLike[str], max_bytes: int, *, folder: str | os.PathLike[str] | None = None
 ) -> bytes:
-    """Return the content of a regular file.  Raises OSError, as `open_regular`, also if the file is larger."""
+    """Return the content of a regular file. Raises OSError like `open_regular`, and if it exceeds ``max_bytes``."""
     with open_regular(path, folder=folder) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -55,7 +55,7 @@ def read_regular(
 
 
 def reading_error(where: str, error: OSError) -> UsageError:
-    """Return the error of a file that cannot be opened."""
+    """Return the error for a file that cannot be opened."""
     if isinstance(error, FileNotFoundError):
         return UsageError(f"{where} is not there: check the path")
     return UsageError(f"{where} cannot be read ({error.strerror or error}): check the path and its permissions")
@@ -66,7 +66,7 @@ def _irregular(path: str | os.PathLike[str]) -> OSError:
 
 
 def _linked_within(path: Path, folder: Path) -> Path:
-    """Return the file that a path leads to.  Raises OSError where it is outside the folder."""
+    """Return ``path`` with links followed. Raises OSError if it is outside the folder and its snapshot's blobs."""
     target, root = path.resolve(), folder.resolve()
     blobs = [(parent.parent / "blobs").resolve() for parent in root.parents if parent.name == "snapshots"]
     if not any(target.is_relative_to(allowed) for allowed in (root, *blobs)):

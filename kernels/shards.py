@@ -1,9 +1,9 @@
-"""A graph cut across its matrices: each of several devices computes a part of every layer.
+"""Tensor parallelism: a graph split across its matrices, so that each device computes a part of every layer.
 
-Heads of attention are shared out by key/value head, with their part of the cache; so are the rows of an MLP's first
-matrices and the columns of its last one, and the rows of the output matrix.  A device multiplies its columns of a
-matrix into a partial sum, and `AllSum` adds those of all in the order of the devices: the same bits in every run.
-Whatever has a whole row to read (norms, residuals, the embedding) every device computes for itself.
+Attention heads are split by key/value head, together with their cache. The first matrices of an MLP and the output
+matrix are split by rows, and the last matrix of an MLP by columns. A product with a device's columns is a partial
+sum. `AllSum` adds the partial sums of all devices in their order, so that every run computes the same bits. Every
+device computes operations on whole rows (norms, residuals, the embedding) itself.
 
 Source: Megatron-LM, arXiv:1909.08053.
 """
@@ -24,11 +24,11 @@ from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Matrix, Operation, Rows, Tensor, Weight
 from localllm.quant.lut import block_size
 
-#: Operations that compute whole rows, on every device the same.
+#: Operations on whole rows, computed identically on every device.
 _WHOLE = g.Input | g.Embed | g.RMSNorm | g.LayerNorm | g.Add | g.AddRows | g.Scale | g.Softcap | g.Outputs
-#: Those that may compute a part of each.
+#: Operations that can be split.
 _CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activation
-#: What users call others.
+#: Names of unsupported operations in error messages.
 _NAMES = {
     g.Route: "mixtures of experts",
     g.HeadLinear: "latent attention",
@@ -39,19 +39,20 @@ _NAMES = {
     g.CausalConv: "recurrent layers",
     g.AdapterWeights: "adapters",
 }
-#: Columns that cuts are multiples of: activations are rounded in groups of 32, and tiles are of up to 256.
+#: Parts contain a multiple of these numbers of columns: activations are rounded in groups of 32, and tiles are up to
+#: 256.
 _GROUP, _TILE = 32, 256
 
-#: Where a tensor's columns, or a weight's rows or columns, are cut: with both ends, one more than there are devices.
+#: Boundaries of the parts of a tensor's columns, or of a weight's rows or columns: one more than devices.
 Cuts = tuple[int, ...]
 
 
 class AllSum(g.SameShape):
-    """The sum of the x of all devices, in their order."""
+    """The sum of x over all devices, in their order."""
 
 
 class Gather(Operation[Tensor]):
-    """Side by side, the x of all devices, on the first; the others go on with their own."""
+    """The concatenated x of all devices, on the first device; other devices continue with their part."""
 
     x: Tensor
     cuts: Cuts
@@ -64,7 +65,7 @@ class Gather(Operation[Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class Shard(g.WeightView):
-    """The rows of a weight, or its columns, that a device has."""
+    """A device's rows, or columns, of a weight."""
 
     part: range
     is_columns: bool = False
@@ -76,7 +77,7 @@ class Shard(g.WeightView):
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """A copy where the columns are some of a row's."""
+        """Raw blocks; a copy if columns are selected."""
         data, part = self.whole.data, self.part
         if not self.is_columns:
             n_bytes = data.nbytes // self.whole.shape[0]
@@ -86,7 +87,7 @@ class Shard(g.WeightView):
 
 
 def shard(graph: Graph, n: int) -> list[Graph]:
-    """The graphs of ``n`` devices, which together compute what this one does."""
+    """Return one graph per device, which together compute ``graph``. Raises KernelError if it cannot be split."""
     for node in graph.nodes:
         if not isinstance(node.operation, _WHOLE | _CUT):
             raise _refused(_NAMES.get(type(node.operation), type(node.operation).__name__))
@@ -95,21 +96,19 @@ def shard(graph: Graph, n: int) -> list[Graph]:
 
 
 def _refused(what: str) -> KernelError:
-    return KernelError(
-        f"a model with {what} cannot be split by rows: leave split_mode out, and it is split by layers"
-    )
+    return KernelError(f"a model with {what} cannot be split by rows: leave split_mode out to split it by layers")
 
 
 def _even(total: int, n: int, *units: int) -> Cuts:
-    """About even parts, cut at multiples of the first of the units of which each device gets one."""
+    """Return nearly equal parts, in multiples of the first unit that is small enough for ``n`` parts."""
     for unit in units:
         if (n_units := total // unit) >= n:
             return *(n_units * i // n * unit for i in range(n)), total
-    raise _refused(f"{total:,} values in a row, or heads, where each of {n} devices needs {units[-1]}")
+    raise _refused(f"{total:,} values per row, or heads, but each of {n} devices needs {units[-1]}")
 
 
 def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
-    """Of the tensors that are cut, where."""
+    """Return the boundaries of all tensors that are split."""
     readers: dict[Any, list[Operation[Any]]] = defaultdict(list)
     made_by: dict[Any, Operation[Any]] = {}
     for node in graph.nodes:
@@ -120,7 +119,7 @@ def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
     heads: dict[int, Cuts] = {}
 
     def columns_of(x: Tensor) -> int:
-        """Cuts of a tensor must be multiples of this for the matrices that multiply it, perhaps behind a gate."""
+        """Return the divisor of a tensor's boundaries that its readers require, directly or after a gate."""
         sizes = [columns_of(op.result) for op in readers[x] if isinstance(op, g.Gated)]
         sizes += [block_size(op.matrix.weight.type).length for op in readers[x] if isinstance(op, g.Linear)]
         return lcm(_GROUP, *sizes)
@@ -154,7 +153,7 @@ def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
 
 
 class _Sharding:
-    """Makes the graph of one device."""
+    """Builds the graph of one device."""
 
     def __init__(self, graph: Graph, cuts: dict[Tensor, Cuts], device: int) -> None:
         self.whole, self.cuts, self.device = graph, dict(cuts), device
@@ -180,13 +179,13 @@ class _Sharding:
         return range(*self.cuts[x][self.device : self.device + 2])
 
     def shard(self, weight: Weight | None, part: range, *, is_columns: bool = False) -> Any:
-        """The same each time: a weight that is used twice is packed once."""
+        """Return a part of a weight. Equal arguments return the same object, so that it is packed once."""
         if weight is None:
             return None
         return self.weights.setdefault((weight, part, is_columns), Shard(weight, part, is_columns))
 
     def rows(self, matrix: Matrix, result: Tensor) -> Matrix:
-        """The rows of a matrix that make a device's part of a tensor."""
+        """Return the rows of a matrix that compute this device's part of ``result``."""
         part = self.part(result)
         return Matrix(self.shard(matrix.weight, part), self.shard(matrix.bias, part))
 
@@ -197,7 +196,7 @@ class _Sharding:
                 if x.rows is not Rows.TOKENS:
                     raise _refused("products of outputs alone")
                 weight = self.shard(matrix.weight, self.part(x), is_columns=True)
-                is_first = self.device == 0  # bias and residual are added once
+                is_first = self.device == 0  # only one device adds bias and residual
                 residual = self.tensors[op.residual] if is_first and op.residual is not None else None
                 mine = Matrix(weight, matrix.bias if is_first else None)
                 return self.own.add(AllSum(self.own.add(g.Linear(self.tensors[x], mine, residual))))
@@ -216,7 +215,7 @@ class _Sharding:
         raise _refused(f"a cut through {type(op).__name__}")
 
     def renewed(self, op: Operation[Any]) -> Any:
-        """The operation over this graph's tensors and caches."""
+        """Return the operation with this graph's tensors and caches."""
         changes: dict[str, Any] = {}
         for each in fields(op):
             value = getattr(op, each.name)

@@ -1,13 +1,13 @@
-"""A model over several devices, each with some of its layers: several GPUs, or CPU and GPU.
+"""Pipeline parallelism: a model whose layers are split over several devices, such as GPUs, or CPU and GPU.
 
-The graph is cut by layer, each device compiles its part as it would any other graph, and batches go through all parts
-in turn.  Batches of many tokens go in micro-batches, in the order of their tokens.  A step may return before it has
-computed; so while one device works on a micro-batch, the one before it is given the next.  A device that computes
-before it returns, as the CPU does, keeps those before it waiting, not those behind it: its place is in front.  Every
-token stands alone, so the cuts change no bits.
+The graph is split by layer. Each device compiles its part like any other graph, and batches pass through the parts in
+order. Batches of many tokens are split into micro-batches, in the order of their tokens. A step may return before its
+output is computed, so the previous device receives the next micro-batch while a device computes. A synchronous device
+such as the CPU delays the devices before it, but not the devices after it, so it is placed first. Tokens are computed
+independently, so the split does not change the results.
 
-**Pages.**  The cache has a part on each device, which holds its layers.  A page has as many tokens as the least
-common multiple of the devices' own pages, and names a run of neighbours in each part.
+**Pages.** Each device stores the cache of its layers. The size of a page is the least common multiple of the devices'
+page sizes. A page corresponds to a run of consecutive pages on each device.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from localllm.errors import ExpertReadError, GGUFError, KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, ExpertReads, Footprint, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph
 
-#: Tokens of a micro-batch.  By `tests.benchmarks.gpu.predict` two GPUs are slower than one with 128, where products
-#: take less time than to read the weights; with 512 they share no prompt of 512 tokens.
+#: Tokens per micro-batch. According to `tests.benchmarks.gpu.predict`, two GPUs are slower than one with 128, because
+#: products then take less time than reading the weights. With 512 they cannot share a prompt of 512 tokens.
 MICRO_BATCH = 256
-#: Their number is a multiple of this, as large as kernels' tiles.
+#: The number of tokens is a multiple of this, the largest tile of kernels.
 _WHOLE_TILES = 16
 
 
 @dataclass(frozen=True)
 class SplitCache:
-    """The cache of each part, with the layers that it has."""
+    """The caches of all parts, each for the layers of its part."""
 
     parts: tuple[Cache, ...]
     page_size: int
@@ -56,7 +56,7 @@ class SplitCache:
             part.copy(group, own, copied)
 
     def _where(self, group: int | None, number: int) -> list[tuple[Cache, int]]:
-        """The parts, each with its pages that make up one of the whole, or with its slot."""
+        """Return the parts, each with its pages that form a page of the whole, or with its slot."""
         n_pages = [1 if group is None else self.page_size // part.page_size for part in self.parts]
         return [(part, n * number + i) for part, n in zip(self.parts, n_pages, strict=True) for i in range(n)]
 
@@ -74,7 +74,7 @@ class SplitCache:
 
 
 def page_size(backends: Sequence[Backend]) -> int:
-    """Tokens in a page of a cache that has a part on each of these."""
+    """Return the tokens per page of a cache that is split over these backends."""
     return lcm(*(backend.page_size for backend in backends))
 
 
@@ -91,13 +91,14 @@ def part_footprint(
     micro_batch: int = MICRO_BATCH,
     **more: Any,
 ) -> Footprint:
-    """The footprint of a range of a graph's layers on a backend; if it is not all of them, with micro-batches.
+    """Return the footprint of a range of a graph's layers on a backend, in micro-batches if it is not the whole
+    graph.
 
     Args:
         size: `page_size` of all backends that the graph is split over.
-        n_pages: of this size.
-        micro_batch: tokens beyond which a batch is cut, unless tokens see others behind them.
-        more: what this backend takes beside.
+        n_pages: pages of this size.
+        micro_batch: maximum number of tokens before a batch is split. Ignored if tokens see later ones.
+        more: further arguments of the backend's ``footprint``.
     """
     return backend.footprint(
         graph.part(layers),
@@ -110,7 +111,7 @@ def part_footprint(
 
 
 class SplitStep(Step):
-    """The steps of several devices, one after the other."""
+    """The steps of several devices, run in order."""
 
     cache: SplitCache
 
@@ -125,7 +126,7 @@ class SplitStep(Step):
         max_outputs: int,
         micro_batch: int = MICRO_BATCH,
     ) -> None:
-        """``steps``: of each part of a graph, in execution order; the rest as of `part_footprint`."""
+        """``steps``: steps of the parts of a graph, in execution order. Other arguments: see `part_footprint`."""
         self.steps, self.micro_batch = steps, max_tokens if graph.looks_ahead else micro_batch
         self.cache = SplitCache(tuple(step.cache for step in steps), size, n_pages)
         self.weights = tuple(weight for step in steps for weight in step.weights)
@@ -135,7 +136,7 @@ class SplitStep(Step):
 
     @property
     def expert_reads(self) -> ExpertReads | None:
-        return self.steps[0].expert_reads  # the host's
+        return self.steps[0].expert_reads  # only the first step, on the host, has any
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
@@ -143,11 +144,11 @@ class SplitStep(Step):
         return _SplitOutput(self, batch, hidden)
 
     def through(self, steps: Sequence[Step], batch: Batch, hidden: Output | None = None) -> Output:
-        """The output of some of the steps, one after the other, for a batch."""
+        """Return the output of ``steps``, run in order, for a batch."""
         for step in steps:
             try:
                 hidden = step.run(_in_smaller_pages(batch, self.cache.page_size // step.cache.page_size), hidden)
-            except ExpertReadError as error:  # which sequences of this part lack them says little of the whole batch
+            except ExpertReadError as error:  # the failed sequences of a micro-batch do not describe the whole batch
                 raise GGUFError(str(error)) from error
         if hidden is None:
             raise KernelError("a model split over no devices computes nothing")
@@ -156,7 +157,7 @@ class SplitStep(Step):
 
 @dataclass(frozen=True)
 class _SplitOutput(Output):
-    """The logits of a batch, which is sent through all steps when they are asked for."""
+    """The logits of a batch, which are computed when requested."""
 
     step: SplitStep
     batch: Batch
@@ -187,31 +188,32 @@ class _SplitOutput(Output):
         return best
 
     def _pipeline(self, take: Callable[[NDArray[np.int64], Output], None]) -> None:
-        """Sends micro-batches through all steps; ``take`` gets the rows among the outputs, and what came out."""
+        """Run micro-batches through all steps. ``take`` receives their rows among the outputs, and their output."""
         *first, last = self.step.steps
         pending: tuple[MicroBatch, Output] | None = None
         for micro in micro_batches(self.batch, self.step.micro_batch):
             hidden: Output | None = None if self.hidden is None else HostOutput(self.hidden.rows()[micro.tokens])
             if first:
                 hidden = self.step.through(first, micro.batch, hidden)
-            # The last step overwrites what it gave before: that is taken only now, for until then nobody had to wait.
+            # The last step overwrites its previous output, so that output is read now. Reading it earlier would wait
+            # for it.
             _take(pending, take)
             pending = micro, self.step.through([last], micro.batch, hidden)
         _take(pending, take)
 
 
 def _take(pending: tuple[MicroBatch, Output] | None, take: Callable[[NDArray[np.int64], Output], None]) -> None:
-    """Waits for the logits of a micro-batch, if it has any."""
+    """Wait for the logits of a micro-batch, if it has any."""
     if pending is not None and len(pending[0].rows):
         take(pending[0].rows, pending[1])
 
 
-# -- Micro-batches -------------------------------------------------------------------------------------------------
+# -- Micro-batches ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Neighbouring tokens of a batch, as a batch; ``rows`` [N] are the places of its outputs among the batch's."""
+    """Consecutive tokens of a batch, as a batch. ``rows`` [N] are the positions of its outputs in the whole batch."""
 
     batch: Batch
     rows: NDArray[np.int64]
@@ -219,9 +221,9 @@ class MicroBatch:
 
 
 def micro_batches(batch: Batch, n_tokens: int) -> list[MicroBatch]:
-    """Cuts a batch into parts of at most ``n_tokens`` and about the same size, in the order of its tokens.
+    """Split a batch into parts of similar size, at most ``n_tokens``, in the order of its tokens.
 
-    Where a cut goes through a sequence, its first part ends in the cache where the second one begins.
+    If a part ends within a sequence, the next part continues from the cache.
     """
     n = len(batch.ids)
     if n <= n_tokens:
@@ -232,9 +234,9 @@ def micro_batches(batch: Batch, n_tokens: int) -> list[MicroBatch]:
 
 
 def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
-    """The tokens start : stop."""
+    """Return the tokens start : stop as a micro-batch."""
     starts = np.clip(batch.query_starts, start, stop)
-    within = np.flatnonzero(np.diff(starts))  # the sequences that have tokens there
+    within = np.flatnonzero(np.diff(starts))  # sequences with tokens in the range
     lasts = starts[within + 1] - 1
     rows = np.flatnonzero((batch.outputs >= start) & (batch.outputs < stop))
     embedded = np.flatnonzero((batch.embedded >= start) & (batch.embedded < stop))
@@ -255,7 +257,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
 
 
 def _in_smaller_pages(batch: Batch, n: int) -> Batch:
-    """The batch over a cache each of whose pages is a run of ``n``."""
+    """Return the batch for a cache whose page is one of ``n`` consecutive smaller pages."""
     if n == 1:
         return batch
     tables = batch.block_tables[:, :, :, None] * n + np.arange(n, dtype=np.int32)

@@ -45,7 +45,7 @@ def test_a_part_goes_from_hidden_states_to_hidden_states(ops: Ops, width: int) -
 def test_hidden_states_that_do_not_fit_are_refused(ops: Ops) -> None:
     part = compiled(ops, Graph(nodes=[Node(Input(Tensor(Rows.TOKENS, 5)), 1)]), 4)
     batch = make_batch([(range(3), 0, [0])])
-    with pytest.raises(KernelError, match=r"hidden states of 5.*, but was given none"):
+    with pytest.raises(KernelError, match=r"hidden states of 5.*, but got none"):
         part.run(batch)
     for wrong in (random(2, 5), random(3, 6), random(3, 5).astype(np.float64)):
         with pytest.raises(KernelError, match=r"needs \[3, 5\] in float32"):

@@ -452,14 +452,14 @@ def test_hidden_states_go_from_device_to_device(order: Any, peers: bool) -> None
 def test_hidden_states_that_do_not_fit() -> None:
     part = doubling(CUDABackend(KernellessDriver(), 0, compiles_ahead=False))
     batch = make_batch([(range(3), 0, [0])], outputs=[])
-    with pytest.raises(KernelError, match="begins with hidden states of 40 values, but was given none"):
+    with pytest.raises(KernelError, match="starts with hidden states of 40 values, but got none"):
         part.run(batch, None)
     wrongs: list[Any] = [np.zeros((2, 40), np.float32), np.zeros((3, 41), np.float32), np.zeros((3, 40))]
     for wrong in wrongs:
         with pytest.raises(KernelError, match=r"needs \[3, 40\] in float32"):
             part.run(batch, HostOutput(wrong))
     before = part.run(make_batch([(range(2), 0, [0])], outputs=[]), HostOutput(np.zeros((2, 40), np.float32)))
-    with pytest.raises(KernelError, match=r"given hidden states \[2, 40\]"):
+    with pytest.raises(KernelError, match=r"got hidden states \[2, 40\]"):
         part.run(batch, before)
 
 
