@@ -33,8 +33,8 @@ class Batch:
     positions: NDArray[np.int32]  # int32 [T], position of each token in its sequence, from 0
     query_starts: NDArray[np.int32]  # int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1]
     kv_lengths: NDArray[np.int32]  # int32 [S], tokens in the cache after this batch's are appended
-    # int32 [n_groups, S, max_blocks]. For the caches of group g (`Graph.windows`), page block_tables[g, s, p //
-    # page_size] stores token position p of sequence s. Pages before the window are not read.
+    # int32 [n_groups, S, max_blocks]. Page block_tables[g, s, p // page_size] stores token position p of sequence s
+    # for the caches of group g (`Graph.windows`). Pages before the window are not read.
     block_tables: NDArray[np.int32]
     outputs: NDArray[np.int32]  # int32 [N], rows of the batch whose logits are computed
     # int32 [S], slot of each sequence's recurrent states; empty for models without recurrent states
@@ -183,7 +183,7 @@ def top_k(logits: NDArray[np.float32], k: int) -> TopK:
     return TopK(ids, np.take_along_axis(logits, ids, axis=1))
 
 
-# -- Steps -----------------------------------------------------------------------------------------------------------
+# -- Steps ---------------------------------------------------------------------------------------------------------
 
 
 class Output(ABC):
@@ -374,8 +374,8 @@ class Step(ABC):
         """Return a watched value of the last batch.
 
         Returns:
-            float32 [rows, width] or, for a `Routing`, the numbers of each token's experts, [T, k]. Rows of tokens and
-            of their experts are in the order of the batch.
+            float32 [rows, width] or, for a `Routing`, the numbers of each token's experts, [T, k]. Rows per token
+            and expert are in the order of these numbers.
 
         Raises:
             KernelError: the backend does not keep watched values.
@@ -397,14 +397,14 @@ def input_rows(hidden: Output | None, n_tokens: int, op: Input) -> NDArray[np.fl
     return rows[:, op.first : op.first + op.x.width]
 
 
-# -- Backends --------------------------------------------------------------------------------------------------------
+# -- Backends ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Footprint:
     """A lowered graph: the memory that its step needs, and the functions that create the step."""
 
-    weights: tuple[PackedWeight, ...]  # with the bytes of each
+    weights: tuple[PackedWeight, ...]  # with their sizes in bytes
     caches: Mapping[int, int]  # bytes of each layer's cache
     buffers: int  # bytes of intermediate results, and an estimate for CUDA graphs
     # packs the weights, allocates the memory, and returns the step; call it once

@@ -244,7 +244,7 @@ class RecurrentState:
         return prod(self.shape)
 
 
-# -- Tensors ---------------------------------------------------------------------------------------------------------
+# -- Tensors -------------------------------------------------------------------------------------------------------
 
 
 class Rows(Enum):
@@ -305,7 +305,7 @@ def _check_softcap(cap: float | None) -> None:
         )
 
 
-# -- Operations ------------------------------------------------------------------------------------------------------
+# -- Operations ----------------------------------------------------------------------------------------------------
 
 
 @dataclass_transform(eq_default=False, frozen_default=True)
@@ -415,7 +415,7 @@ class Embed(Operation[Tensor]):
     """Rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d].
 
     ``columns`` selects columns of the table, because layers may have separate columns, as in Gemma 3n. With
-    ``by_position``, the rows of the tokens' positions are selected; the table must have all positions. With
+    ``by_position``, the rows of the tokens' positions are selected; the table must cover all positions. With
     ``takes_rows``, rows of the batch's ``embedded`` tokens are its ``embeddings``, not scaled.
     """
 
@@ -891,8 +891,8 @@ class Attention(Operation[Tensor]):
 
     With ``softcap``, scaled scores s become softcap * tanh(s / softcap). With ``sinks`` [H], the softmax of each
     query head gets an additional score, which adds no value. With ``slopes`` [H], each score decreases by its head's
-    slope per position of distance (ALiBi). With ``biases`` [H * (2 n + 1)], its head's bias for the distance is
-    added, for the positions -n … n after the token; larger distances use the last bias.
+    slope per position of distance (ALiBi). With ``biases`` [H * (2 n + 1)], the bias of the head and the distance is
+    added to each score, for positions up to n before and after the token. Larger distances use the last bias.
 
     Sources: arXiv:2205.14135; slopes: arXiv:2108.12409; biases: T5, arXiv:1910.10683; soft-cap: Gemma 2,
     arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453; chunks: Llama 4.
@@ -981,11 +981,11 @@ class IndexSelect(Operation[Tensor]):
     indexer, which `RopeAppend` writes into its cache.
 
     With a ``run`` of n > 1 positions, k / n whole runs are selected among the complete runs that a token sees, by the
-    key of each run's last position. All positions after the last complete run are added: up to n - 1 more.
+    key of each run's last position. Positions after the last complete run are added, at most n - 1.
 
-    With ``pool`` [n, dim], the key of a run is a sum of the keys of its positions. The weights of each channel are
-    the softmax of the positions' gates plus the pool's values. The cache stores [key | gate | key of the run that
-    ends here] per token, without codes. `RopeAppend` receives a placeholder for the third part.
+    With ``pool`` [n, dim], the key of a run is a weighted sum of the keys of its positions. The weights of each
+    channel are the softmax of the positions' gates plus the pool's values. The cache stores [key | gate | key of the
+    run that ends here] per token, without codes. `RopeAppend` receives a placeholder for the third part.
 
     With ``n_last``, each head selects separately, [T, H * k]: the runs with the largest q · key of any position. The
     token's own run counts up to the token. The last ``n_last`` runs, the token's own included, are always
@@ -1141,10 +1141,10 @@ class GatedDelta(Operation[Tensor]):
     With a negative ``bound``, the decay factor is exp(bound · σ(a · (decay + dt_bias))), at least exp(bound).
 
     ``qkv`` is one tensor of [queries | keys | values] with n_key_heads, n_key_heads and H heads, or three tensors.
-    ``decay`` contains H values, like ``beta``, or H * d_k for a decay per channel. ``a``
-    [H] is negative; with a bound it may have either sign, and its magnitude is used. Value head h uses the keys and
-    queries of key head h mod n_key_heads or, if ``is_grouped``, of h ÷ (H / n_key_heads). ``state`` is [H, d_k, d_v];
-    d_k and d_v must be multiples of 16. The result is [T, H * d_v].
+    ``decay`` contains H values, like ``beta``, or H * d_k for a decay per channel. ``a`` [H] is negative; with a
+    bound it may have either sign, and its magnitude is used. Value head h uses the keys and queries of key head
+    h mod n_key_heads or, if ``is_grouped``, of h ÷ (H / n_key_heads). ``state`` is [H, d_k, d_v]; d_k and d_v must be
+    multiples of 16. The result is [T, H * d_v].
 
     Sources: Gated DeltaNet, arXiv:2412.06464; decay per channel: Kimi Linear, arXiv:2510.26692; a bound: Ling 3.
     """
@@ -1219,8 +1219,8 @@ class ChannelScan(Operation[Tensor]):
 
         h_i = exp(a_i Δ) h_i + b_i Δ x;  result = sum over i of c_i h_i + d x
 
-    ``a`` [n, N] is negative. ``state`` is [N, n]. n must be a multiple of 16 and N at most 64. Source:
-    arXiv:2312.00752.
+    ``a`` [n, N] is negative. ``state`` is [N, n]. n must be a multiple of 16 and N at most 64.
+    Source: arXiv:2312.00752.
     """
 
     x: Tensor
@@ -1283,8 +1283,8 @@ def _check_column(weight: Weight, n: int) -> None:
 class Gated(Operation[Tensor]):
     """activation(gate) * up; ``activation`` is one of `ACTIVATIONS`.
 
-    "gelu" is the tanh approximation, and "relu2" is relu(gate)². "clamped_swiglu" is gpt-oss's g * σ(1.702 g) * (u +
-    1) with g at most 7 and u within ±7. Source: arXiv:2002.05202.
+    "gelu" is the tanh approximation, and "relu2" is relu(gate)². "clamped_swiglu" is gpt-oss's
+    g * σ(1.702 g) * (u + 1) with g at most 7 and u within ±7. Source: arXiv:2002.05202.
     """
 
     gate: Tensor
@@ -1506,7 +1506,7 @@ class Outputs(Operation[Tensor]):
         return Tensor(Rows.OUTPUTS, self.x.width * (1 if self.is_mean else self.n_joined))
 
 
-# -- Graphs ----------------------------------------------------------------------------------------------------------
+# -- Graphs --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1554,10 +1554,10 @@ class Graph:
         part: int = 0,
         every: int = 1,
     ) -> KVCache:
-        """Declare a cache of the layer with keys and values of ``n_heads`` heads. ``value_dim`` defaults to
-        ``key_dim``.
+        """Declare a cache of the layer, for keys and values of ``n_heads`` heads.
 
         Args:
+            value_dim: defaults to ``key_dim``.
             is_index: the cache contains the keys of an indexer, in addition to the layer's cache.
             is_exact: never store codes.
             part, every: see `KVCache`; a cache with several tokens per entry never stores codes.

@@ -39,8 +39,7 @@ _NAMES = {
     g.CausalConv: "recurrent layers",
     g.AdapterWeights: "adapters",
 }
-#: Parts contain a multiple of these numbers of columns: activations are rounded in groups of 32, and tiles are up to
-#: 256.
+#: Units of columns for splits: activations are rounded in groups of 32, and tiles have up to 256 columns.
 _GROUP, _TILE = 32, 256
 
 #: Boundaries of the parts of a tensor's columns, or of a weight's rows or columns: one more than devices.

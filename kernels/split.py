@@ -91,8 +91,7 @@ def part_footprint(
     micro_batch: int = MICRO_BATCH,
     **more: Any,
 ) -> Footprint:
-    """Return the footprint of a range of a graph's layers on a backend, in micro-batches if it is not the whole
-    graph.
+    """Return the footprint of a range of layers on a backend. Parts of a graph run in micro-batches.
 
     Args:
         size: `page_size` of all backends that the graph is split over.
@@ -195,8 +194,7 @@ class _SplitOutput(Output):
             hidden: Output | None = None if self.hidden is None else HostOutput(self.hidden.rows()[micro.tokens])
             if first:
                 hidden = self.step.through(first, micro.batch, hidden)
-            # The last step overwrites its previous output, so that output is read now. Reading it earlier would wait
-            # for it.
+            # The last step overwrites its previous output, so it is read now. Reading it earlier would only wait.
             _take(pending, take)
             pending = micro, self.step.through([last], micro.batch, hidden)
         _take(pending, take)
@@ -208,7 +206,7 @@ def _take(pending: tuple[MicroBatch, Output] | None, take: Callable[[NDArray[np.
         take(pending[0].rows, pending[1])
 
 
-# -- Micro-batches ---------------------------------------------------------------------------------------------------
+# -- Micro-batches -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ class BitPacking:
 
     bits: int  # bits per code
     columns: int  # columns per block in the file
-    # (column, b) to the position of bit b of the column's code in the file, counted in the bytes of the block that
-    # hold codes. Position 8 i + j is bit j of byte i.
+    # Maps (column, b) to the position of bit b of the column's code in the file, counted in the block's bytes of codes.
+    # Position 8 i + j is bit j of byte i.
     place: Callable[[int, int], int]
 
     @functools.cached_property

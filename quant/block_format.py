@@ -46,7 +46,7 @@ class BlockFormat(ABC):
     def decode(self, blocks: Bytes, out: Floats) -> None:
         """Decode ``blocks``, uint8 [n_blocks, block_bytes], into ``out``, float32 [n_blocks, block_length].
 
-        Both arrays are C-contiguous. Infinite and NaN scales raise numpy warnings. The caller
+        Both arrays are C-contiguous. Infinite and NaN scales cause numpy warnings. The caller
         (`localllm.quant.formats.dequantize`) suppresses them, because the values of such blocks are defined.
         """
 

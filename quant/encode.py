@@ -208,7 +208,7 @@ def _finite_half(values: Floats, type: GGMLType) -> npt.NDArray[np.float16]:
     return halves
 
 
-# -- Formats of codes ------------------------------------------------------------------------------------------------
+# -- Formats of codes ----------------------------------------------------------------------------------------------
 
 _LANES = 32  # `rounding.LANES`. Importing that module loads numba, which takes most of a second.
 _NONE = np.zeros(0, np.float32)
@@ -444,7 +444,7 @@ def _encode_signs(x: Floats, weights: Floats) -> Bytes:
     return Q1_0().pack(Parts(codes, _finite_half(scale.reshape(-1), GGMLType.Q1_0)))
 
 
-# -- Formats with a codebook -----------------------------------------------------------------------------------------
+# -- Formats with a codebook ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def _lut_blocks(scales: Floats, n_scales: int, codes: npt.NDArray[Any], n_rows: 
     return blocks.view(np.uint8)
 
 
-# -- IQ1, IQ2, IQ3: eight codes at a time, one per byte of a word ----------------------------------------------------
+# -- IQ1, IQ2, IQ3: eight codes at a time, one per byte of a word --------------------------------------------------
 
 # Words whose byte i is bit i of a mask: uint64 [256].
 _MASK_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -149,7 +149,7 @@ def _from_grid(source: GridFormat, target: LUTType) -> tuple[KernelType, Repacke
     return target, repack
 
 
-# -- Four-bit codes that need no conversion --------------------------------------------------------------------------
+# -- Four-bit codes that need no conversion ------------------------------------------------------------------------
 
 
 def _iq4_xs(blocks: Bytes, n_rows: int) -> Bytes:
@@ -176,7 +176,7 @@ def scaled_nvfp4(rows: Bytes, factor: np.float32) -> Bytes:
 
 
 def _nvfp4(blocks: Bytes, n_rows: int, factor: np.float32 = _ONE) -> Bytes:
-    """Convert blocks with two scales each. Two runs of 2 planes of 8 codes become 2 planes of 16."""
+    """Convert blocks, times a factor. Two runs of 2 planes of 8 codes become one run of 2 planes of 16."""
     block = NVFP4().fields(blocks)
     runs = np.ascontiguousarray(block["qs"]).view(np.uint64).reshape(-1, 2)
     first, second = runs[:, 0], runs[:, 1]
@@ -185,7 +185,7 @@ def _nvfp4(blocks: Bytes, n_rows: int, factor: np.float32 = _ONE) -> Bytes:
     return _lut_blocks(HALF_UE4M3[block["d"]] * factor, 2, codes, n_rows)
 
 
-# -- Ternary ---------------------------------------------------------------------------------------------------------
+# -- Ternary -------------------------------------------------------------------------------------------------------
 
 
 def _from_ternary(source: PackableFormat) -> tuple[KernelType, Repacker]:
