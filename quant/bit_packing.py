@@ -85,7 +85,7 @@ class BitPacking:
 
     bits: int  # bits per code
     columns: int  # columns per block in the file
-    # Maps (column, b) to the position of bit b of the column's code in the file, counted in the block's bytes of codes.
+    # Maps (column, b) to the position of bit b of the column's code in the file, within the bytes that hold codes.
     # Position 8 i + j is bit j of byte i.
     place: Callable[[int, int], int]
 
