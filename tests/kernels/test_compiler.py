@@ -434,7 +434,7 @@ def test_a_cache_that_cannot_be_written_is_warned_of_once(
     (warning,) = recwarn
     assert re.fullmatch(
         r"compiled kernels cannot be saved in .*file/cache \(Not a directory\), so every start compiles them: free "
-        "space there if it is full, or name a folder that can be written in the environment variable LOCALLLM_CACHE",
+        "space there if it is full, or set the environment variable LOCALLLM_CACHE to a writable folder",
         str(warning.message),
     )
     assert warning.filename == __file__

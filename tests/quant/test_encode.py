@@ -399,7 +399,7 @@ def test_a_row_of_broken_length_is_refused(type: GGMLType) -> None:
 
 @pytest.mark.parametrize("weights", [np.ones(31), -np.ones(32), np.full(32, np.nan)])
 def test_impossible_importance_is_refused(weights: npt.NDArray[np.float64]) -> None:
-    with pytest.raises(ModelError, match="are 32 finite numbers of at least 0"):
+    with pytest.raises(ModelError, match="must be 32 finite numbers of at least 0"):
         quantize(np.zeros((2, 32), np.float32), T.Q4_0, weights)
 
 
