@@ -1,1 +1,1 @@
-"""CPU kernels: Python that numba and LLVM compile for the processor at hand."""
+"""The CPU backend, with kernels compiled by numba and LLVM."""

@@ -1,37 +1,37 @@
-"""Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode alike.
+"""Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode.
 
 A unit of work is a tile of up to `TILE_ROWS` query rows that share a key/value head.  A row is a token and one of the
 H / G query heads of the group; row number t * (H / G) + h of a sequence is its token t and head h.
 
-The cache is cut into splits of `SPLIT` positions.  A tile takes those that it sees one after the other, and each in
-three passes: scores of all its pages; from them weights, exp(score - largest); and the values' weighted sums.  Each
-page is read once for all rows of a tile.  At an even pace, each pass fetches what comes after it: while a page is
-scored, the next page of keys (at the end, the first of values); while weights are made, the second page of values;
-while values are added, the page after the next (at the end, the next split's first keys).
+The cache is cut into splits of `SPLIT` positions.  A tile processes its visible splits in order, each in three
+passes: the scores of all pages; the weights, exp(score - largest); and the weighted sums of the values.  Each page is
+read once for all rows of a tile.  Each pass prefetches the data of the next pass at an even pace: while a page is
+scored, the next page of keys (on the last page, the first page of values); while weights are computed, the second
+page of values; while values are added, the page after the next (at the end, the first keys of the next split).
 
-Scores are capped, or fall with the distance, before they are masked, where they do (SOFT_CAP, ALIBI); a sink is one
-more score at the very end, when a row's sums are shared out (SINKS).  These are constants, so that kernels without
-them do nothing for them.
+Scores are capped (SOFT_CAP) or reduced with the distance (ALIBI) before masking.  A sink is one more score, applied
+when a row's sums are divided by their total (SINKS).  These flags are constants, so kernels without them pay nothing.
 
-Where the values are in the keys (VALUES_IN_KEYS; MLA), a page of both lies as values do, and its keys are scored one
-by one: all query heads are rows of the one key/value head, so that memory is read once for them.
+If keys contain the values (VALUES_IN_KEYS; MLA), a page uses the layout of values, and its keys are scored one by
+one.  All query heads are rows of the single key/value head, so each page is read once for all heads.
 
-Halves are widened as they are multiplied.  Codes are multiplied as integers (KEY_BITS, VALUE_BITS; below 16): a query
-is rounded to bytes, 32 head values at once; so are the weights of 32 positions, times their values' scales, to
-sixteen bits where values have eight, so that they add nothing to those's error.  A tile of codes is read once for up
-to ROWS rows.  Latents are few, and many rows share them: those are widened, too, and the scales are a factor of the
-keys, and of the weights.  Sums of values that were rotated (VALUE_ROTATION) are rotated back at the very end.
+Half-precision values are converted to float32 during the multiplication.  Codes (KEY_BITS, VALUE_BITS; below 16) are
+multiplied as integers: a query is rounded to bytes, 32 head values per scale.  The weights of 32 positions, times the
+scales of their values, are also rounded: to 16 bits if values have eight bits, so that rounding adds no error of the
+same size as the values', and to bytes otherwise.  A tile of codes is read once for up to ROWS rows.  Latents are few
+and shared by many rows, so they are converted to float32 too; their scales are a factor of the keys, and of the
+weights.  Sums of rotated values (VALUE_ROTATION) are rotated back at the end.
 
-Where positions are selected (SELECTED, so many; BY_HEAD, for each key/value head), a token sees those alone, and a
-tile is of one token.  What it sees is numbered 0, 1, …: a page of those numbers is gathered before it is scored, and
-again before it is added, unless the cache has a page of the same positions.  Where a token sees entries of runs
-beside a window (ENTRIES, the tokens of a run), the first numbers are the window's positions, and those behind them
-the entries, all or the selected ones.
+With selected positions (SELECTED, their maximum number; BY_HEAD, one selection per key/value head), a token sees only
+these positions, and a tile has one token.  The visible positions are numbered 0, 1, …: a page of these numbers is
+gathered before it is scored, and again before it is added, unless the cache has a page of the same positions.  If a
+token sees compressed entries in addition to a window (ENTRIES, tokens per entry), the first numbers are the positions
+of the window, followed by all entries or the selected entries.
 
-Each split is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
-that look far back can be shared by many threads, a split each (as in Flash-Decoding, Dao et al., 2023): which thread
-did what changes no bit.  Nor does what else is in the batch: positions are taken in order, and a masked one adds
-exactly nothing, if its values are finite.
+Each split is summed separately, and the sums are merged in order with each row's largest score.  A few rows with a
+long context can therefore be divided among many threads, one split each (as in Flash-Decoding, Dao et al., 2023).
+The bits of the result depend neither on the threads nor on the other sequences of the batch: positions are processed
+in order, and a masked position adds exactly zero if its values are finite.
 """
 
 from __future__ import annotations
@@ -57,22 +57,24 @@ SPLIT = 512
 SPLIT_PAGES = SPLIT // PAGE
 #: Query rows in a tile.
 TILE_ROWS = 64
-#: Bytes of a row's scores in a split; a line more than they take, so that rows do not compete for places in caches.
+#: Bytes of a row's scores in a split: one cache line more than needed, so that rows do not map to the same cache
+#: sets.
 SCORES = 4 * SPLIT + 64
-#: A masked score, and where the largest score starts: above a masked one, so that exp(masked - largest) is 0.
+#: A masked score, and the initial largest score: greater than a masked score, so that exp(masked - largest) is 0.
 MASKED, LOWEST = np.float32(-3e38), np.float32(-1e30)
 ZERO, ONE = np.float32(0), np.float32(1)
-#: A record of 32 numbers as signed bytes: those, where their float32 scale and their int32 sum are, and its bytes.
+#: A record: 32 numbers as signed bytes, the float32 scale and the int32 sum.  Limits of codes; offsets and size in
+#: bytes.
 BYTE_LIMIT, WORD_LIMIT, RECORD_SCALE, RECORD_SUM, RECORD = np.float32(127), np.float32(127 * 128), 32, 36, 64
 
 
 def state_bytes(head: int) -> int:
-    """STATE, the bytes of a row's state: its sums, the largest score 16 times, 16 parts of the weights' total."""
+    """Return STATE, the bytes of a row's state: sums, largest score (16 times), 16 partial totals of the weights."""
     return 4 * head + 128
 
 
 def state_constants(op: Attention) -> dict[str, int]:
-    """Constants of `merge_partials`: where what `state_bytes` says lies, and what is done at the very end."""
+    """Return the constants of `merge_partials`: offsets in a row's state, and the operations on its final sums."""
     head = layouts_of(op.cache)[1].head(op.cache.value_dim)
     places = {"VALUE_HEAD": head, "LARGEST": 4 * head, "TOTAL": 4 * head + 64, "STATE": state_bytes(head)}
     return {**places, "SINKS": int(op.sinks is not None), "VALUE_ROTATION": op.cache.rotations[1]}
@@ -82,8 +84,8 @@ def constants(op: Attention, target: Target) -> dict[str, Any]:
     """Compile-time constants of `attention`."""
     wide, cache = target.wide, op.cache
     vectors = 2 if wide else 1
-    # Decoding has four or eight heads that share a key: with six rows at once, some would be computed twice.
-    # `score_rows` adds up the lanes of four or sixteen sums at once.  Encoders fill the registers.
+    # Decoding has four or eight heads per key: six rows at once would compute some rows twice.  `score_rows` adds the
+    # lanes of four or sixteen sums at once.  Encoders fill the registers.
     few = op.causal or cache.values_in_keys
     rows = 8 if wide else 4 if few else max(4, target.rows_of_sums(vectors))
     keys, values = layouts_of(cache)
@@ -95,7 +97,7 @@ def constants(op: Attention, target: Target) -> dict[str, Any]:
         "SOFT_CAP": int(op.softcap is not None),
         "ALIBI": int(op.slopes is not None),
         "BIASES": op.bias_width,
-        # Bytes of what a row's scores change by.
+        # Bytes per row of the data that changes its scores.
         "FALL": 8 if op.slopes is not None else 16,
         "CHUNKED": int(op.chunk is not None),
         "CAUSAL": int(op.causal or op.has_spans),
@@ -107,33 +109,34 @@ def constants(op: Attention, target: Target) -> dict[str, Any]:
         "VALUES_IN_KEYS": int(cache.values_in_keys),
         "KEY_BLOCK": keys.block_bytes(cache.key_dim),
         "VALUE_BLOCK": values.block_bytes(values_dim),
-        # Bytes of a block of what is gathered.
+        # Bytes of a gathered block.
         "GATHERED_BLOCK": max(keys.block_bytes(cache.key_dim), values.block_bytes(values_dim)),
-        # Values from one position to the next in a block of values.
+        # Stride of a block of values, in values per position.
         "VALUE_ROW": values.head(values_dim),
         # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
         "ROWS": rows,
-        # Rows that a tile comes to where the last group is filled up.
+        # Rows of a tile whose last group is padded to ROWS.
         "HELD": -(-TILE_ROWS // rows) * rows,
         "VECTORS": vectors,
-        # Steps of `add_products` in one turn of its loop: narrow vectors have few products in each.
+        # Steps of `add_products` per iteration: narrow vectors have few products per step.
         "UNROLLED": 1 if wide else 2,
         "KEY_BITS": keys.bits,
         "VALUE_BITS": values.bits,
-        # Of what is widened, how sixteen are read, and their bytes.
+        # Operation that loads sixteen values as float32, and the bytes of these values.
         "LOAD": values.load if cache.values_in_keys else load_f16x16,
         "UNIT": values.unit if cache.values_in_keys else 32,
-        # Bytes of scales in front of a block.
+        # Bytes of the scales at the start of a block.
         "KEY_SCALES": keys.scale_bytes(cache.key_dim),
         "VALUE_SCALES": values.scale_bytes(values_dim),
-        # Rows are computed ROWS at once, and a tile short of them has its last one again; not where all are codes.
+        # ROWS rows are computed at once, and a shorter tile repeats its last row; not if keys and values are both
+        # codes.
         "ROW_STEP": 1 if keys.load is None and values.load is None else rows,
     }
 
 
 @device
 def block_at(cache, block_table, page, page_bytes):
-    """The address of a page's block: ``cache`` is that of the head's block in page 0."""
+    """Return the address of a page's block; ``cache`` is the address of the block in page 0."""
     return cache + np.int64(load_i32(block_table + 4 * page)) * page_bytes
 
 
@@ -150,8 +153,8 @@ def load_query(query, key_dim, scale, out):
 def load_limits(position, last, window, kv_length, limits, selected):
     """limits = the first and the last position, int64 [2], that a token sees.
 
-    ``position`` and ``last``: where its own lies, and the last one that it sees where it is causal.  With SELECTED
-    or ENTRIES, they are the numbers of what is gathered.
+    ``position``: the token's position.  ``last``: the last visible position with CAUSAL.  With SELECTED or
+    ENTRIES, limits are numbers of gathered positions.
     """
     own = np.int64(load_i32(position))
     if GATHERED:
@@ -181,8 +184,8 @@ def load_limits(position, last, window, kv_length, limits, selected):
 def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, pace):
     """total[r, v] += x[r] @ matrix, for ROWS rows and ``vectors`` times 16 columns.
 
-    x: float32 [ROWS, n]; matrix: [n, columns] in the cache's type; steps from row to row are in bytes.
-    Begins to read from ``ahead`` on, ``pace`` bytes in each of the n steps.
+    x: float32 [ROWS, n]; matrix: [n, columns] in the cache's type; strides between rows are in bytes.
+    Prefetches from ``ahead``, ``pace`` bytes per step.
     """
     for i in range(0, n // UNROLLED * UNROLLED, UNROLLED):
         for j in static_range(UNROLLED):
@@ -204,7 +207,7 @@ def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, p
 
 @template
 def score_page(queries, block, scores, ahead, pace):
-    """The scores [ROWS, PAGE] of a page of keys."""
+    """Compute the scores [ROWS, PAGE] of a page of keys."""
     for c in range(0, PAGE, 16 * VECTORS):
         for r in static_range(ROWS):
             for v in static_range(VECTORS):
@@ -218,9 +221,10 @@ def score_page(queries, block, scores, ahead, pace):
 
 @template
 def store_record(x, y, as_words, offset, record):
-    """Rounds 32 numbers to bytes, or to words: two records of bytes, 128 times those of the first and the second's.
+    """Round 32 numbers to a record of bytes, or to words: two records of bytes, first the high parts, then the low 7
+    bits.
 
-    Their sums are multiplied with ``offset``.
+    The sum of each record is multiplied by ``offset``.
     """
     limit, largest, inverse = BYTE_LIMIT, largest_magnitude(x, y), ZERO
     if as_words:
@@ -241,7 +245,7 @@ def store_record(x, y, as_words, offset, record):
 
 @template
 def score_tiles(queries, n_rows, block, scores, ahead):
-    """The scores [n_rows, PAGE] of a page of keys that are codes.  Begins to read as many from ``ahead`` on."""
+    """Compute the scores [n_rows, PAGE] of a page of quantised keys; prefetches as much from ``ahead``."""
     for c in range(0, PAGE, 16):
         for g in range(KEY_HEAD // VALUES_PER_SCALE):
             place = KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + c // 16)
@@ -272,7 +276,7 @@ def score_tiles(queries, n_rows, block, scores, ahead):
 
 @template
 def score_rows(queries, block, scores, ahead, pace):
-    """The same of keys that lie as values do, [PAGE, KEY_HEAD]: a few at once for all rows."""
+    """`score_page` for keys in the layout of values, [PAGE, KEY_HEAD]: a few keys at once for all rows."""
     sums = stack(64)
     for position in range(0, PAGE, VECTORS):
         keys = block + KEY_SCALES + UNIT * (KEY_HEAD // 16) * position
@@ -302,7 +306,7 @@ def score_rows(queries, block, scores, ahead, pace):
 
 @template
 def add_columns(weights, block, c, vectors, n, sums, scaled, ahead, pace):
-    """`add_page` for ``vectors`` times 16 columns from ``c`` on."""
+    """`add_page` for ``vectors`` times 16 columns, starting at column ``c``."""
     place = sums + 4 * c
     for r in static_range(ROWS):
         for v in static_range(vectors):
@@ -324,7 +328,7 @@ def add_columns(weights, block, c, vectors, n, sums, scaled, ahead, pace):
 
 @template
 def add_page(weights, block, n, sums, scaled, ahead, pace):
-    """Adds the first ``n`` values of a page, times their weights [ROWS, PAGE], to the sums."""
+    """Add the first ``n`` values of a page, times their weights [ROWS, PAGE], to the sums."""
     for c in range(0, VALUE_HEAD // (16 * VECTORS) * (16 * VECTORS), 16 * VECTORS):
         add_columns(weights, block, c, VECTORS, n, sums, scaled, ahead, pace)
         ahead += pace * PAGE
@@ -334,7 +338,7 @@ def add_page(weights, block, n, sums, scaled, ahead, pace):
 
 @template
 def add_tiles(weights, n_rows, block, n, sums, record, ahead):
-    """The same of values that are codes.  Begins to read as many from ``ahead`` on."""
+    """`add_page` for quantised values.  Prefetches the same number of bytes from ``ahead``."""
     end = splat_int(np.int32(n - 1))
     for g in range(VALUE_HEAD // VALUES_PER_SCALE):
         for first in range(0, n, 32):
@@ -358,7 +362,7 @@ def add_tiles(weights, n_rows, block, n, sums, record, ahead):
             for r in range(n_rows):
                 for v in static_range(2):
                     own[v] = load_f32x16(weights + SCORES * r + 4 * first + 64 * v) * scale[v]
-                    # What is behind the last position may be anything.
+                    # Values after the last position are undefined.
                     own[v] = select_between(lanes[v], zero_i32x16(), end, own[v], zero_f32x16())
                 if VALUE_BITS == 8:
                     store_record(own[0], own[1], 1, 1, record)
@@ -380,7 +384,7 @@ def add_tiles(weights, n_rows, block, n, sums, record, ahead):
 
 @template
 def cap_page(scores, n_rows, soft_cap):
-    """Caps the scores [n_rows, PAGE] of a page; they come divided by the cap."""
+    """Cap the scores [n_rows, PAGE] of a page, which are already divided by the cap."""
     for r in range(n_rows):
         for g in static_range(PAGE // 16):
             place = scores + SCORES * r + 64 * g
@@ -389,9 +393,9 @@ def cap_page(scores, n_rows, soft_cap):
 
 @template
 def lower_page(scores, n_rows, falls, position):
-    """Lowers the scores [n_rows, PAGE] of positions from ``position`` on by their distance from the rows' own.
+    """Subtract slope * distance from the scores [n_rows, PAGE] of a page whose first position is ``position``.
 
-    falls: of each row, its head's slope, float32, and its own position, int32.
+    falls: per row, the slope of its head, float32, and the position of its token, int32.
     """
     for r in range(n_rows):
         slope, own = splat(load_f32(falls + 8 * r)), splat(np.float32(load_i32(falls + 8 * r + 4) - position))
@@ -404,9 +408,9 @@ def lower_page(scores, n_rows, falls, position):
 
 @template
 def bias_page(scores, n_rows, falls, position):
-    """Adds to the scores [n_rows, PAGE] of positions from ``position`` on the biases of their distances.
+    """Add a bias for each distance to the scores [n_rows, PAGE] of a page whose first position is ``position``.
 
-    falls: of each row, the address of its head's bias for itself, and its own position, int64.
+    falls: per row, the address of its head's bias for distance 0, and the position of its token, int64.
     """
     for r in range(n_rows):
         biases, before = load_i64(falls + 16 * r), position - load_i64(falls + 16 * r + 8)
@@ -418,7 +422,7 @@ def bias_page(scores, n_rows, falls, position):
 
 @template
 def mask_page(scores, n_rows, limits, position):
-    """Masks the scores [n_rows, PAGE] of positions from ``position`` on that rows do not see."""
+    """Mask the scores [n_rows, PAGE] outside the rows' limits; the page starts at ``position``."""
     for r in range(n_rows):
         low = splat_int(np.int32(load_i64(limits + 16 * r) - position))
         high = splat_int(np.int32(load_i64(limits + 16 * r + 8) - position))
@@ -430,9 +434,9 @@ def mask_page(scores, n_rows, limits, position):
 
 @template
 def softmax_weights(scores, n, state, ahead, n_ahead):
-    """Turns a row's ``n`` bytes of scores into weights exp(score - largest); notes the largest and the total.
+    """Convert ``n`` bytes of a row's scores to weights exp(score - largest); store the largest score and the total.
 
-    Begins to read ``n_ahead`` bytes from ``ahead`` on.
+    Prefetches ``n_ahead`` bytes from ``ahead``.
     """
     pace = n_ahead * 64 // n
     for g in static_range(PAGE // 16):
@@ -454,7 +458,7 @@ def softmax_weights(scores, n, state, ahead, n_ahead):
 
 @template
 def clear(state, n_rows):
-    """States of rows that have seen nothing; `state_bytes` says what is in them."""
+    """Initialise the states (see `state_bytes`) of rows that have processed no position."""
     for r in range(n_rows):
         for i in range(0, 4 * VALUE_HEAD, 64):
             store_f32x16(state + STATE * r + i, zero_f32x16())
@@ -464,7 +468,7 @@ def clear(state, n_rows):
 
 @template
 def merge(state, split, n_rows):
-    """Adds to the rows' states what they came to in a split."""
+    """Merge the states of a split into the rows' states."""
     for r in range(n_rows):
         ours, theirs = state + STATE * r, split + STATE * r
         a, b = load_f32x16(ours + LARGEST), load_f32x16(theirs + LARGEST)
@@ -479,9 +483,9 @@ def merge(state, split, n_rows):
 
 @template
 def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sinks, out, stride):
-    """out = sums / total, for rows from number ``first_row`` on of a sequence that begins at token ``start``.
+    """out = sums / total, for rows from number ``first_row`` of a sequence whose first token is ``start``.
 
-    sinks: float32 [H], one more score of each query head, of no value.
+    sinks: float32 [H], an additional score per query head, without a value.
     """
     for r in range(n_rows):
         row = first_row + r
@@ -503,14 +507,14 @@ def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sin
 
 @template
 def copy_scales(block, place, gathered, i, n_bytes):
-    """Copies float16 numbers [n_bytes / (2 * PAGE), PAGE] of the position at ``place``, to place i."""
+    """Copy float16 numbers [n_bytes / (2 * PAGE), PAGE] of one position, from ``place`` in a page to place i."""
     for c in range(0, n_bytes, 2 * PAGE):
         copy_i16(block + c + 2 * place, gathered + c + 2 * i)
 
 
 @template
 def copy_row(source, target, n_bytes):
-    """Copies a multiple of four bytes."""
+    """Copy ``n_bytes`` bytes, a multiple of four."""
     for c in range(0, n_bytes // 64 * 64, 64):
         store_f32x16(target + c, load_f32x16(source + c))
     for c in range(n_bytes // 64 * 64, n_bytes, 4):
@@ -519,10 +523,10 @@ def copy_row(source, target, n_bytes):
 
 @template
 def gather_latents(cache, table, page_bytes, first, n, selected, beside, gathered):
-    """gathered = a block of n of the latents that a token sees, from number ``first`` on.
+    """gathered = a block of n latents visible to a token, starting at number ``first``.
 
-    selected: float32 [SELECTED].  beside: int64 [4], with ENTRIES: the window's positions, the one behind them, where
-    entries are, and the sequence's pages of those.
+    selected: float32 [SELECTED].  beside: int64 [4], used with ENTRIES: number of positions in the window, the
+    position after the window, the address of the entries, and the sequence's block table of entries.
     """
     for i in range(n):
         number = first + i
@@ -547,7 +551,7 @@ def gather_latents(cache, table, page_bytes, first, n, selected, beside, gathere
 
 @template
 def gather_keys(keys, table, page_bytes, selected, n, gathered):
-    """gathered = a block of the keys of n positions that are selected, float32 [n]."""
+    """gathered = a block of the keys at the n ``selected`` positions, float32 [n]."""
     for i in range(n):
         position = np.int64(load_f32(selected + 4 * i))
         block, place = block_at(keys, table, position // PAGE, page_bytes), position % PAGE
@@ -564,7 +568,7 @@ def gather_keys(keys, table, page_bytes, selected, n, gathered):
 
 @template
 def gather_values(values, table, page_bytes, selected, n, gathered):
-    """The same of values."""
+    """gathered = a block of the values at the n ``selected`` positions, float32 [n]."""
     for i in range(n):
         position = np.int64(load_f32(selected + 4 * i))
         block, place = block_at(values, table, position // PAGE, page_bytes), position % PAGE
@@ -589,7 +593,7 @@ def gather_values(values, table, page_bytes, selected, n, gathered):
 
 @device
 def whole_page(cache, table, page_bytes, selected, n, gathered):
-    """The block of the page whose first n positions are the selected ones, float32 [n], in order; or ``gathered``."""
+    """Return the address of the page that starts with the selected positions, float32 [n]; else ``gathered``."""
     first, block = np.int64(load_f32(selected)), gathered
     if first % PAGE == 0 and np.int64(load_f32(selected + 4 * (n - 1))) == first + n - 1:
         block = block_at(cache, table, first // PAGE, page_bytes)
@@ -598,9 +602,9 @@ def whole_page(cache, table, page_bytes, selected, n, gathered):
 
 @template
 def page_seen(block: Registers, cache, table, page, page_bytes, limits, selected, beside, gathered, gather):
-    """block[0] = the block of page number ``page`` of what a token sees, of the cache itself or gathered.
+    """block[0] = the block of the visible positions with numbers PAGE * page …, in the cache or gathered.
 
-    gather: `gather_keys` or `gather_values`, where it sees no latents.
+    gather: `gather_keys` or `gather_values`; not used for latents.
     """
     n = min(np.int64(PAGE), load_i64(limits + 8) + 1 - PAGE * page)
     block[0] = gathered
@@ -618,7 +622,7 @@ def score_split(
     queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, falls, ahead, selected, beside,
     gathered,
 ):  # fmt: skip
-    """Scores of the rows against pages low … high of a split; then it begins to read from ``ahead`` on."""
+    """Compute the rows' scores for pages low … high of a split, and prefetch from ``ahead``."""
     pace = (KEY_BLOCK * ROWS - 1) // (KEY_HEAD * PAGE // 16 // VECTORS * n_rows) + 1
     for page in range(low, high):
         place, next_block = scores + 4 * PAGE * (page % SPLIT_PAGES), ahead
@@ -653,9 +657,10 @@ def score_split(
 
 @template
 def split_weights(scores, n_rows, limits, low, high, states, ahead):
-    """Turns the rows' scores of pages low … high of a split into weights, where each group of ROWS rows has any.
+    """Convert the rows' scores for pages low … high of a split to weights; skips groups of ROWS rows that see no
+    page.
 
-    Begins to read a block from ``ahead`` on.
+    Prefetches one block from ``ahead``.
     """
     share = VALUE_BLOCK // n_rows + 1
     for r in range(n_rows):
@@ -672,7 +677,7 @@ def split_weights(scores, n_rows, limits, low, high, states, ahead):
 def add_split(
     weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead, selected, beside, gathered
 ):
-    """Adds to the rows' sums the values of pages low … high of a split; then it begins to read from ``ahead`` on."""
+    """Add the weighted values of pages low … high of a split to the rows' sums, and prefetch from ``ahead``."""
     n_steps = (VALUE_HEAD + 16 * VECTORS - 1) // (16 * VECTORS) * PAGE
     pace = (VALUE_BLOCK * ROWS - 1) // (n_steps * n_rows) + 1
     for page in range(low, high):
@@ -700,9 +705,9 @@ def attend_splits(
     queries, n_rows, limits, keys, values, table, key_bytes, value_bytes, first_split, stop_split, soft_cap, falls,
     state, selected, beside, gathered,
 ):  # fmt: skip
-    """The rows' states after the splits first_split … stop_split, of which those that no row sees are passed over."""
+    """Compute the rows' states after the splits first_split … stop_split; skips splits that no row sees."""
     scores, scaled, split_state = stack(HELD * SCORES), stack(4 * PAGE * ROWS), stack(HELD * STATE)
-    # Rows are in order: the first begins to see first, the last sees farthest.
+    # Rows are in order: the first row has the lowest first position, the last row the highest last position.
     first_page = load_i64(limits) // PAGE
     n_pages = load_i64(limits + 16 * (n_rows - 1) + 8) // PAGE + 1
     clear(state, n_rows)
@@ -730,7 +735,7 @@ def attend_splits(
 
 @template
 def copy_states(state, n_rows, out):
-    """The rows' states as they are, for `merge_partials`."""
+    """Copy the rows' states for `merge_partials`."""
     for i in range(0, n_rows * STATE, 64):
         store_f32x16(out + i, load_f32x16(state + i))
 
@@ -744,20 +749,21 @@ def attention(
 ):  # fmt: skip
     """out = softmax(scale * q @ keys.T, over visible positions) @ values.
 
-    With SOFT_CAP, what softmax takes is soft_cap * tanh(scale * q @ keys.T): ``scale`` is divided by the cap already.
+    With SOFT_CAP, the input of softmax is soft_cap * tanh(scale * q @ keys.T); ``scale`` is already divided by the
+    cap.
 
-    tiles: int64 [n, 7]: sequence, first row, number of rows, first split, the one behind the last, -1 or the number
-    of the partial that the sums go to instead of to ``out``, and the sequence's tokens in the cache.  Unit u is tile
+    tiles: int64 [n, 7]: sequence, first row, number of rows, first split, end split (exclusive), -1 or the number of
+    the partial that receives the sums instead of ``out``, and the sequence's length in the cache.  Unit u is tile
     u % n of head u // n.
-    q: float32 [T, H * key_dim].  out: float32 [T, H * value_dim].  starts: int32 [S], the sequences' first tokens.
-    positions, lasts: int32 [T].  block_tables: int32 [S, block_stride].  window: visible positions, or those of a
-    chunk.
+    q: float32 [T, H * key_dim].  out: float32 [T, H * value_dim].  starts: int32 [S], first token of each sequence.
+    positions, lasts: int32 [T].  block_tables: int32 [S, block_stride].  window: visible positions, or the chunk
+    length with CHUNKED.
     keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
     (`localllm.kernels.cpu.cache_types`).
-    partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks,
-    by_distance: with ALIBI, the heads' slopes, float32 [H]; with BIASES, their biases, float32 [H, BIASES].
-    selected: float32 [T, SELECTED], or with BY_HEAD [T, n_kv_heads, SELECTED].  entries, entry_tables: with ENTRIES,
-    blocks of ``ENTRY_BLOCK`` bytes [n_pages], and block tables of these.
+    partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
+    by_distance: with ALIBI, the slopes of the heads, float32 [H]; with BIASES, their biases, float32 [H, BIASES].
+    selected: float32 [T, SELECTED], or with BY_HEAD [T, n_kv_heads, SELECTED].
+    entries, entry_tables: with ENTRIES, blocks of ``ENTRY_BLOCK`` bytes [n_pages], and their block tables.
     """
     n_tiles, beside = load_i64(batch), stack(64)
     gathered, falls = stack(GATHERED_BLOCK if GATHERED else 64), stack(FALL * HELD if ALIBI or BIASES else 64)
@@ -813,10 +819,10 @@ def attention(
 
 @kernel
 def merge_partials(begin, end, batch, tiles, n_kv_heads, group_size, value_dim, starts, partials, sinks, out, stride):
-    """Merges the partials that tiles came to, in order, and writes their rows.
+    """Merge the partials of each tile in order, and write its rows.
 
-    tiles: int64 [n, 5]: sequence, first row, number of rows, first partial, number of partials.  The rest is as in
-    `attention`.
+    tiles: int64 [n, 5]: sequence, first row, number of rows, first partial, number of partials.  The other
+    parameters are described in `attention`.
     """
     n_tiles = load_i64(batch)
     state = stack(TILE_ROWS * STATE)

@@ -1,4 +1,4 @@
-"""The backend of the CPU: packs weights, makes caches, and runs the program that a graph is lowered to."""
+"""CPU backend: packs weights, creates caches, and runs the program of a lowered graph."""
 
 from __future__ import annotations
 
@@ -39,28 +39,29 @@ from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_we
 from localllm.kernels.embedding import NgramRows
 from localllm.kernels.graph import Graph, Value
 
-#: Tokens in a step up to which reading the weights takes longer than multiplying them.
+#: Steps of at most this many tokens are limited by reading the weights, longer steps by multiplying them.
 FEW_TOKENS = 4
-#: Tokens in a step up to which threads wait for each other often.  In longer ones those that have a core take the
-#: work of those that have none.
+#: Threads wait for each other often in steps of at most this many tokens.  In longer steps, threads with a core take
+#: the work of threads without one.
 SHORT_STEP = 32
 
 
 class CPUBackend(Backend):
     """The CPU.
 
-    Steps of many tokens use all ``threads``, by default one a physical core that this process may use; those of few,
-    which read more than they multiply, the ``decode_threads`` that `localllm.kernels.cpu.thread_choice` finds best.
-    While other programs use the processors, ``limit`` lowers the number of threads that decode, and ``batch_limit``
-    that of steps of up to `SHORT_STEP` tokens.  ``isa`` names the instruction set, by default the best one here;
-    ``progress`` is called with (kernels compiled, kernels to compile) where some are not in the cache yet.
+    Steps with many tokens are limited by multiplication and use all ``threads``; defaults to one thread per physical
+    core that this process may use.  Steps with few tokens are limited by memory bandwidth and use ``decode_threads``,
+    as chosen by `localllm.kernels.cpu.thread_choice`.  While other programs use the processors, ``limit`` lowers the
+    number of decoding threads, and ``batch_limit`` the number of threads in steps of up to `SHORT_STEP` tokens.
+    ``isa`` is the name of the instruction set; defaults to the best supported instruction set.  ``progress``
+    is called with (kernels compiled, kernels to compile) if some kernels are not in the cache yet.
     """
 
     name = "cpu"
     page_size = PAGE
     shares_weights = pools_experts = True
-    #: Products of activations and weights below which the calling thread computes a step alone: handing it to others
-    #: would take longer.
+    #: A step with fewer products of activations and weights runs on the calling thread alone, because waking other
+    #: threads would take longer.
     small_step = 8 << 20
 
     def __init__(
@@ -76,7 +77,7 @@ class CPUBackend(Backend):
         self.limit, self.batch_limit = ThreadLimit(self.decode_threads), ThreadLimit(threads)
         self.kernel_progress = progress
         self._loader = WeightLoader(self.workers, self.target, progress)
-        #: Of graphs that were loaded, for those that share them.
+        #: Caches of loaded graphs, for graphs that share them.
         self._caches = WeakKeyDictionary[Graph, ref[CPUCache]]()
 
     def footprint(
@@ -89,7 +90,7 @@ class CPUBackend(Backend):
         n_states: int = 0,
         expert_bytes: int | None = None,
     ) -> Footprint:
-        """See `Backend.footprint`; ``expert_bytes``: of memory for experts, if they stay in the file."""
+        """See `Backend.footprint`.  ``expert_bytes`` is the memory for experts that stay in the file."""
         check_cache(graph, n_pages, n_states)
         pool = None if expert_bytes is None else ExpertPool(expert_bytes, graph, self._loader.packer)
         weights, uses = PackedWeights(pool), weights_of(graph)
@@ -118,7 +119,7 @@ class CPUBackend(Backend):
                 self._caches[graph] = ref(cache)
             else:
                 cache.share(self._caches[graph.caches_of]())
-            # Kernels are another format's where that of the plan cannot hold a weight.
+            # A weight that does not fit its planned format gets another format, and needs another kernel.
             as_planned = [w.kernel_type for w in packed] == [w.kernel_type for w in planned]
             if pool is not None:
                 pool.open()
@@ -129,7 +130,7 @@ class CPUBackend(Backend):
 
 
 class CPUStep(Step):
-    """A program in memory, with the weights and the cache that it works on."""
+    """A program in memory, with its weights and cache."""
 
     cache: CPUCache
 
@@ -203,7 +204,7 @@ class CPUStep(Step):
         return ids.reshape(numbers[N_TOKENS], -1)
 
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
-        """Puts a batch where the program reads it."""
+        """Write a batch to the buffers that the program reads."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
         batch.check(self.cache, self._n_joined)
         if self.pool is not None:
@@ -238,6 +239,6 @@ class CPUStep(Step):
 def _checked_threads(threads: int) -> int:
     most = most_threads()
     if not 1 <= threads <= most:
-        why = f" is out of range: ask for 1 to {most}, or none for {default_threads()}"
+        why = f" is out of range: use 1 to {most}, or omit it for {default_threads()}"
         raise UsageError(Argument("threads", threads), why)
     return threads

@@ -1,4 +1,4 @@
-"""The tables of a batch that a program reads: filled in before each run, in buffers of the step's arena."""
+"""Tables of a batch that a program reads, filled before each run in buffers of the step's arena."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ from localllm.kernels.cpu.attention import SPLIT, TILE_ROWS, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.graph import Graph, PositionScale, Rope
 
-#: Bytes for the partial sums of a KV split; attention whose would take more is not split.
+#: Maximum size in bytes of the partial sums of KV splits; attention that needs more is not split.
 MAX_PARTIAL_BYTES = 32 << 20
 
-# Numbers in a program's header: what counts units of work.  The last two are not the batch's, but what kernels find:
-# how many experts tokens go to, and how many of them are computed at once.  Behind them come two of each `TileTable`.
+# Indices of the header: numbers of units of work.  Kernels compute the last two: the number of experts that tokens
+# use, and the number of experts that are computed at once.  Two numbers for each `TileTable` follow.
 ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_SEQUENCES, N_EMBEDDED, N_USED, N_HELD, _FIRST_TABLE = range(9)
 
-_TILE, _MERGED = 7, 5  # numbers of an entry
+_TILE, _MERGED = 7, 5  # numbers per entry
 
 
 @dataclass(eq=False)
 class TileTable:
-    """How attention over heads of one kind is cut into units of work."""
+    """Division of one kind of attention into units of work."""
 
-    slot: int  # the place of the number of tiles in the header; that of merged tiles is behind it
+    slot: int  # header index of the number of tiles; the number of merged tiles follows
     group_size: int
-    # tiles, merged: tables for the kernels `attention` and `merge_partials`
+    # tables for the kernels `attention` and `merge_partials`
     tiles: Buffer
     merged: Buffer
-    max_partials: int  # of all tiles, those that splits of the KV cache come to; 0 where no tile is split
+    max_partials: int  # maximum partials of all tiles that are divided into KV splits; 0 if tiles are never split
     partial_bytes: int
-    few_tiles: int  # so many leave threads without work, and are split
-    causal: bool = True  # whether tokens see nothing behind them
-    has_spans: bool = False  # whether they do, as far as the batch says
-    # of what they see, if that is gathered: a window's positions, of how many tokens there is an entry, and the most
-    # entries.  A tile is then of one token
+    few_tiles: int  # at most this many tiles would leave threads without work, and are split
+    causal: bool = True  # whether tokens see no later tokens
+    has_spans: bool = False  # whether tokens see the spans of the batch
+    # of gathered positions: window length, tokens per compressed entry, and the maximum number of entries.  A tile
+    # then has one token
     gathered: tuple[int, int, int] = (0, 1, 0)
 
     def fill(self, batch: Batch, tiles: NDArray[np.int64], merged: NDArray[np.int64]) -> tuple[int, int]:
-        """Cuts each sequence's query rows into tiles, and few of them into KV splits; returns how many of both."""
+        """Divide each sequence's query rows into tiles, and a small number of tiles into KV splits.
+
+        Returns the number of tiles and of merged tiles.
+        """
         group_size = self.group_size
         whole: list[tuple[int, int, int, int, int, int, int]] = []
         for s, (start, stop, kv_length) in enumerate(batch.sequences()):
@@ -77,15 +80,15 @@ class TileTable:
 
 
 class BatchTables:
-    """A batch as kernels read it.
+    """The tables of a batch.
 
     Attributes:
-        positions, starts: int32 [T] and [S + 1], of tokens and of the first tokens of sequences.
-        turns, lasts, firsts: int32 [T], the number of each token's angles, the last position that it sees, and the
-            first where it sees a span alone: buffers of their own where those are not always its position.
+        positions, starts: int32 [T] and [S + 1], positions of tokens and first tokens of sequences.
+        turns, lasts, firsts: int32 [T], the row of each token's angles, the last position that it sees, and the first
+            position of its span.  The same buffer as ``positions`` if they always equal the positions.
         embedded: int32 [n], rows that embeddings are added to.
         states: int32 [S], slots of the sequences' states.
-        n_blocks: pages that a sequence can have.
+        n_blocks: maximum pages of a sequence.
     """
 
     def __init__(
@@ -93,18 +96,18 @@ class BatchTables:
     ) -> None:
         self.max_tokens, self.max_outputs, self.n_blocks = max_tokens, max_outputs, n_pages[0]
         self._n_chosen, self._threads = graph.n_chosen(), threads
-        self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)  # int64, the numbers above
+        self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)  # int64, see the indices above
         self.positions, self.states, self.embedded = (Buffer(4 * max_tokens, is_kept=True) for _ in range(3))
         self.turns = Buffer(4 * max_tokens, is_kept=True) if graph.has_axes else self.positions
         self.lasts = Buffer(4 * max_tokens, is_kept=True) if graph.has_spans else self.positions
         self.firsts = Buffer(4 * max_tokens, is_kept=True) if graph.has_begins else self.positions
         self.starts = Buffer(4 * (max_tokens + 1), is_kept=True)
-        # of each group of caches int64 [T], page * PAGE + place in the page
+        # per group of caches int64 [T], page * PAGE + position in the page
         self.slots = [Buffer(8 * max_tokens, is_kept=True) for _ in n_pages]
         self.output_rows = Buffer(4 * max_outputs, is_kept=True)  # int32 [N]
-        # of each group int32 [S, n_blocks]
+        # per group int32 [S, n_blocks]
         self.block_tables = [Buffer(4 * max_tokens * self.n_blocks, is_kept=True) for _ in n_pages]
-        #: Those that every program reads.
+        #: Buffers that every program reads.
         self.buffers = (
             *(self.header, self.positions, self.starts, self.states, *self.slots),
             *(self.output_rows, *self.block_tables, self.embedded, self.turns, self.lasts, self.firsts),
@@ -113,7 +116,7 @@ class BatchTables:
         self._ropes: dict[Rope, Buffer] = {}
         self._scales: dict[PositionScale, Buffer] = {}
         self._views: dict[Buffer, NDArray[Any]] = {}
-        #: Positions whose angles were made.
+        #: Number of positions whose angles are computed.
         self._n_angles = 0
 
     def tile_table(
@@ -126,7 +129,7 @@ class BatchTables:
         has_spans: bool = False,
         gathered: tuple[int, int, int] = (0, 1, 0),
     ) -> TileTable:
-        """The table of attention over so many heads whose values are, with padding, ``head`` each."""
+        """Return the table of an attention operation; ``head`` is the padded number of values per head."""
         key = n_kv_heads, group_size, head, causal, has_spans, gathered
         if key not in self._tables:
             few = 0 if self._threads == 1 else -(-2 * self._threads // n_kv_heads) - 1
@@ -141,9 +144,9 @@ class BatchTables:
         return self._tables[key]
 
     def angles(self, rope: Rope) -> Buffer:
-        """(cos, sin) [positions, n_pairs, 2]; a step makes those that it is the first to need.
+        """Return the buffer of (cos, sin) [positions, n_pairs, 2]; a step computes missing positions.
 
-        With axes, behind them come those of a batch's tokens that are in different places by different axes.
+        With axes, rows for the batch's tokens whose position differs between axes follow.
         """
         if rope not in self._ropes:
             n_rows = self.n_blocks * PAGE + (self.max_tokens if rope.axes else 0)
@@ -151,14 +154,14 @@ class BatchTables:
         return self._ropes[rope]
 
     def position_factors(self, scale: PositionScale) -> Buffer:
-        """float32 [n]: number i is the factor of the positions p with (p + offset) // length = i."""
+        """Return float32 [n]: number i is the factor of the positions p with (p + offset) // length = i."""
         if scale not in self._scales:
             n = (self.n_blocks * PAGE + scale.offset) // scale.length + 1
             self._scales[scale] = Buffer(4 * n, is_kept=True)
         return self._scales[scale]
 
     def bind(self, arena: NDArray[np.uint8]) -> None:
-        """To be called once offsets are known: from now on a batch can be filled in."""
+        """Create views of all buffers.  Called once offsets are known, before the first `fill`."""
 
         def view(buffer: Buffer, kind: type[Any], *shape: int) -> None:
             part = arena[buffer.offset : buffer.offset + buffer.n_bytes]
@@ -184,7 +187,7 @@ class BatchTables:
         return self._views[self.header]
 
     def fill(self, batch: Batch) -> None:
-        """Puts a batch that was checked where the program reads it."""
+        """Write a checked batch to the buffers that the program reads."""
         views, n_tokens = self._views, len(batch.ids)
         n_outputs, n_sequences = len(batch.outputs), len(batch.kv_lengths)
         views[self.positions][:n_tokens] = batch.positions
@@ -218,7 +221,7 @@ class BatchTables:
             header[table.slot : table.slot + 2] = table.fill(batch, views[table.tiles], views[table.merged])
 
     def _turns(self, batch: Batch) -> NDArray[np.int32]:
-        """The numbers of the tokens' angles, of which it makes those that are of no one position."""
+        """Return the row of each token's angles.  Computes rows for tokens whose position differs between axes."""
         turns: NDArray[np.int32] = batch.axes[0].copy()
         n_positions = self.n_blocks * PAGE
         rows = np.flatnonzero((batch.axes != batch.axes[0]).any(axis=0))
@@ -230,7 +233,7 @@ class BatchTables:
         return turns
 
     def _make_angles(self, stop: int) -> None:
-        """Makes the angles of positions before ``stop``."""
+        """Compute the angles of positions before ``stop``."""
         if stop <= self._n_angles:
             return
         stop = min(-(-stop // SPLIT) * SPLIT, self.n_blocks * PAGE)

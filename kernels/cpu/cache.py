@@ -1,4 +1,4 @@
-"""The cache of a model's layers, in the memory of the CPU's kernels."""
+"""KV cache and recurrent states of a model, in memory for CPU kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Workers
 from localllm.kernels.graph import Graph, KVCache, RecurrentState
 
-#: Bytes of a layer's keys from which on a cache lies in huge pages: of a short one they would take most at once.
+#: Minimum size in bytes of a layer's keys for huge pages: a small cache would be resident as a whole.
 HUGE_LAYER = 4 << 20
 
 
 def state_bytes(state: RecurrentState) -> int:
-    """Bytes of one sequence's values of a state, with rows of whole vectors; how they lie, its kernel knows."""
+    """Return the bytes of one sequence's values of a state, with padded rows.  The kernel defines the layout."""
     return 4 * prod(state.shape[:-1]) * (-(-state.shape[-1] // 16) * 16)
 
 
@@ -29,7 +29,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 def block_bytes(cache: KVCache) -> tuple[int, int]:
-    """Bytes of a block of keys and of one of values; 0 of values that are in the keys."""
+    """Return the bytes of a block of keys and of a block of values; 0 for values that are part of the keys."""
     keys, values = layouts_of(cache)
     if cache.every > 1:  # fewer rows, without scales
         return keys.block_bytes(cache.key_dim) // PAGE * cache.page_rows(PAGE), 0
@@ -37,16 +37,16 @@ def block_bytes(cache: KVCache) -> tuple[int, int]:
 
 
 class CPUCache(HostCache):
-    """Keys and values, layer after layer, and behind them the states [n_states, …] one after the other."""
+    """Keys and values layer by layer, followed by each recurrent state [n_states, …]."""
 
     page_size = PAGE
 
     def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> None:
         self.windows, self.n_pages, self.n_states, self._workers = graph.windows, n_pages, n_states, workers
         self.layers, self._groups = graph.caches, {n: graph.group(cache) for n, cache in graph.caches.items()}
-        self.layer_bytes: dict[int, int] = {}  # what it takes
-        self.places: dict[int, tuple[Address, Address]] = {}  # where its keys and its values begin
-        self.states: dict[RecurrentState, Address] = {}  # where each begins, that of slot after slot
+        self.layer_bytes: dict[int, int] = {}  # size of each layer
+        self.places: dict[int, tuple[Address, Address]] = {}  # addresses of each layer's keys and values
+        self.states: dict[RecurrentState, Address] = {}  # address of each state, slot by slot
         self.memory, self._buffer = np.zeros(0, np.uint8), Buffer(0, address=0)
         for key, cache in graph.caches.items():
             keys, values = (_aligned(n_pages[self._groups[key]] * cache.n_heads * n) for n in block_bytes(cache))
@@ -56,7 +56,7 @@ class CPUCache(HostCache):
             self.states[state] = self._add(state.layer, _aligned(n_states * state_bytes(state)))
 
     def _add(self, layer: int, n_bytes: int) -> Address:
-        """A place of a layer behind those that there are."""
+        """Reserve memory for a layer after the existing layers."""
         begin = self._buffer.at(self.n_bytes)
         self._buffer.n_bytes += n_bytes
         self.layer_bytes[layer] = self.layer_bytes.get(layer, 0) + n_bytes
@@ -67,13 +67,13 @@ class CPUCache(HostCache):
         return self._buffer.n_bytes
 
     def allocate(self) -> None:
-        """Takes the memory, which is zero at first."""
+        """Allocate the memory, which is zero at first."""
         huge = max(self.layer_bytes.values(), default=0) >= 2 * HUGE_LAYER
         self.memory = aligned_zeros(self.n_bytes, np.uint8, huge=huge)
         self._buffer.address = self.memory.ctypes.data
 
     def share(self, other: CPUCache | None) -> None:
-        """Takes the memory of another one, which has the same layers and pages."""
+        """Use the memory of another cache with the same layers and pages."""
         if other is None or (other.layers, other.n_pages, other.n_bytes) != (self.layers, self.n_pages, self.n_bytes):
             raise KernelError("a graph that shares caches needs the other's step, with as many pages")
         self.memory = other.memory
@@ -83,7 +83,7 @@ class CPUCache(HostCache):
         return self.memory[place.n_bytes : place.n_bytes + prod(shape)].reshape(shape)
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Of each layer, keys and values [n_pages, G, bytes of a block]; values in keys have none."""
+        """Return keys and values of each layer, [n_pages, G, bytes of a block]; values inside keys are empty."""
         views = {}
         for layer, places in self.places.items():
             cache, n_pages = self.layers[layer], self.n_pages[self._groups[layer]]
@@ -93,7 +93,7 @@ class CPUCache(HostCache):
         return views
 
     def state(self, state: RecurrentState) -> NDArray[np.float32]:
-        """The values of a state that are one row, [n_states, n]."""
+        """Return the values of a state whose value is one row, [n_states, n]."""
         rows = self._part(self.states[state], self.n_states, state_bytes(state)).view(np.float32)
         return rows[:, : state.n_values]
 

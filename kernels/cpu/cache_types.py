@@ -1,25 +1,27 @@
-"""How the KV cache holds keys and values: all that kernels know of its types.
+"""Storage formats of keys and values in the KV cache.
 
-A block is what keys, or values, of one page and key/value head take: `CacheLayout.block_bytes`.  Halves lie as
-attention multiplies them, sixteen side by side: of keys, of as many positions, of values, of one position:
+A block is the keys or the values of one page and one key/value head: `CacheLayout.block_bytes` bytes.  Half-precision
+blocks are stored in the order that attention multiplies, 16 values at a time: keys of 16 positions, or 16
+values of one position:
 
     f16      keys float16 [head, PAGE], values float16 [PAGE, head]
 
-Codes lie as products of bytes take them (`localllm.kernels.cpu.dots`), in tiles of which 16 lanes have 32 columns, in
-vectors of four columns each, behind float16 scales [head / 32, PAGE]:
+Codes are stored for byte products (`localllm.kernels.cpu.dots`).  A tile has 16 lanes and 32 columns, in vectors of
+four columns each.  The tiles follow float16 scales [head / 32, PAGE]:
 
     keys     tiles [head / 32, PAGE / 16]: lanes are positions, columns are values of the head
     values   tiles [head / 32, PAGE / 32, 2]: lanes are values of the head, columns are positions
-    latents  codes [PAGE, head]: keys that hold the values, too, which are read one by one as floats
+    latents  codes [PAGE, head]: keys that contain the values, which are read one by one as floats
 
-Codes of 8 bits are signed bytes.  Others are unsigned.  Of 4 bits, a byte has one in its low half, and in its high
-half that of 16 values further, of latents 8.  Of 5 bits, the lower four lie as those, and the fifth behind them: of
-keys a byte for each lane and column modulo 4, a bit for each four columns; of values, four bytes a position, number
-l modulo 4 of lane l, with a bit for each l / 4 of the first 16 values, and four bits of the other 16; of latents, a
-bit for each of 16.
+Codes of 8 bits are signed bytes, and shorter codes are unsigned.  A byte of 4-bit codes contains one code in its low
+half and, in its high half, the code 16 values later (8 values later for latents).  5-bit codes store the lower four
+bits in the same way, followed by the fifth bits.  For keys, these are a byte for each lane and column modulo 4, with
+one bit per four columns.  For values, they are four bytes per position: byte l modulo 4 belongs to lane l, with bit l
+/ 4 for the first 16 values and four more bits for the other 16 values.  For latents, they are one bit for each of 16
+values.
 
-``head`` is the size of a head in keys or values, rounded up to whole vectors, or to whole runs of 32 values that
-share a scale.  What pads a head counts as 0.  A token writes no byte of another's.
+``head`` is the size of a head in keys or values, rounded up to whole vectors, or to whole groups of 32 values that
+share a scale.  Padding counts as 0.  Writing a token changes no byte of another token.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ ZERO = np.float32(0)
 class CacheLayout:
     """How blocks of keys or of values are written and read."""
 
-    bits: int  # of a value
-    # a template ``append(x, n, head, bits, block, place)`` that writes n float32 values, padded to ``head``, as
-    # number ``place`` of a page's block
+    bits: int  # bits per value
+    # template ``append(x, n, head, bits, block, place)``: writes n float32 values, padded to ``head``, at position
+    # ``place`` of a page's block
     append: Template
-    load: Any  # operation that reads sixteen values side by side, without their scale; None of tiles
+    load: Any  # operation that loads 16 consecutive values, without their scale; None for tiles
 
     @property
     def per_scale(self) -> int:
@@ -63,16 +65,15 @@ class CacheLayout:
         return 2 * self.bits
 
     def head(self, head_dim: int) -> int:
-        """Values that a head takes."""
+        """Return the padded number of values of a head."""
         multiple = self.per_scale or 16
         return -(-head_dim // multiple) * multiple
 
     def scale_bytes(self, head_dim: int) -> int:
-        """Bytes of a block's scales."""
+        """Return the bytes of a block's scales."""
         return 2 * PAGE * (self.head(head_dim) // self.per_scale) if self.per_scale else 0
 
     def block_bytes(self, head_dim: int) -> int:
-        """Bytes of a block."""
         return self.scale_bytes(head_dim) + PAGE * self.head(head_dim) * self.bits // 8
 
 
@@ -90,7 +91,7 @@ def append_f16_values(x, n, head, bits, block, place):
 
 @template
 def quantise_group(x, n, group, bits, scales, codes):
-    """Codes int64 [32] of the ``group``-th 32 of a head, and their float16 scale among those of a page.
+    """Quantise group number ``group`` of 32 values of a head to codes int64 [32] and a float16 scale of the page.
 
     See `localllm.kernels.cache_rounding`.
     """
@@ -98,7 +99,7 @@ def quantise_group(x, n, group, bits, scales, codes):
     first, here = x + 4 * VALUES_PER_SCALE * group, min(n - VALUES_PER_SCALE * group, VALUES_PER_SCALE)
     for i in range(here):
         value = load_f32(first + 4 * i)
-        if not value <= high and high == high:  # NaN, once seen, stays
+        if not value <= high and high == high:  # keeps a NaN
             high = value
         if value < low:
             low = value
@@ -115,7 +116,7 @@ def quantise_group(x, n, group, bits, scales, codes):
     if largest < -limit:
         largest = -limit
     inverse = ZERO
-    if abs(largest) > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
+    if abs(largest) > NEGLIGIBLE:  # false for NaN, which then becomes the scale
         inverse = code / largest
     store_f16(scales + 2 * PAGE * group, largest / code)
     for i in range(VALUES_PER_SCALE):
@@ -128,13 +129,13 @@ def quantise_group(x, n, group, bits, scales, codes):
 
 @template
 def store_halves(codes, low, high, place):
-    """A byte of two codes of 4 bits, those of numbers ``low`` and ``high``."""
+    """Store a byte of two 4-bit codes, with the indices ``low`` and ``high``."""
     store_i8(place, load_i64(codes + 8 * low) & 15 | (load_i64(codes + 8 * high) & 15) << 4)
 
 
 @device
 def fifth_bits(codes, first, step):
-    """A byte of the fifth bits of eight codes, ``step`` apart."""
+    """Return a byte of the fifth bits of eight codes, ``step`` apart."""
     byte = 0
     for i in range(8):
         byte |= load_i64(codes + 8 * (first + step * i)) >> 4 << i
@@ -201,7 +202,7 @@ _LOADS = {8: load_s8x16, 5: load_u5x16, 4: load_u4x16}
 
 
 def layouts_of(cache: KVCache) -> tuple[CacheLayout, CacheLayout]:
-    """How its keys and its values are kept; the same where values are in the keys."""
+    """Return the layouts of keys and of values; equal if values are part of the keys."""
     for type in cache.types:
         if type not in CACHE_TYPES:
             raise KernelError(f"the cpu backend has no cache of type {type!r}: choose one of {[*CACHE_TYPES]}")

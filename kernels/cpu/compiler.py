@@ -1,16 +1,15 @@
-"""From a kernel's Python to machine code: numba types it and writes LLVM code, LLVM compiles that for a target.
+"""Compilation of kernels: numba translates typed Python to LLVM code, and LLVM compiles it for a target.
 
     template ──specialise──▶ Python ──numba──▶ LLVM IR ──LLVM for the target──▶ object code ──link──▶ address
                                                                       └──▶ cache on disk
 
-numba's own ways to machine code know one processor, the one at hand, and its cache does not see changes in
-functions imported from elsewhere.  Taking the last step ourselves lets one process compile for several instruction
-sets (tests compare them), lets a machine compile for another, and makes a warm start independent of numba, which
-takes most of a second to import.
+numba's own compilation targets only the processor of this machine, and its cache does not notice changes in imported
+functions.  Calling LLVM ourselves lets one process compile for several instruction sets (tests compare them), lets a
+machine compile for another one, and lets a warm start skip the import of numba, which takes most of a second.
 
-Cached objects lie in a folder named by a hash of everything they depend on: the source of this package and of the
-modules elsewhere whose constants it uses, the versions of numba and LLVM, the platform.  (Of kernels defined
-elsewhere, the files of the kernel and of its templates count.)
+Cached objects are stored in a folder named by a hash of everything they depend on: the sources of this package, the
+modules outside it whose constants it uses, the versions of numba and LLVM, and the platform.  (For kernels defined
+elsewhere, the hash covers the files of the kernel and of its templates.)
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ from localllm.kernels.cpu.object_code import link
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Device, Template
 
-# Imported where something is compiled: a start that finds its kernels on disk mostly does without.
+# Imported only to compile: a start with all kernels on disk does not need it.
 if TYPE_CHECKING:
     import llvmlite.binding as llvm
 
-#: Bytes of memory without which no kernel is compiled, and without which numba is not even loaded: LLVM ends the
-#: process where it gets none.  (Measured: 16 and 70 MiB.)
+#: Bytes of memory needed to compile a kernel, and to import numba as well: LLVM ends the process if an allocation
+#: fails.  (Measured: 16 and 70 MiB.)
 COMPILING_BYTES, LOADING_BYTES = 48 << 20, 128 << 20
 _FOLDER_NAME = re.compile("[0-9a-f]{16}")
 #: Modules outside this package whose constants become part of machine code.  (Look-up tables of `localllm.quant` are
-#: part of the names of the operations that use them.)
+#: part of the names of their operations.)
 _CONSTANTS = ("kernels/cache_rounding.py", "quant/bit_packing.py", "quant/packing.py")
 
 
 class Kernel(Template):
     """A template that can be called from a program: ``kernel(begin, end, …)``.
 
-    It works on the units of work begin … end (what a unit is, the kernel says).  Its further parameters are
-    addresses and numbers, eight bytes each; those annotated ``float`` are float32.
+    It computes the units of work begin … end, as defined by each kernel.  The other parameters are addresses and
+    numbers of eight bytes each; parameters annotated ``float`` are float32.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -69,7 +68,7 @@ class Kernel(Template):
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
-    """Makes a function a kernel; see `Kernel` and `localllm.kernels.cpu.templates`."""
+    """Decorate a function as a kernel; see `Kernel` and `localllm.kernels.cpu.templates`."""
     return Kernel(function)
 
 
@@ -83,7 +82,7 @@ class Variant:
 
     @property
     def symbol(self) -> str:
-        """The name of the code, unique within a process."""
+        """The name of the compiled function, unique within a process."""
         parts = [self.kernel.full_name, self.target.name]
         for key, value in self.constants:
             name = value.full_name if isinstance(value, Template) else getattr(value, "__name__", value)
@@ -106,7 +105,7 @@ class _Frontend:
         self.modules: list[str] = []
 
     def kernel(self, kernel: Kernel) -> str:
-        """Compiles a kernel as a function of (arguments, begin, end); returns its name in the last module."""
+        """Compile a kernel as a function of (arguments, begin, end), and return its name in the last module."""
         from numba.core import types
 
         tree, scope = kernel.specialise(self.constants)
@@ -120,7 +119,7 @@ class _Frontend:
     def compile(
         self, tree: ast.FunctionDef, names: list[str], scope: dict[str, Any], file: str, types: tuple[Any, ...]
     ) -> Any:
-        """numba's result for a specialised function of the parameters ``names``; its module joins the others."""
+        """Compile a specialised function with the parameters ``names``, add its module, and return numba's result."""
         from numba.core import compiler
         from numba.core.registry import cpu_target
 
@@ -136,7 +135,7 @@ class _Frontend:
         exec(compile(ast.fix_missing_locations(ast.Module([tree], [])), file, "exec"), scope)
         flags = compiler.Flags()
         flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
-        flags.error_model = "numpy"  # a division by zero is not an exception
+        flags.error_model = "numpy"  # a division by zero raises no exception
         result = compiler.compile_extra(
             cpu_target.typing_context,
             cpu_target.target_context,
@@ -147,7 +146,7 @@ class _Frontend:
             {},
             pipeline_class=KernelPipeline,
         )
-        # numba's own functions, such as min and max, come in modules of their own.
+        # numba's own functions, such as min and max, are in separate modules.
         for library in result.library._linking_libraries:
             if library.name != "nrt" and (text := str(library._final_module)) not in self.modules:
                 self.modules.append(text)
@@ -156,9 +155,9 @@ class _Frontend:
 
     @functools.cache  # noqa: B019 - lives as long as one compilation
     def device(self, device: Device) -> Any:
-        """A numba intrinsic that compiles the device function for its arguments' types and calls it.
+        """Return a numba intrinsic that compiles the device function for its arguments' types and calls it.
 
-        numba's own calls would hand the function to its linker, which compiles for the processor at hand.
+        numba's normal calls would pass the function to its own linker, which compiles for this machine's processor.
         """
         from numba.extending import intrinsic
 
@@ -182,7 +181,7 @@ class _Frontend:
 
 
 def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
-    """The kernel as optimised LLVM code for its target, with one function ``v.symbol``."""
+    """Return the kernel as optimised LLVM code for its target, with one function ``v.symbol``."""
     import llvmlite.binding as llvm
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
@@ -219,7 +218,7 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
             f.linkage = "internal"
             f.add_function_attribute("alwaysinline")
     options = llvm.create_pipeline_tuning_options(speed_level=3)
-    # Vectors are written by hand here; what LLVM would vectorise beside them are only the odd ends.
+    # Kernels vectorise by hand; LLVM would only vectorise the remainder loops.
     options.loop_vectorization = options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -230,16 +229,16 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
 
 
 def _without_target(text: str) -> str:
-    """Drops the lines that say which machine numba compiled for."""
+    """Remove the lines that name the target machine of numba."""
     return "\n".join(line for line in text.splitlines() if not line.startswith(("target ", "source_filename")))
 
 
 def _with_entry(text: str, inner: str, v: Variant) -> str:
-    """Adds the function that programs call, ``void symbol(i64 arguments, i64 begin, i64 end)``.
+    """Add the function that programs call, ``void symbol(i64 arguments, i64 begin, i64 end)``.
 
-    numba's functions return a status and take a place for the result and for an exception; kernels raise none.
+    numba's functions return a status and write a result and an exception; kernels raise no exceptions.
     """
-    # LLVM must know a processor to order instructions for: else it keeps too many values at a time.
+    # LLVM needs a processor model to schedule instructions; without one it keeps too many values live.
     tuned = ' "tune-cpu"="neoverse-n1"' if v.target.family == "aarch64" else ""
     entry = f"""
 define void @"{v.symbol}"(i64 %arguments, i64 %begin, i64 %end){tuned} {{
@@ -253,7 +252,7 @@ define void @"{v.symbol}"(i64 %arguments, i64 %begin, i64 %end){tuned} {{
 
 
 def assembly(v: Variant, triple: str | None = None) -> str:
-    """The machine code as assembly text, for this platform or another (``aarch64-linux-gnu``)."""
+    """Return the machine code as assembly text, for this platform or another one (``aarch64-linux-gnu``)."""
     return str(v.target.machine(triple).emit_assembly(llvm_ir(v, triple)))
 
 
@@ -261,14 +260,14 @@ def assembly(v: Variant, triple: str | None = None) -> str:
 
 
 def _folder() -> Path | None:
-    """The cache's folder for kernels that this version of everything compiles."""
+    """Return the cache folder for kernels compiled by these versions; None if caching is disabled."""
     root = cache_root()
     return None if root is None else root / _fingerprint()
 
 
 @functools.cache
 def _fingerprint() -> str:
-    """A hash of what compiled kernels depend on, beside their own variant."""
+    """Return a hash of everything that compiled kernels depend on, except their own variant."""
     digest = hashlib.sha256()
     for fact in (llvmlite.__version__, _numba_version(), sys.platform, platform.machine()):
         digest.update(fact.encode())
@@ -279,7 +278,7 @@ def _fingerprint() -> str:
 
 
 def _numba_version() -> str:
-    """A key of numba's version: to import it, or `importlib.metadata`, would take longer than all this."""
+    """Return a key of numba's version, without the slow import of numba or `importlib.metadata`."""
     spec = importlib.util.find_spec("numba")
     if spec is None or spec.origin is None:
         raise KernelError("the package numba, which compiles kernels, is missing: install localllm again")
@@ -288,7 +287,7 @@ def _numba_version() -> str:
 
 @functools.cache
 def _source(file: str) -> bytes:
-    """A source file's content, unless it is one of this package's, which the fingerprint covers."""
+    """Return a source file's content; empty for files of this package, which the fingerprint covers."""
     path = Path(file)
     return b"" if path.parent == Path(__file__).parent or not path.exists() else path.read_bytes()
 
@@ -302,9 +301,9 @@ def _file_name(v: Variant) -> str:
 
 
 def _cached(v: Variant) -> bytes | None:
-    """Object code from the cache, or None where it has none or a damaged one.
+    """Return object code from the cache, or None if it is missing or damaged.
 
-    LLVM ends the process when it is given an object that is cut short or does not define what is looked for.
+    The check is necessary because LLVM ends the process on a truncated object, or one without the expected symbol.
     """
     folder = _folder()
     if folder is None or (code := read_code(folder / _file_name(v))) is None:
@@ -314,7 +313,7 @@ def _cached(v: Variant) -> bytes | None:
 
 
 def _compile(v: Variant) -> bytes:
-    """Object code, which is also put into the cache; a cache that cannot be written costs time, not function."""
+    """Compile a kernel and store it in the cache.  An unwritable cache is ignored: it only costs time."""
     code: bytes = v.target.machine().emit_object(llvm_ir(v))
     if (folder := _folder()) is not None:
         write_code(folder / _file_name(v), code)
@@ -324,17 +323,17 @@ def _compile(v: Variant) -> bytes:
 
 @functools.cache
 def _mark_used(folder: Path) -> None:
-    """Notes, once in a process, that a folder of the cache is in use."""
+    """Update the time of a cache folder, once per process."""
     with contextlib.suppress(OSError):
         os.utime(folder)
 
 
 @functools.cache
 def _prune(used: Path) -> None:
-    """Removes, once in a process, the folders beside ``used`` that nobody has used for long.
+    """Remove old folders next to ``used``, once per process.
 
-    Should a process still be at work in one, it compiles anew what it misses, as at any time.  Whatever has not a
-    name of ours stays: the folder may be one that a user named, with other things in it.
+    A process that still uses a removed folder compiles the missing kernels again.  Folders with other names are kept,
+    because a user may have chosen a folder that contains other files.
     """
     with contextlib.suppress(OSError):
         for folder in used.parent.iterdir():
@@ -344,7 +343,7 @@ def _prune(used: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder of object files, unless there is something else in it."""
+    """Remove a folder of object files, unless it contains other files."""
     with contextlib.suppress(OSError):
         for file in folder.iterdir():
             if file.suffix == ".o" or file.name.startswith(tempfile.gettempprefix()):
@@ -356,16 +355,16 @@ def _remove(folder: Path) -> None:
 
 _lock = threading.RLock()
 _addresses: dict[str, int] = {}
-#: Object code that is yet to be linked, by symbol.
+#: Compiled object code that is not linked yet, by symbol.
 _objects: dict[str, bytes] = {}
 
-# A fork waits for the lock, so that compiler and linker are whole in the child, and nobody holds it there.
+# A fork waits for the lock, so that compiler and linker are consistent and unlocked in the child.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _define_stack_probe() -> None:
-    """On Windows code with a frame of more than a page calls ``__chkstk``, which LLVM may not find: ntdll has it."""
+    """Define ``__chkstk`` of ntdll on Windows, which LLVM may not find.  Code with frames over a page calls it."""
     import llvmlite.binding as llvm
 
     if sys.platform == "win32" and llvm.address_of_symbol("__chkstk") is None:
@@ -374,7 +373,7 @@ def _define_stack_probe() -> None:
 
 @functools.cache
 def _engine() -> llvm.ExecutionEngine:
-    """LLVM's linker: one for the process, since code once linked stays."""
+    """Return LLVM's linker.  It is shared by the process, because linked code is never unloaded."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -385,18 +384,18 @@ def _engine() -> llvm.ExecutionEngine:
 
 
 def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] | None = None) -> dict[Variant, int]:
-    """Machine code addresses; kernels not in the cache are compiled, (done, to compile) reported to ``progress``."""
+    """Return machine code addresses.  Compiles missing kernels, and reports (done, to compile) to ``progress``."""
     wanted = dict.fromkeys(variants)
     with _lock:
         to_compile = [v for v in wanted if not _is_ready(v)]
     if to_compile:
         warn_if_unwritable(cache_root())
-    # The caller's function runs while nothing is locked, and may raise: what was compiled by then is kept.
+    # No lock is held while the caller's function runs.  If it raises, the kernels compiled before are kept.
     for done, v in enumerate(to_compile):
         if progress:
             progress(done, len(to_compile))
         with _lock, process.UnfinishedWork(process.workers):
-            if not _is_ready(v):  # another thread may have compiled it meanwhile
+            if not _is_ready(v):  # another thread may have compiled it
                 is_loaded = "numba.core.compiler" in sys.modules
                 check_memory(COMPILING_BYTES if is_loaded else LOADING_BYTES, "to compile kernels for this processor")
                 _objects[v.symbol] = _compile(v)
@@ -408,14 +407,14 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
 
 
 def _is_ready(v: Variant) -> bool:
-    """Whether a kernel is linked, or its object code at hand or in the cache."""
+    """Return whether a kernel is linked, or its object code is in memory or in the cache."""
     if v.symbol not in _addresses and v.symbol not in _objects and (code := _cached(v)) is not None:
         _objects[v.symbol] = code
     return v.symbol in _addresses or v.symbol in _objects
 
 
 def _link(symbols: list[str]) -> None:
-    """Makes object code runnable.  What has been given to LLVM's linker cannot be taken back."""
+    """Make object code executable.  Code passed to LLVM's linker cannot be removed."""
     if not symbols:
         return
     objects = [(symbol, _objects.pop(symbol)) for symbol in symbols]

@@ -1,12 +1,14 @@
-"""Experts that stay in the file of a model larger than memory: read and packed when tokens go to them, into a pool.
+"""Pool of experts for models larger than memory: experts stay in the file, and are read and packed when tokens use
+them.
 
-A *group* is the matrices of a layer's experts that are multiplied with the same rows, such as gates and ups; its
-entries in the pool are of one expert each.  Before a program multiplies with a group it calls `hold_experts`
-(`localllm.kernels.cpu.experts`), which costs nothing where all experts are there, and else has the pool read them:
-first those needed now, then, while these are computed with, those that are needed next.  Memory for them comes from
-those not needed for longest.  It changes hands only within such a call, when no kernel reads any.
+A *group* is the matrices of a layer's experts that are multiplied with the same rows, such as gates and ups.  Every
+entry in the pool belongs to one expert.  Before a program multiplies with a group it calls `hold_experts`
+(`localllm.kernels.cpu.experts`), which returns at once if all experts are in memory.  Otherwise the pool reads the
+experts that are needed now and then, while the program computes with them, the experts that are needed next.  Memory
+for them comes from the least recently used experts.  The pool reuses memory only during such a call, when no kernel
+reads any expert.
 
-Packed tiles are those that loading would make, so every bit of what is computed is the same.
+The packed tiles equal the tiles made by loading the whole model, so the results are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import ScaleRangeError, repack, repack_target
 
-#: Threads that read: enough for a disk to have something to do while others of them pack.
+#: Reader threads: enough to keep a disk busy while other readers pack.
 READERS = 4
-#: A step whose tokens go to so many times as many experts as there are needs nearly all of them.
+#: A step whose number of pairs is at least this multiple of the number of experts needs nearly all experts.
 MANY = 4
-#: Whether an entry is in the pool: not at all, asked for, there, or not there because it could not be read.
+#: State of an entry: not in the pool, requested, in the pool, or failed to be read.
 ABSENT, PENDING, HERE, FAILED = range(4)
 
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)
@@ -54,13 +56,13 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class _Matrices:
-    """One matrix [n_out, n_in] of each expert, and where it lies in the file."""
+    """One matrix [n_out, n_in] of each expert, and its location in the file."""
 
     weight: Weight
-    file: FileRange  # of all experts' rows, or of the first one's and what stands between
-    stride: int  # bytes from one expert's to the next
+    file: FileRange  # rows of all experts, or the rows of the first expert and the data between them
+    stride: int  # bytes between experts
     kind: KernelType
-    table: NDArray[np.int64]  # where each expert's tiles are in memory; 0 of those that are not
+    table: NDArray[np.int64]  # address of each expert's tiles; 0 if not in memory
 
     @property
     def n_packed(self) -> int:
@@ -68,7 +70,7 @@ class _Matrices:
         return LAYOUTS[self.kind].packed_bytes(padded(n_out), n_in)
 
     def pack(self, read: Callable[[int, int], Bytes], packer: Packer, packed: Bytes) -> None:
-        """Makes the tiles of an expert, whose bytes ``read`` gives, from one number to another."""
+        """Pack the tiles of an expert from its bytes ``read(start, stop)``."""
         _, n_out, n_in = self.weight.shape
         layout, row_bytes = LAYOUTS[self.kind], self.file.n_bytes // n_out
         if n_out % PADDING:
@@ -83,20 +85,20 @@ class _Matrices:
 @dataclass(frozen=True, eq=False)
 class ExpertGroup:
     number: int
-    first: int  # the number of its first expert's entry among all
+    first: int  # number of its first expert's entry among all entries
     matrices: tuple[_Matrices, ...]
-    routing: Routing  # groups of one are needed one after the other, with the same experts
-    n_bytes: int  # of an expert in the pool
-    at_once: int  # how many are computed with at once: half of the pool is for those that come next
+    routing: Routing  # groups with the same routing are needed in order, with the same experts
+    n_bytes: int  # bytes of an expert in the pool
+    at_once: int  # experts computed at once: half of the pool is reserved for the next ones
 
 
 def stays_in_file(weight: Weight) -> FileRange | None:
-    """Where the rows of the first of several experts' matrices lie, if they can be read from a file."""
+    """Return the file range of the first expert's rows, or None if they cannot be read from a file."""
     return range_in_file(weight.data[0]) if len(weight.shape) == 3 else None
 
 
 class _Queue:
-    """A queue of reads, the most urgent first, and the lock of a pool."""
+    """A queue of reads, ordered by urgency, and the lock of a pool."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -116,7 +118,7 @@ class _Queue:
 
 
 def _read_for(queue: _Queue, pool: weakref.ref[ExpertPool]) -> None:
-    """A reader's life, which ends with the pool."""
+    """Run a reader thread, which ends with the pool."""
     while (entry := queue.get()) is not None:
         owner = pool()
         if owner is None:
@@ -126,17 +128,17 @@ def _read_for(queue: _Queue, pool: weakref.ref[ExpertPool]) -> None:
 
 
 def _close(queue: _Queue, files: Mapping[Path, _ExpertFile]) -> None:
-    """Ends the readers of a pool, and closes its files."""
+    """Stop the readers of a pool and close its files."""
     queue.close()
     for each in files.values():
         each.file.close()
 
 
 class ExpertPool:
-    """Memory of ``n_bytes`` for the experts of a graph.
+    """``n_bytes`` of memory for the experts of a graph.
 
-    ``counts``: int64, the time in calls of `hold_experts`, and the bytes that were needed.  ``stamps``: int64, when
-    each entry was needed last.
+    ``counts``: int64, the number of `hold_experts` calls (used as the time), and the bytes that were
+    needed.  ``stamps``: int64, the time when each entry was last needed.
     """
 
     def __init__(self, n_bytes: int, graph: Graph, packer: Callable[[KernelType], Packer]) -> None:
@@ -145,9 +147,10 @@ class ExpertPool:
         n_experts = sum(each.routing.n_experts for each in groups)
         self.counts, self.stamps = np.zeros(2, np.int64), np.zeros(n_experts, np.int64)
         self.bytes_read = 0
-        #: Seconds for which programs waited, and for which anything was being read.
+        #: Seconds that programs waited, and seconds with at least one read in progress.
         self.wait_s = self.read_s = 0.0
-        #: Since `begin`: whether programs waited, why experts could not be had, and the tokens that lack them.
+        #: Since `begin`: whether programs waited, why experts could not be read, and the tokens without these
+        #: experts.
         self.has_waited = False
         self.error: BaseException | None = None
         self.failed_tokens: list[int] = []
@@ -155,7 +158,7 @@ class ExpertPool:
         self._state = np.zeros(n_experts, np.int8)
         self._memory: list[Bytes | None] = [None] * n_experts
         self._errors: dict[int, BaseException] = {}
-        self._owner: list[ExpertGroup] = []  # of each entry
+        self._owner: list[ExpertGroup] = []  # group of each entry
         self._n_used = self._n_reading = 0
         self._needs_all = False
         self._reading_since = 0.0
@@ -163,11 +166,11 @@ class ExpertPool:
         self._files: dict[Path, _ExpertFile] = {}
         this = weakref.ref(self)
         self._call = _CALL(lambda *numbers: pool._hold(*numbers) if (pool := this()) is not None else 0)
-        #: The address of what `hold_experts` calls.
+        #: Address of the function that `hold_experts` calls.
         self.call = ctypes.cast(self._call, ctypes.c_void_p).value or 0
 
     def group(self, weights: Sequence[Weight], tables: Sequence[NDArray[np.int64]], routing: Routing) -> ExpertGroup:
-        """The group of some weights, each with the table of where its experts are."""
+        """Return the group of some weights, each with the table of its experts' addresses."""
         for group in self._groups:
             if [each.weight for each in group.matrices] == [*weights]:
                 return group
@@ -189,7 +192,7 @@ class ExpertPool:
         return group
 
     def open(self) -> None:
-        """Opens the files and starts the readers: to be called once all groups are known."""
+        """Open the files and start the readers.  Called once, after all groups were created."""
         for each in (matrices for group in self._groups for matrices in group.matrices):
             self.packer(each.kind)
             if each.file.path not in self._files:
@@ -204,17 +207,18 @@ class ExpertPool:
         return ExpertReads(int(self.counts[1]), self.bytes_read, self.read_s, self.wait_s)
 
     def begin(self, n_tokens: int) -> None:
-        """To be called before a step."""
+        """Start a step.  Called before each step."""
         routing = self._groups[0].routing
         self._needs_all = n_tokens * routing.k >= MANY * routing.n_experts
         self.has_waited, self.error, self.failed_tokens = False, None, []
 
-    # -- What programs call ----------------------------------------------------------------------------------------
+    # -- Called by programs ----------------------------------------------------------------------------------------
 
     def _hold(self, number: int, address: int, n: int, n_all: int, pairs: int) -> int:
-        """Has the experts of the first ``n`` of ``n_all`` entries in memory when it returns; gives how many are.
+        """Return the number of entries in memory, after reading the experts of the first ``n`` of ``n_all`` entries.
 
-        Those that cannot be read it puts behind them: so their pairs are not computed, which nobody must use.
+        Entries of experts that cannot be read are moved to the end.  Their pairs are not computed, and no caller may
+        use them.
         """
         entries, group = _words(address, n_all * ENTRY // 8).reshape(-1, ENTRY // 8), self._groups[number]
         began, self.has_waited = time.perf_counter(), self.has_waited or n > 0
@@ -231,8 +235,11 @@ class ExpertPool:
         return n - len(failed)
 
     def _request(self, group: ExpertGroup, experts: NDArray[np.int64], n: int) -> list[int]:
-        """Waits for the first ``n`` experts; asks for those behind them, for the layer's other matrices, and for the
-        next layer's where all are needed."""
+        """Wait for the first ``n`` experts, and return the entries that failed.
+
+        Also requests the following experts, the layer's other matrices and, if all experts are needed, the next
+        layer's.
+        """
         needed = (group.first + experts[:n]).tolist()
         same = [each for each in self._groups if each.routing is group.routing and each.number > group.number]
         ahead = [group.first + experts[n:], *(each.first + experts for each in same)]
@@ -258,7 +265,7 @@ class ExpertPool:
         return failed
 
     def _read_ahead(self, entries: Iterable[int], needed: Sequence[int]) -> None:
-        """Asks for entries as far as there is memory."""
+        """Request entries while there is memory for them."""
         kept = [*needed, *entries]
         for entry in kept[len(needed) :]:
             if self._state[entry] == ABSENT:
@@ -276,19 +283,19 @@ class ExpertPool:
     # -- Memory ----------------------------------------------------------------------------------------------------
 
     def _take(self, n_bytes: int, kept: Sequence[int]) -> Bytes | None:
-        """Memory for an entry, of others that are not among ``kept`` if need be; None where there is none."""
+        """Return memory for an entry, evicting entries outside ``kept`` if necessary; None if there is no memory."""
         while True:
             if self._n_used + n_bytes <= self.n_bytes:
                 try:
                     memory = aligned_zeros(n_bytes, np.uint8)
                     break
-                except MemoryError:  # what the plan counted on was taken by others
+                except MemoryError:  # another program took memory that the plan had counted on
                     self.n_bytes = self._n_used
             may_go = self._state == HERE
             may_go[kept] = False
             if not may_go.any():
                 return None
-            # Long steps need nearly all, layer after layer: those needed last are needed again the latest.
+            # Long steps need nearly all experts, layer by layer: the most recently used entry is needed again last.
             ages = -self.stamps if self._needs_all else self.stamps
             memory = self._drop(int(np.where(may_go, ages, np.iinfo(np.int64).max).argmin()))
             if len(memory) == n_bytes:
@@ -297,7 +304,7 @@ class ExpertPool:
         return memory
 
     def _drop(self, entry: int) -> Bytes:
-        """Takes an entry out of the pool, and gives its memory."""
+        """Remove an entry from the pool and return its memory."""
         memory, group = self._memory[entry], self._owner[entry]
         assert memory is not None
         for each in group.matrices:
@@ -307,7 +314,7 @@ class ExpertPool:
         return memory
 
     def _wait_for_memory(self) -> None:
-        """Lets go of what was to be read ahead, or waits for what is being read."""
+        """Cancel queued reads, or wait for the reads in progress."""
         if not (self._state == PENDING).any():
             raise NotEnoughMemoryError(
                 "memory for experts ran out: close other programs, or use a smaller max_memory"
@@ -320,7 +327,7 @@ class ExpertPool:
     # -- Reading ---------------------------------------------------------------------------------------------------
 
     def read(self, entry: int) -> None:
-        """Reads and packs an entry that was asked for; called by readers."""
+        """Read and pack a requested entry.  Called by readers."""
         group, memory = self._owner[entry], self._memory[entry]
         assert memory is not None
         expert, n_read = entry - group.first, 0
@@ -350,7 +357,7 @@ class ExpertPool:
                 self.read_s += time.perf_counter() - self._reading_since
             self.bytes_read += n_read
             if error is None:
-                # The first one last: by it kernels know that all are there.
+                # The first table is written last: kernels check it to see whether all matrices are in memory.
                 for each, place in reversed(list(zip(group.matrices, places, strict=True))):
                     each.table[expert] = place
                 self._state[entry] = HERE
@@ -361,14 +368,14 @@ class ExpertPool:
 
 
 class _ExpertFile(OpenFile):
-    """A file that experts are read from, open for as long as the pool is there."""
+    """A file of experts, open for the lifetime of the pool."""
 
     def read(self, matrices: _Matrices, expert: int, start: int, stop: int) -> Bytes:
-        """The bytes start : stop of an expert's matrix.  Raises GGUFError as `OpenFile.fill`."""
+        """Return bytes start : stop of an expert's matrix.  Raises GGUFError as `OpenFile.fill` does."""
         data = np.empty(stop - start, np.uint8)
         offset = matrices.file.offset + expert * matrices.stride
-        if not start and sys.platform == "linux":  # while the first piece is packed, the others come
-            with contextlib.suppress(OSError):  # a disk that fails is reported by the read below
+        if not start and sys.platform == "linux":  # the system reads the rest while the first piece is packed
+            with contextlib.suppress(OSError):  # the read below reports errors of the disk
                 os.posix_fadvise(self.file.fileno(), offset, matrices.file.n_bytes, os.POSIX_FADV_WILLNEED)
         self.fill(data, offset + start, f"tensor {matrices.weight.name}, expert {expert}")
         return data
@@ -381,6 +388,6 @@ def _first(weight: Weight) -> FileRange:
 
 
 def _words(address: int, n: int) -> NDArray[np.int64]:
-    """Numbers in memory."""
+    """View memory as int64 numbers."""
     where: Any = (ctypes.c_int64 * n).from_address(address)
     return np.frombuffer(where, np.int64)

@@ -1,6 +1,6 @@
-"""The machine at hand: its processor, and how much of it this process may use.
+"""Properties of this machine: its processor, and the cores and memory available to this process.
 
-Binary packages are imported where they are needed: ``localllm doctor`` asks even where one of them is broken.
+Binary packages are imported inside functions, because ``localllm doctor`` must run even if a package is broken.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu.control_groups import cpu_quota, memory_left, text_of
 
-#: Features of Arm processors by LLVM's names: the word (AT_HWCAP, AT_HWCAP2) of Linux's auxiliary vector, the bit in
-#: it (arch/arm64/include/uapi/asm/hwcap.h), Windows' number (winnt.h), and macOS's name (sysctl).
+#: Features of Arm processors by LLVM's names: the word (AT_HWCAP, AT_HWCAP2) and the bit in Linux's auxiliary vector
+#: (arch/arm64/include/uapi/asm/hwcap.h), the number on Windows (winnt.h), and the name on macOS (sysctl).
 _ARM_FEATURES = {
     "lse": (16, 8, 34, "hw.optional.arm.FEAT_LSE"),
     "fullfp16": (16, 10, 67, "hw.optional.arm.FEAT_FP16"),
@@ -30,7 +30,7 @@ _ARM_FEATURES = {
     "bf16": (26, 14, 68, "hw.optional.arm.FEAT_BF16"),
 }
 
-#: LLVM's names of features that Linux calls otherwise.
+#: LLVM's names of features that have another name on Linux.
 _LLVM_NAMES = {
     "avx512_vnni": "avx512vnni",
     "avx_vnni": "avxvnni",
@@ -40,26 +40,26 @@ _LLVM_NAMES = {
     "amx_bf16": "amx-bf16",
 }
 
-#: Processors that other programs may keep busy before what is measured means little.
+#: Processors that other programs may use before a measurement counts as disturbed.
 OTHER_CPUS = 0.5
 
-#: Bytes of memory, addresses more than all else, that LLVM takes, which every kernel needs.  (Measured: 163 MiB.)
+#: Bytes of address space, mostly not resident, that LLVM takes.  Every kernel needs LLVM.  (Measured: 163 MiB.)
 LLVM_BYTES = 192 << 20
 
-#: A limit of the address space below which hardly anything runs.
+#: An address space limit below which almost no program runs.
 MIN_ADDRESS_SPACE = 1 << 30
 
-#: The share of the fastest core's speed from which on one decodes, and below which it computes nothing: who waits at
-#: a barrier would wait for it.
+#: Relative core speeds: cores of at least the first value decode; cores below the second compute nothing, because all
+#: threads would wait for them at each barrier.
 DECODES, COMPUTES = 0.7, 0.25
-#: Speed of the cores of the next lower class where the system tells nothing but classes; and what an Intel E core
-#: does in a cycle beside a P core.
+#: Relative speed of the next lower class of cores if the system reports only classes, and of an Intel E core compared
+#: with a P core at the same clock.
 LOWER_CLASS = EFFICIENT = 0.6
 
-#: Most threads that anybody may ask for: so many for each processor, or this many where there are few.
+#: Maximum number of threads: this many per processor, or ``FEW_THREADS`` if that is more.
 THREADS_PER_CPU, FEW_THREADS = 4, 64
 
-#: Of a SYSTEM_CPU_SET_INFORMATION (winnt.h), at least.
+#: Minimum size of a SYSTEM_CPU_SET_INFORMATION (winnt.h).
 _CPU_SET_BYTES = 32
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -71,7 +71,7 @@ _OWN_MEMORY = Path("/proc/self/statm")
 
 
 def family() -> str:
-    """The processor family, as LLVM's target triples begin: "x86_64", "aarch64", …"""
+    """Return the processor family, as in LLVM's target triples: "x86_64", "aarch64", …"""
     if sys.platform == "linux" and sys.maxsize > 1 << 32 and (machine := os.uname().machine) in ("x86_64", "aarch64"):
         return machine
     import llvmlite.binding as llvm
@@ -80,9 +80,9 @@ def family() -> str:
 
 
 def features() -> frozenset[str]:
-    """The processor's features, by LLVM's names.
+    """Return the processor's features, by LLVM's names.
 
-    Of x86-64 processors Linux tells those that it supports.  Elsewhere LLVM is asked, which takes long to import.
+    Linux reports the features of x86-64 processors.  On other systems LLVM reports them, which is slow to import.
     """
     if sys.platform == "linux" and family() == "x86_64":
         if flags := _linux_flags():
@@ -94,19 +94,20 @@ def features() -> frozenset[str]:
 
 
 def _linux_flags() -> list[str]:
-    """The features of an x86-64 processor by Linux's names; nothing where it does not tell."""
+    """Return the features of an x86-64 processor by Linux's names; empty if Linux does not report them."""
     try:
         with open("/proc/cpuinfo", "rb") as file:
-            text = file.read(1 << 14)  # of the first processor: there may be hundreds
+            text = file.read(1 << 14)  # of the first processor: there can be hundreds
     except OSError:
         return []
     return text.partition(b"\nflags")[2].partition(b"\n")[0].decode("ascii", "replace").split()[1:]
 
 
 def _arm_features() -> frozenset[str]:
-    """The features that the system reports; LLVM finds little on Linux and Windows, and on macOS nothing at all.
+    """Return the features that the system reports; LLVM detects few on Linux and Windows, and none on macOS.
 
-    Of unlike cores it tells what all have.  Each has NEON, and Apple's have the dot product since the M1.
+    If cores differ, the system reports the features that all cores have.  All have NEON, and Apple's have the dot
+    product since the M1.
     """
     if sys.platform == "darwin":
         apples = {"neon", "dotprod"}
@@ -125,14 +126,14 @@ def _arm_features() -> frozenset[str]:
 
 
 def _sysctl_int(name: str) -> int:
-    """A number that macOS knows by name; 0 where it does not."""
+    """Return a number that macOS stores under a name; 0 if it has no such name."""
     value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     failed = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
     return 0 if failed else value.value
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
+    """Return the processor's name, or its architecture if the system does not report a name."""
     if sys.platform == "linux":
         for line in text_of(Path("/proc/cpuinfo")).splitlines():
             key, _, value = line.partition(":")
@@ -143,18 +144,18 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-# -- How much of it ------------------------------------------------------------------------------------------------
+# -- Available resources -------------------------------------------------------------------------------------------
 
 
 def usable_cpus() -> int:
-    """Logical processors that this process may run on."""
+    """Return the number of logical processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def core_speeds() -> list[float]:
-    """How fast each physical core is that this process may use, as a share of the fastest one's speed.
+    """Return the speed of each physical core that this process may use, relative to the fastest core.
 
-    All are equal where the system does not tell.
+    All speeds are equal if the system does not report them.
     """
     tell = {"darwin": _speeds_on_macos, "win32": _speeds_on_windows}.get(sys.platform, _speeds_on_linux)
     if not (found := tell()):
@@ -167,31 +168,31 @@ def core_speeds() -> list[float]:
 
 
 def _speeds_on_linux() -> list[float]:
-    """Arm tells capacities, others the highest clock; and where Intel's processors differ, which are Atoms."""
+    """Read capacities (Arm) or maximum clocks; on hybrid Intel processors also which cores are Atoms."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     atoms, speeds = _cpu_list(text_of(_CPUS.parent.parent / "cpu_atom" / "cpus")), dict[str, float]()
     for n in os.sched_getaffinity(0):
         cpu = _CPUS / f"cpu{n}"
         speed = text_of(cpu / "cpu_capacity") or text_of(cpu / "cpufreq" / "cpuinfo_max_freq") or "0"
-        siblings = text_of(cpu / "topology" / "thread_siblings_list").strip()  # the same of those that share a core
+        siblings = text_of(cpu / "topology" / "thread_siblings_list").strip()  # equal for threads of one core
         speeds[siblings] = float(speed) * (EFFICIENT if n in atoms else 1)
     return [] if "" in speeds else list(speeds.values())
 
 
 def _cpu_list(text: str) -> set[int]:
-    """The numbers in a list such as ``0-3,8``."""
+    """Return the numbers in a list such as ``0-3,8``."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)}
 
 
 def _speeds_on_macos() -> list[float]:
-    levels = range(_sysctl_int("hw.nperflevels"))  # the fastest first; none on Intel
+    levels = range(_sysctl_int("hw.nperflevels"))  # the fastest first; empty on Intel
     return [LOWER_CLASS**i for i in levels for _ in range(_sysctl_int(f"hw.perflevel{i}.physicalcpu"))]
 
 
 def _speeds_on_windows() -> list[float]:
-    """By efficiency classes, of which the highest is the fastest."""
+    """Read efficiency classes; the highest class is the fastest."""
     classes = dict[tuple[int, int], int]()
     if sys.platform == "win32":
         call = ctypes.windll.kernel32.GetSystemCpuSetInformation
@@ -207,15 +208,14 @@ def _speeds_on_windows() -> list[float]:
 
 
 def has_unequal_cores() -> bool:
-    """Whether some cores are so much slower that threads may differ in what they compute."""
+    """Return whether core speeds differ enough that threads may get unequal work."""
     return min(core_speeds()) < DECODES
 
 
 def default_threads(least_speed: float = COMPUTES) -> int:
-    """One thread for each physical core of such a speed that this process may use, but none beyond what a control
-    group grants.
+    """Return one thread per physical core of at least this speed, limited by the quota of the control group.
 
-    Threads wait for each other many times a token: one that has used up its quota stops them all.
+    Threads wait for each other many times per token: a thread that has used up its quota stops all others.
     """
     quota = cpu_quota()
     cores = sum(speed >= least_speed for speed in core_speeds())
@@ -223,30 +223,30 @@ def default_threads(least_speed: float = COMPUTES) -> int:
 
 
 def last_level_cache() -> int:
-    """Bytes of the largest cache that a processor reads through; 0 where the system does not tell."""
+    """Return the bytes of the largest cache of a processor; 0 if the system does not report it."""
     sizes = (text_of(index / "size").strip() for index in (_CPUS / "cpu0" / "cache").glob("index*"))
     return max((int(size[:-1]) << 10 for size in sizes if size[:-1].isdigit() and size[-1] == "K"), default=0)
 
 
 def most_threads() -> int:
-    """Threads that may be asked for: more than processors, for whoever wants to try, but not thousands."""
+    """Return the maximum number of threads: more than processors, to allow experiments, but not thousands."""
     return max(FEW_THREADS, THREADS_PER_CPU * usable_cpus())
 
 
 class OtherLoad:
-    """How much other programs compute from now on."""
+    """Measures the load of other programs from the moment it is created."""
 
     def __init__(self) -> None:
         self._began = time.monotonic(), _other_seconds()
 
     def cpus(self) -> float:
-        """Processors that they kept busy on average."""
+        """Return the average number of processors used by other programs."""
         began, seconds = self._began
         return max(0.0, _other_seconds() - seconds) / max(1e-9, time.monotonic() - began)
 
 
 def _other_seconds() -> float:
-    """Seconds that processors worked for others, a hypervisor's other guests among them."""
+    """Return the processor seconds used by other programs, including other guests of a hypervisor."""
     import psutil
 
     times = psutil.cpu_times()._asdict()
@@ -255,17 +255,17 @@ def _other_seconds() -> float:
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take: what the system has, or less where something limits it."""
+    """Return the bytes that this process can still allocate: the system's free memory, or less if a limit applies."""
     return _least_memory()[0]
 
 
 def memory_advice() -> str:
-    """Advice where memory is short, beginning with a verb: it depends on the scarcest kind."""
+    """Return advice on how to get more of the scarcest kind of memory.  Starts with a verb."""
     return _least_memory()[1]
 
 
 def check_memory(n_bytes: int, what: str) -> None:
-    """Raises NotEnoughMemoryError where ``what``, which would not survive that, does not fit into memory."""
+    """Raise NotEnoughMemoryError if ``n_bytes`` for ``what`` are not available.  LLVM would end the process."""
     available, advice = _least_memory()
     if n_bytes > available:
         raise NotEnoughMemoryError(
@@ -274,11 +274,11 @@ def check_memory(n_bytes: int, what: str) -> None:
 
 
 def address_space_limit() -> int | None:
-    """Bytes of addresses that this process may have (``ulimit -v``); None where nothing limits them.
+    """Return the limit of this process's address space in bytes (``ulimit -v``); None without a limit.
 
-    Reserved memory counts, used or not: stacks of threads, the file of a model while it is read.
+    Reserved memory counts even if unused: stacks of threads, and the model file while it is read.
     """
-    if sys.platform != "linux":  # others do not heed it, or have none
+    if sys.platform != "linux":  # other systems have no limit or ignore it
         return None
     import resource
 
@@ -287,7 +287,7 @@ def address_space_limit() -> int | None:
 
 
 def _least_memory() -> tuple[int, str]:
-    """Bytes that this process can still take, and what to do if they are too few."""
+    """Return the bytes that this process can still allocate, and advice if they are too few."""
     limits = [(_system_memory(), "close other programs")]
     if (granted := memory_left()) is not None:
         limits.append((granted, "raise the memory limit of the container or service that this runs in"))
@@ -313,8 +313,8 @@ def _system_memory() -> int:
 
 
 def program_output(*command: str) -> str:
-    """The output of a program; nothing where it is missing, fails, or hangs."""
-    # Imported here and not by every start.
+    """Return the output of a program; empty if the program is missing, fails, or hangs."""
+    # Imported here because most starts do not need it.
     import shutil
     import subprocess
 

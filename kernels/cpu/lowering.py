@@ -1,6 +1,6 @@
-"""A graph as a program of the CPU's kernels: for each operation the kernel calls that compute it.
+"""Lowering of a graph to a program of CPU kernels: the kernel calls that compute each operation.
 
-Nothing runs here, and no weight is needed: it also tells what a step will take before anything is loaded.  One
+Lowering runs nothing and needs no weights, so it also reports the memory of a step before anything is loaded.  One
 program serves every batch, because kernels read the number of tokens when they run.
 """
 
@@ -68,13 +68,13 @@ _FLOAT_LOADS: dict[KernelType, Any] = {
 }
 
 
-#: More than anything sees.
+#: A number of positions larger than any context length.
 ALL = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A float32 matrix [rows, padded width] in a buffer; ``slot`` counts the rows that a batch has."""
+    """A float32 matrix [rows, padded width] in a buffer; header number ``slot`` is the number of rows in a batch."""
 
     buffer: Buffer
     slot: int
@@ -82,18 +82,18 @@ class Stored:
 
     @property
     def stride(self) -> int:
-        """Bytes from row to row."""
+        """Bytes between rows."""
         return 4 * padded(self.width)
 
     def rows(self, arena: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """The whole matrix, padding included."""
+        """Return the whole matrix, including padding."""
         part = arena[self.buffer.offset : self.buffer.offset + self.buffer.n_bytes]
         return part.view(np.float32).reshape(-1, padded(self.width))
 
 
 @dataclass(frozen=True)
 class StoredRouting:
-    """The experts that each token goes to, and their pairs brought together, as drawn in `experts`."""
+    """The experts chosen for each token, and their pairs grouped by expert, as drawn in `experts`."""
 
     n_places: int
     ids: Address
@@ -110,24 +110,24 @@ class StoredRouting:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program whose buffers have their offsets."""
+    """A program whose buffers have offsets."""
 
     instructions: Sequence[Instruction]
-    tables: BatchTables  # what a batch is filled into, before the program runs
-    embeddings: Sequence[tuple[g.Embed, Stored]]  # what is looked up, and where its rows for the batch's ids are put
-    ngrams: Sequence[tuple[g.NgramEmbed, Stored]]  # the same of n-grams
-    adapters: Sequence[tuple[g.AdapterWeights, Stored]]  # the same of adapters' weights
-    added: Sequence[tuple[g.AddRows, Stored]]  # and of embeddings that layers add
-    hidden: Sequence[tuple[g.Input, Stored]]  # where rows that the graph begins with are put
+    tables: BatchTables  # tables of the batch, filled before the program runs
+    embeddings: Sequence[tuple[g.Embed, Stored]]  # embeddings to look up, and the matrix for their rows
+    ngrams: Sequence[tuple[g.NgramEmbed, Stored]]  # n-gram embeddings, in the same form
+    adapters: Sequence[tuple[g.AdapterWeights, Stored]]  # weights of adapters, in the same form
+    added: Sequence[tuple[g.AddRows, Stored]]  # embeddings that layers add, in the same form
+    hidden: Sequence[tuple[g.Input, Stored]]  # input rows of the graph
     result: Stored
     watched: Mapping[Value, Stored | StoredRouting]
-    arena_bytes: int  # what all buffers take
-    n_products: int  # products of activations and weights for each token
-    n_joined: int  # rows that an output is made of
+    arena_bytes: int  # size of all buffers
+    n_products: int  # products of activations and weights per token
+    n_joined: int  # rows that one output row is made from
 
 
 class Lowering:
-    """Makes the program of a graph, for batches of at most so many tokens and outputs."""
+    """Builds the program of a graph, for batches of at most ``max_tokens`` tokens and ``max_outputs`` outputs."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Lowering:
         self.node_index = 0
         self.instructions: list[Instruction] = []
         self.stored: dict[Value, Any] = {}
-        #: Rows of tensors in integers, as `tiles` draws them.
+        #: Quantised rows of tensors, in the layout of `tiles`.
         self.records: dict[Tensor, Buffer] = {}
         self.int16: dict[Tensor, Buffer] = {}
         self.embeddings: list[tuple[g.Embed, Stored]] = []
@@ -186,7 +186,7 @@ class Lowering:
         )
 
     def _stages(self) -> list[list[Buffer]]:
-        """The buffers of each run of instructions that do not wait for each other."""
+        """Return the buffers of each group of instructions that run without waiting for each other."""
         stages: list[list[Buffer]] = [[]]
         for instruction in self.instructions:
             for x in instruction.arguments:
@@ -200,12 +200,12 @@ class Lowering:
     # -- Memory ----------------------------------------------------------------------------------------------------
 
     def new(self, rows: Rows, width: int, *, is_kept: bool = False) -> Stored:
-        """Memory for a tensor.  A kept buffer is zero at first, and stays so where no kernel writes."""
+        """Allocate a matrix for a tensor.  A kept buffer is zero at first, and stays zero where no kernel writes."""
         slot = _SLOTS[rows]
         return Stored(Buffer(self.n_rows[slot] * 4 * padded(width), is_kept), slot, width)
 
     def in_place(self, op: g.Operation[Tensor]) -> Stored:
-        """Memory for a result: that of the input which it may overwrite, if nothing reads it any more."""
+        """Allocate a result, in the memory of the input that it may overwrite if nothing reads this input later."""
         x = getattr(op, op.overwrites) if op.overwrites else None
         if x is not None and self.last_uses[x] == self.node_index:
             stored: Stored = self.stored[x]
@@ -213,7 +213,7 @@ class Lowering:
         return self.new(op.result.rows, op.result.width)
 
     def records_of(self, x: Tensor) -> Buffer:
-        """The rows of a tensor in integers; the first call adds what makes them."""
+        """Return the quantised rows of a tensor; the first call adds the kernel that quantises them."""
         if x not in self.records:
             s = self.stored[x]
             n_blocks = s.width // 32
@@ -223,7 +223,7 @@ class Lowering:
         return self.records[x]
 
     def int16_of(self, x: Tensor) -> Buffer:
-        """The same in 16-bit numbers, as `matmul` draws them."""
+        """Return the rows of a tensor as 16-bit integers, in the layout of `matmul`."""
         if x not in self.int16:
             s = self.stored[x]
             n_blocks = padded(s.width) // 32
@@ -246,13 +246,13 @@ class Lowering:
         self.instructions.append(Instruction(code, arguments, units, slot, wait))
 
     def counter(self, slot: int) -> Address:
-        """Where a number of the header stands."""
+        """Return the address of a number in the header."""
         return self.tables.header.at(8 * slot)
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
     def input(self, op: g.Input) -> Stored:
-        # As an embedding, filled in before the program runs: nothing that the program writes may lie there.
+        # Filled before the program runs, as an embedding is: kernels must not write to this memory.
         y = self.new(Rows.TOKENS, op.x.width, is_kept=True)
         self.hidden.append((op, y))
         return y
@@ -341,7 +341,7 @@ class Lowering:
         return y
 
     def _copy(self, x: Stored, source: int, y: Stored, target: int, n_bytes: int) -> None:
-        """So many bytes of rows, from a place in those of x to a place in those of y."""
+        """Copy ``n_bytes`` bytes of each row, from offset ``source`` in x to offset ``target`` in y."""
         places = x.buffer.at(source), 1, 0, x.stride, y.buffer.at(target), 0, y.stride, n_bytes
         self.call(elementwise.copy_heads, places, 1, x.slot)
 
@@ -411,7 +411,7 @@ class Lowering:
         *last: Argument,
         **constants: Any,
     ) -> Stored:
-        """Calls a kernel with ``first``, the width and the stride of x, the result, and ``last``."""
+        """Call a kernel with ``first``, the width and stride of x, the result, and ``last``."""
         y = self.in_place(op)
         self.call(kernel, (*first, x.stride // 4, x.stride, y.buffer, *last), 1, y.slot, **constants)
         return y
@@ -419,7 +419,7 @@ class Lowering:
     # -- Products --------------------------------------------------------------------------------------------------
 
     def linear(self, op: g.Linear) -> Stored:
-        # A kernel may add to what it reads, but not to what others still multiply.
+        # A kernel may add to its input, but not while other kernels still multiply it.
         y = self.new(op.x.rows, op.matrix.n_out) if op.residual is op.x else self.in_place(op)
         residual = 0 if op.residual is None else self.stored[op.residual].buffer
         self._multiply(op.x, op.matrix, y, residual, wait=True)
@@ -493,7 +493,7 @@ class Lowering:
         norms = [self._norm(norm, dim) for norm, dim in zip(op.norms, dims, strict=True)]
         scale = op.q_scale
         factors = (0, 1, 0) if scale is None else (tables.position_factors(scale), scale.length, scale.offset)
-        # Without keys, the cache is another layer's.
+        # An operation without keys uses the cache of another layer.
         keys, values = self.layers[cache.key] if op.k is not None else (0, 0)
         key_block, value_block = block_bytes(cache)
         self.call(
@@ -536,11 +536,11 @@ class Lowering:
         return q
 
     def _address_and_stride(self, x: Tensor | None) -> tuple[Argument, Argument]:
-        """Where the rows of x begin, and the bytes from row to row; 0 without x."""
+        """Return the address of the rows of x and their stride in bytes; 0 without x."""
         return (0, 0) if x is None else (self.stored[x].buffer, self.stored[x].stride)
 
     def _norm(self, norm: g.HeadNorm | None, dim: int) -> tuple[Argument, int, float]:
-        """Its weights, how many values it is of, and eps."""
+        """Return the weights of a norm, the number of values that it covers, and eps."""
         if norm is None:
             return 0, dim, 0.0
         n = dim if norm.weight is None else norm.weight.shape[0]
@@ -550,13 +550,13 @@ class Lowering:
         cache, tables = op.cache, self.tables
         n_heads, head, q = cache.n_heads, layouts_of(cache)[1].head(cache.value_dim), self.stored[op.q]
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
-        sees_span = op.has_spans and not op.causal  # from a first position on, as a window of one token there
+        sees_span = op.has_spans and not op.causal  # a window of one token at the span's first position
         if op.selected is not None or op.entries is not None:
             most = ALL if op.selected is None else op.n_selected
             sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.every, most)
         table = tables.tile_table(n_heads, op.group_size, head, **sees)
         sinks = self.weights.vector(op.sinks)
-        # The kernel writes heads, not the padding beyond them.
+        # The kernel writes heads, but not the padding after the last head.
         width = op.result.width
         y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
         partials = Buffer(table.max_partials * table.partial_bytes) if table.max_partials else 0
@@ -588,7 +588,7 @@ class Lowering:
         return y
 
     def _entries(self, cache: g.KVCache | None) -> tuple[Argument, Argument]:
-        """Where a cache of entries of runs lies, and its block tables; 0 without one."""
+        """Return the address of a cache of compressed entries and its block tables; 0 without a cache."""
         if cache is None:
             return 0, 0
         return self.layers[cache.key][0], self.tables.block_tables[self.graph.group(cache)]
@@ -684,12 +684,12 @@ class Lowering:
         return y
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Argument, int]]:
-        """Where parts of tensors begin, and the bytes from row to row."""
+        """Return the address and the stride in bytes of each tensor of a joined matrix."""
         places = ((self.stored[x], first) for x, first in g.side_by_side(tensors, widths))
         return [(stored.buffer.at(4 * first), stored.stride) for stored, first in places]
 
     def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
-        """A batch's tables for kernels of a state: rows of sequences, positions, and slots of states."""
+        """Return a batch's tables for kernels with a state: rows of sequences, positions, and state slots."""
         tables = self.tables
         return tables.starts, tables.positions, tables.states, self.states[state], state_bytes(state)
 
@@ -698,7 +698,7 @@ class Lowering:
     def route(self, op: g.Route) -> StoredRouting:
         logits, n_experts = self.stored[op.logits], op.result.n_experts
         n_pairs = self.n_rows[N_CHOSEN]
-        # Experts begin with whole tiles.
+        # The places of each expert start at a whole tile.
         n_places = (n_pairs + (TOKENS - 1) * min(n_experts, n_pairs)) // TOKENS * TOKENS
         words = (n_pairs, -(-n_pairs // 2), n_experts, n_pairs, n_places, 3 * n_experts)
         memory = Buffer(8 * sum(words))
@@ -746,7 +746,7 @@ class Lowering:
         *,
         is_weighted: bool = False,
     ) -> tuple[Stored, ...]:
-        """Rows of x, or of each token's where it has one for each token, times the matrices of the experts."""
+        """Multiply rows of x with the matrices of the experts.  x has a row per token, or a row per pair."""
         chosen, s = self.stored[routing], self.stored[x]
         kinds = [self.weights.matrix(weight)[1] for weight in experts]
         results = tuple(self.new(Rows.CHOSEN, weight.shape[1]) for weight in experts)
@@ -775,8 +775,10 @@ class Lowering:
     def _hold(
         self, experts: Sequence[Weight], chosen: StoredRouting, routing: g.Routing
     ) -> Iterator[tuple[Address, int]]:
-        """Where the entries of experts begin that are computed with at once, and which number says how many: those
-        that tokens go to.  Of experts that stay in the file a part in turn, once they are in memory."""
+        """Yield the address of the entries of active experts, and the slot of their number in the header.
+
+        Experts that stay in the file are yielded in groups, each after it was read into memory.
+        """
         pool = self.weights.pool
         if pool is None or not all(map(stays_in_file, experts)):
             yield chosen.entries, N_USED
@@ -792,14 +794,15 @@ class Lowering:
             yield own, N_HELD
 
     def _group(self, experts: Sequence[Weight], routing: g.Routing) -> tuple[ExpertGroup, int]:
-        """Some experts' group in the pool, and the address of where each is."""
+        """Return the group of some experts in the pool, and the address of the table of their addresses."""
         assert self.weights.pool is not None
         tables = [self.weights.experts(weight) for weight in experts]
         return self.weights.pool.group(experts, tables, routing), tables[0].ctypes.data
 
     def _read_ahead(self, x: Tensor, call: int) -> None:
-        """Has experts read that the next layer is likely to choose: those that its router chooses for what this layer
-        gives, before attention has added to it.
+        """Request reads of the experts that the next layer will probably choose.
+
+        The prediction applies the next layer's router to this layer's output, before attention has changed it.
         """
         makers = {y: node.operation for node in self.graph.nodes for y in node.operation.results}
         behind = [node.operation for node in self.graph.nodes[self.node_index + 1 :]]
@@ -824,7 +827,7 @@ class Lowering:
         self.call(expert_kernels.read_ahead, (entries, self.counter(N_USED), table, call, group.number), 1, ALWAYS)
 
     def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
-        """Rows of x at the places of their pairs."""
+        """Return the rows of x at the places of their pairs."""
         n_blocks = x.width // 32
         tiles = chosen.n_places // TOKENS * x_tile_bytes.function(n_blocks)
         memory = Buffer(tiles if as_records else chosen.n_places * x.stride)
@@ -836,12 +839,12 @@ class Lowering:
 
 
 def _norm_kind(norm: g.HeadNorm | None) -> int:
-    """As `elementwise.turn_head` has it."""
+    """Return the ``norm`` argument of `elementwise.turn_head`."""
     return 0 if norm is None else 1 if norm.weight is None else 2
 
 
 def _format_constants(kind: KernelType) -> dict[str, Any]:
-    """The constants that a kernel for products of a format is compiled with."""
+    """Return the compile-time constants of matrix kernels for a format."""
     layout = LAYOUTS[kind]
     if tile := TILES.get(kind):
         return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}

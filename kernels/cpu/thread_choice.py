@@ -1,11 +1,12 @@
-"""How many threads decode: where the curve of its speed over threads bends, measured on each machine and kept.
+"""Number of decoding threads: the knee of the curve of speed over threads, measured on each machine and cached.
 
-Decoding reads every weight for each token, and on most machines fewer threads than there are cores do that as fast as
-memory can.  More of them only wait for each other, and so would fast cores for slow ones: no more threads decode than
-there are fast cores.  (A prompt, which multiplies, takes all cores.)
+Decoding reads every weight for each token.  On most machines, fewer threads than cores reach the full memory
+bandwidth, and more threads only wait for each other.  Fast cores would also wait for slow cores, so there are at most
+as many decoding threads as fast cores.  (A prompt is limited by multiplication and uses all cores.)
 
-The choice is kept beside the compiled kernels, for the machine as this process may use it.  One that was measured
-while other programs computed is not believed: all cores are used then, and it is soon measured again.
+The choice is stored next to the compiled kernels, keyed by the machine and the processors that this process may use.
+A measurement made while other programs computed is not used: then all cores decode, and the measurement is soon
+repeated.
 """
 
 from __future__ import annotations
@@ -33,54 +34,55 @@ from localllm.kernels.cpu.host import (
 )
 from localllm.kernels.cpu.target import Target
 
-#: The share of the best bandwidth at which more threads are not worth it.
+#: The share of the best bandwidth that is enough: more threads are not used.
 ENOUGH = 0.95
-#: Measurements with each number of threads, of which the best counts.
+#: Measurements for each number of threads; the best one counts.
 TRIES = 4
-#: Bytes that are read, and the share of the available memory that they may take.  They are flushed from all caches
-#: before each reading, so they come from memory, as weights do.  (A buffer larger than all caches would do the same,
-#: but some servers have 480 MiB of them.)  On Arm, where nothing is flushed, few processors have caches as large.
+#: Bytes that are read, and the maximum share of the available memory for them.  They are flushed from all caches
+#: before each reading, so they come from memory, as weights do.  (A buffer larger than all caches would have the same
+#: effect, but some servers have 480 MiB of cache.)  On Arm caches are not flushed, but few processors have such large
+#: caches.
 N_BYTES = 96 << 20
 PART_OF_MEMORY = 10
-#: Seconds for which a measurement counts, and one that was disturbed.
+#: Seconds for which a measurement is valid, and for which a disturbed measurement is.
 KEPT_SECONDS, DISTURBED_SECONDS = 30 * 24 * 60 * 60, 10 * 60
 
-#: Measures bytes a second with so many threads.
+#: Measures the bandwidth in bytes per second for a number of threads.
 Bandwidth = Callable[[int], float]
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """How many threads to use, and what was measured."""
+    """The number of threads, and the measurement that it is based on."""
 
-    decode: int  # threads for steps of few tokens
-    cores: int  # threads for steps of many: physical cores that this process may use
-    # (threads, bytes a second), by threads; empty where there is one core, and nothing to choose
+    decode: int  # threads for steps with few tokens
+    cores: int  # threads for steps with many tokens: physical cores that this process may use
+    # (threads, bytes per second), by threads; empty with only one core
     curve: tuple[tuple[int, float], ...] = ()
-    measured: float = 0.0  # when, in seconds since 1970
-    other_cpus: float = 0.0  # processors that other programs kept busy meanwhile
+    measured: float = 0.0  # time of the measurement, in seconds since 1970
+    other_cpus: float = 0.0  # processors used by other programs during the measurement
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs computed while it was measured."""
+        """Whether other programs computed during the measurement."""
         return self.other_cpus > OTHER_CPUS
 
     def is_fresh(self, now: float) -> bool:
-        """Whether it still counts; not if it was measured in the future."""
+        """Return whether the measurement is still valid; False if its time is in the future."""
         return 0 <= now - self.measured < (DISTURBED_SECONDS if self.is_disturbed else KEPT_SECONDS)
 
 
 _lock = threading.RLock()
 _chosen: dict[str, ThreadChoice] = {}
 
-# A fork waits for the lock, so that nobody holds it in the child.
+# A fork waits for the lock, so that it is free in the child.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def choose_threads(target: Target, progress: Progress | None = None) -> ThreadChoice:
-    """The choice for this machine: this process's, an earlier one's, or measured now, in part of a second."""
+    """Return the choice for this machine: cached in this process or on disk, or measured in less than a second."""
     cores = default_threads()
     if cores == 1:
         return ThreadChoice(1, 1)
@@ -88,10 +90,10 @@ def choose_threads(target: Target, progress: Progress | None = None) -> ThreadCh
     with _lock:
         known = _known(key, cores)
     if known is None:
-        # The caller's function runs while nothing is locked: it may wait for a thread that comes here as well.
+        # No lock is held while the caller's function runs, because it may wait for a thread that calls this function.
         _compile(target, progress)
         with _lock:
-            known = _known(key, cores)  # another thread may have measured meanwhile
+            known = _known(key, cores)  # another thread may have measured it
             if known is None:
                 known = _chosen[key] = _measure(cores, target, default_threads(DECODES))
                 _save(key, known)
@@ -99,7 +101,7 @@ def choose_threads(target: Target, progress: Progress | None = None) -> ThreadCh
 
 
 def _known(key: str, cores: int) -> ThreadChoice | None:
-    """The choice that was made here, or by an earlier process, if it still counts."""
+    """Return the choice of this process or of an earlier one; None if it is no longer valid."""
     known = _chosen.get(key) or _load(key, cores)
     if known is None or not known.is_fresh(time.time()):
         return None
@@ -108,9 +110,9 @@ def _known(key: str, cores: int) -> ThreadChoice | None:
 
 
 def knee(bandwidth: Bandwidth, cores: int) -> tuple[int, dict[int, float]]:
-    """The fewest threads that decode as fast as any number does, nearly; and what was measured to find them.
+    """Return the smallest number of threads that is almost as fast as any, and the measurements.
 
-    Doubles the number of threads up to ``cores``, and halves the gap in which the curve reaches `ENOUGH`: some
+    Doubles the number of threads up to ``cores``, then halves the interval where the curve reaches `ENOUGH`: about
     2 log2(cores) measurements.
     """
     counts = [1 << i for i in range(cores.bit_length()) if 1 << i < cores] + [cores]
@@ -126,8 +128,8 @@ def knee(bandwidth: Bandwidth, cores: int) -> tuple[int, dict[int, float]]:
 
 
 def _compile(target: Target, progress: Progress | None) -> None:
-    """Compiles what `_measure` runs, if it is not in the cache."""
-    # Imported here: it is seldom measured, and every start imports this module.
+    """Compile the kernels of `_measure` that are not in the cache."""
+    # Imported here: measurements are rare, and every start imports this module.
     from localllm.kernels.cpu.program import Workers
     from localllm.kernels.cpu.roofline import DecodeTest
 
@@ -158,7 +160,7 @@ def _measure(cores: int, target: Target, fast_cores: int) -> ThreadChoice:
 
 
 def _machine(cores: int, target: Target) -> str:
-    """Tells machines apart, and what of one a process may use."""
+    """Return a key of the machine and of the processors that this process may use."""
     parts = cores, default_threads(DECODES)
     facts = (cpu_model(), usable_cpus(), parts, cpu_quota(), last_level_cache(), target.name)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -170,7 +172,7 @@ def _file(key: str) -> Path | None:
 
 
 def _load(key: str, cores: int) -> ThreadChoice | None:
-    """An earlier process's measurement; None without a valid one."""
+    """Return an earlier process's measurement; None if it is missing or invalid."""
     file = _file(key)
     if file is None:
         return None
@@ -186,7 +188,7 @@ def _load(key: str, cores: int) -> ThreadChoice | None:
 
 
 def _save(key: str, choice: ThreadChoice) -> None:
-    """Keeps a choice for later processes; where that cannot be, each measures anew."""
+    """Store a choice for later processes.  If that fails, each process measures again."""
     file = _file(key)
     if file is not None:
         write_aside(file, json.dumps(asdict(choice)).encode())

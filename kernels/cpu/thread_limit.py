@@ -1,29 +1,30 @@
-"""How many threads take part in a step while other programs use the processors.
+"""Limit of threads in a step while other programs use the processors.
 
-A step of few tokens has hundreds of barriers, at each of which all threads wait for the last.  Where one has lost its
-core to another program, the others wait until it is back: milliseconds, in which they could have done its share.
+A step of few tokens has hundreds of barriers, and at each one all threads wait for the last.  If another program
+takes a thread's core, the other threads wait until the thread runs again: milliseconds, in which they could have done
+its share.
 """
 
 from __future__ import annotations
 
 import time
 
-#: How much of the mean that decides the last step makes up.
+#: Weight of the last step in the moving average of lost time.
 NEWEST = 0.2
-#: Lost time, in that of one thread, from which on one thread fewer is taken: at 1 both would be as fast.  And the
-#: share of a step that is never too much: threads wait a little for each other on an idle machine, too.
+#: Lost time, in units of one thread's time, at which a thread is removed: at 1 both numbers of threads are equally
+#: fast.  And the lost share of a step that is always allowed: threads wait a little even on an idle machine.
 MOST_LOST, IDLE_LOST = 0.8, 0.2
-#: Steps of a trial with one thread more, which ends earlier if all goes to one of them.
+#: Steps of a trial with one more thread.  A trial ends early if one step loses all the allowed time.
 TRIAL_STEPS = 8
-#: Seconds until the first trial, and at most between two: each that fails doubles them.
+#: Seconds until the first trial, and the maximum between trials: each failed trial doubles the time.
 FIRST_TRIAL_S, LAST_TRIAL_S = 0.2, 3.0
 
 
 class ThreadLimit:
-    """Fewer than ``most`` threads while that many lose more time than one of them is worth.
+    """Uses fewer than ``most`` threads while they lose more time than one thread contributes.
 
-    Of n threads, those that wait for one without a core lose a share of each step.  Once this is about 1/n, the
-    others are as fast without it.  From time to time one more is tried.
+    Threads that wait for a thread without a core lose a share of each step.  If n threads lose about 1/n, n - 1
+    threads are as fast.  From time to time one more thread is tried.
     """
 
     def __init__(self, most: int) -> None:
@@ -32,7 +33,7 @@ class ThreadLimit:
         self._pause_s, self._next_trial = FIRST_TRIAL_S, 0.0
 
     def record(self, lost: float) -> None:
-        """Takes note of a step of ``now`` threads, in which one of them had no core, or slept, for such a share."""
+        """Record a step of ``now`` threads.  ``lost``: share of its time that a thread slept or had no core."""
         if self.most == 1:
             return
         self._lost += NEWEST * (lost - self._lost)
