@@ -1,4 +1,4 @@
-"""Integer dot products in kernels: codes of weights times activations of eight bits."""
+"""Integer dot products in kernels: codes of weights times 8-bit activations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from localllm.kernels.cpu.instructions import *
 from localllm.kernels.cpu.simd import fma
 from localllm.kernels.cpu.templates import Device
 
-#: Bytes of a token's record of activations in 32 columns: see `tiles`.
+#: Bytes of a token's record of activations in 32 columns; see `tiles`.
 RECORD = 48
 
-#: Operations on a token's record of activations and 16 rows, and for each the operations on the records of 2 or 4
-#: tokens, by the number of tokens: they take 8 or 4 rows.  Of 4 tokens, lanes 4 i … 4 i + 3 of all vectors belong to
-#: token i; where matrices of bytes are multiplied, lanes 0 … 3 belong to two rows of tokens 0 and 1 in turn, lanes
-#: 4 … 7 to the other rows, and so on.
+#: Operations on one token's record of activations and 16 rows; for each, the variants for the records of 2 or 4
+#: tokens, by the number of tokens, which use 8 or 4 rows.  With 4 tokens, lanes 4 i … 4 i + 3 of all vectors belong
+#: to token i. With byte matrix instructions, lanes 0 … 3 belong to two rows of tokens 0 and 1 in turn, lanes 4 … 7 to
+#: the other rows, and so on.
 OF_TOKENS: dict[Any, dict[int, Any]] = {}
 
 
 class SeveralTokens(Device):
-    """A device function for the records of ``n`` tokens instead of one; see `OF_TOKENS`."""
+    """A device function for the records of ``n`` tokens; see `OF_TOKENS`."""
 
     def __init__(self, function: Callable[..., Any], n: int) -> None:
         super().__init__(function)
@@ -37,7 +37,7 @@ class SeveralTokens(Device):
 
 
 def _record_op(name: str, result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
-    """Make the operations of `OF_TOKENS` from ``emit(b, tokens, *values)``."""
+    """Create the operations of `OF_TOKENS` from ``emit(b, tokens, *values)``."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def of(tokens: int, name: str) -> Any:
@@ -55,7 +55,7 @@ def _record_op(name: str, result: Kind, *arguments: Kind) -> Callable[[Callable[
 
 
 def multiplies_matrices() -> bool:
-    """Whether one instruction multiplies two rows of eight bytes with two others: records are interleaved for it."""
+    """Return whether one instruction multiplies two rows of eight bytes with two others (interleaved records)."""
     return dot_kind() == "smmla"
 
 
@@ -64,7 +64,7 @@ def _at(b: Any, address: Any, offset: int) -> Any:
 
 
 def _column(n: int) -> int:
-    """Where a record has the activation of column n."""
+    """Return the offset of the activation of column n in a record."""
     return n // 8 * 16 + n % 8 if multiplies_matrices() else n
 
 
@@ -78,7 +78,7 @@ def _sums_offset() -> int:
 
 @op(intp, intp)
 def token_place(b, i):
-    """From the records of a tile of activations to that of token i, in bytes."""
+    """Return the offset in bytes of token i's record in a tile of activations."""
     if not multiplies_matrices():
         return b.mul(i, ir.Constant(i64, RECORD))
     pair = b.mul(b.lshr(i, ir.Constant(i64, 1)), ir.Constant(i64, 2 * RECORD))
@@ -87,19 +87,19 @@ def token_place(b, i):
 
 @op(intp, intp)
 def scale_place(b, record):
-    """Where a record has its scale, and behind it the sum of its codes, as floats."""
+    """Return the address of a record's scale and, after it, the sum of its codes, both float32."""
     return _at(b, record, _scale_offset())
 
 
 @op(intp, intp)
 def sums_place(b, record):
-    """Where a record has the sums of both halves of its codes, as 16-bit numbers."""
+    """Return the address of the sums of both halves of a record's codes, as 16-bit numbers."""
     return _at(b, record, _sums_offset())
 
 
 @op(intp, intp)
 def second_half(b, record):
-    """Where a record has its codes from column 16 on."""
+    """Return the address of a record's codes from column 16 on."""
     return _at(b, record, _column(16))
 
 
@@ -108,14 +108,14 @@ def _lanes(b: Any, x: Any, lanes: Sequence[int]) -> Any:
 
 
 def _spread(b: Any, tokens: int, address: Any, kind: Any, lane: int = 0) -> Any:
-    """A number of the eight bytes at an address in each token's record, in all of its lanes.
+    """Broadcast one number of the eight bytes at an address in each token's record to all lanes of the token.
 
-    kind: f32 or i32.  lane: which of the two.
+    kind: f32 or i32.  lane: 0 or 1, the position of the number.
     """
     if tokens > 1 and multiplies_matrices():
         both = [load(b, _at(b, address, 2 * RECORD * p), ir.VectorType(kind, 4)) for p in range(tokens // 2)]
         return join(b, [_lanes(b, x, [lane, lane + 2] * 2) for x in both for _ in range(2)])
-    if tokens > 1 and kind is f32:  # floats of all lanes are read at once, and taken from there
+    if tokens > 1 and kind is f32:  # all floats are read at once, and then selected
         eights = [load(b, _at(b, address, RECORD * i), ir.VectorType(f32, 2)) for i in range(tokens)]
         return join(b, [_lanes(b, x, [lane] * (16 // tokens)) for x in eights])
     loaded = [load(b, _at(b, address, RECORD * i + 4 * lane), kind) for i in range(tokens)]
@@ -124,33 +124,33 @@ def _spread(b: Any, tokens: int, address: Any, kind: Any, lane: int = 0) -> Any:
 
 @_record_op("load_unit", f32x16, intp)
 def load_unit(b, tokens, x):
-    """The scale of the activations in the record at x."""
+    """Return the scale of the activations in the record at x."""
     return _spread(b, tokens, _at(b, x, _scale_offset()), f32, 0)
 
 
 @_record_op("load_sum", f32x16, intp)
 def load_sum(b, tokens, x):
-    """The sum of the activations in the record at x."""
+    """Return the sum of the activations in the record at x."""
     return _spread(b, tokens, _at(b, x, _scale_offset()), f32, 1)
 
 
 @_record_op("load_sums", i32x16, intp)
 def load_sums(b, tokens, x):
-    """Both halves' sums of the activations in the record at x, as 16-bit numbers."""
+    """Return the sums of both halves of the activations in the record at x, as 16-bit numbers."""
     return _spread(b, tokens, _at(b, x, _sums_offset()), i32, 0)
 
 
 def _interleaved(b: Any, x: Any, y: Any) -> list[Any]:
-    """Lanes 0 of both vectors of four, lanes 1, and so on, in two vectors."""
+    """Return two vectors with the lanes 0 of both vectors of four, their lanes 1, and so on."""
     lanes = [[0, 4, 1, 5], [2, 6, 3, 7]]
     return [b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, 4), each)) for each in lanes]
 
 
 @op(f32x16, intp, literal, literal)
 def load_parts(b, address, step, n):
-    """Return the floats of 16 / n rows for n tokens, ``step`` bytes apart: see `OF_TOKENS`.
+    """Return the floats of 16 / n rows for n tokens, ``step`` bytes apart; see `OF_TOKENS`.
 
-    If the step is 0, all tokens have the same.
+    If the step is 0, all tokens use the same floats.
     """
     kind = ir.VectorType(f32, 16 // n)
     parts = [load(b, _at(b, address, step * i), kind) for i in range(n)] if step else [load(b, address, kind)] * n
@@ -161,7 +161,7 @@ def load_parts(b, address, step, n):
 
 @op(void, intp, literal, literal, f32x16)
 def store_parts(b, address, step, n, value):
-    """Write what `load_parts` reads."""
+    """Store floats in the order of `load_parts`."""
     parts = halves(b, value, n)
     if multiplies_matrices():
         pairs = [join(b, parts[:2]), join(b, parts[2:])]
@@ -172,9 +172,9 @@ def store_parts(b, address, step, n, value):
 
 @op(void, intp, i8x64, i8x64, literal)
 def store_two_of_slab(b, address, first, second, offset):
-    """Writes two vectors of codes, less an offset, to a slab, as products of four tokens take them.
+    """Store two vectors of codes, minus an offset, in a slab, in the order for products of four tokens.
 
-    Where matrices of bytes are multiplied, words of both are interleaved, those of each four rows in two vectors.
+    With byte matrix instructions, words of both vectors are interleaved: the words of four rows in two vectors.
     """
     if offset:
         first, second = (b.sub(codes, constant(offset, i8, 64)) for codes in (first, second))
@@ -187,7 +187,7 @@ def store_two_of_slab(b, address, first, second, offset):
 
 @op(i8x64, intp, literal, literal)
 def load_of_slab(b, address, v, offset):
-    """Vector 0 or 1 of the two that `store_two_of_slab` wrote."""
+    """Return vector 0 or 1 of the two vectors stored by `store_two_of_slab`."""
     codes = load(b, _at(b, address, 64 * v), i8x64.llvm)
     if multiplies_matrices():
         both = [halves(b, load(b, _at(b, address, 64 * i), i32x16.llvm), 4) for i in range(2)]
@@ -204,7 +204,7 @@ def load_part_of_codes(b, address, n):
 
 @op(void, intp, f32x16, f32x16)
 def store_activations(b, record, first, second):
-    """32 numbers in -128 … 127 to a record, rounded to the nearest integers (ties to even)."""
+    """Store 32 numbers in -128 … 127 in a record, rounded to the nearest integers (ties to even)."""
     for i, value in enumerate([first, second]):
         codes = b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i8, 16))
         for k, eight in enumerate(halves(b, codes, 2)):
@@ -213,21 +213,21 @@ def store_activations(b, record, first, second):
 
 @op(f32x16, intp, literal)
 def load_activations(b, record, half):
-    """The first sixteen codes of a record, or the second."""
+    """Return the first or the second sixteen codes of a record."""
     eights = [load(b, _at(b, record, _column(16 * half + 8 * k)), ir.VectorType(i8, 8)) for k in range(2)]
     return b.sitofp(join(b, eights), f32x16.llvm)
 
 
 def dot_op(name: str, n_vectors: int, bits: int, *, of_record: bool = False) -> Any:
-    """A dot product over ``4 * n_vectors`` columns of sixteen rows.
+    """Return a dot product over ``4 * n_vectors`` columns of sixteen rows.
 
     The function is ``(sums i32x16, w_0 … w_{n-1} i8x64, x) -> i32x16``: lane r of the result is sums[r] plus the
-    products of row r's codes with the int8 activations at address x, in a record or one behind the other.  Byte
-    4 r + c of w_v is row r's code in column 4 v + c.  Activations lie in -127 … 127.
+    products of row r's codes with the int8 activations at address x, in a record or consecutive.  Byte 4 r + c of w_v
+    is row r's code in column 4 v + c.  Activations are in -127 … 127.
 
-    With ``bits`` below 8 the codes are unsigned numbers of so many bits, else signed bytes.  Then the function takes
-    one more argument, an i32x16 with the sum of the activations in every lane: what processors need that multiply
-    bytes only if one of them is unsigned.
+    Codes with ``bits`` below 8 are unsigned, and 8-bit codes are signed bytes.  For 8 bits the function takes one
+    more argument, an i32x16 with the sum of the activations in every lane, for processors that multiply bytes only if
+    one factor is unsigned.
     """
 
     def emit(b: Any, tokens: int, sums: Any, *values: Any) -> Any:
@@ -246,11 +246,12 @@ def _dot(
 
 
 def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
-    """Dot products with a record of activations, over 32 columns or twice sixteen, times whole numbers and a unit.
+    """Return dot products with a record of activations, over 32 columns or twice 16, times integer scales and a unit.
 
-    The function is ``(unit f32x16, scale_0 … i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where the ``n_scales`` (one or
-    two) hold the rows' numbers, -128 … 127, each twice in a word, as 16 bits.  Lane r of the result is unit[r] times
-    row r's products.  Codes are unsigned numbers of so many bits, at most 6; the rest is as in `dot_op`.
+    The function is ``(unit f32x16, scale_0 … i32x16, w_0 … w_7 i8x64, x) -> f32x16``.  The ``n_scales`` scales (one
+    or two) contain the rows' numbers, -128 … 127, each twice in a word, as 16 bits.  Lane r of the result is unit[r]
+    times row r's products.  Codes are unsigned numbers of ``bits`` bits, at most 6.  `dot_op` describes the other
+    arguments.
 
     With an ``offset``, which is subtracted from each code, the function takes two more arguments: the pairs of scales
     times the offset, as 16-bit numbers, and the address of two 16-bit numbers, the sums of the activations of both
@@ -261,7 +262,7 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
         scales, weights, x, offsets = values[:n_scales], values[n_scales:][:8], values[n_scales + 8], values[-2:]
         n = len(weights) // n_scales
         kind = dot_kind()
-        if kind.startswith("maddubs"):  # which multiplies by the whole numbers on the way, all exact
+        if kind.startswith("maddubs"):  # multiplies by the scales on the way; all products are exact
             start = constant(0, i32, 16)
             if offset:
                 start = b.sub(start, multiply_pairs(b, offsets[0], _spread(b, tokens, offsets[1], i32)))
@@ -274,13 +275,13 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
         total = None
         for i, scale in enumerate(scales):
             start = constant(0, i32, 16)
-            if offset and tokens < 4:  # a slab of quarters has codes less the offset
+            if offset and tokens < 4:  # codes in a slab of quarters are already reduced by the offset
                 sums = [b.sext(load(b, _at(b, offsets[1], RECORD * t + 2 * i), i16), i32) for t in range(tokens)]
                 parts = [broadcast(b, b.mul(x_sum, ir.Constant(i32, -offset)), 16 // tokens) for x_sum in sums]
                 start = join(b, parts)
             part, of_part = weights[n * i : n * (i + 1)], _at(b, x, _column(4 * n * i))
             dot = b.sitofp(_dot(b, tokens, start, part, of_part, bits, None, True), f32x16.llvm)
-            # The same for all tokens.  It and the dot product are exact.
+            # The scale is the same for all tokens.  The scale and the dot product are exact.
             scale = b.fmul(unit, b.sitofp(high_number(b, scale), f32x16.llvm))
             total = b.fmul(scale, dot) if total is None else fma(b, scale, dot, total)
         return total
@@ -290,7 +291,7 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
 
 
 def _with_activations(b: Any, tokens: int, weights: Sequence[Any], x: Any, of_record: bool) -> list[tuple[Any, Any]]:
-    """Each vector of codes with the four activations at x that belong to it, in every word of their token."""
+    """Return each vector of codes with its four activations at x, in every word of their token."""
     pairs = []
     for v, w in enumerate(weights):
         if dot_kind() not in ("sdot", "smmla"):
@@ -298,7 +299,7 @@ def _with_activations(b: Any, tokens: int, weights: Sequence[Any], x: Any, of_re
         elif of_record and multiplies_matrices():
             eight = load(b, _at(b, x, _column(8 * (v // 2))), ir.VectorType(i32, 2))
             every = _lanes(b, eight, [v % 2] * 16)
-        else:  # they are taken from a lane of sixteen bytes
+        else:  # select from a lane of sixteen bytes
             if v % 4 == 0:
                 sixteen = [load(b, _at(b, x, RECORD * i + 4 * v), ir.VectorType(i32, 4)) for i in range(tokens)]
             every = join(b, [_lanes(b, words, [v % 4] * (16 // tokens)) for words in sixteen])
@@ -307,10 +308,10 @@ def _with_activations(b: Any, tokens: int, weights: Sequence[Any], x: Any, of_re
 
 
 def _dot_of_matrices(b: Any, tokens: int, sums: Any, weights: Sequence[Any], x: Any) -> Any:
-    """Two rows' eight codes times two tokens' activations, by one instruction."""
+    """Multiply eight codes of two rows with the activations of two tokens, by one instruction."""
     totals, words = halves(b, sums, 4), ir.VectorType(i32, 4)
     for k in range(len(weights) // 2):
-        rows = [halves(b, w, 4)[0] for w in weights[2 * k : 2 * k + 2]]  # as `store_two_of_slab` interleaves them
+        rows = [halves(b, w, 4)[0] for w in weights[2 * k : 2 * k + 2]]  # in the order of `store_two_of_slab`
         for p in range(tokens // 2):
             both = load(b, _at(b, x, 2 * RECORD * p + _column(8 * k)), ir.VectorType(i8, 16))
             for i, two in enumerate(rows):
@@ -323,7 +324,7 @@ def _dot_vnni(parts: int) -> Callable[..., Any]:
     bits_wide = 512 // parts
 
     def dot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
-        # Two chains, because each instruction waits for the sum of the one before.
+        # Two chains, because each instruction waits for the previous sum.
         chains = [sums, constant(0, i32, 16)]
         for i, (w, x) in enumerate(pairs):
             if bits == 8:  # the instruction takes the first factor as unsigned: w + 128
@@ -339,26 +340,26 @@ def _dot_vnni(parts: int) -> Callable[..., Any]:
     return dot
 
 
-#: How many registers a vector fills.
+#: Registers per vector.
 _REGISTERS = {"vnni512": 1, "vnni256": 2, "maddubs512": 1, "maddubs256": 2}
-#: Products of bytes, and of 16-bit numbers, added in pairs, for so many registers a vector.
+#: Instructions that multiply bytes, and 16-bit numbers, and add pairs of products, by registers per vector.
 _MULTIPLY = {1: "llvm.x86.avx512.pmaddubs.w.512", 2: "llvm.x86.avx2.pmadd.ub.sw"}
 _WIDEN = {1: "llvm.x86.avx512.pmaddw.d.512", 2: "llvm.x86.avx2.pmadd.wd"}
 
 
 def _largest(bits: int) -> int:
-    """The largest magnitude of a code."""
+    """Return the largest magnitude of a code."""
     return 128 if bits == 8 else (1 << bits) - 1
 
 
 def _add_products(
     b: Any, totals: list[Any], pairs: list[tuple[Any, Any]], bits: int, factors: list[Any]
 ) -> list[Any]:
-    """Adds to the totals, cut into registers, the products of codes and activations, times 16-bit factors."""
+    """Add the products of codes and activations, times 16-bit factors, to the totals, one vector per register."""
     parts = len(totals)
     multiply, widen = _MULTIPLY[parts], _WIDEN[parts]
-    # pmaddubsw saturates at 16 bits.  Two products of a code and an activation stay below 2 * 127 * largest, so this
-    # many of their sums can be added before they have to be widened.
+    # pmaddubsw saturates at 16 bits.  Two products of a code and an activation are at most 2 * 127 * largest, so this
+    # many of their sums can be added before they must be widened.
     fit = max(1, 32767 // (2 * 127 * _largest(bits)))
     for start in range(0, len(pairs), fit):
         partial: list[Any] = [None] * parts
@@ -375,8 +376,8 @@ def _add_products(
 
 
 def _signed_pair(b: Any, w: Any, x: Any) -> tuple[Any, Any]:
-    """(|w|, x with w's sign): the same products, with the first factor unsigned."""
-    if w.type.count == 32:  # where AVX2 has an instruction
+    """Return (|w|, x with w's sign): the same products, with an unsigned first factor."""
+    if w.type.count == 32:  # AVX2 has an instruction
         absolute, signed = (intrinsic(b, "llvm.x86.avx2.psign.b", w.type, v, w) for v in (w, x))
     else:
         negative = b.icmp_signed("<", w, constant(0, i8, 64))
@@ -393,19 +394,19 @@ def _dot_maddubs(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum
 def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
     totals = halves(b, sums, 4)
     pieces = [(halves(b, w, 4), halves(b, x, 4)) for w, x in pairs]
-    for k in range(4):  # a quarter after the other, so that few codes wait in registers
-        for w, x in pieces:  # codes of fewer than 8 bits are the same number signed
+    for k in range(4):  # one quarter at a time, so that few codes wait in registers
+        for w, x in pieces:  # codes of fewer than 8 bits are the same number if signed
             name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
             totals[k] = intrinsic(b, name, totals[k].type, totals[k], w[k], x[k])
     return join(b, totals)
 
 
 def _dot_smull(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
-    """By products of 16 bits, of which as many are added as fit before neighbours are."""
+    """Multiply to 16 bits, and add as many products as fit before neighbours are added to 32 bits."""
     words, doubles = ir.VectorType(i16, 8), ir.VectorType(i32, 4)
     fit = 32767 // (127 * _largest(bits))
     pieces = [(halves(b, w, 8), halves(b, x, 8)) for w, x in pairs]
-    twos: list[Any] = []  # of each half of a quarter
+    twos: list[Any] = []  # for each half of a quarter
     for k in range(8):
         total = None
         for start in range(0, len(pieces), fit):
@@ -425,8 +426,8 @@ def _dot_generic(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum
     words, doubles = ir.VectorType(i16, 64), ir.VectorType(i32, 32)
     sixteen, thirty_two = constant(16, i32, 32), constant(32, i64, 16)
     for w, x in pairs:
-        # Sums of neighbours, twice: sixteen-bit products (at most 128 * 127) as halves of 32-bit lanes, then those
-        # as halves of 64-bit lanes.
+        # Sums of neighbours, twice: 16-bit products (at most 128 * 127) as halves of 32-bit lanes, then their sums as
+        # halves of 64-bit lanes.
         products = b.bitcast(b.mul(b.sext(w, words), b.sext(x, words)), doubles)
         twos = b.add(b.ashr(b.shl(products, sixteen), sixteen), b.ashr(products, sixteen))
         lanes = b.bitcast(twos, ir.VectorType(i64, 16))
@@ -448,7 +449,7 @@ _DOTS = {
 
 
 def _add_int16_x86(b: Any, totals: list[Any], pairs: list[tuple[Any, Any]]) -> list[Any]:
-    """Each total and its products of 16-bit numbers, added in pairs."""
+    """Add products of 16-bit numbers in pairs to each total."""
     added = []
     for total, (w, x) in zip(totals, pairs, strict=True):
         kind = total.type
@@ -476,7 +477,7 @@ def _dot_int16(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
 
 
 def _int16_pairs(b: Any, w: Any, x: Any) -> list[tuple[Any, Any]]:
-    """A vector of pairs of 16-bit numbers, and the pair at x for each of them, in the parts that registers hold."""
+    """Return a vector of pairs of 16-bit numbers, and the pair at x for each, in the parts that fit registers."""
     pair = broadcast(b, load(b, x, i32), 16)
     parts = _REGISTERS.get(dot_kind(), 4)
     return list(zip(*(halves(b, b.bitcast(v, ir.VectorType(i16, 32)), parts) for v in (w, pair)), strict=True))
@@ -484,9 +485,9 @@ def _int16_pairs(b: Any, w: Any, x: Any) -> list[tuple[Any, Any]]:
 
 @op(i32x16, *[i8x64] * 16, intp)
 def dot32_s16(b, *values):
-    """A dot product over 32 columns of sixteen rows: 16-bit numbers in -8191 … 8191, of both the rows and x.
+    """Return a dot product over 32 columns of sixteen rows: 16-bit numbers in -8191 … 8191, in both the rows and x.
 
-    Numbers 2 r and 2 r + 1 of w_v are row r's in columns 2 v and 2 v + 1.  Sums are exact.
+    Numbers 2 r and 2 r + 1 of w_v belong to row r, columns 2 v and 2 v + 1.  Sums are exact.
     """
     weights, x = values[:16], values[16]
     columns = [_int16_pairs(b, w, b.add(x, ir.Constant(i64, 4 * v))) for v, w in enumerate(weights)]
@@ -501,13 +502,13 @@ def dot32_s16(b, *values):
 
 @op(i32x16, i32x16, i8x64, intp)
 def add_int16_x86(b, total, w, x):
-    """total and the products of two columns of `dot32_s16`, whose activations stand at x."""
+    """Return total plus the products of two columns of `dot32_s16`, whose activations are at x."""
     return join(b, _add_int16_x86(b, halves(b, total, _REGISTERS[dot_kind()]), _int16_pairs(b, w, x)))
 
 
 @op(i32x16, i32x16, i32x16)
 def multiply_pairs(b, x, y):
-    """In each word, the sum of the products of the two 16-bit numbers of x with those of y."""
+    """Return, in each word, the sum of the products of the two pairs of 16-bit numbers of x and y."""
     parts = _REGISTERS.get(dot_kind())
     if parts is None:
         return b.add(b.mul(low_number(b, x), low_number(b, y)), b.mul(high_number(b, x), high_number(b, y)))
@@ -517,13 +518,13 @@ def multiply_pairs(b, x, y):
     return join(b, [intrinsic(b, _WIDEN[parts], kind, u, v) for u, v in zip(*pieces, strict=True)])
 
 
-# Of activations that stand one behind the other.
+# For consecutive activations.
 dot32_u4 = dot_op("dot32_u4", 8, 4)
 dot32_u5 = dot_op("dot32_u5", 8, 5)
 dot32_u6 = dot_op("dot32_u6", 8, 6)
 dot32_s8 = dot_op("dot32_s8", 8, 8)
 
-# Of activations in a record.
+# For activations in a record.
 record_dot32_u4 = dot_op("record_dot32_u4", 8, 4, of_record=True)
 record_dot32_u5 = dot_op("record_dot32_u5", 8, 5, of_record=True)
 record_dot32_s8 = dot_op("record_dot32_s8", 8, 8, of_record=True)

@@ -1,7 +1,7 @@
-"""The operations beside matrix products and attention.  A unit of work is a token.
+"""Operations other than matrix products and attention.  A unit of work is a token.
 
 Rows of float32 buffers are padded with zeros to a multiple of 32 values, so that loops over whole vectors need no
-odd ends; ``width`` is the padded number of values and strides are in bytes.
+remainder; ``width`` is the padded number of values and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ LOW_HALF, SIXTEEN = np.int32(0xFFFF), np.int32(16)
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(-0.693359375), np.float32(2.12194440e-4)
 EXP_5, EXP_4, EXP_3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 EXP_2, EXP_1, EXP_0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-#: Below, exp is 0 (its exponent would be -127); above, it is clamped short of infinity.
+#: Below EXP_LOW, exp is 0 (its exponent would be -127); above EXP_HIGH, it is clamped so that it stays finite.
 EXP_LOW, EXP_HIGH = np.float32(-88.1), np.float32(88.37)
 
-# log: those of Cephes' logf, for 1/√2 <= 1 + m <= √2.
+# log: the constants of Cephes' logf, for 1/√2 <= 1 + m <= √2.
 LOG_8, LOG_7, LOG_6 = np.float32(7.0376836292e-2), np.float32(-1.1514610310e-1), np.float32(1.1676998740e-1)
 LOG_5, LOG_4, LOG_3 = np.float32(-1.2420140846e-1), np.float32(1.4249322787e-1), np.float32(-1.6668057665e-1)
 LOG_2, LOG_1, LOG_0 = np.float32(2.0000714765e-1), np.float32(-2.4999993993e-1), np.float32(3.3333331174e-1)
 HALF = np.float32(0.5)
-#: What a gate of streams (`localllm.kernels.graph.StreamGate`) takes the root of, at least.
+#: Lower bound of the root's argument in a gate of streams (`localllm.kernels.graph.StreamGate`).
 LEAST_PRODUCT = np.float32(1e-6)
-#: Bits of √2 and of infinity: floats that are not negative have the order of their bits, with NaN behind infinity.
+#: Bits of √2 and of infinity: non-negative floats have the order of their bits, and NaN is greater than infinity.
 SQRT_2_BITS, INFINITY_BITS, MAGNITUDE = np.int32(0x3FB504F3), np.int32(0x7F800000), 0x7FFFFFFF
 
 NAN_BITS = np.int32(0x7FFFFFFF)
@@ -50,7 +50,7 @@ GELU_SCALE, GELU_CUBIC = np.float32(np.sqrt(2 / np.pi)), np.float32(0.044715)
 
 @device
 def exp_rest(x, n):
-    """r = x - n ln 2."""
+    """Return r = x - n ln 2."""
     whole = to_float(n)
     r = fma(whole, splat(LN2_HIGH), x)
     return fma(whole, splat(LN2_LOW), r)
@@ -58,7 +58,7 @@ def exp_rest(x, n):
 
 @device
 def exp_polynomial(r):
-    """(e ** r - 1 - r) / r²."""
+    """Return (e ** r - 1 - r) / r²."""
     p = fma(splat(EXP_5), r, splat(EXP_4))
     p = fma(p, r, splat(EXP_3))
     p = fma(p, r, splat(EXP_2))
@@ -68,7 +68,7 @@ def exp_polynomial(r):
 
 @device
 def exp(x):
-    """e ** x, within 2 units in the last place."""
+    """Return e ** x, within 2 units in the last place."""
     x = minimum(maximum(x, splat(EXP_LOW)), splat(EXP_HIGH))
     n = to_int_rounded(x * splat(LOG2_E))
     r = exp_rest(x, n)
@@ -78,7 +78,7 @@ def exp(x):
 
 @device
 def exp_less_one(x):
-    """e ** x - 1: 1 is taken away before it can cost digits."""
+    """Return e ** x - 1; 1 is subtracted before it can cost digits."""
     x = minimum(maximum(x, splat(EXP_LOW)), splat(EXP_HIGH))
     n = to_int_rounded(x * splat(LOG2_E))
     r = exp_rest(x, n)
@@ -88,7 +88,7 @@ def exp_less_one(x):
 
 @device
 def tanh(x):
-    """(e ** 2x - 1) / (e ** 2x + 1), within 3 units in the last place."""
+    """Return (e ** 2x - 1) / (e ** 2x + 1), within 3 units in the last place."""
     less_one = exp_less_one(x + x)
     return less_one / (less_one + splat(TWO))
 
@@ -100,7 +100,7 @@ def sigmoid(x):
 
 @device
 def log_of_one_and(y):
-    """log(1 + y) of 0 <= y <= 1, within 4 units in the last place: Cephes' logf of 1 + y as rounded, made good."""
+    """Return log(1 + y) for 0 <= y <= 1, within 4 units in the last place: Cephes' logf(1 + y), corrected."""
     u = y + splat(ONE)
     rest = u - splat(ONE)
     bits = as_int(u)
@@ -118,13 +118,13 @@ def log_of_one_and(y):
     z = m * m
     log = fma(p, m * z, fma(splat(-LN2_LOW), whole, splat(-HALF) * z)) + m
     log = fma(splat(-LN2_HIGH), whole, log)
-    # Where 1 + y was rounded to 1, log is 0, and so is what y is divided by.
+    # If 1 + y was rounded to 1, the logarithm is 0, and the correction would divide by 0.
     return select_between(as_int(rest), splat_int(np.int32(1)), high, log * (y / rest), y)
 
 
 @device
 def softplus(x):
-    """log(1 + e ** x)."""
+    """Return log(1 + e ** x)."""
     magnitude = mask(as_int(x), MAGNITUDE)
     y = maximum(x, zero_f32x16()) + log_of_one_and(exp(zero_f32x16() - as_float(magnitude)))
     return select_between(magnitude, zero_i32x16(), splat_int(INFINITY_BITS), y, x)
@@ -132,7 +132,7 @@ def softplus(x):
 
 @kernel
 def rms_norm(begin, end, x, weight, n_groups, n, width, weight_step, x_stride, y, y_stride, eps: float):
-    """y = x / sqrt(mean(x²) + eps) * weight, over groups of ``n`` values; with WEIGHT, which may be that of each."""
+    """y = x / sqrt(mean(x²) + eps) * weight, over groups of ``n`` values; with WEIGHT, shared or per group."""
     for token in range(begin, end):
         for group in range(n_groups):
             first = 4 * n * group
@@ -177,10 +177,10 @@ def layer_norm(begin, end, x, weight, bias, n_groups, n, width, stride, y, eps: 
 
 @device
 def quantise_block(first, second, record):
-    """32 values to a record; returns their scale."""
+    """Quantise 32 values to a record, and return their scale."""
     largest = largest_magnitude(first, second)
     inverse = ZERO
-    if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
+    if largest > NEGLIGIBLE:  # false for NaN, which then becomes the scale
         inverse = LARGEST_CODE / largest
     scale = largest / LARGEST_CODE
     first, second = first * splat(inverse), second * splat(inverse)
@@ -195,14 +195,14 @@ def quantise_block(first, second, record):
 
 @device
 def left_by_rounding(row, record, scale):
-    """The rounding errors of the codes of a block of 32 values."""
+    """Return the rounding errors of the codes of a block of 32 values."""
     first = fma(load_activations(record, 0), splat(-scale), load_f32x16(row))
     return first, fma(load_activations(record, 1), splat(-scale), load_f32x16(row + 64))
 
 
 @device
 def quantise_row(row, tile, token, n_blocks):
-    """A row of ``32 * n_blocks`` values to the records of a token in a tile."""
+    """Quantise a row of ``32 * n_blocks`` values to the records of a token in a tile."""
     record, total, largest = tile + token_place(token), ZERO, ZERO
     for i in range(n_blocks):
         scale = quantise_block(load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64), record + i * X_STEP)
@@ -223,7 +223,7 @@ def quantise_row(row, tile, token, n_blocks):
 
 @kernel
 def quantise(begin, end, x, n_blocks, x_stride, records):
-    """Rows of ``32 * n_blocks`` values to the records that `localllm.kernels.cpu.tiles` draws."""
+    """Quantise rows of ``32 * n_blocks`` values to records, in the layout of `localllm.kernels.cpu.tiles`."""
     for token in range(begin, end):
         tile = records + token // TOKENS * x_tile_bytes(n_blocks)
         quantise_row(x + token * x_stride, tile, token % TOKENS, n_blocks)
@@ -231,9 +231,10 @@ def quantise(begin, end, x, n_blocks, x_stride, records):
 
 @kernel
 def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, record_head):
-    """The same of the first ``32 * n_blocks`` values of each head.
+    """Quantise the first ``32 * n_blocks`` values of each head.
 
-    A head begins ``x_head`` bytes behind the one before, and its records ``record_head`` bytes behind that one's.
+    A head starts ``x_head`` bytes after the previous one, and its records ``record_head`` bytes after the previous
+    records.
     """
     for token in range(begin, end):
         tile = records + token // TOKENS * x_tile_bytes(n_blocks)
@@ -243,7 +244,7 @@ def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, 
 
 @kernel
 def quantise_int16(begin, end, x, n_blocks, x_stride, records):
-    """Rows of ``32 * n_blocks`` values to the records of 16-bit numbers that `localllm.kernels.cpu.matmul` draws."""
+    """Quantise rows of ``32 * n_blocks`` values to 16-bit records, in the layout of `localllm.kernels.cpu.matmul`."""
     for token in range(begin, end):
         row, record = x + token * x_stride, records + int16_record(token, n_blocks)
         for i in range(n_blocks):
@@ -260,7 +261,7 @@ def quantise_int16(begin, end, x, n_blocks, x_stride, records):
 
 @kernel
 def copy_heads(begin, end, x, n_heads, x_head, x_stride, y, y_head, y_stride, n_bytes):
-    """y = so many bytes of each head of x."""
+    """y = the first ``n_bytes`` bytes of each head of x."""
     for token in range(begin, end):
         for head in range(n_heads):
             source, target = x + token * x_stride + head * x_head, y + token * y_stride + head * y_head
@@ -331,7 +332,7 @@ def identity(g, u):
 
 @device
 def clamped_swiglu(g, u):
-    """gpt-oss's: g * sigmoid(1.702 g) * (u + 1), where g is at most 7, and u within ±7."""
+    """gpt-oss's gate: g * sigmoid(1.702 g) * (u + 1), where g is at most 7, and u is within ±7."""
     g = minimum(g, splat(SWIGLU_LIMIT))
     u = maximum(minimum(u, splat(SWIGLU_LIMIT)), splat(-SWIGLU_LIMIT))
     return g * sigmoid(splat(SWIGLU_ALPHA) * g) * (u + splat(ONE))
@@ -347,7 +348,7 @@ def gated(begin, end, gate, up, width, stride, y):
 
 @kernel
 def head_gate(begin, end, x, gate, n_heads, head_bytes, gate_stride, stride, y):
-    """Of each head, y = ACTIVATION(gate, x)."""
+    """y = ACTIVATION(gate, x), with one gate per head."""
     for token in range(begin, end):
         for head in range(n_heads):
             factor, first = load_splat_f32(gate + token * gate_stride + 4 * head), token * stride + head * head_bytes
@@ -365,7 +366,7 @@ def activation(begin, end, x, width, stride, y):
 
 @kernel
 def clamp(begin, end, x, width, stride, y, low: float, high: float):
-    """y = x within low … high."""
+    """y = x, clamped to low … high."""
     for token in range(begin, end):
         for i in range(token * stride, token * stride + 4 * width, 64):
             store_f32x16(y + i, maximum(minimum(load_f32x16(x + i), splat(high)), splat(low)))
@@ -373,7 +374,7 @@ def clamp(begin, end, x, width, stride, y, low: float, high: float):
 
 @kernel
 def xielu(begin, end, x, width, stride, y, p: float, n: float, beta: float, eps: float):
-    """y = p x² + beta x where x > 0, else n (e ** min(x, eps) - 1 - x) + beta x."""
+    """y = p x² + beta x if x > 0, else n (e ** min(x, eps) - 1 - x) + beta x."""
     for token in range(begin, end):
         for i in range(token * stride, token * stride + 4 * width, 64):
             v = load_f32x16(x + i)
@@ -398,9 +399,10 @@ def mix_streams(
     begin, end, x, x_stride, weights, weights_stride, residual, residual_stride, n, n_made, first, size, y, y_stride,
     offset: float,
 ):  # fmt: skip
-    """Streams of ``size`` bytes, number j the sum over i of (weights[j * n + i] + offset) * x_i, plus a residual's.
+    """Mix streams of ``size`` bytes: stream j is the sum over i of (weights[j * n + i] + offset) * x_i, plus a
+    residual.
 
-    Those before number ``first`` are the residual's alone; without WEIGHTS or RESIDUAL, those are 0.
+    Streams before number ``first`` equal the residual, or 0 without WEIGHTS or RESIDUAL.
     """
     for token in range(begin, end):
         for j in range(n_made):
@@ -419,7 +421,7 @@ def mix_streams(
 
 @kernel
 def stream_gate(begin, end, key, key_stride, query, query_stride, n, size, y, y_stride, scale: float):
-    """Of each of n streams of ``size`` bytes, σ(sign(s) √max(|s|, 1e-6)), where s = scale * key · query."""
+    """y = σ(sign(s) √max(|s|, 1e-6)) for n streams of ``size`` bytes, where s = scale * key · query."""
     for token in range(begin, end):
         k, q = key + token * key_stride, query + token * query_stride
         for j in range(n):
@@ -440,7 +442,7 @@ def hyper_weights(
     begin, end, x, x_stride, scale, base, before, behind, between, stride, between_stride,
     eps: float, magnitude: float, more: float,
 ):  # fmt: skip
-    """PARTS kinds of weights of N streams; see `localllm.kernels.graph.HyperWeights`."""
+    """Compute PARTS kinds of weights for N streams; see `localllm.kernels.graph.HyperWeights`."""
     for token in range(begin, end):
         row = x + token * x_stride
         for i in range(N):
@@ -450,7 +452,7 @@ def hyper_weights(
                 value = splat(load_f32(row + 4 * (N + i)) * load_f32(scale + 4) + load_f32(base + 4 * (N + i)))
                 store_f32(behind + token * stride + 4 * i, magnitude * max_lanes(sigmoid(value)) + more)
         if PARTS > 2:
-            out = between + token * between_stride  # [made, of which]: columns lie side by side
+            out = between + token * between_stride  # [result stream, input stream]: columns are contiguous
             for i in range(N):
                 largest = np.float32(-3e38)
                 for j in range(N):
@@ -467,7 +469,7 @@ def hyper_weights(
                     place = out + 4 * (N * j + i)
                     store_f32(place, load_f32(place) / total + eps)
             for turn in range(2 * ROUNDS - 1):
-                # From one to the next of what is added up, and from sum to sum.
+                # Strides between the summands, and between the sums.
                 step, next_sum = (4, 4 * N) if turn % 2 == 0 else (4 * N, 4)
                 for i in range(N):
                     total = eps
@@ -530,7 +532,7 @@ def softcap(begin, end, x, width, stride, y, cap: float, inverse: float):
 
 @kernel
 def gather_rows(begin, end, rows, x, width, stride, y):
-    """Row i of y is row rows[i] of x (rows: int32)."""
+    """Row i of y = row rows[i] of x.  rows: int32."""
     for i in range(begin, end):
         source, target = x + np.int64(load_i32(rows + 4 * i)) * stride, y + i * stride
         for place in range(0, 4 * width, 64):
@@ -539,7 +541,7 @@ def gather_rows(begin, end, rows, x, width, stride, y):
 
 @kernel
 def join_rows(begin, end, rows, n, x, width, stride, y, y_stride, share: float):
-    """Row i of y is the ``n`` rows of x from rows[i] on side by side; with MEAN, the sum of them times ``share``."""
+    """Row i of y = the ``n`` rows of x from rows[i], concatenated; with MEAN, their sum times ``share``."""
     for i in range(begin, end):
         source, target = x + np.int64(load_i32(rows + 4 * i)) * stride, y + i * y_stride
         if MEAN:
@@ -559,7 +561,7 @@ def join_rows(begin, end, rows, n, x, width, stride, y, y_stride, share: float):
 
 @kernel
 def add_rows(begin, end, rows, x, width, stride, y):
-    """Adds row i of x to row rows[i] of y (rows: int32)."""
+    """Row rows[i] of y += row i of x.  rows: int32."""
     for i in range(begin, end):
         source, target = x + i * stride, y + np.int64(load_i32(rows + 4 * i)) * stride
         for place in range(0, 4 * width, 64):
@@ -583,7 +585,7 @@ def norm_head(x, n, weight, eps, has_weight):
 
 @device
 def rotate(row, angles, n_pairs, first_step, second_offset):
-    """Rotates n_pairs pairs of a head: (x_i, x_i + second_offset), i in steps of first_step; offsets in bytes."""
+    """Rotate n_pairs pairs of a head: (x_i, x_i + second_offset), i in steps of first_step; offsets are in bytes."""
     for i in range(n_pairs):
         cos, sin = load_f32(angles + 8 * i), load_f32(angles + 8 * i + 4)
         place = row + i * first_step
@@ -594,7 +596,7 @@ def rotate(row, angles, n_pairs, first_step, second_offset):
 
 @template
 def turn_head(x, norm, n_norm, weight, eps, angles, n_pairs, pair_step, pair_offset):
-    """Norms and rotates a head in place; ``norm``: 0 for none, 1 for one without weights, 2 for one with them."""
+    """Normalise and rotate a head in place.  ``norm``: 0 for none, 1 without weights, 2 with weights."""
     if norm and not NORM_LAST:
         norm_head(x, n_norm, weight, eps, norm - 1)
     rotate(x + ROPE_FIRST, angles, n_pairs, pair_step, pair_offset)
@@ -604,7 +606,7 @@ def turn_head(x, norm, n_norm, weight, eps, angles, n_pairs, pair_step, pair_off
 
 @template
 def hadamard(row, n, size):
-    """Rotates each ``size`` of n values in place; the former is a power of two from 16 on."""
+    """Rotate each group of ``size`` values among n values in place; ``size`` is a power of two from 16."""
     factor = splat(ONE / sqrt(np.float32(size)))
     for first in range(row, row + 4 * n, 4 * size):
         for i in range(first, first + 4 * size, 64):
@@ -626,15 +628,17 @@ def rope_append(
     q_weight, n_q_norm, k_weight, n_k_norm, v_weight, n_v_norm, factors, factor_length, factor_offset,
     q_eps: float, k_eps: float, v_eps: float,
 ):  # fmt: skip
-    """Norms and rotates q and k in place, by angles [positions, n_pairs] of (cos, sin), and appends k and v.
+    """Normalise and rotate q and k in place, by angles [positions, n_pairs] of (cos, sin), and append k and v to the
+    cache.
 
-    slots: int64 [T], page * PAGE + place in the page.  positions, turns: int32 [T], the latter of angles.
+    slots: int64 [T], page * PAGE + position in the page.  positions, turns: int32 [T]; turns are rows of angles.
     keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
     (`localllm.kernels.cpu.cache_types`).  factors: of q, `BatchTables.position_factors`.
 
-    Q_NORM, K_NORM, V_NORM: as in `turn_head`.  HAS_KEYS, HAS_VALUES: whether there are k and v.  COPY_VALUES: whether
-    v is in the memory of k, which is changed.  SCALES_Q: whether there are factors.  KEY_ROTATION, VALUE_ROTATION: of
-    what is kept, `KVCache.rotations`.  EVERY: the cache keeps the last of each run of so many tokens.
+    Q_NORM, K_NORM, V_NORM: ``norm`` of `turn_head`.  HAS_KEYS, HAS_VALUES: whether k and v exist.  COPY_VALUES:
+    whether v shares the memory of k, which is changed.  SCALES_Q: whether factors exist.  KEY_ROTATION,
+    VALUE_ROTATION: rotations of the stored keys and values, `KVCache.rotations`.  EVERY: the cache stores the last of
+    every EVERY tokens.
     """
     scratch = stack(4 * VALUE_HEAD)
     for token in range(begin, end):

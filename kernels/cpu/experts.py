@@ -1,9 +1,9 @@
-"""Mixtures of experts: which experts a token goes to, and the products of rows with the matrices of theirs.
+"""Mixtures of experts: selection of each token's experts, and products of rows with the experts' matrices.
 
-A token's k experts are its *pairs*; pair ``token * k + rank`` is the row of that number of what experts compute.
-Pairs of one expert are brought together at neighbouring *places*, the first of which begins a tile of activations.
-So an expert's weights are read once for all its pairs, and not at all where there are none; and each product is the
-same sum in the same order as any other (`localllm.kernels.cpu.matmul`).
+A token forms a *pair* with every expert that it uses, k in total; pair ``token * k + rank`` is the row with this
+number in the experts' results.  Pairs of one expert are stored at neighbouring *places*; the first place starts a
+tile of activations.  An expert's weights are therefore read once for all its pairs, and not at all without pairs.
+Each product is the same sum in the same order as any other product (`localllm.kernels.cpu.matmul`).
 
     pairs    0  1  2  3  4  5     of experts  7  2  7  5  7  2
     places   [ 1  5 . . . . . . ][ 3 . . . . . . . ][ 0  2  4 . . . . . ]
@@ -37,7 +37,7 @@ from localllm.kernels.graph import MAX_GROUPS
 NONE = np.int64(-1)
 INFINITY = np.float32(np.inf)
 
-#: Bytes of what is known of an expert that pairs go to: its number, its first place, and how many pairs there are.
+#: Bytes of an entry, which describes an active expert: its number, its first place, and its number of pairs.
 ENTRY = 24
 
 
@@ -46,7 +46,7 @@ ENTRY = 24
 
 @device
 def load_logit(address):
-    """A NaN is the lowest of all, so that every order of logits is one."""
+    """Load a logit; NaN becomes the lowest value, so that logits have a total order."""
     logit = load_f32(address)
     if logit == logit:
         return logit
@@ -60,7 +60,7 @@ def exp_of(x):
 
 @device
 def sum_of_exps(row, n, peak):
-    """The sum of exp(x - peak) over a row of n values; those that pad it to whole vectors do not count."""
+    """Return the sum of exp(x - peak) over a row of n values, without the padding."""
     total = zero_f32x16()
     last = splat_int(np.int32(n - 1))
     for i in range(0, n, 16):
@@ -72,7 +72,7 @@ def sum_of_exps(row, n, peak):
 
 @device
 def best_of_group(row, n, n_best):
-    """The largest of a row of n values, or the sum of the two largest."""
+    """Return the largest of a row of n values, or the sum of the two largest."""
     first, second = -INFINITY, -INFINITY
     for i in range(n):
         x = load_logit(row + 4 * i)
@@ -90,11 +90,11 @@ def expert_scores(
     begin, end, logits, stride, n_experts, bias, n_groups, n_top_groups, n_best, chosen, chosen_stride, k,
     probabilities, scores,
 ):  # fmt: skip
-    """Probabilities of experts, and what they are chosen by; a unit of work is a token.
+    """Compute probabilities of experts, and the scores that select experts; a unit of work is a token.
 
-    GATING: 0 softmax, 1 sigmoid, 2 √softplus.  scores: probabilities (+ bias), or -infinity in all but the
-    ``n_top_groups`` groups whose best, or two best (``n_best``), have the largest sums; or in all but those that are
-    ``chosen``: float32 [T, k], or 0.
+    GATING: 0 softmax, 1 sigmoid, 2 √softplus.  scores: probabilities (+ bias), or -infinity outside the
+    ``n_top_groups`` best groups.  Groups are ordered by their best score, or by the sum of their two best scores
+    (``n_best``).  With ``chosen``, float32 [T, k], scores are -infinity except for these experts.
     """
     sums = stack(4 * MAX_GROUPS)
     size = n_experts // n_groups
@@ -143,11 +143,11 @@ def route(
     begin, end, logits, probabilities, stride, n_experts,
     k, norm_topk_prob, ids, expert_weights, factors, scale: float,
 ):  # fmt: skip
-    """The k largest of each row of logits, of equals the lowest id, and their weights; a unit of work is a token.
+    """Select the k largest of each row of logits, the lowest id first among equals; a unit of work is a token.
 
-    ids: int64 [T, k].  expert_weights: float32 [T, k], softmax of all logits or, with ``norm_topk_prob``, of those.
-    With PROBABILITIES, logits are but scores, and the weights are probabilities, or those by their sum.
-    factors: float32 [n_experts] or 0, of the weights.
+    ids: int64 [T, k].  expert_weights: float32 [T, k], softmax of all logits or, with ``norm_topk_prob``, of the
+    selected logits.  With PROBABILITIES, logits only select experts; the weights are probabilities, optionally
+    divided by their sum. factors: float32 [n_experts], factors of the weights, or 0.
     """
     for token in range(begin, end):
         row, chosen = logits + token * stride, 8 * token * k
@@ -188,11 +188,11 @@ def route(
 
 @kernel
 def group_by_expert(begin, end, n_pairs, ids, n_experts, cursors, places, pairs, experts, n_used):
-    """Brings the pairs of each expert together; one unit of work.
+    """Group the pairs by expert; one unit of work.
 
-    n_pairs: the address of their number.  ids: int64, the expert of each.
-    cursors: int64 [n_experts], for the kernel's own use.  places: int64, of each pair.  pairs: int64, of each place.
-    experts: entries of those that have pairs.  n_used: where their number goes.
+    n_pairs: address of the number of pairs.  ids: int64, expert of each pair.
+    cursors: int64 [n_experts], scratch memory.  places: int64, place of each pair.  pairs: int64, pair at each place.
+    experts: entries of experts with pairs.  n_used: address for their number.
     """
     n = load_i64(n_pairs)
     for expert in range(n_experts):
@@ -223,13 +223,14 @@ def group_by_expert(begin, end, n_pairs, ids, n_experts, cursors, places, pairs,
 def hold_experts(
     begin, end, entries, n_used, first, most, n_held, pairs, table, stamps, counts, n_bytes, call, group
 ):  # fmt: skip
-    """Sees to it that experts are in memory before they are computed with; one unit of work.
+    """Make sure that experts are in memory before they are used; one unit of work.
 
-    entries: of the experts that have pairs, from number ``first`` on; ``n_used``: the address of their number in all.
-    Of these ``most`` at most are needed now; how many that are goes to ``n_held``.  pairs: of each place.
-    table: int64 [n_experts], where each lies; 0 of those that do not.  stamps: int64 [n_experts], when it was needed
-    last.  counts: int64, the time, which counts such calls, and the bytes needed so far.  n_bytes: of an expert.
-    call: gets missing ones (`localllm.kernels.cpu.expert_pool.ExpertPool`), and gives how many there are.
+    entries: entries of active experts, from number ``first``; ``n_used``: address of the number of active experts. At
+    most ``most`` experts are needed now; the number of loaded ones is stored in ``n_held``.  pairs: pair at each
+    place. table: int64 [n_experts], address of each expert; 0 if not in memory.  stamps: int64 [n_experts], time of
+    the last use. counts: int64, the number of such calls (the time), and the bytes needed.  n_bytes: size of an
+    expert. call: reads missing experts (`localllm.kernels.cpu.expert_pool.ExpertPool`), and returns the number of
+    available experts.
     """
     n_all = max(np.int64(0), load_i64(n_used) - first)
     n, now, is_missing = min(n_all, most), load_i64(counts) + 1, False
@@ -247,7 +248,7 @@ def hold_experts(
 
 @kernel
 def read_ahead(begin, end, entries, n_used, table, call, group):
-    """Has experts read that are likely to be needed next, and waits for none; the rest is as in `hold_experts`."""
+    """Request experts that will probably be needed next, without waiting.  Parameters: see `hold_experts`."""
     n, is_missing = load_i64(n_used), False
     for entry in range(entries, entries + n * ENTRY, ENTRY):
         if load_i64(table + 8 * load_i64(entry)) == 0:
@@ -256,14 +257,14 @@ def read_ahead(begin, end, entries, n_used, table, call, group):
         call_back(call, group, entries, 0, n, 0)
 
 
-# -- Rows at their places ------------------------------------------------------------------------------------------
+# -- Gathering rows ------------------------------------------------------------------------------------------------
 
 
 @kernel
 def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, expert_weights, records):
-    """Row ``pair // per_row`` of x as the record of the pair's place; a unit of work is a pair.
+    """Copy row ``pair // per_row`` of x to the record at the pair's place; a unit of work is a pair.
 
-    expert_weights: float32, of each pair, that rows are multiplied with; or 0.
+    expert_weights: float32, factor of each pair's row; or 0.
     """
     for pair in range(begin, end):
         place = load_i64(places + 8 * pair)
@@ -274,12 +275,12 @@ def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, expert_we
             rests = x_tile_bytes(n_blocks) - n_blocks * X_STEP
             for scale in range(scale_place(tile + token_place(token)), tile + n_blocks * X_STEP, X_STEP):
                 store_f32(scale, load_f32(scale) * factor)
-                store_f32(scale + rests, load_f32(scale + rests) * factor)  # undefined where there is none
+                store_f32(scale + rests, load_f32(scale + rests) * factor)  # undefined for blocks without a rest
 
 
 @kernel
 def gather_floats(begin, end, places, per_row, x, stride, expert_weights, y):
-    """The same as row of y of that place; rows have ``stride`` bytes."""
+    """Copy row ``pair // per_row`` of x to the row of y at the pair's place; rows have ``stride`` bytes."""
     for pair in range(begin, end):
         source, target = x + pair // per_row * stride, y + load_i64(places + 8 * pair) * stride
         factor = splat(np.float32(1))
@@ -294,11 +295,11 @@ def gather_floats(begin, end, places, per_row, x, stride, expert_weights, y):
 
 @kernel
 def experts_quantised(begin, end, experts, n_groups, tables, n_tiles, x, pairs, biases, y, y_stride):
-    """Integer products; a unit is 16 rows of an expert that has pairs.
+    """Integer products; a unit is 16 rows of an active expert.
 
-    experts: their entries.  tables: int64, where each expert's packed tiles begin, ``n_groups`` groups of 16 rows.
-    x: records by place.  pairs: of each place.  biases: float32 [n_experts, n] or 0.  y: float32 [pairs, n].
-    The rest is as in `matmul_quantised`.
+    experts: entries of active experts.  tables: int64, address of each expert's packed tiles, ``n_groups`` groups of
+    16 rows.  x: records by place.  pairs: pair at each place.  biases: float32 [n_experts, n] or 0.  y: float32
+    [pairs, n]. `matmul_quantised` describes the other parameters.
     """
     slab = stack(SLAB * BLOCK_BYTES)
     sums = stack(2 * REST_SUMS)
@@ -326,7 +327,7 @@ def experts_quantised(begin, end, experts, n_groups, tables, n_tiles, x, pairs, 
 
 @kernel
 def experts_float(begin, end, experts, n_units, tables, n_in, x, x_stride, pairs, biases, y, y_stride):
-    """Float products; a unit is ``16 * FLOAT_GROUPS`` rows of an expert, which has ``n_units`` of them.
+    """Float products; a unit is ``16 * FLOAT_GROUPS`` rows of an expert; an expert has ``n_units`` units.
 
     x: float32 rows by place.  `matmul_float` and `experts_quantised` describe the other parameters.
     """
@@ -355,9 +356,9 @@ def experts_float(begin, end, experts, n_units, tables, n_in, x, x_stride, pairs
 
 @kernel
 def add_experts(begin, end, products, expert_weights, k, width, stride, residual, y):
-    """y = each token's products [T * k, width], the best expert's first, plus residual.
+    """y = the sum of each token's products [T * k, width], starting with the best expert, plus residual.
 
-    expert_weights: float32 [T * k], of the products; or 0.
+    expert_weights: float32 [T * k], factors of the products; or 0.
     residual: float32 [T, width], or 0.
     """
     for token in range(begin, end):

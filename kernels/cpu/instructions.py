@@ -1,13 +1,12 @@
-"""LLVM instructions written from Python: what operations in kernels are made of.
+"""LLVM instructions written from Python: the building blocks of operations in kernels.
 
-A vector is an LLVM vector value of 512 bits, whatever the processor: LLVM splits it over narrower registers.
+A vector is an LLVM vector value of 512 bits on every processor: LLVM splits it over narrower registers.
 Addresses are plain integers, and nothing checks them: every index is validated before it reaches a kernel.
 
-What depends on the instruction set (products of bytes, half precision) asks which target the code at hand is being
-compiled for.
+Instructions that depend on the instruction set (products of bytes, half precision) read the current target.
 
-An operation is a function that writes instructions; `localllm.kernels.cpu.numba_types` makes numba know them.  That
-this module does without numba keeps warm starts free of importing it.
+An operation is a function that writes instructions; `localllm.kernels.cpu.numba_types` registers it with numba.  This
+module does not import numba, so that warm starts do not have to.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _target: Target | None = None
 
 @contextlib.contextmanager
 def lowering_for(target: Target) -> Iterator[None]:
-    """Code that numba lowers inside this context is for ``target``.  Hold numba's compiler lock."""
+    """Compile code inside this context for ``target``.  The caller must hold numba's compiler lock."""
     global _target
     previous, _target = _target, target
     try:
@@ -36,19 +35,19 @@ def lowering_for(target: Target) -> Iterator[None]:
 
 
 def lowering_target() -> Target:
-    """The target of the code at hand."""
+    """Return the target of the code that is being compiled."""
     if _target is None:
         raise RuntimeError("kernels are compiled by localllm.kernels.cpu.compiler, not by numba.njit")
     return _target
 
 
 def dot_kind() -> str:
-    """How that target multiplies bytes, on which most of what it lacks depends too."""
+    """Return how the target multiplies bytes, which most of its other limits depend on too."""
     return lowering_target().dot
 
 
 def on_arm() -> bool:
-    """Whether that target has Arm's vectors, of four registers."""
+    """Return whether the target has Arm vectors, with four registers per vector."""
     return lowering_target().family == "aarch64"
 
 
@@ -58,7 +57,7 @@ f16, f32 = ir.HalfType(), ir.FloatType()
 
 @dataclass(frozen=True)
 class Kind:
-    """The type of an argument or result: a vector, a scalar that numba has under the same name, or nothing."""
+    """The type of an argument or result: a vector, a scalar with the same name in numba, or void."""
 
     name: str
     llvm: ir.Type | None = None
@@ -70,7 +69,7 @@ i8x64 = Kind("i8x64", ir.VectorType(i8, 64))
 VECTORS = (f32x16, i32x16, i8x64)
 
 intp, int32, float32, void = Kind("intp", i64), Kind("int32", i32), Kind("float32", f32), Kind("void")
-#: An integer that is known when the kernel is compiled; it reaches the function as a Python integer.
+#: An integer known at compile time; the function receives it as a Python integer.
 literal = Kind("literal")
 
 
@@ -83,13 +82,13 @@ class Operation:
     arguments: tuple[Kind, ...]
 
 
-#: All operations, and the operators that vectors have: (operator, vector, emit).
+#: All operations, and the operators of vectors: (operator, vector, emit).
 OPERATIONS: list[Operation] = []
 OPERATORS: list[tuple[Any, Kind, Callable[[Any, Any, Any], Any]]] = []
 
 
 def op(result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an operation of a function that writes LLVM instructions; kernels call it without the builder."""
+    """Decorate a function that writes LLVM instructions as an operation; kernels call it without the builder."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
         OPERATIONS.append(Operation(emit, result, arguments))
@@ -99,43 +98,43 @@ def op(result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
 
 
 def pointer_to(builder: Any, address: Any, kind: ir.Type) -> Any:
-    """An address as a pointer to values of a kind."""
+    """Return an address as a pointer to values of a type."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def load(builder: Any, address: Any, kind: ir.Type) -> Any:
-    """The value at an address, at which nothing need be aligned."""
+    """Return the value at an address, which need not be aligned."""
     value = builder.load(pointer_to(builder, address, kind))
     value.align = 1
     return value
 
 
 def store(builder: Any, address: Any, value: Any) -> None:
-    """Writes a value to an address, at which nothing need be aligned."""
+    """Store a value at an address, which need not be aligned."""
     builder.store(value, pointer_to(builder, address, value.type)).align = 1
 
 
 def intrinsic(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
-    """Calls an LLVM intrinsic."""
+    """Call an LLVM intrinsic."""
     kind = ir.FunctionType(result, [v.type for v in values])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, values)
 
 
 def broadcast(builder: Any, value: Any, lanes: int) -> Any:
-    """A scalar in every lane."""
+    """Return a vector with a scalar in every lane."""
     kind = ir.VectorType(value.type, lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(i32, 0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes))
 
 
 def constant(value: float | int, element: ir.Type, lanes: int) -> ir.Constant:
-    """A vector of the same constant in every lane."""
+    """Return a vector with the same constant in every lane."""
     return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
 
 
 def halves(b: Any, x: Any, parts: int) -> list[Any]:
-    """A vector cut into ``parts`` equal pieces."""
+    """Divide a vector into ``parts`` equal pieces."""
     lanes = x.type.count // parts
     return [
         b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, lanes), list(range(k * lanes, (k + 1) * lanes))))
@@ -144,7 +143,7 @@ def halves(b: Any, x: Any, parts: int) -> list[Any]:
 
 
 def join(b: Any, pieces: list[Any]) -> Any:
-    """The pieces, laid end to end."""
+    """Concatenate vectors."""
     while len(pieces) > 1:
         lanes = pieces[0].type.count * 2
         every = ir.Constant(ir.VectorType(i32, lanes), list(range(lanes)))

@@ -1,7 +1,7 @@
 """Matrix products over packed tiles: y = x @ W.T (+ bias) (+ residual).
 
-A unit of work is a group of rows.  Whatever the number of tokens, each output is the same sum in the same order:
-along the row, tile by tile.  So a token decoded alone gets the same bits as one prefilled among hundreds.
+A unit of work is a group of rows.  For any number of tokens, each output is the same sum in the same order: along the
+row, tile by tile.  A token decoded alone therefore gets the same bits as a token prefilled among hundreds.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from localllm.kernels.cpu.tiles import (
     x_tile_bytes,
 )
 
-#: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
-#: their activations in the second nearest cache.
+#: Tokens multiplied with a group of rows before the next group, a multiple of `TOKENS`: the activations of this many
+#: tokens fit the second-level cache.
 MAX_TOKENS = 64
-#: Bytes of the sums of so many tokens, behind which those of their rests stand.
+#: Bytes of the sums of `MAX_TOKENS` tokens.  The sums of their rests follow.
 REST_SUMS = 64 * MAX_TOKENS
-#: So few tokens are worth code of their own.
+#: At most this many tokens use a kernel for half a tile.
 HALF_TILE = TOKENS // 2
 
 #: With at most this number of tokens, unpacking a block for each tile of tokens costs less than writing it to a slab.
@@ -42,21 +42,21 @@ FEW = 2 * TOKENS
 FLOAT_GROUPS = 2
 FLOAT_SLAB = 128
 
-#: Bytes of a token's record of 32 activations as 16-bit numbers, behind which their scale stands; records lie in
-#: tiles as those of bytes do.  Numbers lie in -8191 … 8191: so 32 of their products can be added in 32 bits.
+#: Bytes of a token's record of 32 activations as 16-bit numbers, and offset of their scale.  Records are grouped in
+#: tiles like records of bytes.  Numbers are in -8191 … 8191, so that 32 of their products can be added in 32 bits.
 INT16_RECORD, INT16_SCALE = 68, 64
 LARGEST_INT16 = np.float32(8191)
-#: Bytes of 32 columns of sixteen rows as such numbers, and of the rows' scales behind them.
+#: Bytes of 32 columns of sixteen rows as 16-bit numbers, and offset of the rows' scales.
 INT16_BLOCK, INT16_SCALES = 1088, 1024
-#: Tokens that a slab of them is multiplied with, as rounding it costs as much as multiplying it with twelve.
+#: Tokens that such a slab is multiplied with: rounding it takes as long as multiplying it with twelve tokens.
 INT16_TOKENS = 256
-#: Weights of which the largest is below are 0.
+#: Blocks of weights whose largest magnitude is smaller are 0.
 SMALLEST = np.float32(1e-30)
 
 
 @device
 def store_rows(acc, bias, residual, y, rows, place):
-    """y = acc (+ bias) (+ residual), for sixteen rows from byte ``rows`` of the bias and byte ``place`` of y."""
+    """y = acc (+ bias) (+ residual), for sixteen rows at byte ``rows`` of the bias and byte ``place`` of y."""
     if bias != 0:
         acc = acc + load_f32x16(bias + rows)
     if residual != 0:
@@ -66,10 +66,10 @@ def store_rows(acc, bias, residual, y, rows, place):
 
 @template
 def few_tokens(n, tiles, n_tiles, slab, x, sums):
-    """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked.
+    """sums = sixteen rows times n tokens of one tile of activations; each block is multiplied when it is unpacked.
 
-    With QUARTERS, unpacked codes that waited for a token's rests would take registers from those being multiplied:
-    the few tiles that have rests are unpacked once more, into the slab.
+    With QUARTERS, keeping unpacked codes for a token's rests would take registers from the multiplication.  The few
+    tiles with rests are therefore unpacked a second time, into the slab.
     """
     for i in static_range(n):
         acc[i] = zero_f32x16()
@@ -98,7 +98,7 @@ def few_tokens(n, tiles, n_tiles, slab, x, sums):
 def multiply_slab(sums, slab, n_blocks, x, ahead, step):
     """sums[i] += the slab's blocks times token i of the tile of activations at x.
 
-    Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
+    Prefetches from ``ahead``, ``step`` bytes per block.
     """
     if QUARTERS:
         for quarter in range(4):
@@ -125,18 +125,18 @@ def multiply_slab(sums, slab, n_blocks, x, ahead, step):
 
 @template
 def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
-    """sums = sixteen rows times so many tokens, whose activations begin at x.
+    """sums = sixteen rows times ``n_tokens`` tokens, whose activations are at x.
 
-    A slab of the rows is unpacked into memory that stays in the nearest cache, and multiplied with all tiles of
-    tokens.  Meanwhile the next tile of tokens is fetched, whose activations do not all fit into that cache; with the
-    last one, the weights that would else be asked for all at once when the next slab is unpacked.
+    A slab of the rows is unpacked into memory that stays in the first-level cache, and multiplied with all tiles of
+    tokens.  The activations do not all fit this cache, so each multiplication prefetches the next tile of tokens.
+    The last one prefetches weights, because unpacking the next slab would otherwise request them all at once.
     """
     for token in range(0, n_tokens, TOKENS):
         for i in static_range(TOKENS):
             store_f32x16(sums + 64 * (token + i), zero_f32x16())
-    have_rests = np.int64(0)  # bit ``token`` is that of the tile of tokens that begins there
+    have_rests = np.int64(0)  # bit ``token`` belongs to the tile of tokens that starts there
     n_blocks = n_tiles * BLOCKS
-    stride = x_tile_bytes(n_blocks)  # of a tile of tokens
+    stride = x_tile_bytes(n_blocks)  # bytes of a tile of tokens
     rests = stride - n_blocks * X_STEP
     for first in range(0, n_tiles, SLAB // BLOCKS):
         n = min(SLAB // BLOCKS, n_tiles - first)
@@ -152,7 +152,7 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
             multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, ahead, step)
             found = load_i64(flags)
             if token + TOKENS > n_tokens:
-                found &= (np.int64(1) << (8 * (n_tokens - token))) - 1  # those of tokens that there are
+                found &= (np.int64(1) << (8 * (n_tokens - token))) - 1  # ignore padding tokens
             if found != 0:
                 rest_sums = sums + REST_SUMS + 64 * token
                 if have_rests >> token & 1 == 0:
@@ -171,9 +171,9 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
 
 @template
 def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
-    """sums = sixteen rows times so many tokens, more than one, by what is fastest for that many.
+    """sums = sixteen rows times ``n_tokens`` tokens, at least two, by the fastest method for this number.
 
-    What comes out for tokens that fill up a tile is not looked at.
+    The sums of padding tokens are undefined.
     """
     if n_tokens <= HALF_TILE:
         few_tokens(HALF_TILE, tiles, n_tiles, slab, x, sums)
@@ -191,17 +191,16 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
 def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, y_stride, n_groups, x_head, y_head):
     """Integer products; a unit is 16 rows.
 
-    weights: packed tiles, ``n_tiles`` a row.  x: activations as `tiles` draws them.  bias: float32 [n] or 0.
-    residual, y: float32 [T, n] with ``y_stride`` bytes a token; residual may be 0, or y itself.
-    HEADS: whether every ``n_groups`` units are a head's, of which the activations are ``x_head`` bytes behind those
-    of the one before, and y ``y_head`` bytes further than its rows.
-    UNPACK, ADD, N_SCALES, …: the format's (see `tiles`).  TILE_BYTES, BLOCKS: a tile's bytes and blocks of 32
-    columns.  BLOCK_BYTES: an unpacked block's.
+    weights: packed tiles, ``n_tiles`` per row.  x: activations in the layout of `tiles`.  bias: float32 [n] or 0.
+    residual, y: float32 [T, n] with ``y_stride`` bytes per token; residual may be 0, or y itself. HEADS: whether
+    every ``n_groups`` units belong to one head.  Its activations start ``x_head`` bytes after the previous head's,
+    and its results ``y_head`` bytes after the previous head's. UNPACK, ADD, N_SCALES, …: the format's (see `tiles`).
+    TILE_BYTES, BLOCKS: bytes of a tile, and its blocks of 32 columns.  BLOCK_BYTES: bytes of an unpacked block.
     """
     n_tokens = load_i64(batch)
     slab = stack(SLAB * BLOCK_BYTES)
     sums = stack(2 * REST_SUMS)
-    if n_tokens == 1:  # by itself, as decoding is bound by how fast weights are read
+    if n_tokens == 1:  # a separate path, because decoding is limited by reading the weights
         for group in range(begin, end):
             own_x, place = x, group * 64
             if HEADS:
@@ -225,7 +224,7 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
 
 @template
 def one_float_token(tiles, n_in, x, bias, residual, y, rows):
-    """A unit's rows times a single token."""
+    """Multiply the rows of a unit with a single token."""
     for g in static_range(FLOAT_GROUPS):
         acc[g] = zero_f32x16()
     for k in range(n_in):
@@ -323,13 +322,13 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
 
 @device
 def int16_record(token, n_blocks):
-    """Where a token's first record of 16-bit numbers stands, in bytes."""
+    """Return the offset in bytes of a token's first record of 16-bit numbers."""
     return (token // TOKENS * (TOKENS * n_blocks) + token % TOKENS) * INT16_RECORD
 
 
 @template
 def round_columns(columns, n, block):
-    """n columns of sixteen rows, at most 32, to 16-bit numbers in pairs, with zeros behind, and the rows' scales."""
+    """Round n <= 32 columns of sixteen rows to pairs of 16-bit numbers, with zero padding; store the rows' scales."""
     largest, total = zero_f32x16(), zero_f32x16()
     for k in range(n):
         column = LOAD(columns + k * COLUMN_BYTES)
@@ -339,7 +338,7 @@ def round_columns(columns, n, block):
     unit = splat(np.float32(1) / LARGEST_INT16)
     store_f32x16(
         block + INT16_SCALES, fma(largest, unit, total - total)
-    )  # NaN where a weight is, which no maximum is
+    )  # NaN if a weight is NaN, which ``maximum`` would drop
     for k in range(0, n - 1, 2):
         first = to_int_rounded(LOAD(columns + k * COLUMN_BYTES) * inverse)
         second = to_int_rounded(LOAD(columns + (k + 1) * COLUMN_BYTES) * inverse)
@@ -353,14 +352,14 @@ def round_columns(columns, n, block):
 
 @device
 def add_int16_total(acc, total, scale, record, ahead):
-    """acc plus a block's products with a token's record, which scales of both take to float; begins to read ahead."""
+    """Return acc plus a block's products with a token's record, scaled to float; prefetches from ``ahead``."""
     prefetch(record + ahead)
     return fma(to_float(total), scale * load_splat_f32(record + INT16_SCALE), acc)
 
 
 @template
 def multiply_int16(sums, slab, n_blocks, x, ahead):
-    """sums[i] += the slab's blocks times token i of the tile of activations at x; reads ahead what stands there."""
+    """sums[i] += the slab's blocks times token i of the tile of activations at x; prefetches from ``ahead``."""
     for i in static_range(TOKENS):
         acc[i] = load_f32x16(sums + 64 * i)
     for b in range(n_blocks):
@@ -377,9 +376,9 @@ def multiply_int16(sums, slab, n_blocks, x, ahead):
 
 @template
 def multiply_int16_by_fours(sums, slab, n_blocks, x, ahead):
-    """The same where registers don't hold a block: two of its columns at a time are read for four tokens.
+    """`multiply_int16` if registers do not hold a block: two columns at a time are read for four tokens.
 
-    The loop over columns stays one in the machine code: unrolled, the compiler would read all columns first.
+    The loop over columns is not unrolled, because the compiler would then read all columns first.
     """
     for _ in range(TOKENS // 4):
         for i in static_range(4):
@@ -405,10 +404,11 @@ def multiply_int16_by_fours(sums, slab, n_blocks, x, ahead):
 
 @kernel
 def matmul_int16(begin, end, batch, weights, n_in, x, bias, residual, y, y_stride):
-    """Products of float weights, rounded to 16-bit numbers with a scale for each 32 columns, as activations are.
+    """Products of float weights, rounded to 16-bit numbers with a scale per 32 columns, as activations are.
 
-    For graphs of many tokens at once, as rounding a slab costs as much as multiplying it with some of them.  A unit
-    is 16 rows.  x: records of `quantise_int16`.  LOAD, COLUMN_BYTES: as of `matmul_float`, the rest too.
+    Used for graphs with many tokens, because rounding a slab takes as long as multiplying it with a few tokens.  A
+    unit is 16 rows.  x: records of `quantise_int16`.  `matmul_float` describes LOAD, COLUMN_BYTES and the other
+    parameters.
     """
     n_tokens = load_i64(batch)
     slab = stack(SLAB * INT16_BLOCK)

@@ -1,4 +1,4 @@
-"""Makes numba know the vectors and operations of `localllm.kernels.cpu.instructions`; imported to compile kernels."""
+"""Registers vectors and operations of `localllm.kernels.cpu.instructions` with numba, to compile kernels."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _TYPES: dict[Kind, Any] = {kind: Vector(kind) for kind in VECTORS}
 
 
 def numba_type(kind: Kind) -> Any:
-    """The type that numba has for a kind."""
+    """Return numba's type for a kind."""
     return _TYPES.get(kind) or getattr(types, kind.name)
 
 
 def _register_operation(operation: Operation) -> None:
-    # By hand rather than through numba's ``intrinsic``, whose every use costs twice the compile time.
+    # Registered directly, because numba's ``intrinsic`` doubles the compile time of every use.
     emit, result = operation.emit, numba_type(operation.result)
     expected = [None if kind is literal else numba_type(kind) for kind in operation.arguments]
 
@@ -81,7 +81,7 @@ for _symbol, _kind, _emit in OPERATORS:
 
 
 def register_operations() -> None:
-    """Makes numba know the operations that have been defined since the last call."""
+    """Register the operations defined since the last call."""
     global _registered
     for operation in OPERATIONS[_registered:]:
         _register_operation(operation)
@@ -89,11 +89,11 @@ def register_operations() -> None:
 
 
 class KernelPipeline(CompilerBase):
-    """numba's way from bytecode to LLVM code, without the passes that kernels have no use for: a third of its time.
+    """numba's pipeline from bytecode to LLVM code, without passes that kernels do not need, a third of its time.
 
-    Left out are those for closures, generators, comprehensions, array expressions, objects and tuples of unlike
-    values; those that remove dead branches, which templates and LLVM do; and the static single assignment form, which
-    LLVM makes itself.  So a variable of a kernel has one type wherever it is assigned.
+    Omitted are passes for closures, generators, comprehensions, array expressions, objects and tuples of mixed types;
+    passes that remove dead branches, which templates and LLVM do; and the static single assignment form, which LLVM
+    creates itself.  A variable of a kernel therefore has the same type in all assignments.
     """
 
     def define_pipelines(self) -> list[Any]:

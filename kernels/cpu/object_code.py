@@ -1,7 +1,8 @@
-"""Links machine code without LLVM, which takes a tenth of the time to a first token to import.
+"""Links machine code without LLVM, whose import takes a tenth of the time to a first token.
 
-A kernel's object file has one function, its constants, and absolute addresses of these (`Target.machine`).  Such code
-only has to be copied, told where it lies, and made executable.  All else, and other systems', LLVM links.
+A kernel's object file contains one function, its constants, and absolute addresses of the constants
+(`Target.machine`).  Linking copies the code, fills in the addresses, and makes the code executable.  LLVM links all
+other object files, and object files of other systems.
 
 Source: System V ABI, chapters 4 and 5; its AMD64 supplement, section 4.4.
 """
@@ -21,13 +22,13 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _RELOCATION = struct.Struct("<QQq")
 #: ELF, 64 bits, little-endian, version 1; a relocatable file, for x86-64.
 _IDENTITY, _RELOCATABLE, _X86_64 = b"\x7fELF\2\1\1", 1, 62
-_SYMBOLS, _ADDENDS, _NO_BITS = 2, 4, 8  # types of sections
+_SYMBOLS, _ADDENDS, _NO_BITS = 2, 4, 8  # section types
 _ALLOCATED, _FUNCTION, _ADDRESS = 2, 2, 1
-#: Tells debuggers how to walk the stack; nothing here does.
+#: Debuggers use this section to walk the stack; the runtime does not need it.
 _FRAMES = ".eh_frame"
 _READ_EXECUTE = 5
 
-#: What was linked: it stays as long as the process.
+#: Memory of linked code, kept for the lifetime of the process.
 _linked: list[mmap.mmap] = []
 
 
@@ -47,11 +48,11 @@ class _Section(NamedTuple):
 
 
 class _UnknownError(ValueError):
-    """Something in an object file that LLVM has to link."""
+    """An object file contains something that only LLVM can link."""
 
 
 def link(objects: Sequence[tuple[str, bytes]]) -> list[int] | None:
-    """The addresses of functions, each in an object file of its own; None where LLVM has to link them."""
+    """Return the addresses of functions, given one object file per function; None if LLVM has to link them."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return None
     try:
@@ -67,13 +68,13 @@ def link(objects: Sequence[tuple[str, bytes]]) -> list[int] | None:
     for file, start in zip(files, starts, strict=True):
         memory[start : start + file.n_bytes] = file.at(base + start)
     if ctypes.CDLL(None).mprotect(ctypes.c_void_p(base), ctypes.c_size_t(end), _READ_EXECUTE):
-        return None  # a system that lets no memory become code
+        return None  # the system does not allow executable memory
     _linked.append(memory)
     return [base + start + file.entry for file, start in zip(files, starts, strict=True)]
 
 
 class _Object:
-    """An object file, its sections laid out one after the other."""
+    """An object file, with its sections laid out in order."""
 
     def __init__(self, symbol: str, code: bytes) -> None:
         identity, kind, machine, *_, table, _, _, _, _, _, n, names = _HEADER.unpack_from(code)
@@ -81,7 +82,7 @@ class _Object:
             raise _UnknownError
         self._code = code
         sections = [_Section(*_SECTION.unpack_from(code, table + i * _SECTION.size)) for i in range(n)]
-        #: Where each section that is needed begins.
+        #: Offset of each required section.
         self._places: dict[int, int] = {}
         self._sections, self.n_bytes, self.align = sections, 0, 1
         for i, section in enumerate(sections):
@@ -97,7 +98,7 @@ class _Object:
         if symbol not in named:
             raise _UnknownError
         self.entry = self._place(named[symbol])
-        #: (place, what it is the address of, as a place)
+        #: (offset of the address, offset that it refers to)
         self._addresses = [
             self._address(s.info, *relocation)
             for s in sections
@@ -119,12 +120,12 @@ class _Object:
 
     def _place(self, symbol: tuple[int, ...]) -> int:
         _, _, _, section, value, _ = symbol
-        if section not in self._places:  # it is not defined here
+        if section not in self._places:  # an undefined symbol
             raise _UnknownError
         return self._places[section] + value
 
     def at(self, base: int) -> bytes:
-        """The bytes, for this address."""
+        """Return the bytes of the file, linked for address ``base``."""
         image = bytearray(self.n_bytes)
         for i, place in self._places.items():
             section = self._sections[i]

@@ -1,8 +1,8 @@
-"""Tiles made at the speed of memory: what `localllm.quant.packing` draws, by a kernel.
+"""Packing of weights to tiles (`localllm.quant.packing`) by a kernel, at the speed of memory.
 
-One kernel serves every format.  A layout becomes a table of moves, each of which transposes a part of sixteen rows'
-blocks into a tile: 16 bytes of every row at once where words lie side by side, one word or one half where not.
-Codes that are to be bit-packed (`localllm.quant.bit_packing`) are transposed aside, and go into the tile from there.
+One kernel serves every format.  A layout is converted to a table of moves.  Each move transposes a part of the blocks
+of sixteen rows into a tile: 16 bytes of every row at once if words are contiguous, otherwise one word or one half.
+Codes for bit packing (`localllm.quant.bit_packing`) are transposed to a buffer, and packed into the tile from there.
 
     16 rows, 16 bytes of each          four vectors
     row 0:  a0 b0 c0 d0                a0 a1 a2 … a15
@@ -30,12 +30,12 @@ from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, TileLayout
 from localllm.quant.types import GGMLType
 
-#: Bytes of a row that the widest moves take.
+#: Bytes of a row per move, for the widest moves.
 WIDE = 16
-#: What a move transposes: sixteen bytes of words or of halves, one word of scales or of bit planes, one half.
+#: Kinds of moves: sixteen bytes of words or of halves, one word of scales or of bit planes, one half.
 WORDS, HALVES, WORD, PLANES, HALF = range(5)
-#: Bytes of a move in the table: what it is, where in the blocks it reads, where in the tile it writes, and 1 if it
-#: writes not into the tile but aside, to be bit-packed.
+#: Bytes of a move in the table: its kind, the offset in the blocks that it reads, the offset that it writes, and 1 if
+#: it writes to the buffer for bit packing instead of the tile.
 MOVE = 32
 
 Bytes = NDArray[np.uint8]
@@ -54,14 +54,14 @@ def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
 
 
 def _rows(b: Any, rows: Any, stride: Any, kind: ir.Type) -> list[Any]:
-    """A value of each of sixteen rows."""
+    """Load a value from every one of sixteen rows."""
     return [load(b, b.add(rows, b.mul(stride, ir.Constant(i64, r))), kind) for r in range(GROUP)]
 
 
 def _columns(b: Any, rows: Any, stride: Any) -> list[Any]:
-    """Four vectors, each of the same word of sixteen rows."""
+    """Return four vectors; each contains the same word of sixteen rows."""
     words = _rows(b, rows, stride, ir.VectorType(i32, 4))
-    # Rows 0, 4, 8, 12 side by side, then 1, 5, 9, 13, and so on: what is left to do stays within lanes of 16 bytes.
+    # Rows 0, 4, 8, 12 are joined, then 1, 5, 9, 13, and so on: the remaining shuffles stay within lanes of 16 bytes.
     side = [_beside(b, words[r::4]) for r in range(4)]
     low, high = [0, 16, 1, 17], [2, 18, 3, 19]
     pairs = [_shuffle(b, side[r], side[r + 1], _in_lanes(which)) for which in (low, high) for r in (0, 2)]
@@ -70,26 +70,26 @@ def _columns(b: Any, rows: Any, stride: Any) -> list[Any]:
 
 
 def _beside(b: Any, pieces: list[Any]) -> Any:
-    """Four vectors of four words end to end."""
+    """Concatenate vectors of four words to four longer vectors."""
     halves = [_shuffle(b, x, y, list(range(8))) for x, y in (pieces[:2], pieces[2:])]
     return _shuffle(b, halves[0], halves[1], list(range(16)))
 
 
 def _in_lanes(words: list[int]) -> list[int]:
-    """A choice among the words of two lanes of four, the second's numbered from 16 on, made in each of four lanes."""
+    """Return a shuffle of words within four lanes; ``words`` index the first lane from 0, the second from 16."""
     return [4 * lane + word for lane in range(4) for word in words]
 
 
 @op(void, intp, intp, intp)
 def transpose_words(b, rows, stride, tile):
-    """Sixteen bytes of every row: the first word of all rows, then the second, …"""
+    """Transpose sixteen bytes of every row: the first word of all rows, then the second, …"""
     for i, words in enumerate(_columns(b, rows, stride)):
         store(b, _behind(b, tile, 64 * i), words)
 
 
 @op(void, intp, intp, intp)
 def transpose_halves(b, rows, stride, tile):
-    """Sixteen bytes of every row: the first 16 bits of all rows, then the second, …"""
+    """Transpose sixteen bytes of every row: the first 16 bits of all rows, then the second, …"""
     sixteen = ir.Constant(ir.VectorType(i32, GROUP), [16] * GROUP)
     for i, words in enumerate(_columns(b, rows, stride)):
         for j, part in enumerate((words, b.lshr(words, sixteen))):
@@ -98,21 +98,21 @@ def transpose_halves(b, rows, stride, tile):
 
 @op(void, intp, intp, intp)
 def transpose_word(b, rows, stride, tile):
-    """One word of every row."""
+    """Store one word of every row."""
     for r, word in enumerate(_rows(b, rows, stride, i32)):
         store(b, _behind(b, tile, 4 * r), word)
 
 
 @op(void, intp, intp, intp)
 def transpose_half(b, rows, stride, tile):
-    """16 bits of every row."""
+    """Store 16 bits of every row."""
     for r, half in enumerate(_rows(b, rows, stride, i16)):
         store(b, _behind(b, tile, 2 * r), half)
 
 
 @op(void, intp, intp, intp)
 def transpose_planes(b, rows, stride, tile):
-    """One word of every row, whose bit 4 v + c becomes bit v of byte c."""
+    """Store one word of every row; bit 4 v + c becomes bit v of byte c."""
     kind = ir.VectorType(i32, GROUP)
     words = ir.Constant(kind, ir.Undefined)
     for r, word in enumerate(_rows(b, rows, stride, i32)):
@@ -124,18 +124,18 @@ def transpose_planes(b, rows, stride, tile):
     planes = every(0)
     for v in range(8):
         bits = b.and_(b.lshr(words, every(4 * v)), every(0xF))
-        # Times 1 + 2^7 + 2^14 + 2^21: of four bits the first stays, the others move to the bytes behind.
+        # Times 1 + 2^7 + 2^14 + 2^21: the first of four bits stays, the other bits move to the following bytes.
         spread = b.and_(b.mul(bits, every(0x204081)), every(0x01010101))
         planes = b.or_(planes, b.shl(spread, every(v)))
     store(b, _behind(b, tile, 0), planes)
 
 
-# -- Bit packing.  The words read are those of the file, transposed: see `localllm.quant.bit_packing` -------------
+# -- Bit packing.  The words are words of the file, transposed: see `localllm.quant.bit_packing` -------------------
 
 
 @device
 def five_bit_codes(words, block):
-    """Of Q5_0 and Q5_1, whose fifth bits were put in planes."""
+    """Return codes of Q5_0 and Q5_1, whose fifth bits are stored in planes."""
     for v in static_range(4):
         w[v] = load_bits(words + (64 + 64 * v), 0, 15) | load_bits_raised(words, v, 1, 4)
         w[v + 4] = load_bits(words + (64 + 64 * v), 4, 15) | load_bits_raised(words, v + 4, 1, 4)
@@ -181,11 +181,11 @@ FILE_CODES: dict[KernelType, Template] = {
 
 @kernel
 def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_moves, tiles):
-    """Packs groups of sixteen rows; a unit is a group.
+    """Pack groups of sixteen rows; a unit is a group.
 
-    rows: blocks, ``n_blocks`` of ``block_bytes`` a row.  moves: int64 [n_moves, 4], as `moves` makes them.
-    BITS: of codes that are bit-packed; 0 where none are.  CODES reads those of 32 columns as a file has them, COLUMNS
-    are a block's, and PACKED_BITS says where in a tile they go.
+    rows: ``n_blocks`` blocks of ``block_bytes`` per row.  moves: int64 [n_moves, 4], from `moves`.
+    BITS: bits of bit-packed codes; 0 if codes are not bit-packed.  CODES loads the codes of 32 columns in the file's
+    order, COLUMNS is the number of columns in a block, and PACKED_BITS the offset of packed codes in a tile.
     """
     aside = stack(GROUP * COLUMNS * BITS // 8)
     for group in range(begin, end):
@@ -219,9 +219,9 @@ def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_mov
 
 
 def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
-    """The moves that make tiles of a layout: bytes of each row that the moves transpose together, and the moves.
+    """Return the bytes of each row that the moves transpose together, and the moves that create tiles of a layout.
 
-    A block of a single value is too little to take at a time: of those, as many go together as fill `WIDE` bytes.
+    A block of a single value is too small for a move: `WIDE` bytes of such blocks are transposed together.
     """
     if layout.columns == 1:
         return WIDE, [(HALVES if layout.halves else WORDS, 0, 0, 0)]
@@ -233,7 +233,7 @@ def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
         if part.unit == 2:
             table.append((HALF, part.offset, place, aside))
         else:
-            odd = part.length % WIDE  # of codes that are bit-packed, a word of fifth bits
+            odd = part.length % WIDE  # for bit-packed codes, a word of fifth bits
             for at in range(0, odd, 4):
                 table.append((PLANES if aside else WORD, part.offset + at, place + GROUP * at, aside))
             for at in range(odd, part.length, WIDE):
@@ -243,7 +243,7 @@ def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
 
 
 def _bit_packing(layout: TileLayout) -> dict[str, Any]:
-    """The constants of `pack_groups` that say what is bit-packed."""
+    """Return the bit packing constants of `pack_groups`."""
     if layout.bit_packing is None:
         return {"BITS": 0, "COLUMNS": 0}
     return {
@@ -254,13 +254,13 @@ def _bit_packing(layout: TileLayout) -> dict[str, Any]:
     }
 
 
-#: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time, and to
-#: take little memory.
+#: Rows of a file packed per call: enough to amortise the call, but few enough that threads finish at the same time
+#: and use little memory.
 PACKED_ROWS = 256
 
 
 class Packer:
-    """Packs rows for one layout; any number of threads may use it at once."""
+    """Packs rows for one layout.  Thread-safe."""
 
     def __init__(
         self, layout: TileLayout, target: Target, progress: Callable[[int, int], None] | None = None
@@ -272,7 +272,7 @@ class Packer:
         self._moves = np.array(table, np.int64)
 
     def pack(self, rows: Bytes, out: Bytes) -> None:
-        """As `TileLayout.pack`, and the same to the last bit; Python's lock is let go of meanwhile."""
+        """Pack rows with the same result as `TileLayout.pack`, bit for bit; releases Python's lock while packing."""
         n_rows, row_bytes = rows.shape
         n_groups = n_rows // GROUP
         if row_bytes % self._step:
@@ -280,7 +280,7 @@ class Packer:
         done = n_groups * GROUP
         if n_groups:
             if not (rows.flags.c_contiguous and out.flags.c_contiguous) or out.nbytes < done * row_bytes:
-                raise ValueError("rows to be packed, and the place for them, must each lie in one piece")
+                raise ValueError("rows and packed output must be contiguous, and the output large enough")
             arguments = np.array(
                 [
                     *(rows.ctypes.data, row_bytes, row_bytes // self._step, self._step),

@@ -1,8 +1,8 @@
-"""A forward pass as a program: a list of kernel calls that threads walk together, with no Python in between.
+"""A forward pass as a program: a list of kernel calls that threads execute together, without Python code in between.
 
-Each instruction names a kernel, its arguments and how many units of work there are; how many may depend on the
-batch, through a header of numbers that the caller fills in before each run.  The threads take units from a shared
-counter until none are left, and wait for each other where the next instruction reads what this one wrote.
+Each instruction specifies a kernel, its arguments and its number of units of work.  This number may depend on the
+batch, through a header of numbers that the caller fills before each run.  The threads take units from a shared
+counter until all are taken, and wait for each other if the next instruction reads the results.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from localllm.kernels.cpu.simd import call_kernel, call_sleep, fetch_add, load_a
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.process import Process
 
-#: Bytes of an instruction in a program's table, and of a counter (a cache line each, or threads would collide).
+#: Bytes of an instruction in a program's table, and of a counter (one cache line each, to avoid false sharing).
 INSTRUCTION, LINE = 64, 64
-#: Seconds for which a waiting thread spins before it sleeps: as long as a well shared instruction lets it wait.
-#: Longer, and the thread that it waits for may be without a core.
+#: Seconds that a waiting thread spins before it sleeps: as long as waiting takes if work is well balanced.  After
+#: that, the other thread may have no core.
 SPIN_SECONDS = 100e-6
-#: Spins in a measurement of how long one takes, and how often it is measured: the shortest time is not disturbed.
+#: Spins per measurement of a spin's duration, and number of measurements: the shortest one is undisturbed.
 TRIAL_SPINS, SPIN_TRIALS = 4096, 3
-#: Microseconds that it sleeps at a time.  Systems take some tens more.
+#: Microseconds of each sleep.  Systems add some tens of microseconds.
 SLEEP_US = 1
-#: Chunks of an instruction's work for each thread: more balance better, fewer cost less.  Where cores are unequal,
-#: threads wait at the end for one that a slow core has begun.
+#: Chunks of an instruction's work per thread: more chunks balance better, fewer chunks cost less.  With unequal
+#: cores, threads wait at the end for a chunk on a slow core.
 CHUNKS_PER_THREAD, CHUNKS_ON_UNEQUAL_CORES = 4, 16
-#: More units than any instruction has.
+#: More units than any instruction contains.
 ALL_UNITS = 1 << 62
-#: Of an instruction's units in a piece, one in so many is computed first, to see how long they take.
+#: Share of an instruction's units in its first piece, which measures how long a unit takes (1 / FIRST_SHARE).
 FIRST_SHARE = 32
 
-#: Bytes of memory from which on it was not for want of them that a thread could not be started.
+#: If more bytes of memory than this are available, a thread failed to start for another reason.
 STACK_BYTES = 16 << 20
 
-#: Seconds that this thread had a core; on Windows, which counts them in ticks longer than a step, all seconds.
+#: Seconds that this thread was running; on Windows all seconds, because its ticks are longer than a step.
 _thread_time = time.perf_counter if sys.platform == "win32" else time.thread_time
 
-#: What a kernel is called with.
+#: Types of kernel arguments.
 Argument = int | float | Buffer | Address
 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -60,12 +60,13 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 @kernel
 def run_program(begin, end, table, n_instructions, header, counters, barrier, most_spins, sleep, stop, most, chunks):
-    """Runs a program as thread ``begin`` of ``end``: of each instruction the units before ``stop``.
+    """Run a program as thread ``begin`` of ``end``: the units of each instruction before ``stop``.
 
-    table: int64 [n, 8]: kernel, arguments, units a header number, which header number, wait afterwards.
-    counters: int64, one a line, the first unit at first.  most: so many units at most are left.  barrier: int64,
-    threads that have arrived, and a line further, how often all have.  most_spins: of a waiting thread before it
-    sleeps.  sleep: the address of a C function that sleeps for so many microseconds.  chunks: for each thread.
+    table: int64 [n, 8]: kernel, arguments, units per header number, index of the header number, whether to wait
+    afterwards. counters: int64, one per cache line, initially the first unit.  most: the maximum number of remaining
+    units.  barrier: int64, number of threads that arrived and, one line later, number of times that all arrived.
+    most_spins: spins of a waiting thread before it sleeps.  sleep: address of a C function that sleeps for a number
+    of microseconds.  chunks: per thread.
     """
     for i in range(n_instructions):
         entry = table + INSTRUCTION * i
@@ -94,7 +95,7 @@ def run_program(begin, end, table, n_instructions, header, counters, barrier, mo
 
 @kernel
 def spin(begin, end, barrier):
-    """Spins as a thread that waits in `run_program` does, ``end - begin`` times."""
+    """Spin ``end - begin`` times, in the same way as a waiting thread in `run_program`."""
     for _ in range(begin, end):
         if load_atomic(barrier) == 0:
             pause()
@@ -102,9 +103,9 @@ def spin(begin, end, barrier):
 
 @functools.cache
 def spins_in(seconds: float, target: Target) -> int:
-    """How often a waiting thread spins in so many seconds.
+    """Return the number of spins of a waiting thread in ``seconds``.
 
-    One spin takes a nanosecond on some processors and fifty on others, so it is measured, in under a millisecond.
+    A spin takes a nanosecond on some processors and fifty on others, so it is measured, in less than a millisecond.
     """
     code = variant(spin, target)
     entry = _ENTRY(addresses([code])[code])
@@ -123,17 +124,17 @@ class Instruction:
     """A kernel call: ``units * header[slot]`` units of work."""
 
     variant: Variant
-    arguments: Sequence[Argument]  # integers (addresses, sizes), floats, and places in buffers, in the kernel's order
+    arguments: Sequence[Argument]  # integers (addresses, sizes), floats, addresses in buffers, in the kernel's order
     units: int
     slot: int
-    wait: bool = True  # whether all threads must be done before the next instruction begins
+    wait: bool = True  # whether all threads must finish before the next instruction starts
 
 
 class Program:
-    """Instructions ready to run; ``header[slot]``, int64, is read when an instruction begins.
+    """Instructions ready to run; ``header[slot]``, int64, is read when an instruction starts.
 
-    ``keep`` is what the arguments' addresses point into, kept alive with the program; ``arena`` is the address of the
-    memory that buffers lie in; ``progress``: see `localllm.kernels.cpu.compiler.addresses`.
+    ``keep`` is the memory that the arguments refer to, kept alive with the program; ``arena`` is the address of the
+    memory of buffers; ``progress``: see `localllm.kernels.cpu.compiler.addresses`.
     """
 
     def __init__(
@@ -166,15 +167,15 @@ class Program:
     def run(
         self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None
     ) -> float:
-        """Runs all instructions once; gives the largest share of the time for which a thread had no core, or slept.
+        """Run all instructions once.  Return the largest share of its time that a thread slept or had no core.
 
         Args:
-            before: fills in what the instructions read; called when nothing else runs on these threads.
-            threads: how many of the workers' threads take part; all, where it is None.
+            before: fills the data that the instructions read; called while these threads run nothing else.
+            threads: number of the workers' threads that take part; defaults to all.
 
         Raises:
-            DeviceError: the program was made before this process was forked.
-            What ``before`` raised; nothing was run then.
+            DeviceError: the program was created before this process was forked.
+            Exception: any error of ``before``; then no instruction was run.
         """
         self._process.check()
 
@@ -187,10 +188,10 @@ class Program:
         return max(job.lost, default=0.0)
 
     def run_in_pieces(self, workers: Workers, before: Callable[[], None], piece_s: float) -> Iterator[None]:
-        """As `run`, with the same bits, in pieces of about so many seconds, between which others can compute."""
+        """Run with the same bits as `run`, in pieces of about ``piece_s`` seconds with pauses for other work."""
         self._process.check()
         for i, (units, slot) in enumerate(self._table[:, 2:4].tolist()):
-            # The first comes whole: how many units there are is filled in before it.
+            # The first instruction is one piece, because ``before`` sets its number of units.
             total = units * int(self._header[slot]) if i else 1
             done, n, seconds = 0, max(1, total // FIRST_SHARE) if i else ALL_UNITS, 0.0
             while done < total:
@@ -218,7 +219,7 @@ def _chunks_per_thread() -> int:
 
 
 def _pack(instruction: Instruction, arena: int) -> bytes:
-    """The arguments as the kernel reads them, eight bytes each."""
+    """Return the arguments in the kernel's format, eight bytes each."""
     kernel = instruction.variant.kernel
     arguments = [_resolved(argument, arena) for argument in instruction.arguments]
     if [isinstance(a, float) for a in arguments] != [is_float for _, is_float in kernel.parameters]:
@@ -228,7 +229,7 @@ def _pack(instruction: Instruction, arena: int) -> bytes:
 
 
 def _resolved(argument: Argument, arena: int) -> int | float:
-    """A number as it is; a place in a buffer as its address."""
+    """Return a number unchanged, and the address of a place in a buffer."""
     if isinstance(argument, Address):
         return _resolved(argument.buffer, arena) + argument.n_bytes
     if isinstance(argument, Buffer):
@@ -237,13 +238,13 @@ def _resolved(argument: Argument, arena: int) -> int | float:
 
 
 def _sleep_function() -> int:
-    """The address of the C function by which a waiting thread sleeps.
+    """Return the address of the C function that a waiting thread sleeps with.
 
-    Merely to offer the core to others (``sched_yield``) is no way to wait where other programs are busy: who offers
-    it loses it for a whole slice of time, milliseconds, and who slept gets it back at once.
+    Yielding the core (``sched_yield``) does not help if other programs are busy: a thread that yields loses the core
+    for a whole time slice of milliseconds, but a thread that slept gets it back at once.
     """
     if sys.platform == "win32":
-        # Windows sleeps for milliseconds at least; this function has no use for its argument.
+        # Sleep on Windows takes at least milliseconds.  This function ignores its argument.
         function = ctypes.windll.kernel32.SwitchToThread
     else:
         function = ctypes.CDLL(None).usleep
@@ -251,7 +252,7 @@ def _sleep_function() -> int:
 
 
 class Job:
-    """Work for all threads, or so many: ``entry(arguments, thread number, number of threads)`` on each."""
+    """Work for all threads, or for ``threads`` threads: each calls ``entry(arguments, thread, n_threads)``."""
 
     def __init__(
         self, entry: Callable[[int, int, int], None], arguments: int, keep: object = None, threads: int | None = None
@@ -262,16 +263,16 @@ class Job:
         self.threads = threads
         self.done = False
         self.error: BaseException | None = None
-        #: The share of its time for which each of the threads had no core, or slept; not measured of one alone, for
-        #: which nobody waits.
+        #: Share of its time that each thread slept or had no core.  Not measured for a single thread, because no
+        #: other thread waits for it.
         self.lost: list[float] = []
 
     def n_threads(self, n: int) -> int:
-        """On how many of n threads it runs."""
+        """Return how many of n threads run this job."""
         return min(self.threads or n, n)
 
     def run(self, i: int, n: int) -> None:
-        """Does the part of thread i of n; an exception is kept for the thread that asked."""
+        """Run the part of thread i of n; an exception is stored for the thread that submitted the job."""
         if n > 1:
             began, computed = time.perf_counter(), _thread_time()
         try:
@@ -284,7 +285,7 @@ class Job:
 
 
 class _Inbox:
-    """The inbox of a thread: jobs, then None; and one item for each that it is through with."""
+    """The inbox of a thread: jobs, then None; and one item for each finished job."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -294,13 +295,13 @@ class _Inbox:
 class Workers:
     """Threads that run programs.
 
-    They are Python threads that sleep on a queue between programs and let go of the interpreter's lock within one.
-    So idle ones burn nothing, and several `Workers` live side by side in one process.  A forked child inherits
-    none of the threads, and must make its own `Workers`.
+    They are Python threads that sleep on a queue between programs, and release the interpreter's lock during a
+    program. Idle threads use no processor time, so several `Workers` can exist in one process.  A forked child
+    inherits no threads, and must create its own `Workers`.
 
-    An engine's thread takes the first part of its jobs itself, which saves waking another.  No thread of a caller
-    does, unless it is the only one: Ctrl-C, or whoever stops a thread by an exception, may interrupt it between any
-    two steps of Python, while the others wait for it or still work.
+    An engine's thread runs the first part of its jobs itself, which avoids waking another thread.  Other callers'
+    threads do so only for a single thread.  Otherwise Ctrl-C, or an exception raised in the thread, could interrupt
+    it between two steps of Python, while the workers wait for it or still compute.
     """
 
     def __init__(self, n: int) -> None:
@@ -311,16 +312,17 @@ class Workers:
         self._last: Job | None = None
 
     def run(self, job: Job, before: Callable[[], None] | None = None) -> None:
-        """Does a job on as many threads as it asks for; returns when they are through with it.
+        """Run a job on its number of threads, and return when all parts are finished.
 
         Args:
-            before: called first, when nothing else runs on these threads.
+            before: called first, while these threads run nothing else.
 
         Raises:
-            What a part of the job raised; KeyboardInterrupt, but only when the job is done, since buffers are in use.
-            DeviceError: a thread cannot be started; or they were made before this process was forked.
+            Exception: any error of a part of the job.
+            KeyboardInterrupt: raised only after the job finished, because its buffers are in use.
+            DeviceError: a thread cannot be started; or the workers were created before this process was forked.
             NotEnoughMemoryError: a thread cannot be started because there is no memory for its stack.
-            As `process.Stage.check`, if the process is ending and engines have stopped.
+            ClosedError: as in `process.Stage.check`, if the process is ending and engines have stopped.
         """
         self._process.check()
         with self._lock, process.UnfinishedWork(process.workers):
@@ -341,18 +343,18 @@ class Workers:
             raise job.error
 
     def wait_until_idle(self) -> None:
-        """Returns when nothing runs on these threads: before what they read and write is touched from outside."""
+        """Return when these threads run nothing.  Called before other code changes the memory of their jobs."""
         with self._lock:
             self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
-        if self._last is not None:  # two interrupts at once may have cut the wait for it short
+        if self._last is not None:  # two interrupts at once may have ended the wait early
             self._await(self._last)
             self._last = None
 
     def close(self) -> None:
-        """Ends the threads; a later run starts new ones."""
-        if not self._process.is_current:  # a thread of the parent may have held the lock, and there are no threads
+        """Stop the threads; a later run starts new ones."""
+        if not self._process.is_current:  # the lock may be held forever, and the child has no threads
             return
         with self._lock:
             if self._started:
@@ -362,9 +364,9 @@ class Workers:
     def _start(self) -> None:
         self._inboxes = inboxes = [_Inbox() for _ in range(self.n)]
         self._last = None
-        # The threads do not refer to the Workers, so that forgetting it ends them.
+        # The threads do not refer to the Workers, so that deleting the Workers stops them.
         self._end = weakref.finalize(self, _tell_all, inboxes)
-        self._end.atexit = False  # engines may still need them: `localllm.kernels.process` has the order
+        self._end.atexit = False  # engines may still need them; `localllm.kernels.process` defines the order
         for i in range(self.n):
             try:
                 threading.Thread(target=_work, args=(i, inboxes), name=f"localllm-{i}", daemon=True).start()
@@ -373,19 +375,19 @@ class Workers:
                 check_memory(STACK_BYTES, f"to start {self.n} threads")
                 raise DeviceError(
                     f"{i or 'none'} of {self.n} threads could be started: the system limits how many this process or "
-                    "user may have; ask for fewer"
+                    "user may have; use fewer threads"
                 ) from error
         self._started = True
 
     def _await(self, job: Job) -> None:
-        """Hands a job over and waits until it is done; an interrupt meanwhile is raised only then."""
+        """Hand over a job and wait until it is done; an interrupt during the wait is raised afterwards."""
         interrupt: BaseException | None = None
         handed_over = False
         while not job.done:
             try:
                 while not job.done:
                     if not handed_over:
-                        self._inboxes[0].jobs.put(job)  # again, if interrupted behind this: a done job is ignored
+                        self._inboxes[0].jobs.put(job)  # repeated if interrupted here: a finished job is ignored
                         handed_over = True
                     self._inboxes[0].through.get()
             except BaseException as error:
@@ -395,17 +397,17 @@ class Workers:
 
 
 def _tell_all(inboxes: list[_Inbox]) -> None:
-    """Tells threads to end."""
+    """Stop the threads."""
     for inbox in inboxes:
         inbox.jobs.put(None)
 
 
 def _work(i: int, inboxes: list[_Inbox]) -> None:
-    """A worker's life: thread 0 passes each job on to the others and reports when all are through with it."""
+    """Run a worker thread: thread 0 passes each job to the other threads and reports when it is finished."""
     while (job := inboxes[i].jobs.get()) is not None:
         if i:
             job.run(i, job.n_threads(len(inboxes)))
-        elif job.done:  # given twice
+        elif job.done:  # handed over twice
             continue
         else:
             _run_shared(job, inboxes)
@@ -414,7 +416,7 @@ def _work(i: int, inboxes: list[_Inbox]) -> None:
 
 
 def _run_shared(job: Job, inboxes: list[_Inbox]) -> None:
-    """Does the first part of a job in this thread and the others in theirs; returns when all are through with it."""
+    """Run the first part of a job in this thread, the other parts in theirs, and wait until all are finished."""
     n = job.n_threads(len(inboxes))
     for other in inboxes[1:n]:
         other.jobs.put(job)

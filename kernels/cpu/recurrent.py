@@ -1,9 +1,10 @@
-"""Operations with a memory: what a token adds to the recurrent state of its sequence, and reads of it.
+"""Operations with recurrent states: updates of a sequence's state by its tokens, and reads of the state.
 
-A state is read and written once a step, however many tokens the step has, and what a token computes has the same bits
-wherever its sequence was cut.
+A state is read and written once per step for any number of tokens.  The result for a token has the same bits for any
+division of its sequence into steps.
 
-A sequence's state lies in the slot that the batch names, and is zero before position 0, whatever lies there.
+A sequence's state is stored in a slot given by the batch.  Before position 0 it is zero, regardless of the slot's
+content.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from localllm.kernels.cpu.templates import Registers, device, static_range, temp
 
 @kernel
 def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, stride, weight, bias, y, state_stride):
-    """y[t] = sum over j of weight[j] * x[t - KERNEL + 1 + j], in each of the columns of x; a unit is a token.
+    """y[t] = sum over j of weight[j] * x[t - KERNEL + 1 + j], in each column of x; a unit is a token.
 
-    starts: int32, the rows of sequences.  positions: int32 [T].  slots: int32, of sequences.
-    states: float32 [n_slots, KERNEL - 1, columns], the inputs before the batch, with ``state_stride`` bytes from row
-    to row.  Sequences of one token get their new ones here, as nobody else reads those; the others by `keep_inputs`.
-    weight: float32 [KERNEL, columns], with ``stride`` bytes from row to row, as x and y.  bias: float32 [columns].
+    starts: int32, first row of each sequence.  positions: int32 [T].  slots: int32, slot of each sequence. states:
+    float32 [n_slots, KERNEL - 1, columns], the inputs before the batch, with ``state_stride`` bytes per row. This
+    kernel updates the states of sequences with one token, because only their unit reads them; `keep_inputs` updates
+    the others. weight: float32 [KERNEL, columns], with ``stride`` bytes per row, as in x and y.  bias: float32
+    [columns].
     """
     sequence, first = np.int64(0), np.int64(begin)
     while first < end:
@@ -65,7 +67,7 @@ def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, st
 
 @kernel
 def keep_inputs(begin, end, starts, positions, slots, states, state_bytes, x, stride, state_stride, n_rows):
-    """The last ``n_rows`` inputs of sequences of several tokens, to the states of `causal_conv`; a unit is one."""
+    """Copy the last ``n_rows`` inputs of each sequence with several tokens to its `causal_conv` state."""
     for sequence in range(begin, end):
         start = np.int64(load_i32(starts + 4 * sequence))
         n = np.int64(load_i32(starts + 4 * sequence + 4)) - start
@@ -73,7 +75,7 @@ def keep_inputs(begin, end, starts, positions, slots, states, state_bytes, x, st
             state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes
             n_before = np.int64(load_i32(positions + 4 * start))
             for i in range(n_rows):
-                row = n - n_rows + i  # of the sequence's tokens in the batch
+                row = n - n_rows + i  # number of a token of the sequence in the batch
                 for column in range(0, state_stride, 64):
                     kept = zero_f32x16()
                     if row >= 0:
@@ -85,7 +87,7 @@ def keep_inputs(begin, end, starts, positions, slots, states, state_bytes, x, st
 
 @device
 def product_of(x, y, n):
-    """The sum of the products of two rows of n bytes."""
+    """Return the sum of the products of two rows of n bytes."""
     total = zero_f32x16()
     for i in range(0, n, 64):
         total = fma(load_f32x16(x + i), load_f32x16(y + i), total)
@@ -94,7 +96,7 @@ def product_of(x, y, n):
 
 @template
 def read_state(state, key, query, of_key: Registers, of_query: Registers):
-    """Sᵀk and Sᵀq of 16 * VECTORS columns of a state."""
+    """Compute Sᵀk and Sᵀq for 16 * VECTORS columns of a state."""
     for i in range(ROWS):
         k, q = load_splat_f32(key + 4 * i), load_splat_f32(query + 4 * i)
         for v in static_range(VECTORS):
@@ -120,7 +122,7 @@ def change_state(state, decays, decay, key, new: Registers):
 def change_and_read_state(
     state, decays, decay, old, new: Registers, key, query, of_key: Registers, of_query: Registers
 ):
-    """`change_state` by one token, and `read_state` by the next: with the same bits, but the state is read once."""
+    """`change_state` for a token and `read_state` for the next: the same bits, but the state is read once."""
     for i in range(ROWS):
         factor = splat(decay)
         if PER_CHANNEL:
@@ -166,18 +168,18 @@ def recurrence(
     scale: float,
     bound: float,
 ):
-    """Of each token and head: S = decay * S + k ⊗ new; out = Sᵀq, where decay = exp(a * softplus(step + dt_bias)), or
-    with BOUNDED exp(bound * σ(a * (step + dt_bias))).
+    """For each token and head: S = decay * S + k ⊗ new; out = Sᵀq, where decay = exp(a * softplus(step + dt_bias)),
+    or with BOUNDED exp(bound * σ(a * (step + dt_bias))).
 
-    With DELTA, q and k are divided by their lengths, q also times ``scale``, and new = σ(beta) * (v - decay * Sᵀk);
-    steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without, new = softplus(step + dt_bias) * v, and d * v is
-    added to ``out``.
+    With DELTA, q and k are divided by their lengths, q is also multiplied by ``scale``, and
+    new = σ(beta) * (v - decay * Sᵀk); steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without DELTA,
+    new = softplus(step + dt_bias) * v, and d * v is added to ``out``.
 
-    Unit u is the 16 * VECTORS columns u // n of all heads' v, of sequence u % n of n: a thread walks over its tokens
-    with that part of the state in its nearest cache.  ``columns`` is those of a head.  batch: the address of n.
-    states: float32 [n_slots, columns / (16 * VECTORS) of all heads, ROWS, 16 * VECTORS]; so what a unit reads and
-    writes lies together.  q, k: [T, n_groups, ROWS]; head h has those of group h // per_group, or, if that is 0, of
-    h % n_groups.  The rest is as in `causal_conv`.
+    Unit u computes columns 16 * VECTORS * (u // n) … of the v of all heads, for sequence u % n of n: a thread
+    iterates over the tokens with this part of the state in its first-level cache.  columns: columns per head.  batch:
+    address of n. states: float32 [n_slots, columns / (16 * VECTORS) of all heads, ROWS, 16 * VECTORS], so that a unit
+    accesses contiguous memory.  q, k: [T, n_groups, ROWS]; head h uses group h // per_group or, if per_group is 0,
+    group h % n_groups. `causal_conv` describes the other parameters.
     """
     n_sequences = load_i64(batch)
     decays, decayed_k, decayed_q = stack(4 * ROWS), stack(4 * ROWS), stack(4 * ROWS)
@@ -255,11 +257,12 @@ def channel_scan(
     begin, end, batch, starts, positions, slots, states, state_bytes, x, x_stride, dt, dt_stride, b, b_stride,
     c, c_stride, a, dt_bias, d, state_stride, out,
 ):  # fmt: skip
-    """Of each token and channel: h_i = exp(a_i step) h_i + b_i step x; out = sum over i of c_i h_i + d x, where
+    """For each token and channel: h_i = exp(a_i step) h_i + b_i step x; out = sum over i of c_i h_i + d x, where
     step = softplus(dt + dt_bias).
 
-    Unit u is 16 channels, number u // n, of sequence u % n of n.  states: float32 [n_slots, N, channels], with
-    ``state_stride`` bytes from row to row; a: [N, channels], with those of x.  The rest is as in `recurrence`.
+    Unit u computes 16 channels, number u // n, of sequence u % n of n.  states: float32 [n_slots, N, channels], with
+    ``state_stride`` bytes per row; a: [N, channels], with the row stride of x.  `recurrence` describes the other
+    parameters.
     """
     n_sequences = load_i64(batch)
     for unit in range(begin, end):

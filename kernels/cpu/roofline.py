@@ -1,7 +1,7 @@
-"""The ceilings of this machine: how fast its threads read memory, and how fast they multiply.
+"""Performance limits of this machine: the memory bandwidth and multiply rate of its threads.
 
-A result means something only beside a ceiling measured in the same minute with the same threads, since clocks and
-neighbours change.  So a `Roofline` is made once, and asked in turn with what it judges.
+A result is meaningful only next to a limit measured in the same minute with the same threads, because clock rates and
+other programs' load change.  Therefore create a `Roofline` once, and measure with it in turn with the judged code.
 
 Source of the name: Williams, Waterman and Patterson, Roofline (Communications of the ACM 52, 2009).
 """
@@ -29,25 +29,26 @@ from localllm.quant.types import GGMLType
 
 #: Bytes that a thread reads in one unit of work.
 UNIT = 1 << 16
-#: Parts of a unit that are read side by side.  Processors fetch each by itself: several are a tenth faster than one.
+#: Parts of a unit that are read in parallel.  Processors prefetch each part separately: several are a tenth faster
+#: than one.
 STREAMS = 4
-#: Vectors read in turn from each of them.
+#: Vectors read in turn from each part.
 VECTORS = 2
 #: Columns of the matrix in `DecodeTest`.
 DECODED_COLUMNS = 4096
 #: Bytes of the stack in `copy_through_frame`.
 FRAME = 1 << 15
-#: Bytes that one measurement of bandwidth reads at least: smaller buffers are read several times.
+#: Minimum bytes per measurement of bandwidth: smaller buffers are read several times.
 MIN_READ = 1 << 26
 
 #: Rounds of multiplications in a unit of work.
 ROUNDS = 1 << 12
-#: Rounds after which the activations repeat: few enough to stay in the nearest cache.
+#: Rounds before the activations repeat: few enough to stay in the first-level cache.
 PERIOD = 16
-#: Units of work in one measurement of a multiply rate, for each thread.
+#: Units of work per thread in one measurement of a multiply rate.
 UNITS = 64
 
-#: Measurements of a rate, of which the best counts: whatever disturbs one makes it slower.
+#: Measurements of a rate; the best one counts, because every disturbance makes a measurement slower.
 READ_TRIES, MULTIPLY_TRIES = 3, 5
 
 LANES = 16
@@ -55,7 +56,7 @@ LANES = 16
 
 @kernel
 def read_words(begin, end, data, sums):
-    """Reads units of ``UNIT`` bytes and writes the sum of each one's int32 words, modulo 2^32."""
+    """Read units of ``UNIT`` bytes, and store the sum of each unit's int32 words, modulo 2^32."""
     for unit in range(begin, end):
         place = data + unit * UNIT
         for s in static_range(STREAMS):
@@ -77,7 +78,7 @@ def read_words(begin, end, data, sums):
 
 @kernel
 def multiply_rows(begin, end, weights, x, y):
-    """Units of sixteen rows of a matrix in ``N_TILES`` tiles times one token: as `matmul_quantised` has it."""
+    """Multiply units of sixteen rows, in ``N_TILES`` tiles, with one token, in the same way as `matmul_quantised`."""
     sums, slab = stack(2 * REST_SUMS), stack(SLAB * BLOCK_BYTES)
     for unit in range(begin, end):
         few_tokens(1, weights + unit * (N_TILES * TILE_BYTES), N_TILES, slab, x, sums)
@@ -86,14 +87,14 @@ def multiply_rows(begin, end, weights, x, y):
 
 @kernel
 def flush_words(begin, end, data):
-    """Takes units of ``UNIT`` bytes out of all caches, where the processor lets a program do that."""
+    """Flush units of ``UNIT`` bytes from all caches, if the processor allows this for user programs."""
     for line in range(begin * (UNIT // 64), end * (UNIT // 64)):
         flush_line(data + 64 * line)
 
 
 @kernel
 def copy_through_frame(begin, end, source, target):
-    """Copies units of ``FRAME`` bytes by way of the stack, in a frame of several pages."""
+    """Copy units of ``FRAME`` bytes through the stack, in a frame of several pages."""
     frame = stack(FRAME)
     for unit in range(begin, end):
         for i in range(FRAME // 64):
@@ -104,20 +105,20 @@ def copy_through_frame(begin, end, source, target):
 
 @device
 def dot32_s8_of_sum_0(total, w0, w1, w2, w3, w4, w5, w6, w7, x):
-    """As `dot32_s8`, for activations whose sum is 0."""
+    """`dot32_s8` for activations whose sum is 0."""
     return dot32_s8(total, w0, w1, w2, w3, w4, w5, w6, w7, x, zero_i32x16())
 
 
-#: The products that codes of so many bits are multiplied by.  Those of eight bits are signed.
+#: Dot products by the bits of the codes.  8-bit codes are signed.
 DOTS = {4: dot32_u4, 5: dot32_u5, 6: dot32_u6, 8: dot32_s8_of_sum_0}
 
 
 @kernel
 def multiply_integers(begin, end, weights, x, sums):
-    """``ROUNDS * CHAINS`` products of 16 rows and 32 columns in each unit.
+    """Compute ``ROUNDS * CHAINS`` products of 16 rows and 32 columns per unit.
 
-    weights: codes, eight vectors of bytes.  x: int8 [PERIOD, CHAINS, 32], each 32 with the sum 0.  sums: int32,
-    one a unit.  DOT: one of `DOTS`.
+    weights: codes, eight vectors of bytes.  x: int8 [PERIOD, CHAINS, 32]; each 32 values have the sum 0.  sums:
+    int32, one per unit.  DOT: one of `DOTS`.
     """
     for v in static_range(8):
         w[v] = load_i8x64(weights + 64 * v)
@@ -135,9 +136,9 @@ def multiply_integers(begin, end, weights, x, sums):
 
 @kernel
 def multiply_floats(begin, end, weights, x, sums):
-    """``ROUNDS * CHAINS`` fused multiplications and additions of 16 lanes in each unit.
+    """Compute ``ROUNDS * CHAINS`` fused multiply-adds of 16 lanes per unit.
 
-    weights: float32 [CHAINS, 16].  x: float32 [PERIOD].  sums: float32, one a unit.
+    weights: float32 [CHAINS, 16].  x: float32 [PERIOD].  sums: float32, one per unit.
     """
     for c in static_range(CHAINS):
         w[c] = load_f32x16(weights + 64 * c)
@@ -161,7 +162,7 @@ def _timed(
     progress: Callable[[int, int], None] | None,
     n_passes: int = 1,
 ) -> Callable[[int | None], float]:
-    """Runs a kernel ``n_passes`` times, on so many of the threads or on all of them, and tells the seconds."""
+    """Return a function that runs a kernel ``n_passes`` times on all or some threads, and returns the seconds."""
     instruction = Instruction(code, [array.ctypes.data for array in arguments], n_units, 0, wait=False)
     program = Program([instruction] * n_passes, np.ones(1, np.int64), code.target, arguments, progress)
 
@@ -174,9 +175,9 @@ def _timed(
 
 
 class ReadTest:
-    """Reads a buffer from memory, or from the caches that it fits into.
+    """Reads a buffer from memory, or from the caches that it fits.
 
-    It is as large as what is judged reads (``n_bytes``), so that the same caches serve both.
+    The buffer has the size of the judged code's data (``n_bytes``), so that the same caches serve both.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class ReadTest:
     ) -> None:
         n_units = max(1, -(-n_bytes // UNIT))
         self.data, self._sums = aligned_zeros(n_units * UNIT // 4, np.uint32), np.zeros(n_units, np.uint32)
-        # Pages never written to are all the same one.
+        # Pages that were never written share one physical page.
         self.data.reshape(n_units, -1)[:] = np.arange(UNIT // 4, dtype=np.uint32)
         n_passes = -(-MIN_READ // self.data.nbytes)
         self._n_bytes = n_passes * self.data.nbytes
@@ -192,19 +193,19 @@ class ReadTest:
         self._seconds = _timed(workers, code, operands, n_units, progress, n_passes)
 
     def bandwidth(self) -> float:
-        """Bytes a second, measured now."""
+        """Measure the bandwidth in bytes per second."""
         return self._n_bytes / self._seconds(None)
 
     def total(self) -> int:
-        """The sum of the buffer's words modulo 2^32, as the last measurement read them."""
+        """Return the sum of the buffer's words modulo 2^32, as read by the last measurement."""
         return int(self._sums.sum(dtype=np.uint32))
 
 
 class DecodeTest:
     """Multiplies a matrix in Q4_K with one token, as decoding does.
 
-    All caches are emptied of the matrix before each measurement, which is then of memory however large they are (not
-    on Arm).  ``n_bytes``: of the matrix.
+    The matrix is flushed from all caches before each measurement, which therefore reads memory for any cache size
+    (not on Arm).  ``n_bytes``: size of the matrix.
     """
 
     def __init__(
@@ -212,10 +213,10 @@ class DecodeTest:
     ) -> None:
         layout = LAYOUTS[GGMLType.Q4_K]
         n_tiles, blocks = DECODED_COLUMNS // layout.columns, layout.columns // 32
-        row_bytes = n_tiles * layout.tile_bytes  # of sixteen rows
+        row_bytes = n_tiles * layout.tile_bytes  # bytes of sixteen rows
         n_units = max(1, n_bytes // row_bytes)
         self.weights = aligned_zeros(-(-n_units * row_bytes // UNIT) * UNIT, np.uint8)
-        self.weights[:] = 0x11  # pages never written to are all the same one
+        self.weights[:] = 0x11  # pages that were never written share one physical page
         self.x = aligned_zeros(x_tile_bytes.function(n_tiles * blocks), np.uint8)
         self.y = np.zeros(16 * n_units, np.float32)
         constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": blocks, **TILES[GGMLType.Q4_K].constants}
@@ -227,13 +228,13 @@ class DecodeTest:
         )
 
     def bandwidth(self, threads: int | None = None) -> float:
-        """Bytes of weights a second, measured now, with all threads or with so many of them."""
+        """Measure the bandwidth in bytes of weights per second, with all threads or with ``threads`` threads."""
         self._flush(None)
         return self._n_bytes / self._seconds(threads)
 
 
 def frames_work(workers: Workers, target: Target, progress: Callable[[int, int], None] | None = None) -> bool:
-    """Whether kernels may have frames of several pages, for which Windows and Arm have code of their own."""
+    """Return whether kernels can have frames of several pages, which need special code on Windows and Arm."""
     source = np.arange(workers.n * FRAME // 4, dtype=np.uint32)
     copied = np.zeros_like(source)
     _timed(workers, variant(copy_through_frame, target), [source, copied], workers.n, progress)(None)
@@ -241,7 +242,7 @@ def frames_work(workers: Workers, target: Target, progress: Callable[[int, int],
 
 
 class MultiplyTest:
-    """Multiplies codes of ``bits`` bits (`DOTS`) with bytes, or float32, in registers and the nearest cache."""
+    """Multiplies codes of ``bits`` bits (`DOTS`) with bytes, or float32, in registers and the first-level cache."""
 
     def __init__(
         self,
@@ -252,7 +253,7 @@ class MultiplyTest:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         n_units = UNITS * workers.n
-        self.sums: NDArray[np.generic]  # what each unit of work summed up in the last measurement
+        self.sums: NDArray[np.generic]  # sum of each unit of work in the last measurement
         if bits is None:
             self.chains = 10 if target.wide else 5
             self.weights = np.arange(1, self.chains * LANES + 1, dtype=np.float32)
@@ -262,19 +263,19 @@ class MultiplyTest:
             self.chains = 4 if target.wide else 2
             self.weights = (np.arange(512) % (1 << bits)).astype(np.uint8).view(np.int8)
             half = (np.arange(PERIOD * self.chains * 16) % 255 - 127).astype(np.int8).reshape(-1, 16)
-            self.x = np.concatenate([half, -half], axis=1)  # the sum of each 32 is 0
+            self.x = np.concatenate([half, -half], axis=1)  # each 32 values have the sum 0
             code = variant(multiply_integers, target, CHAINS=self.chains, DOT=DOTS[bits])
             self.sums = np.zeros(n_units, np.int32)
         self._n_products = n_units * ROUNDS * self.chains * (LANES if bits is None else LANES * 32)
         self._seconds = _timed(workers, code, [self.weights, self.x, self.sums], n_units, progress)
 
     def rate(self) -> float:
-        """Multiplications, each with its addition, a second: the best of several measurements made now."""
+        """Return multiply-adds per second: the best of several new measurements."""
         return self._n_products / min(self._seconds(None) for _ in range(MULTIPLY_TRIES))
 
 
 class Roofline:
-    """The ceilings of this machine for so many threads; a context manager."""
+    """Performance limits of this machine for a number of threads; a context manager."""
 
     def __init__(
         self,
@@ -290,28 +291,28 @@ class Roofline:
         self._multiply: dict[int | None, MultiplyTest] = {}
 
     def read_bandwidth(self) -> float:
-        """Bytes a second that the threads read now."""
+        """Measure the memory bandwidth of the threads in bytes per second."""
         return max(self._read.bandwidth() for _ in range(READ_TRIES))
 
     def dot_rate(self, bits: int = 4) -> float:
-        """Products of bytes, each added to a sum, that the threads compute in a second.
+        """Measure the products of bytes, each added to a sum, per second.
 
-        ``bits`` is how wide the codes of the weights are, one of `DOTS`.  On processors without an instruction for
-        the whole dot product wider ones take more of them: those of four bits are the highest rate.
+        ``bits`` is the width of the weights' codes, one of `DOTS`.  Processors without an instruction for the whole
+        dot product need more instructions for wider codes: the rate is highest for four bits.
         """
         return self._rate(bits)
 
     def fma_rate(self) -> float:
-        """Products of float32, each added to a sum, that the threads compute in a second."""
+        """Measure the products of float32, each added to a sum, per second."""
         return self._rate(None)
 
     def _rate(self, bits: int | None) -> float:
-        if bits not in self._multiply:  # compiled when it is asked for: no one needs all of them
+        if bits not in self._multiply:  # compiled on first use, because no caller needs all kernels
             self._multiply[bits] = MultiplyTest(self._workers, self.target, bits=bits, progress=self._progress)
         return self._multiply[bits].rate()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stop the threads."""
         self._workers.close()
 
     def __enter__(self) -> Self:

@@ -1,18 +1,18 @@
-"""The positions that attention is confined to: what an indexer scores highest (`localllm.kernels.graph.IndexSelect`);
-and what is kept of runs of tokens (`localllm.kernels.graph.Compress`).
+"""Selection of the positions for attention by an indexer's scores (`localllm.kernels.graph.IndexSelect`), and
+compression of groups of tokens to single entries (`localllm.kernels.graph.Compress`).
 
-Scores of a token are a row, float32 [positions].  There are as many rows as lanes, the units of work: in a batch of
-no more tokens, each has a row of its own, which lanes share, so that decoding has all threads; otherwise each lane
-scores token after token, and each row serves many.
+The scores of a token are a row, float32 [positions].  There are as many rows as lanes, the units of work.  In a batch
+with no more tokens than lanes, each token has its own row, and lanes share its work, so that decoding uses all
+threads.  In larger batches each lane scores token after token, and reuses one row.
 
-Where runs of positions are chosen (RUN), each has a key, that of its last position, or behind it one that `pool_keys`
-makes of its tokens'.  Where each head chooses for itself (LAST; CHOICES), a row is [runs, CHOICES], the largest
-product with a key of each run; the LAST last runs are chosen whatever theirs is.  Where a cache has an entry for
-each run of tokens (EVERY, so many), numbers of entries are chosen.
+If whole runs of positions are selected (RUN), each run has a key: the key of its last position, or the key that
+`pool_keys` computes from its tokens and stores after it.  If each head selects for itself (LAST; CHOICES), a row is
+[runs, CHOICES], the largest product with a key of each run; the last LAST runs are always selected.  If a cache has
+one entry per run of EVERY tokens, numbers of entries are selected.
 
-The k largest are found by their bits (radix select): as integers that are in the order of the floats, digit by digit
-from the highest, of which each is the one that the k-th largest has, and what is below is left out.  All above it are
-taken, and of its equals the first.
+The k largest scores are found by radix select.  Floats are mapped to integers in the same order.  From the highest
+digit to the lowest, the digit of the k-th largest score is determined, and smaller scores are discarded.  All greater
+scores are selected, and the first of the equal scores.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.graph import MOST_RUN, Compress, IndexSelect
 
-#: Pages of a part, of which lanes score one after the other: whole runs.
+#: Pages in a part, the unit that lanes score in turn: a whole number of runs.
 PART = MOST_RUN // PAGE
 #: Bits of a digit.
 DIGIT = 11
 ZERO, ONE = np.float32(0), np.float32(1)
-#: A score above all others.
+#: A score greater than all others.
 HIGHEST = np.float32(3e38)
 
 
 def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
-    """Compile-time constants of kernels, as in `localllm.kernels.cpu.attention.constants`."""
+    """Return the compile-time constants of the selection kernels."""
     has_many = wide and op.n_heads > 4
     rows, (layout, _) = 8 if has_many else 4, layouts_of(op.cache)
     return {
@@ -53,7 +53,7 @@ def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
         "RUN": op.run,
         "EVERY": op.cache.every,
         "LAST": op.n_last,
-        # So many positions less than a whole run count as one.
+        # With this many positions missing, an incomplete run counts as a run.
         "MISSING": op.run - 1 if op.n_last else 0,
         "WEIGHTED": int(op.head_weights is not None),
         "DIM": op.dim,
@@ -70,7 +70,7 @@ def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
 
 
 def compress_constants(op: Compress) -> dict[str, Any]:
-    """Compile-time constants of `compress`."""
+    """Return the compile-time constants of `compress`."""
     layout, _ = layouts_of(op.cache)
     return {
         "RUN": op.run,
@@ -83,7 +83,7 @@ def compress_constants(op: Compress) -> dict[str, Any]:
 
 @device
 def sequence_of(token, starts):
-    """The sequence that a token of the batch belongs to."""
+    """Return the sequence of a token in the batch."""
     s = np.int64(0)
     while np.int64(load_i32(starts + 4 * (s + 1))) <= token:
         s += 1
@@ -92,7 +92,7 @@ def sequence_of(token, starts):
 
 @device
 def ordered(address):
-    """The bits of a float as a number from 0 to 2^32, in the order of the floats."""
+    """Return the bits of a float as an integer from 0 to 2^32, in the order of the floats."""
     bits = np.int64(load_i32(address))
     if bits < 0:
         bits ^= np.int64(0x7FFFFFFF)
@@ -101,10 +101,10 @@ def ordered(address):
 
 @template
 def score_pages(q, weights, cache, table, low, high, row):
-    """row[PAGE * low …] = the scores of pages low … high, of each run of positions one, or of each head's."""
+    """row[PAGE * low …] = the scores of pages low … high: one per run of positions, or one per run and head."""
     queries, scores, factors = stack(4 * PADDED * KEY_HEAD), stack(ROWS * SCORES), stack(4 * PADDED)
     for h in range(PADDED):
-        # Beyond the last head it is computed again, and counts nothing.
+        # After the last head, its score is computed again with a weight of 0.
         one, query = ONE, q + 4 * DIM * min(h, HEADS - 1)
         load_query(query, DIM, one, queries + 4 * KEY_HEAD * h)
         weight = ONE
@@ -155,9 +155,10 @@ def score_pages(q, weights, cache, table, low, high, row):
 
 @template
 def choose(row, near, seen, out):
-    """out = of ``seen`` positions those of the TOP runs of the largest values, and those behind; then -1.
+    """out = the positions among the first ``seen`` in the TOP runs with the largest scores, and all positions after
+    the last whole run; then -1.
 
-    near: int32 [runs], room for the runs that are not left out yet.
+    near: int32 [runs], scratch memory for the remaining candidates.
     """
     n, place, rest = (seen + MISSING) // RUN, out, np.int64(0)
     if n > TOP:
@@ -206,10 +207,11 @@ def choose(row, near, seen, out):
 
 @kernel
 def pool_keys(begin, end, positions, slots, pool, keys):
-    """Of tokens that end a run, its key: the sum of its tokens' keys times the softmax of their gates and the pool's.
+    """Compute the key of each run that ends with a token of the batch.
 
-    slots: int64 [T], page * PAGE + place in the page.  pool: float32 [RUN, POOL / 4].  keys: as a cache has values,
-    [key | gate | key of a run].
+    The key is the sum of the tokens' keys times the softmax of (their gates + the pool's weights). slots: int64 [T],
+    page * PAGE + position in the page.  pool: float32 [RUN, POOL / 4].  keys: in the layout of values, [key | gate |
+    key of a run].
     """
     row = stack(64)
     for token in range(begin, end):
@@ -233,12 +235,12 @@ def pool_keys(begin, end, positions, slots, pool, keys):
 
 @kernel
 def compress(begin, end, starts, positions, block_tables, block_stride, rows, biases, biases_stride, out, out_stride):
-    """out [T, DIM] = of tokens that end a run of RUN, the sum of its values, each channel by the softmax of its gates
-    plus the biases; zeros of others.
+    """out [T, DIM] = the compressed entry of each run of RUN tokens, at its last token; zeros at other tokens.
 
-    rows: blocks of ``KEY_BLOCK`` bytes [n_pages, 2 * SERIES], of which the last SERIES have gates.  With two SERIES,
-    the sum begins with the first ones of the run before, if there is one, and of its own has the second.
-    biases: float32 [RUN, biases_stride / 4].  The rest is as in `localllm.kernels.cpu.attention.attention`.
+    An entry is the sum of the run's values.  Each channel is weighted by the softmax of its gates plus the biases.
+    rows: blocks of ``KEY_BLOCK`` bytes [n_pages, 2 * SERIES]; the last SERIES contain gates.  With two SERIES, the
+    sum uses the first series of the previous run, if it exists, and the second series of the current run. biases:
+    float32 [RUN, biases_stride / 4].  `localllm.kernels.cpu.attention.attention` describes the other parameters.
     """
     for token in range(begin, end):
         position, to = np.int64(load_i32(positions + 4 * token)), out + out_stride * token
@@ -271,10 +273,12 @@ def index_scores(
     begin, end, batch, lanes, q, q_stride, weights, weights_stride, starts, positions, block_tables, block_stride,
     keys, scores, row_bytes,
 ):  # fmt: skip
-    """Scores of few tokens, in rows of their own, of which each lane computes some parts; of more, nothing.
+    """Compute the scores of few tokens, in one row per token: each lane computes some parts.  Does nothing for more
+    tokens.
 
-    q: float32 [T, HEADS * DIM].  weights: float32 [T, HEADS].  scores: float32 [lanes, row_bytes / 4], of which the
-    second half of each is room for `choose`.  The rest is as in `localllm.kernels.cpu.attention.attention`.
+    q: float32 [T, HEADS * DIM].  weights: float32 [T, HEADS].  scores: float32 [lanes, row_bytes / 4]; the second
+    half of each row is scratch memory for `choose`.  `localllm.kernels.cpu.attention.attention` describes the other
+    parameters.
     """
     n_tokens = load_i64(batch)
     if n_tokens <= lanes:
@@ -299,7 +303,7 @@ def index_select(
     begin, end, batch, lanes, q, q_stride, weights, weights_stride, starts, positions, block_tables, block_stride,
     keys, scores, row_bytes, out, out_stride,
 ):  # fmt: skip
-    """out [T, CHOICES, WIDTH] = the positions that each token attends to; of many tokens, their scores, too."""
+    """out [T, CHOICES, WIDTH] = the positions that each token attends to.  Also computes scores of many tokens."""
     n_tokens = load_i64(batch)
     for unit in range(begin, end):
         for token in range(unit, n_tokens, lanes):

@@ -1,7 +1,7 @@
 """SIMD operations: kernels that read like C intrinsics, written in Python.
 
-Here are those on numbers; `localllm.kernels.cpu.codes` has those on parts of bytes, `localllm.kernels.cpu.dots` the
-products of bytes.
+This module contains operations on numbers; `localllm.kernels.cpu.codes` contains operations on parts of bytes, and
+`localllm.kernels.cpu.dots` products of bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from localllm.kernels.cpu.instructions import *
 
 
 def _memory_ops(kind: Kind, name: str) -> tuple[Any, Any]:
-    """The operations ``load_NAME(address)`` and ``store_NAME(address, value)``."""
+    """Create the operations ``load_NAME(address)`` and ``store_NAME(address, value)``."""
 
     def load_op(b: Any, address: Any) -> Any:
         return load(b, address, kind.llvm)
@@ -44,38 +44,38 @@ def load_i32x16(b, address):
 
 @op(f32x16, intp)
 def load_f16x16(b, address):
-    """Sixteen halves, widened."""
+    """Load 16 float16 values as float32."""
     return _widen_half(b, load(b, address, ir.VectorType(i16, 16)))
 
 
 @op(f32x16, intp)
 def load_splat_f16(b, address):
-    """One half, widened, in all lanes."""
+    """Load one float16 value as float32 in all lanes."""
     return _widen_half(b, broadcast(b, load(b, address, i16), 16))
 
 
 @op(f32x16, intp)
 def load_s8x16(b, address):
-    """Sixteen signed bytes, widened."""
+    """Load 16 signed bytes as float32."""
     return b.sitofp(load(b, address, ir.VectorType(i8, 16)), f32x16.llvm)
 
 
 @op(f32x16, intp)
 def load_bf16x16(b, address):
-    """Sixteen bfloat16, widened: they are the upper halves of float32."""
+    """Load 16 bfloat16 values as float32: they are the upper halves of float32 values."""
     bits = b.zext(load(b, address, ir.VectorType(i16, 16)), i32x16.llvm)
     return b.bitcast(b.shl(bits, constant(16, i32, 16)), f32x16.llvm)
 
 
 @op(void, intp, f32x16)
 def store_s16x16(b, address, value):
-    """Rounded to the nearest 16-bit number (ties to even); values must lie in -32768 … 32767."""
+    """Store values in -32768 … 32767, rounded to the nearest 16-bit number (ties to even)."""
     store(b, address, b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i16, 16)))
 
 
 @op(intp, float32, float32)
 def rounded(b, value, bound):
-    """The nearest integer (ties to even), clamped to -bound … bound; of NaN one of them."""
+    """Return the nearest integer (ties to even), clamped to -bound … bound; -bound or bound for NaN."""
     for name, more in (("llvm.maxnum.f32", [b.fneg(bound)]), ("llvm.minnum.f32", [bound]), ("llvm.rint.f32", [])):
         value = intrinsic(b, name, f32, value, *more)
     return b.fptosi(value, i64)
@@ -83,25 +83,25 @@ def rounded(b, value, bound):
 
 @op(void, intp, intp)
 def store_i8(b, address, value):
-    """The lowest byte."""
+    """Store the lowest byte."""
     store(b, address, b.trunc(value, i8))
 
 
 @op(void, intp, intp)
 def copy_i8(b, source, target):
-    """One byte to another address."""
+    """Copy one byte."""
     store(b, target, load(b, source, i8))
 
 
 @op(void, intp, intp)
 def copy_i16(b, source, target):
-    """Two bytes to another address."""
+    """Copy two bytes."""
     store(b, target, load(b, source, i16))
 
 
 @op(intp, literal)
 def stack(b, n_bytes):
-    """The address of ``n_bytes`` of the thread's stack, aligned for vectors, good until the kernel returns."""
+    """Return the address of ``n_bytes`` on the stack, aligned for vectors, valid until the kernel returns."""
     with b.goto_entry_block():
         memory = b.alloca(ir.ArrayType(i8, n_bytes))
         memory.align = 64
@@ -110,13 +110,13 @@ def stack(b, n_bytes):
 
 @op(void, intp, float32)
 def store_f16(b, address, value):
-    """One value, rounded to the nearest half; beyond the range of halves, the largest finite one; NaN stays NaN."""
+    """Store one value, rounded to the nearest float16 and clamped to its finite range; NaN stays NaN."""
     half = _narrow_half(b, broadcast(b, value, 16))
     store(b, address, b.extract_element(half, ir.Constant(i32, 0)))
 
 
 def _widen_half(b: Any, bits: Any) -> Any:
-    """float32 of sixteen halves, given as i16; exact, with subnormals, infinities and NaNs."""
+    """Return sixteen float16 values, given as i16, as float32; exact, with subnormals, infinities and NaNs."""
     if dot_kind() != "generic":
         return b.fpext(b.bitcast(bits, ir.VectorType(f16, 16)), f32x16.llvm)
     # Without half-precision instructions LLVM would call a library function for each value.  Instead: move
@@ -133,7 +133,7 @@ def _widen_half(b: Any, bits: Any) -> Any:
 
 
 def _narrow_half(b: Any, value: Any) -> Any:
-    """i16 bits of sixteen values, rounded to nearest even and clamped to the finite halves; NaN stays NaN."""
+    """Return the i16 bits of sixteen values, rounded to nearest even and clamped to finite float16; NaN stays NaN."""
     largest, lowest = constant(65504.0, f32, 16), constant(-65504.0, f32, 16)
     value = b.select(b.fcmp_ordered(">", value, largest), largest, value)
     value = b.select(b.fcmp_ordered("<", value, lowest), lowest, value)
@@ -158,7 +158,7 @@ def _narrow_half(b: Any, value: Any) -> Any:
 
 @op(void, intp)
 def prefetch(b, address):
-    """Begins to bring the cache line at an address near; nothing happens where there is no memory."""
+    """Prefetch the cache line at an address; does nothing for invalid addresses."""
     pointer = pointer_to(b, address, i8)
     read, keep, data = (ir.Constant(i32, n) for n in (0, 3, 1))
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
@@ -169,13 +169,13 @@ def prefetch(b, address):
 
 @op(intp, intp)
 def opaque(b, address):
-    """The same address, of which the compiler does not know that: what is there is read again."""
+    """Return the same address, opaque to the compiler, which then loads its content again."""
     return b.asm(ir.FunctionType(i64, [i64]), "", "=r,0", [address], side_effect=False)
 
 
 @op(void, intp)
 def flush_line(b, address):
-    """Takes the cache line at an address out of all caches, on x86; Arm lets only some systems' programs do it."""
+    """Flush the cache line at an address from all caches, on x86.  On Arm most systems do not allow it."""
     if lowering_target().family == "x86_64":
         intrinsic(b, "llvm.x86.sse2.clflush", ir.VoidType(), pointer_to(b, address, i8))
 
@@ -190,7 +190,7 @@ def splat(b, value):
 
 @op(f32x16, intp)
 def load_splat_f32(b, address):
-    """The float32 at an address, in every lane."""
+    """Load the float32 at an address into every lane."""
     return broadcast(b, load(b, address, f32), 16)
 
 
@@ -201,7 +201,7 @@ def zero_f32x16(b):
 
 @op(i32x16, intp)
 def load_splat_i32(b, address):
-    """The int32 at an address, in every lane."""
+    """Load the int32 at an address into every lane."""
     return broadcast(b, load(b, address, i32), 16)
 
 
@@ -212,7 +212,7 @@ def zero_i32x16(b):
 
 @op(i32x16)
 def lane_numbers(b):
-    """0, 1, … 15."""
+    """Return 0, 1, … 15."""
     return ir.Constant(i32x16.llvm, list(range(16)))
 
 
@@ -223,7 +223,7 @@ def splat_int(b, value):
 
 @op(f32x16, f32x16, f32x16, f32x16)
 def fma(b, x, y, z):
-    """x * y + z, rounded once where the processor can (LLVM's ``fma`` elsewhere would call a library)."""
+    """Return x * y + z, rounded once if the processor can (otherwise LLVM's ``fma`` would call a library)."""
     name = "llvm.fmuladd.v16f32" if dot_kind() == "generic" else "llvm.fma.v16f32"
     return intrinsic(b, name, f32x16.llvm, x, y, z)
 
@@ -255,29 +255,29 @@ def to_float(b, x):
 
 @op(i32x16, f32x16)
 def to_int_rounded(b, x):
-    """The nearest integers, ties to even."""
+    """Return the nearest integers, ties to even."""
     return b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, x), i32x16.llvm)
 
 
 @op(f32x16, i32x16, i32x16, i32x16, f32x16, f32x16)
 def select_between(b, value, low, high, inside, outside):
-    """Lane by lane: ``inside`` where low <= value <= high, else ``outside``."""
+    """Return ``inside`` in lanes with low <= value <= high, else ``outside``."""
     above, below = b.icmp_signed(">=", value, low), b.icmp_signed("<=", value, high)
     return b.select(b.and_(above, below), inside, outside)
 
 
 @op(f32x16, i32x16)
 def power_of_two(b, exponent):
-    """2 ** exponent for exponents in -126 … 127."""
+    """Return 2 ** exponent for exponents in -126 … 127."""
     biased = b.add(exponent, constant(127, i32, 16))
     return b.bitcast(b.shl(biased, constant(23, i32, 16)), f32x16.llvm)
 
 
 def _fold(b: Any, vectors: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    """A vector whose lane i is what the 16 lanes of vector i are combined to; there are 1, 2, 4, 8 or 16 vectors.
+    """Return a vector whose lane i combines the 16 lanes of vector i; there are 1, 2, 4, 8 or 16 vectors.
 
-    Upper halves are folded onto lower ones, four times, and two folded vectors are put into one: the order of
-    additions in a vector is the same on every processor, and however many vectors there are.
+    Upper halves are folded onto lower halves, four times, and two folded vectors are joined.  The order of additions
+    in a vector is the same on every processor, and for any number of vectors.
     """
     half = 16
     while half > 1:
@@ -296,13 +296,13 @@ def _reduce(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
 
 @op(intp, intp)
 def trailing_zeros(b, x):
-    """How many of the lowest bits are 0, of a number that is not."""
+    """Return the number of low zero bits of a number other than 0."""
     return intrinsic(b, "llvm.cttz.i64", i64, x, ir.Constant(ir.IntType(1), 1))
 
 
 @op(f32x16, f32x16)
 def hadamard_lanes(b, x):
-    """The lanes times the Hadamard matrix of sixteen rows, of which each element is 1 or -1."""
+    """Multiply the lanes by the Hadamard matrix of sixteen rows, whose elements are 1 or -1."""
     for step in (1, 2, 4, 8):
         others = b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, 16), [i ^ step for i in range(16)]))
         signs = ir.Constant(f32x16.llvm, [-1.0 if i & step else 1.0 for i in range(16)])
@@ -317,14 +317,14 @@ def sum_lanes(b, x):
 
 @op(f32x16, *[f32x16] * 4)
 def sum_lanes_of_4(b, *vectors):
-    """`sum_lanes` of each vector, in lanes 0 to 3, and again in each further four."""
+    """Return `sum_lanes` of each vector, in lanes 0 to 3, repeated in the following groups of four lanes."""
     sums = _fold(b, vectors, b.fadd)
     return b.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(i32, 16), [0, 1, 2, 3] * 4))
 
 
 @op(f32x16, *[f32x16] * 16)
 def sum_lanes_of_16(b, *vectors):
-    """`sum_lanes` of each vector."""
+    """Return `sum_lanes` of each vector."""
     return _fold(b, vectors, b.fadd)
 
 
@@ -338,12 +338,12 @@ def max_lanes(b, x):
 
 @op(float32, f32x16, f32x16)
 def largest_magnitude(b, x, y):
-    """The largest absolute value in two vectors; NaN if any is NaN."""
+    """Return the largest absolute value in two vectors; NaN if any value is NaN."""
 
     def greater(u: Any, v: Any) -> Any:
         return b.select(b.icmp_signed(">", u, v), u, v)
 
-    # Without their signs floats are in the order of their bits, and NaNs come last.
+    # Without their signs, floats have the order of their bits, and NaNs are the largest.
     bits = [b.and_(b.bitcast(v, i32x16.llvm), constant(0x7FFFFFFF, i32, 16)) for v in (x, y)]
     return b.bitcast(_reduce(b, greater(*bits), greater), f32)
 
@@ -370,7 +370,7 @@ def shift_right_signed(b, x, n):
 
 @op(void, intp, i32x16)
 def store_bytes(b, address, x):
-    """The lowest byte of each lane."""
+    """Store the lowest byte of each lane."""
     store(b, address, b.trunc(x, ir.VectorType(i8, 16)))
 
 
@@ -381,17 +381,17 @@ def mask(b, x, bits):
 
 @op(f32x16, i32x16)
 def as_float(b, x):
-    """The same bits."""
+    """Return the same bits as floats."""
     return b.bitcast(x, f32x16.llvm)
 
 
 @op(i32x16, f32x16)
 def as_int(b, x):
-    """The same bits."""
+    """Return the same bits as integers."""
     return b.bitcast(x, i32x16.llvm)
 
 
-#: What kernels may write on vectors.
+#: Operators that kernels may use on vectors.
 OPERATORS += [
     (operator.add, f32x16, lambda b, x, y: b.fadd(x, y)),
     (operator.sub, f32x16, lambda b, x, y: b.fsub(x, y)),
@@ -409,7 +409,7 @@ OPERATORS += [
 
 @op(intp, intp, intp)
 def fetch_add(b, address, n):
-    """Adds n to the int64 at an address and returns what it was, as one indivisible step."""
+    """Atomically add n to the int64 at an address, and return its previous value."""
     return b.atomic_rmw("add", pointer_to(b, address, i64), n, "seq_cst")
 
 
@@ -425,28 +425,28 @@ def store_atomic(b, address, value):
 
 @op(void, intp, intp, intp, intp)
 def call_kernel(b, function, arguments, begin, end):
-    """Calls the kernel whose machine code begins at ``function``."""
+    """Call the kernel whose machine code is at ``function``."""
     kind = ir.FunctionType(ir.VoidType(), [i64, i64, i64])
     b.call(b.inttoptr(function, kind.as_pointer()), [arguments, begin, end])
 
 
 @op(int32, intp, intp)
 def call_sleep(b, function, microseconds):
-    """Calls the C function ``int f(unsigned microseconds)`` at an address."""
+    """Call the C function ``int f(unsigned microseconds)`` at an address."""
     kind = ir.FunctionType(i32, [i32])
     return b.call(b.inttoptr(function, kind.as_pointer()), [b.trunc(microseconds, i32)])
 
 
 @op(intp, intp, intp, intp, intp, intp, intp)
 def call_back(b, function, *arguments):
-    """Calls the C function of five int64 at an address, which gives another."""
+    """Call the C function of five int64 at an address, which returns an int64."""
     kind = ir.FunctionType(i64, [i64] * 5)
     return b.call(b.inttoptr(function, kind.as_pointer()), arguments)
 
 
 @op(void)
 def pause(b):
-    """Tells the processor that this is a spin loop."""
+    """Signal a spin loop to the processor."""
     family = lowering_target().family
     if family == "x86_64":
         intrinsic(b, "llvm.x86.sse2.pause", ir.VoidType())
@@ -454,5 +454,5 @@ def pause(b):
         intrinsic(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(i32, 1))
 
 
-#: What kernels import: the operations, and nothing that they are made of.
+#: Names for ``import *`` in kernels: only the operations.
 __all__ = [each.emit.__name__ for each in OPERATIONS if each.emit.__module__ == __name__]

@@ -1,7 +1,7 @@
-"""Instruction sets that kernels are compiled for, best first, and which of them this processor executes.
+"""Instruction sets that kernels are compiled for, best first, and the subset that this processor supports.
 
-A `Target` names an LLVM processor and says how its kernels multiply bytes.  All of them read the same packed
-weights and give the same integer sums.
+A `Target` names an LLVM processor and the way its kernels multiply bytes.  All targets read the same packed weights
+and compute the same integer sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from localllm.kernels.cpu import host
 if TYPE_CHECKING:
     import llvmlite.binding as llvm
 
-#: Environment variable that forces an instruction set.
+#: Environment variable that overrides the instruction set.
 ISA_VARIABLE = "LOCALLLM_ISA"
 
 
@@ -25,18 +25,18 @@ ISA_VARIABLE = "LOCALLLM_ISA"
 class Target:
     """An instruction set."""
 
-    name: str  # what users call it
-    family: Literal["x86_64", "aarch64", "any"]  # the processor family, as LLVM's target triples begin
-    # cpu, features: LLVM's names of the processor and of what it has beyond that
+    name: str  # name for users
+    family: Literal["x86_64", "aarch64", "any"]  # processor family, as in LLVM's target triples
+    # cpu, features: LLVM's names of the processor and of its additional features
     cpu: str
     features: str
-    # which instructions sum products of bytes, four to a lane
+    # instructions that add products of bytes, four per lane
     dot: Literal["vnni512", "vnni256", "maddubs512", "maddubs256", "smmla", "sdot", "smull", "generic"]
-    needs: frozenset[str]  # LLVM feature names that the processor at hand must report
+    needs: frozenset[str]  # LLVM feature names that the processor must report
 
     @property
     def wide(self) -> bool:
-        """Whether a vector of 64 bytes fills one register, so that many fit."""
+        """Whether a vector of 64 bytes fills one register, so that many vectors fit."""
         return self.dot.endswith("512")
 
     @property
@@ -46,7 +46,7 @@ class Target:
 
     @property
     def registers_per_vector(self) -> int:
-        """Registers that a vector of 64 bytes fills."""
+        """Registers per vector of 64 bytes."""
         return 1 if self.wide else 2 if self.dot.endswith("256") else 4
 
     def rows_of_sums(self, n_vectors: int) -> int:
@@ -77,7 +77,7 @@ class Target:
         }
 
     def machine(self, triple: str | None = None) -> llvm.TargetMachine:
-        """LLVM's code generator for this target, on the platform at hand unless ``triple`` names another."""
+        """Return LLVM's code generator for this target, on this platform unless ``triple`` names another one."""
         import llvmlite.binding as llvm
 
         llvm.initialize_all_targets()
@@ -120,13 +120,13 @@ TARGETS = (
 
 @functools.cache
 def available() -> tuple[Target, ...]:
-    """The targets that this processor executes, best first; the last is always ``generic``."""
+    """Return the targets that this processor supports, best first; the last is always ``generic``."""
     family, features = host.family(), host.features()
     return tuple(t for t in TARGETS if t.family in (family, "any") and t.needs <= features)
 
 
 def choose(name: str | None = None) -> Target:
-    """The target called ``name``, or else the one in ``LOCALLLM_ISA``, or else the best that runs here."""
+    """Return the target called ``name``; defaults to ``LOCALLLM_ISA``, or else the best supported target."""
     if name is None:
         name = os.environ.get(ISA_VARIABLE) or available()[0].name
     for target in available():

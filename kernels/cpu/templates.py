@@ -1,18 +1,18 @@
-"""Kernel templates: Python functions that are specialised, before numba sees them, for constants known by then.
+"""Kernel templates: Python functions that are specialised for constants before numba compiles them.
 
-A template may use, besides what numba compiles,
+In addition to the Python that numba compiles, a template may use
 
-* names in upper case for numbers of its module, and for constants that its specialisation gives (a format's bits);
-* ``for i in static_range(N)``, which is written out N times;
-* ``x[i]``, ``x[i, j]`` with constant indices: not memory, but variables of their own (``x_0``, ``x_1_2``), which is
-  how an array of SIMD registers is written;
-* ``if CONSTANT:``, of which only the branch taken remains;
+* names in upper case for numbers of its module, and for constants of the specialisation (a format's bits);
+* ``for i in static_range(N)``, which is unrolled N times;
+* ``x[i]``, ``x[i, j]`` with constant indices: separate variables (``x_0``, ``x_1_2``), not memory.  An array of SIMD
+  registers is written this way;
+* ``if CONSTANT:``, which is replaced by the branch taken;
 * ``f(*w[0:8])`` for ``f(w[0], …, w[7])``, and ``w[0:8] = f()`` for ``w[0], …, w[7] = f()``,
   where f ends with ``return (*w[0:8],)``;
-* ``step(x, address)`` as a statement, where ``step`` is itself a template: its body is written in place of the call.
+* ``step(x, address)`` as a statement, where ``step`` is itself a template: its body replaces the call.
   A parameter annotated `Registers` is the caller's array itself.
 
-All of this is done on the syntax tree, and line numbers in errors stay those of the file.
+The syntax tree is transformed, and errors still show the line numbers of the file.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from typing import Any, cast
 
 
 def static_range(n: int) -> range:
-    """Marks a loop to be written out; see the module's text."""
+    """Mark a loop to be unrolled; see the module's docstring."""
     return range(n)
 
 
-#: Annotates a template's parameter that is an array of registers.
+#: Annotation of a template's parameter that is an array of registers.
 Registers = Any
 
 
 class Template:
-    """A function to be specialised."""
+    """A function to specialise."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = function.__name__
-        #: With the module: two modules may have templates of the same name.
+        #: Includes the module, because two modules may have templates of the same name.
         self.full_name = f"{function.__module__}.{self.name}"
 
     @functools.cached_property
     def tree(self) -> ast.FunctionDef:
-        """The function's syntax tree.  It is read when a kernel is compiled: a warm start has no need of it."""
+        """The function's syntax tree, parsed only to compile a kernel, because a warm start does not need it."""
         lines, first = inspect.getsourcelines(self.function)
         module = ast.parse(textwrap.dedent("".join(lines)))
         ast.increment_lineno(module, first - 1)
@@ -59,11 +59,11 @@ class Template:
 
     @functools.cached_property
     def registers(self) -> set[str]:
-        """Parameters annotated `Registers`: arrays of variables, which calls pass by name."""
+        """Parameters annotated `Registers`: arrays of variables, passed by name."""
         return {a.arg for a in self.tree.args.args if getattr(a.annotation, "id", None) == "Registers"}
 
     def specialise(self, constants: Mapping[str, Any]) -> tuple[ast.FunctionDef, dict[str, Any]]:
-        """The function's syntax tree with ``constants`` put in, and the names that it needs."""
+        """Return the function's syntax tree specialised for ``constants``, and the names that it needs."""
         tree = copy.deepcopy(self.tree)
         scope: dict[str, Any] = {}
         specialiser = _Specialiser({}, scope, itertools.count()).inside(self, constants)
@@ -72,20 +72,20 @@ class Template:
 
 
 class Device(Template):
-    """A template that is not written out where it is called, but compiled once and called (LLVM inlines it).
+    """A template that is compiled once and called, instead of replacing its calls (LLVM inlines it).
 
-    It takes and returns values, not register arrays.  Code repeated for every register is best a device
-    function: numba's time goes with the number of statements that it sees.
+    It takes and returns values, not register arrays.  Code that is repeated for every register should be a device
+    function, because numba's time is proportional to the number of statements.
     """
 
 
 def template(function: Callable[..., Any]) -> Template:
-    """Makes a function a template, to be written into kernels."""
+    """Decorate a function as a template, whose body replaces calls in kernels."""
     return Template(function)
 
 
 def device(function: Callable[..., Any]) -> Device:
-    """Makes a function one that kernels call."""
+    """Decorate a function as a device function, which kernels call."""
     return Device(function)
 
 
@@ -98,7 +98,7 @@ class _Specialiser(ast.NodeTransformer):
         self.expansions = expansions
 
     def inside(self, inner: Template, constants: Mapping[str, Any]) -> _Specialiser:
-        """The specialiser for a template's body: its module's upper-case names and templates count too."""
+        """Return the specialiser for a template's body, with its module's upper-case names and templates."""
         names = inner.function.__globals__
         self.scope.update(names)
         known = {k: v for k, v in names.items() if k.isupper() or isinstance(v, Template)}
@@ -112,16 +112,16 @@ class _Specialiser(ast.NodeTransformer):
         return out
 
     def evaluate(self, node: ast.expr) -> Any:
-        """The value of a constant expression.
+        """Return the value of a constant expression.
 
         Raises:
-            NameError: it depends on something that is only known when the kernel runs.
+            NameError: it depends on a value that is only known when the kernel runs.
         """
         code = compile(ast.Expression(node), "<constant>", "eval")
         return eval(code, {"__builtins__": {"min": min, "max": max}}, dict(self.constants))
 
     def constant(self, node: ast.expr) -> Any:
-        """The value of an expression, or None if it is only known when the kernel runs."""
+        """Return the value of an expression, or None if it is only known when the kernel runs."""
         try:
             return self.evaluate(node)
         except NameError:
@@ -156,7 +156,7 @@ class _Specialiser(ast.NodeTransformer):
         return ast.copy_location(ast.Name(register, node.ctx), node)
 
     def called(self, node: ast.AST) -> Template | None:
-        """The template that an expression calls."""
+        """Return the template that an expression calls, or None."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             value = self.constants.get(node.func.id)
             return value if isinstance(value, Template) and not isinstance(value, Device) else None
@@ -171,14 +171,14 @@ class _Specialiser(ast.NodeTransformer):
         return cast(ast.expr, self.generic_visit(node))
 
     def spread(self, nodes: list[ast.expr]) -> list[ast.expr]:
-        """Writes out ``*w[0:8]`` among expressions."""
+        """Expand ``*w[0:8]`` among expressions."""
         out: list[ast.expr] = []
         for node in nodes:
             out += self.registers(cast(ast.Subscript, node.value)) if isinstance(node, ast.Starred) else [node]
         return out
 
     def registers(self, node: ast.Subscript) -> list[ast.expr]:
-        """The elements of ``w[0:8]``."""
+        """Return the elements of ``w[0:8]``."""
         bounds = cast(ast.Slice, node.slice)
         low, high = (self.evaluate(cast(ast.expr, b)) for b in (bounds.lower, bounds.upper))
         elements = [ast.Subscript(node.value, ast.Constant(i), node.ctx) for i in range(low, high)]
@@ -195,7 +195,7 @@ class _Specialiser(ast.NodeTransformer):
         return self.generic_visit(node) if inner is None else self.expand(inner, cast(ast.Call, node.value))
 
     def own_names(self, body: ast.AST) -> set[str]:
-        """The variables and register arrays that a body assigns, itself or through templates it calls."""
+        """Return the variables and register arrays that a body assigns, directly or through templates."""
         names = set()
         for node in ast.walk(body):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -208,7 +208,7 @@ class _Specialiser(ast.NodeTransformer):
         return names
 
     def expand(self, inner: Template, call: ast.Call) -> list[ast.stmt]:
-        """The body of a template in place of a call to it."""
+        """Return the body of a template, in place of a call."""
         tag = f"{inner.name}{next(self.expansions)}"
         body = copy.deepcopy(inner.tree.body)
         if ast.get_docstring(inner.tree) is not None:

@@ -1,7 +1,7 @@
-"""How each block format's tiles are multiplied: one short template a format.
+"""Multiplication of tiles of each block format: one short template per format.
 
 A tile is unpacked block by block.  A block is 32 columns of sixteen rows: vectors w[0] … w[7] with the codes, four
-columns each, and vectors s[0] … with the rows' scales, as many as the format's kind of block has:
+columns each, and vectors s[0] … with the rows' scales.  The kind of block of a format defines the scales:
 
     Codes      s = scale, minimum       acc += (scale * dot(w, q) + minimum * sum(q)) * d
     Scaled     s = whole scale, unit,   acc += (unit * (scale * dot(w, q)) + minimum * sum(q)) * d
@@ -15,40 +15,40 @@ columns each, and vectors s[0] … with the rows' scales, as many as the format'
                    both minima, unit,          + unit of minima * (first * sum(q) + second * sum(q))) * d
                    unit of minima
 
-where a token's activations in these columns are d * q, and q lies in -127 … 127; with two scales, each is for 16 of
-the columns.  Codes are unsigned but in Signed and Halves; what a format subtracts from them is part of its minima,
-if it has some.  Whole scales stand twice in each lane of s, as numbers of 16 bits.  The tiles are drawn in
-`localllm.quant.packing`, the blocks of the files in `localllm.quant.legacy`, `localllm.quant.kquants` and
+where a token's activations in these columns are d * q, and q is in -127 … 127; with two scales, each covers 16 of the
+columns.  Codes are unsigned except in Signed and Halves; an offset of a format's codes is part of its minima, if the
+format has minima.  Whole scales are stored twice in each lane of s, as 16-bit numbers.  The layout of tiles is shown
+in `localllm.quant.packing`, the blocks of the files in `localllm.quant.legacy`, `localllm.quant.kquants` and
 `localllm.quant.lut`.
 
-For a tile of tokens at most, a block is multiplied as it is unpacked (`take`).  For more it is written down first, to
-be multiplied with all of them (`multiply_block`):
+For at most one tile of tokens, a block is multiplied when it is unpacked (`take`).  For more tokens it is first
+stored, and then multiplied with all tiles of tokens (`multiply_block`):
 
     0          512          576
     [ w[0] … w[7] ][ s[0] ][ s[1] ] …
       64 int8 each  16 x 32 bits
 
-**Activations** come in tiles too, of `TOKENS` tokens by 32 columns, so that one address serves all of a tile's
-tokens.  Each token has a record of 48 bytes in it:
+**Activations** are stored in tiles too, of `TOKENS` tokens by 32 columns, so that one address serves all tokens of a
+tile.  A tile contains a record of 48 bytes for each token:
 
     0        32     36         40                   42
-    [ 32 q  ][ d  ][ sum(q) ][ sum of the first 16 ][ sum of the others ]
+    [ 32 q  ][ d  ][ sum(q) ][ sum of the first 16 ][ sum of the last 16 ]
       int8    f32    f32       int16                  int16
 
-Where an instruction multiplies matrices of bytes (Arm's i8mm), the records of two tokens are interleaved by 8 bytes.
-The second one's begins 8 bytes behind the first one's:
+If an instruction multiplies matrices of bytes (Arm's i8mm), the records of two tokens are interleaved by 8 bytes.
+The second record starts 8 bytes after the first one:
 
     0       16      32      48      64     68         80                   82
-    [ 8 q ] [ 8 q ] [ 8 q ] [ 8 q ] [ d  ][ sum(q) ]  [ sum of the first 16 ][ sum of the others ]
+    [ 8 q ] [ 8 q ] [ 8 q ] [ 8 q ] [ d  ][ sum(q) ]  [ sum of the first 16 ][ sum of the last 16 ]
 
-Products of codes and activations are exact, and so are their sums.
+Products of codes and activations, and their sums, are exact.
 
-In most language models a few columns are far larger than all others, and most of a product's error comes from the
-blocks that they are in.  Where a block's scale is over `OUTLIER` times the row's mean scale, what rounding has left
-of it, x - d * q, is its *rest*: it is rounded too, and multiplied as well.  Products of rests have a sum of their
-own, which is added at the end, so that a token's bits do not depend on when its rests are multiplied.  Flags stand
-behind the records of a tile of activations, a word for each `SLAB` blocks: bit b of its byte i is set if token i has
-a rest in block b.  The records of rests follow, undefined where there is none:
+In most language models a few columns are far larger than all others, and most of a product's error comes from blocks
+with these columns.  If a block's scale is greater than `OUTLIER` times the row's mean scale, its rounding error,
+x - d * q, is the block's *rest*: it is also rounded and multiplied.  Products of rests have a separate sum, added at the
+end, so that a token's bits do not depend on when its rests are multiplied.  Flags follow the records of a tile of
+activations, one word per `SLAB` blocks: bit b of byte i is set if token i has a rest in block b.  The records of
+rests follow, undefined for blocks without a rest:
 
     0                n_blocks * 384
     [ n_blocks × 8 records ][ 64-bit flags of blocks 0 … 7 ][ 8 … 15 ] … [ n_blocks × 8 records of rests ]
@@ -107,22 +107,22 @@ from localllm.quant.types import GGMLType
 
 #: Tokens in a tile of activations.
 TOKENS = 8
-#: From one block of a tile of activations to the next.
+#: Bytes between the blocks of a tile of activations.
 X_STEP = TOKENS * RECORD
-#: Blocks of 32 columns in a slab: what a tile of the K formats has.
+#: Blocks of 32 columns in a slab: the blocks of one tile of the K formats.
 SLAB = 8
 
-#: Blocks whose scale is over so many times the row's mean scale have a rest: about 0.5% of the products of SmolLM2
-#: 135M, 0.9% of those of Gemma 3 270M.
+#: Blocks whose scale is greater than this multiple of the row's mean scale have a rest: about 0.5% of the products of
+#: SmolLM2 135M, 0.9% of the products of Gemma 3 270M.
 OUTLIER = np.float32(6)
 #: Bit 0 of each byte.
 EACH_BYTE = np.int64(0x0101010101010101)
 
-#: Bytes of an unpacked block's codes, and of each vector of scales behind them.
+#: Bytes of an unpacked block's codes, and of each following vector of scales.
 CODE_BYTES, SCALE_BYTES = 512, 64
 
-#: How far ahead of the tile that is unpacked memory is read, in bytes.  Processors that fetch ahead by themselves
-#: stop at the end of each page of 4096 bytes; asked to read across it, they lose no time there.
+#: Prefetch distance in bytes, from the tile that is unpacked.  Hardware prefetchers stop at the end of each page of
+#: 4096 bytes; prefetching across it avoids the delay.
 FETCH_AHEAD = 4096
 
 # -- A block times the activations in the record at x --------------------------------------------------
@@ -130,7 +130,7 @@ FETCH_AHEAD = 4096
 
 @device
 def add_codes(acc, x, scale, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Unsigned codes with a scale and a minimum; DOT is their width's product."""
+    """Unsigned codes with a scale and a minimum; DOT is the product for their width."""
     total = scale * to_float(DOT(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x))
     total = fma(minimum, load_sum(x), total)
     return fma(total, load_unit(x), acc)
@@ -154,7 +154,7 @@ def add_signed(acc, x, scale, w0, w1, w2, w3, w4, w5, w6, w7):
 
 @device
 def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Signed bytes with a scale for each sixteen columns."""
+    """Signed bytes with one scale per sixteen columns."""
     sums = load_sums(x)
     lo = record_dot16_s8(zero_i32x16(), w0, w1, w2, w3, x, low_number(sums))
     hi = record_dot16_s8(zero_i32x16(), w4, w5, w6, w7, second_half(x), high_number(sums))
@@ -163,7 +163,7 @@ def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
 
 @device
 def add_sixteens(acc, x, first, second, offsets, unit, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Unsigned codes, less an offset, with a whole scale for each sixteen columns, in units of ``unit``."""
+    """Unsigned codes, minus an offset, with one whole scale per sixteen columns, in units of ``unit``."""
     sums = sums_place(x)
     total = DOT(unit, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x, as_int(offsets), sums)
     return fma(total, load_unit(x), acc)
@@ -171,7 +171,7 @@ def add_sixteens(acc, x, first, second, offsets, unit, w0, w1, w2, w3, w4, w5, w
 
 @device
 def add_minima(acc, x, first, second, minima, unit, min_unit, w0, w1, w2, w3, w4, w5, w6, w7):
-    """Unsigned codes with a whole scale and a whole minimum for each sixteen columns, and units of both."""
+    """Unsigned codes with a whole scale and a whole minimum per sixteen columns, and units of both."""
     total = DOT(unit, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
     total = fma(min_unit, to_float(multiply_pairs(as_int(minima), load_sums(x))), total)
     return fma(total, load_unit(x), acc)
@@ -179,7 +179,7 @@ def add_minima(acc, x, first, second, minima, unit, min_unit, w0, w1, w2, w3, w4
 
 @dataclass(frozen=True)
 class Block:
-    """A kind of block: what adds its product with a token to a sum, and the vectors of scales that this takes."""
+    """A kind of block: the operation that adds its product with a token to a sum, and its number of scale vectors."""
 
     add: Template
     n_scales: int
@@ -192,17 +192,17 @@ class Block:
 CODES, SCALED, SIGNED = Block(add_codes, 2), Block(add_scaled, 3), Block(add_signed, 1)
 HALVES, SIXTEENS, MINIMA = Block(add_halves, 2), Block(add_sixteens, 4), Block(add_minima, 5)
 
-# -- Blocks.  ADD, N_SCALES: of the format's kind of block --------------------------------------------------------
+# -- Blocks.  ADD, N_SCALES: constants of the format's kind of block -----------------------------------------------
 
 
 @template
 def take(acc: Registers, n, place, flags, rests, rest_sums, s: Registers, w: Registers):
-    """Multiplies a block with n tokens of the tile of activations at ``place``, or writes it there if n is 0.
+    """Multiply a block with n tokens of the tile of activations at ``place``, or store it there if n is 0.
 
-    flags: bit 0 of byte i says whether token i has a rest, ``rests`` bytes behind its record.  Rests are multiplied
-    into the sums in memory at ``rest_sums``.
+    flags: bit 0 of byte i is set if token i has a rest, ``rests`` bytes after its record.  Products of rests are
+    added to the sums in memory at ``rest_sums``.
     """
-    if n > 0:  # rests first: behind the sums, the compiler puts those off and keeps in memory all that it has read
+    if n > 0:  # rests first: after the sums, the compiler would delay them and spill the loaded codes
         add_rests(n, place + rests, flags, rest_sums, s, w)
     for i in static_range(n):
         acc[i] = ADD(acc[i], place + token_place(i), *s[0:N_SCALES], *w[0:8])
@@ -215,7 +215,7 @@ def take(acc: Registers, n, place, flags, rests, rest_sums, s: Registers, w: Reg
 
 @template
 def add_rests(n, records, flags, rest_sums, s: Registers, w: Registers):
-    """Multiplies a block with the rests, whose records begin at ``records``, of those of n tokens that have one."""
+    """Multiply a block with the rests at ``records`` of those among n tokens that have a rest."""
     found = flags & (EACH_BYTE >> (64 - 8 * n))
     while found != 0:
         i = trailing_zeros(found) >> 3
@@ -226,14 +226,14 @@ def add_rests(n, records, flags, rest_sums, s: Registers, w: Registers):
 
 @template
 def multiply_rests(slab, x, flags, rest_sums):
-    """Multiplies the blocks written at ``slab`` with all rests of a tile of tokens, which begin at x.
+    """Multiply the stored blocks at ``slab`` with all rests of the tile of tokens at x.
 
-    flags: bit b of byte i says whether token i has a rest in block b.  Tokens mostly have theirs in the same blocks.
+    flags: bit b of byte i is set if token i has a rest in block b.  Most tokens have rests in the same blocks.
     """
     while flags != 0:
         blocks = flags | flags >> 32
         blocks |= blocks >> 16
-        b = trailing_zeros(blocks | blocks >> 8)  # in ascending order, so that sums don't depend on other tokens
+        b = trailing_zeros(blocks | blocks >> 8)  # in ascending order, so that sums do not depend on other tokens
         found = (flags >> b) & EACH_BYTE
         flags ^= found << b
         block = slab + b * BLOCK_BYTES
@@ -246,15 +246,15 @@ def multiply_rests(slab, x, flags, rest_sums):
 
 @device
 def x_tile_bytes(n_blocks):
-    """Bytes of a tile of activations; the second ``n_blocks * X_STEP`` of them are the records of rests."""
+    """Return the bytes of a tile of activations; its second ``n_blocks * X_STEP`` bytes are the records of rests."""
     return n_blocks * (2 * X_STEP) + (n_blocks + SLAB - 1) // SLAB * 8
 
 
 @template
 def multiply_block(acc: Registers, block, x, ahead):
-    """acc[i] += the block written at ``block`` times token i of the tile of activations at x.
+    """acc[i] += the stored block at ``block`` times token i of the tile of activations at x.
 
-    Meanwhile it begins to read what stands at ``ahead``, a line for each token.
+    Prefetches from ``ahead``, one cache line per token.
     """
     for v in static_range(8):
         w[v] = load_i8x64(block + 64 * v)
@@ -267,9 +267,9 @@ def multiply_block(acc: Registers, block, x, ahead):
 
 @template
 def multiply_quarter(acc: Registers, block, x, ahead):
-    """The same for four rows: acc[0] has the sums of four tokens, acc[1] those of the others.
+    """`multiply_block` for four rows: acc[0] has the sums of four tokens, acc[1] the sums of the other four.
 
-    For processors on which a vector fills four registers: a quarter of the block fits them, beside the sums.
+    For processors on which a vector fills four registers: a quarter of the block fits the registers next to the sums.
     """
     for v in static_range(8):
         w[v] = load_part_of_codes(block + 64 * v, 4)
@@ -298,7 +298,7 @@ def multiply_half(sums, block, x, ahead):
 
 @template
 def fetch_ahead(place, n_bytes):
-    """Begins to read what stands ahead of ``place``."""
+    """Prefetch the data `FETCH_AHEAD` bytes after ``place``."""
     for line in static_range(-(-n_bytes // 64)):
         prefetch(place + (FETCH_AHEAD + 64 * line))
 
@@ -308,7 +308,7 @@ def fetch_ahead(place, n_bytes):
 
 @device
 def load_nibbles(codes):
-    """Columns 0 … 15 from the low nibbles of four vectors, 16 … 31 from the high ones."""
+    """Return columns 0 … 15 from the low nibbles of four vectors, and 16 … 31 from their high nibbles."""
     for v in static_range(4):
         w[v] = load_bits(codes + 64 * v, 0, 15)
         w[v + 4] = load_bits(codes + 64 * v, 4, 15)
@@ -317,7 +317,7 @@ def load_nibbles(codes):
 
 @device
 def load_codes(codes):
-    """The codes of 32 columns: nibbles, or bit-packed."""
+    """Load the codes of 32 columns: nibbles, or bit-packed."""
     if BITS == 4:
         w[0:8] = load_nibbles(codes)
     else:
@@ -328,7 +328,7 @@ def load_codes(codes):
 
 @device
 def load_k_codes(codes, block):
-    """The codes of columns 32 block …: bit-packed, or the low and then the high nibbles of eight vectors."""
+    """Load the codes of columns 32 block …: bit-packed, or the low and then the high nibbles of eight vectors."""
     if BITS == 4:
         for v in static_range(8):
             w[v] = load_bits(codes + (512 * (block // 2) + 64 * v), 4 * (block % 2), 15)
@@ -339,7 +339,7 @@ def load_k_codes(codes, block):
 
 @device
 def load_q2_codes(codes, k):
-    """Two bits from the k-th place of eight vectors."""
+    """Load the k-th pair of bits of eight vectors."""
     for v in static_range(8):
         w[v] = load_bits(codes + 64 * v, 2 * k, 3)
     return (*w[0:8],)
@@ -347,7 +347,7 @@ def load_q2_codes(codes, k):
 
 @device
 def look_up_codes(codes):
-    """The values of codes as `load_codes` takes them."""
+    """Load codes with `load_codes`, and return their values in the format's table."""
     w[0:8] = load_codes(codes)
     for v in static_range(8):
         w[v] = LOOK_UP(w[v])
@@ -408,11 +408,11 @@ def unpack_lut_16(acc: Registers, n, tile, place, step, flags, rests, rest_sums)
 
 @template
 def unpack_q45_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
-    """Each 32 columns have a six-bit scale and minimum.
+    """Every 32 columns have a six-bit scale and minimum.
 
-    Of the twelve bytes that hold them, a, b and c are the vectors of words 0, 1 and 2: byte j of a and b has the
-    scale and minimum of columns 32 j …, and the upper two bits of those of columns 128 + 32 j …, whose lower four
-    bits are c's nibbles.
+    a, b and c are the vectors of words 0, 1 and 2 of the twelve bytes of scales.  Byte j of a and b contains the
+    scale and the minimum of columns 32 j …, and the upper two bits of the scale and minimum of columns 128 + 32 j …,
+    whose lower four bits are the nibbles of c.
     """
     d = load_f16x16(tile)
     d_min = zero_f32x16() - load_f16x16(tile + 32)
@@ -440,7 +440,7 @@ def unpack_q45_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
 
 @template
 def load_sixteens(s: Registers, d, scales, n):
-    """The scales of a block of the kind `SIXTEENS`, of which bytes n and n + 1 of each word are the whole ones."""
+    """Load the scales of a `SIXTEENS` block; bytes n and n + 1 of each word are the whole scales."""
     s[0] = as_float(signed_byte_twice(scales, n))
     s[1] = as_float(signed_byte_twice(scales, n + 1))
     s[2] = as_float(signed_byte_pair(scales, n, LOG2_OFFSET))
@@ -449,7 +449,7 @@ def load_sixteens(s: Registers, d, scales, n):
 
 @template
 def unpack_q6_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
-    """Each 32 columns have two signed scales, of which a word holds four."""
+    """Every 32 columns have two signed scales; a word contains four scales."""
     d = load_f16x16(tile)
     for pair in range(4):
         words = load_i32x16(tile + 32 + 64 * pair)
@@ -464,10 +464,11 @@ def unpack_q6_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
 
 @template
 def unpack_q3_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
-    """Each 32 columns have two six-bit scales, from which 32 is subtracted.
+    """Every 32 columns have two six-bit scales with an offset of 32.
 
-    Of the twelve bytes that hold them, a, b and c are the vectors of words 0, 1 and 2: the low nibbles of a, b and
-    then the high ones are the lower four bits of the scales of 64 columns, and the pairs of bits in c the upper two.
+    a, b and c are the vectors of words 0, 1 and 2 of the twelve bytes of scales.  The low nibbles of a, b and then
+    their high nibbles are the lower four bits of the scales of 64 columns each; the pairs of bits in c are the upper
+    two bits.
     """
     d = load_f16x16(tile)
     a = load_i32x16(tile + 32)
@@ -490,9 +491,9 @@ def unpack_q3_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
 
 @template
 def unpack_q2_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
-    """Four pairs of 32 columns: two of each 128 columns' four places in a byte.
+    """Four pairs of 32 columns: two of the four two-bit positions in a byte, for each 128 columns.
 
-    A pair's word holds a byte for each 16 columns, whose nibbles are their scale and their minimum.
+    A pair's word contains one byte per 16 columns, whose nibbles are their scale and their minimum.
     """
     s[3] = load_f16x16(tile)
     s[4] = zero_f32x16() - load_f16x16(tile + 32)
@@ -514,18 +515,18 @@ def unpack_q2_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
 
 @dataclass(frozen=True)
 class Tile:
-    """How a format's tiles are unpacked."""
+    """Unpacking of a format's tiles."""
 
-    unpack: Template  # the template
-    block: Block  # the kind of block that it makes
-    bits: int = 8  # of a code
-    dot: Any = None  # the product of a block's codes; None where the kind of block says which
-    offset: int = 0  # what is subtracted from codes, a power of two or 0
-    look_up: Any = None  # for formats whose codes are places in a table, what puts the values there
+    unpack: Template  # unpacks a tile
+    block: Block  # kind of the unpacked blocks
+    bits: int = 8  # bits of a code
+    dot: Any = None  # product of a block's codes; None if the kind of block defines it
+    offset: int = 0  # offset subtracted from codes, a power of two or 0
+    look_up: Any = None  # for formats whose codes index a table, the operation that looks up values
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of kernels that read these tiles."""
+        """Return the compile-time constants of kernels that read these tiles."""
         constants = {
             "UNPACK": self.unpack,
             "ADD": self.block.add,
@@ -539,7 +540,7 @@ class Tile:
             constants["LOOK_UP"] = self.look_up
         if self.block is CODES:
             constants["OFFSET"] = np.float32(-self.offset)
-        # From the codes in a slab that is multiplied by quarters it is subtracted, as signed ones cost no more there.
+        # A slab for quarters stores codes minus the offset, because signed codes cost no more there.
         constants["SLAB_OFFSET"] = self.offset if self.block is SIXTEENS else 0
         if self.block is SIXTEENS:
             constants["LOG2_OFFSET"] = self.offset.bit_length() - 1

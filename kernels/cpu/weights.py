@@ -1,4 +1,4 @@
-"""Weights in the memory of a CPU's kernels: threads pack a file's rows into tiles, some hundred at once."""
+"""Weights in memory for CPU kernels: threads pack a file's rows into tiles, some hundred rows at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
 
-#: Bytes of a matrix in the file that are packed before its pages are let go: the largest would take memory twice.
+#: Bytes of a matrix that are packed before its file pages are dropped: the largest matrix would need twice its
+#: memory.
 KEPT_BYTES = 16 << 20
 
 
@@ -37,10 +38,10 @@ class LoadedWeight:
     """A weight in memory."""
 
     packed: PackedWeight
-    # tiles in the format ``kind``, or without one float32; None where rows are looked up alone
+    # tiles in the format ``kind``, or float32 without a format; None if only rows are looked up
     array: NDArray[Any] | None = None
     kind: KernelType | None = None
-    table: EmbeddingTable | None = None  # what they are looked up in
+    table: EmbeddingTable | None = None  # for looking up rows
 
 
 class WeightLoader:
@@ -50,22 +51,22 @@ class WeightLoader:
         self._workers, self._target, self._progress = workers, target, progress
         self._packers: dict[KernelType, Packer] = {}
         self._memory = Arena()
-        #: What any step has in memory: another that uses it so takes it from there.
+        #: Weights in memory of any step; another step with the same use shares the weight.
         self.loaded = WeakValueDictionary[WeightUse, LoadedWeight]()
 
     def pack(self, weight: Weight) -> tuple[NDArray[np.uint8], KernelType]:
-        """The tiles of one matrix or several, and their format: another one if the planned one cannot hold them."""
+        """Return the tiles of one or several matrices, and their format: the planned one, or a fallback."""
         kind = repack_target(weight.type)
         try:
             return self._pack(weight, kind), kind
         except ScaleRangeError:
             n_bytes = _packed_bytes(weight.shape, FALLBACK)
-            what = f"for tensor {weight.name}, whose scales are beyond the range of float16 and need {FALLBACK.name},"
+            what = f"for tensor {weight.name}, whose scales are outside the range of float16 and need {FALLBACK.name},"
             check_memory(n_bytes, what)
             return self._pack(weight, FALLBACK), FALLBACK
 
     def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
-        """The weight's tiles in ``kind``."""
+        """Return the weight's tiles in format ``kind``."""
         packed = self._memory.take(_packed_bytes(weight.shape, kind))
         matrices = matrices_to_pack(weight, PADDING)
         try:
@@ -79,17 +80,17 @@ class WeightLoader:
     def _pack_rows(
         self, weight: Weight, rows: NDArray[np.uint8], kind: KernelType, packed: NDArray[np.uint8]
     ) -> None:
-        """Rows of a weight to tiles."""
+        """Pack rows of a weight to tiles."""
         n_out, n_in, layout = len(rows), weight.shape[-1], LAYOUTS[kind]
         packer = self.packer(kind)
         kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
-        firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
+        firsts = itertools.count(0, PACKED_ROWS)  # ``next`` is atomic in Python, so threads can share the counter
         given_up = threading.Event()
 
         def share(*_: int) -> None:
             while (first := next(firsts)) < n_out and not given_up.is_set():
                 if first % kept_rows == 0:
-                    weight.drop_pages()  # what a thread still reads comes back from the file
+                    weight.drop_pages()  # pages that another thread still reads are loaded from the file again
                 try:
                     part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
                 except ScaleRangeError:
@@ -107,33 +108,33 @@ class WeightLoader:
 
 
 class PackedWeights:
-    """The weights of a graph as kernels read them; of those that were not loaded, as they will."""
+    """The weights of a graph for kernels; for weights that are not loaded yet, their planned form."""
 
     def __init__(self, pool: ExpertPool | None = None) -> None:
-        #: Of experts that stay in the file.
+        #: Pool of the experts that stay in the file; None if all weights are loaded.
         self.pool = pool
         self._loaded: dict[Weight, LoadedWeight] = {}
         self._expert_tables: dict[Weight, NDArray[np.int64]] = {}
-        #: Where they lie, once they are loaded.
+        #: Addresses of loaded weights.
         self._places = defaultdict[Weight, Buffer](lambda: Buffer(0, address=0))
-        #: Those that rows are looked up in.
+        #: Weights whose rows are looked up.
         self.tables: dict[Weight, EmbeddingTable] = {}
 
     def matrix(self, weight: Weight) -> tuple[Buffer, KernelType]:
-        """The tiles of one matrix or of several, and their format."""
+        """Return the tiles of one or several matrices, and their format."""
         kind = self._loaded[weight].kind if weight in self._loaded else None
         return self._places[weight], repack_target(weight.type) if kind is None else kind
 
     def experts(self, weight: Weight) -> NDArray[np.int64]:
-        """Where each expert's tiles are, int64 [n_experts]; 0 of those that are not in memory."""
+        """Return the address of each expert's tiles, int64 [n_experts]; 0 if not in memory."""
         return self._expert_tables.setdefault(weight, np.zeros(weight.shape[0], np.int64))
 
     def vector(self, weight: Weight | None) -> Buffer | int:
-        """A vector, or a matrix's rows or columns, in float32 with zeros behind each; 0 of none."""
+        """Return a vector, or the rows or columns of a matrix, in zero-padded float32; 0 if None."""
         return 0 if weight is None else self._places[weight]
 
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
-        """Packs a weight, unless another step has it."""
+        """Pack a weight, unless another step already has."""
         weight, shared = use.weight, loader.loaded.get(use)
         if self.pool is not None and (planned := planned_weight(use, pooled=True)).is_in_file:
             if progress is not None:
@@ -141,7 +142,7 @@ class PackedWeights:
             return planned
         loaded = shared or _load(use, loader)
         self._loaded[weight] = loader.loaded[use] = loaded
-        if use.is_table:  # a drafter may look up rows of it alone
+        if use.is_table:  # a drafter may need only its table
             loader.loaded[use.as_table()] = loaded
         if loaded.array is not None:
             self._places[weight].address = loaded.array.ctypes.data
@@ -155,7 +156,7 @@ class PackedWeights:
             progress(weight)
         if shared is None:
             return loaded.packed
-        # Else its rows are looked up alone, and another step multiplies it.
+        # If the layer differs, this step only looks up rows, and another step multiplies the weight.
         is_same = loaded.packed.layer == use.layer
         return replace(loaded.packed if is_same else planned_weight(use), is_shared=True)
 
@@ -185,7 +186,7 @@ def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:
 
 
 def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
-    """The bytes of a weight once packed; ``pooled``: whether experts stay in the file if they can."""
+    """Return the bytes of a packed weight; ``pooled``: whether experts stay in the file if possible."""
     weight = use.weight
     kernel_type, n_bytes = "F32", 0
     if use.is_float:
@@ -203,6 +204,6 @@ def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
 
 
 def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:
-    """Bytes of a packed matrix [n_out, n_in] or of several."""
+    """Return the bytes of one packed matrix [n_out, n_in] or several."""
     *n_experts, n_out, n_in = shape
     return prod(n_experts) * LAYOUTS[kind].packed_bytes(padded(n_out), n_in)
