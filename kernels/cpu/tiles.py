@@ -45,8 +45,8 @@ Products of codes and activations, and their sums, are exact.
 
 In most language models a few columns are far larger than all others, and most of a product's error comes from blocks
 with these columns.  If a block's scale is greater than `OUTLIER` times the row's mean scale, its rounding error,
-x - d * q, is the block's *rest*: it is also rounded and multiplied.  Products of rests have a separate sum, added at the
-end, so that a token's bits do not depend on when its rests are multiplied.  Flags follow the records of a tile of
+x - d * q, is the block's *rest*: it is also rounded and multiplied.  Products of rests have a separate sum, added at
+the end, so that a token's bits do not depend on when its rests are multiplied.  Flags follow the records of a tile of
 activations, one word per `SLAB` blocks: bit b of byte i is set if token i has a rest in block b.  The records of
 rests follow, undefined for blocks without a rest:
 

@@ -61,7 +61,7 @@ class WeightLoader:
             return self._pack(weight, kind), kind
         except ScaleRangeError:
             n_bytes = _packed_bytes(weight.shape, FALLBACK)
-            what = f"for tensor {weight.name}, whose scales are outside the range of float16 and need {FALLBACK.name},"
+            what = f"for tensor {weight.name}, whose scales do not fit float16 and need {FALLBACK.name},"
             check_memory(n_bytes, what)
             return self._pack(weight, FALLBACK), FALLBACK
 
