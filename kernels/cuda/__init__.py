@@ -1,6 +1,6 @@
-"""CUDA kernels: C++ that NVRTC compiles for the GPU at hand, and the narrow interface to the device beneath them.
+"""CUDA kernels: C++ that NVRTC compiles for the local GPU, and a narrow interface to CUDA devices.
 
-A ``.cu`` file is a module (module.py).  The way of a forward pass:
+A ``.cu`` file is a module (module.py).  A forward pass is built in these steps:
 
     graph ──lowering.py──▶ calls (calls.py), each with its launches ──step.py──▶ CUDA graphs, one arena of buffers
 
@@ -25,10 +25,10 @@ ceilings                                        test_roofline
     python -m tests.kernels.cuda.registers 80                       registers and spills; --write keeps new budgets
     python -m tests.benchmarks.gpu --sections products,attention    times, on a GPU
 
-A new kernel needs a case in test_kernel_mutations.py, which fails without.
+A new kernel needs a case in test_kernel_mutations.py, which fails without one.
 
-**To add a format of weights** that no kernel reads, give it a layout for the CPU (`localllm.quant.packing.LAYOUTS`,
-of which `matmul.PACKED_FORMATS` is made, and `localllm.quant.repack.repack_target`), and write its struct:
-formats.cuh says of what, codes.cuh draws codes.  Most tests of packing and products, and the registers, go over
-PACKED_FORMATS; its budgets come from ``registers --write``.
+**To add a format of weights**, give it a layout for the CPU (`localllm.quant.packing.LAYOUTS`, the source
+of `matmul.PACKED_FORMATS`, and `localllm.quant.repack.repack_target`), and write its struct: formats.cuh
+describes the members, and codes.cuh shows the layout of codes.  Most tests of packing and products, and the register
+budgets, iterate over PACKED_FORMATS; ``registers --write`` creates the budgets of a new format.
 """

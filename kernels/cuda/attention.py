@@ -1,9 +1,10 @@
-"""Which kernels of `attention.cu` compute a batch's attention, how they are compiled and launched.
+"""Selection, compile-time parameters and launches of the kernels in `attention.cu` for a batch.
 
-Sequences of few tokens are split: blocks take splits of what they see, and a second kernel merges those.  The others
-are prefilled: a block takes a tile of rows through all that it sees.  Both give the same bits, so this is a matter
-of speed alone.  A kernel takes the sequences whose number of tokens lies in its range, and finds its tiles by the
-batch's tables in device memory: a captured launch stays valid for every batch within the `Work` it was made for.
+Sequences of few tokens are split: each block computes a split of the visible positions, and a second kernel merges
+the splits.  Other sequences are prefilled: each block computes a tile of rows over all visible positions.  Both
+methods give the same bits, so the choice affects only speed.  A kernel processes the sequences whose number of tokens
+is in its range, and finds its tiles in the batch's tables in device memory.  A captured launch therefore stays valid
+for every batch within the `Work` that it was created for.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from localllm.kernels.cuda.cache import PAGE, bits_of, padded_head
 from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.graph import CacheType, KVCache
 
-#: Pages that are a KV split each, and pages in one behind them; sums begin anew after it.  With shorter splits, more
-#: blocks share a short cache; prefill merges more.
+#: The first pages are KV splits of one page, later splits have SPLIT_PAGES pages; each split has separate sums.  With
+#: shorter splits more blocks share a short cache, but prefill merges more often.
 FINE_PAGES, SPLIT_PAGES = 16, 4
-#: Rows that are computed at once.
+#: Rows computed at once.
 ROWS = 16
-#: Where there is no window.
+#: Window length if attention has no window.
 NO_WINDOW = 1 << 30
-#: More tokens than any sequence of a batch has.
+#: More tokens than any sequence of a batch contains.
 MAX_TOKENS = (1 << 31) - 1
-#: Sequences of at most so many rows (tokens times query heads of a key head) may be split.
+#: Sequences of at most this many rows (tokens times query heads per key head) can be split.
 SPLIT_ROWS = 256
 
 _SPLIT_WARPS, _MERGE_WARPS = 4, 8
-#: Bytes of shared memory that the kernels declare themselves, and of each row in prefill.
+#: Bytes of static shared memory of the kernels, and bytes per row in prefill.
 _SPLIT_STATIC = ROWS * 4 * (PAGE + 4) + ROWS * 20
 _ROW_STATIC = 12
-#: Values of the head in front of which a tile's rows are padded by eight, so that they lie in different banks.
+#: Padding of a tile's rows, in values, so that they map to different banks.
 _PADDING = 8
-#: Heads of more values: two warps share rows; of twice as many, four.
+#: Two warps share the rows of larger heads; four warps share rows of heads larger than twice this.
 _SHARED_ROWS = 128
 #: The largest heads, in keys and in values.
 MAX_KEY_DIM, MAX_VALUE_DIM = 640, 512
-#: Shared memory for pages of `attention_split`, so that two blocks fit beside each other mostly, and how many of them
-#: it fetches ahead: at most so much.
+#: Shared memory for pages in `attention_split`, so that usually two blocks fit a multiprocessor, and the maximum
+#: number of pages that it prefetches.
 _STAGED_BYTES, _MAX_AHEAD = 56 << 10, 3
 
 
@@ -48,21 +49,21 @@ _STAGED_BYTES, _MAX_AHEAD = 56 << 10, 3
 class Variant:
     """The parameters that `attention.cu` is compiled with."""
 
-    # key_dim, value_dim, cache_type, values_in_keys: of the cache
+    # key_dim, value_dim, cache_type, values_in_keys: properties of the cache
     key_dim: int
     value_dim: int
     cache_type: CacheType
     values_in_keys: bool = False
-    # chunked, causal, has_spans: what a token sees
+    # chunked, causal, has_spans: visibility of positions
     chunked: bool = False
     causal: bool = True
     has_spans: bool = False
     soft_cap: bool = False  # whether scores are capped
     sinks: bool = False  # whether each query head has a sink
-    has_slopes: bool = False  # whether scores fall with the distance
-    bias_width: int = 0  # distances with a bias for scores, of each head
-    warps: int = 8  # of `attention_prefill`
-    # prefill_ahead, split_ahead: pages that either kernel fetches while it uses another one
+    has_slopes: bool = False  # whether scores decrease with the distance
+    bias_width: int = 0  # number of distances with a bias per head; 0 without biases
+    warps: int = 8  # warps of `attention_prefill`
+    # prefill_ahead, split_ahead: pages that each kernel prefetches while it uses another page
     prefill_ahead: int = 1
     split_ahead: int = 1
 
@@ -91,7 +92,7 @@ class Variant:
 
     @property
     def bits(self) -> tuple[int, int]:
-        """Bits of a value in keys and in values."""
+        """Bits per value in keys and in values."""
         return bits_of(KVCache(0, 1, self.key_dim, self.value_dim, self.cache_type, self.values_in_keys))
 
     @property
@@ -118,7 +119,7 @@ class Variant:
 
     @property
     def _page_bytes(self) -> tuple[int, int]:
-        """Of a page in shared memory: as it comes from the cache, and what pages with scales are widened to."""
+        """Bytes of a page in shared memory: as stored in the cache, and after conversion of pages with scales."""
         row = max(self.key_head, self.value_head)
         halves, groups = 2 * PAGE * (row + _PADDING), -(-row // VALUES_PER_SCALE)
         if not self.has_codes:
@@ -131,7 +132,7 @@ class Variant:
         return max(loaded), halves + 4 * PAGE * groups
 
     def _pages_bytes(self, ahead: int) -> int:
-        """Of those that are fetched ahead, and of the one that is used."""
+        """Return the bytes of ``ahead`` prefetched pages and the page in use."""
         loaded, widened = self._page_bytes
         return ahead * loaded + (widened or loaded)
 
@@ -141,9 +142,9 @@ class Variant:
         steps, parts = self.value_head // 16, self._head_parts
         pairs = steps if parts == 1 else (steps + 2 * parts - 1) // (2 * parts) * 2
         queries = 2 * self.tile_rows * (self.key_head + _PADDING)
-        # With most parts, sums are in registers.
+        # With four parts, sums are kept in registers.
         sums = 4 * 8 * pairs * 32 * self.warps if parts < 4 else 0
-        # Queries lie in the sums' place if they go to registers at once.
+        # Queries use the memory of the sums if they are moved to registers at once.
         most = _SHARED_ROWS // 2 if self.has_codes else _SHARED_ROWS
         kept = max(queries, sums) if self.key_head <= most and parts == 1 else queries + sums
         return self._pages_bytes(self.prefill_ahead) + kept
@@ -155,12 +156,12 @@ class Variant:
 
     @property
     def largest_block_bytes(self) -> int:
-        """The shared memory that a block needs, all in all."""
+        """Shared memory of a block, including static memory."""
         return max(self.prefill_bytes + _ROW_STATIC * self.tile_rows, self.split_bytes + _SPLIT_STATIC)
 
 
 def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
-    """The fastest launch geometry of a variant for a device that gives a block ``shared_bytes`` of shared memory."""
+    """Return a variant's fastest launch geometry on devices with ``shared_bytes`` of shared memory per block."""
     if not (1 <= variant.key_dim <= MAX_KEY_DIM and 1 <= variant.value_dim <= MAX_VALUE_DIM):
         raise KernelError(
             f"attention on CUDA takes heads of up to {MAX_KEY_DIM} values in keys and {MAX_VALUE_DIM} in values, not "
@@ -170,7 +171,7 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
     parts, loaded = variant._head_parts, variant._page_bytes[0]
     deep = min(max(1, _STAGED_BYTES // loaded - 1), _MAX_AHEAD)
     prefills = [(warps, ahead) for warps in (8, 4, 2) for ahead in (1, 0) if warps % parts == 0]
-    if variant.has_codes:  # to widen pages straight from global memory takes longer than a smaller tile
+    if variant.has_codes:  # converting pages directly from global memory is slower than a smaller tile
         prefills.sort(key=lambda warps_and_ahead: -warps_and_ahead[1])
     for split_ahead in (deep, 0):
         for warps, prefill_ahead in prefills:
@@ -188,9 +189,10 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model's attention, and how far it looks back (`NO_WINDOW`: to the beginning), or both ways.
+    """The heads of a model's attention, and its window (`NO_WINDOW`: all previous positions), in both directions if
+    not causal.
 
-    With ``has_spans``, tokens may see others of the same batch behind them.
+    With ``has_spans``, tokens may see later tokens of the same batch.
     """
 
     n_kv_heads: int
@@ -202,31 +204,31 @@ class Heads:
 
 @dataclass(frozen=True)
 class Work:
-    """The largest sizes of attention's launches."""
+    """Maximum sizes of attention's launches."""
 
-    split_tokens: int  # sequences of at most so many tokens are split; 0: none is
-    # prefill_tiles, split_tiles: tiles of either kind, at most; 0 if no such launch is needed
+    split_tokens: int  # sequences of at most this many tokens are split; 0: no sequence
+    # prefill_tiles, split_tiles: maximum tiles of each kind; 0 if the launch is not needed
     prefill_tiles: int
     split_tiles: int
-    max_splits: int  # splits that a tile which is split sees, at most
-    partial_rows: int  # rows that are split, at most
+    max_splits: int  # maximum splits that a split tile sees
+    partial_rows: int  # maximum rows that are split
 
     def partial_floats(self, heads: Heads, variant: Variant) -> tuple[int, int]:
-        """Sizes of ``partial_sums`` and ``partial_states``, in float32 values."""
+        """Return the sizes of ``partial_sums`` and ``partial_states``, in float32 values."""
         rows = heads.n_kv_heads * self.max_splits * self.partial_rows
         return rows * variant.value_head, rows * 2
 
 
 def work_of_bucket(n_tokens: int, longest: int, heads: Heads) -> Work:
-    """For every batch of at most ``n_tokens`` tokens, in sequences of at most ``longest``: all of it is split."""
+    """Return the work of batches of at most ``n_tokens`` tokens, in sequences up to ``longest``; all are split."""
     rows, tiles = n_tokens * heads.group_size, n_tokens * -(-heads.group_size // ROWS)
     return Work(MAX_TOKENS, 0, tiles, _most_splits(n_tokens, longest, heads), rows)
 
 
 def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: Variant, partial_bytes: int) -> Work:
-    """The work of a batch; ``sequences`` are (tokens in it, length in the cache with them)."""
+    """Return the work of a batch; ``sequences`` are (tokens in the batch, length in the cache including them)."""
     tokens = [(n, length) for n, length in sequences]
-    # Fewer and fewer are split, until their partials fit.
+    # Lower the number of split sequences until their partials fit.
     for limit in (*(SPLIT_ROWS // share // heads.group_size for share in (1, 2, 4, 8, 16)), 1, 0):
         split = [(n, length) for n, length in tokens if n <= limit]
         rows = [n * heads.group_size for n, _ in split]
@@ -243,7 +245,7 @@ def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: V
 
 
 def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
-    """Splits that a tile of a sequence sees, at most: its rows are of at most ``n_tokens`` tokens."""
+    """Return the maximum splits that a tile sees, if its rows belong to at most ``n_tokens`` tokens."""
     own = n_tokens if heads.has_spans else min(n_tokens, ROWS)
     seen = min(heads.window - 1, longest) * (1 if heads.causal else 2) + own
     n_pages = min(-(-longest // PAGE), -(-seen // PAGE) + 1)
@@ -251,13 +253,13 @@ def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
 
 
 def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int) -> list[Launch]:
-    """The launches for some work, in order: of `attention_prefill`, `attention_split` and `attention_merge`."""
+    """Return the launches for some work, in order: `attention_prefill`, `attention_split` and `attention_merge`."""
     result = []
     if work.prefill_tiles:
         grid: tuple[int, ...] = (work.prefill_tiles, heads.n_kv_heads)
         result.append(_launch("attention_prefill", variant, grid, variant.warps, variant.prefill_bytes))
     if work.split_tiles:
-        # Enough blocks for every multiprocessor to have several; where there are more splits, blocks take several.
+        # Enough blocks for several per multiprocessor; with more splits than that, a block processes several splits.
         tiles = heads.n_kv_heads * work.split_tiles
         shares = min(work.max_splits, -(-4 * n_multiprocessors // tiles))
         grid = (shares, heads.n_kv_heads, work.split_tiles)
@@ -273,5 +275,5 @@ def _launch(kernel: str, variant: Variant, grid: tuple[int, ...], warps: int, sh
 
 
 def token_range(launch: Launch, work: Work) -> tuple[int, int]:
-    """``least`` and ``most``, the kernel's arguments: the sequences that it takes have so many tokens."""
+    """Return ``least`` and ``most``, kernel arguments: the range of tokens per sequence that it processes."""
     return (work.split_tokens + 1, MAX_TOKENS) if launch.kernel == "attention_prefill" else (1, work.split_tokens)

@@ -1,4 +1,4 @@
-"""The backend of a CUDA device: packs weights, makes caches, and runs the calls that a graph is lowered to."""
+"""CUDA backend: packs weights, creates caches, and runs the calls of a lowered graph."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from localllm.kernels.graph import Graph
 class CUDABackend(Backend):
     """One CUDA device.
 
-    With ``compiles_ahead``, `compile` compiles the kernels that batches of all sizes take, else each is compiled when
-    it is first used.  ``tile_rows``: rows of activations that a block of a matrix product may take, the larger first.
+    With ``compiles_ahead``, `compile` compiles the kernels for batches of all sizes; otherwise each kernel is
+    compiled on first use.  ``tile_rows``: rows of activations per block of a matrix product, in descending order.
     """
 
     name = "cuda"
@@ -53,7 +53,7 @@ class CUDABackend(Backend):
             packed = tuple(weights.load(use, progress) for use in uses)
             self.loader.close()
             cache.allocate(self.driver, self.device)
-            # Calls refer to the memory of weights: they are made again, now that it is there.
+            # Lower again: calls contain addresses of the weights, which are known only now.
             lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
             step = CUDAStep(self.driver, self.device, lowered, packed, weights)
             if self.compiles_ahead:
@@ -69,7 +69,7 @@ class CUDABackend(Backend):
         return Lowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
 
     def limits(self, graph: Graph, cache: CUDACache, max_tokens: int, max_outputs: int) -> StepLimits:
-        """The limits that the calls of a step share."""
+        """Return the limits shared by the calls of a step."""
         properties = self.driver.properties(self.device)
         products = ProductLimits(
             properties.capability, properties.shared_bytes, self._tile_rows, properties.n_multiprocessors
@@ -77,5 +77,5 @@ class CUDABackend(Backend):
         return StepLimits(graph, properties, cache, max_tokens, max_outputs, products)
 
     def close(self) -> None:
-        """Ends the threads that read files."""
+        """Stop the threads that read files."""
         self.loader.close()

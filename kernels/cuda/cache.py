@@ -1,16 +1,17 @@
-"""The cache of a model's layers, and how it lies in a device's memory.
+"""KV cache of a model's layers in a device's memory.
 
-The cache is one allocation.  A layer has four parts in it, each for all pages and key/value heads; of a page and head
+The cache is one allocation.  Each layer has four parts, and each part covers all pages and key/value heads.  For one
+page and head, they contain
 
     keys, values             f16    float16 [PAGE, head]
                              q8_0   int8 [PAGE, head], codes
-                             q4_0   [PAGE, head / 16, 8], of sixteen codes those of the first eight in the low halves
-                             q5_0   the same, and behind it the fifth bits, uint16 [PAGE, head / 16]
-    key and value scales            float16 [groups, PAGE]: of each 32 values of the head (the last may be of 16)
+                             q4_0   [PAGE, head / 16, 8]; of 16 codes, the first eight are the low halves of bytes
+                             q5_0   lower bits as in q4_0, followed by the fifth bits, uint16 [PAGE, head / 16]
+    key and value scales            float16 [groups, PAGE]: one per 32 values of the head (the last may cover 16)
 
-where ``head`` is the head size of keys or of values, rounded up to whole 16 values; values that are in the keys have
-no parts.  A page of a cache of entries of runs has `KVCache.page_rows` in place of PAGE rows.  `append.cu` writes
-what pads a head as zeros.  Of a page that is not full, the rest is whatever it was: attention reads none of it.
+where ``head`` is the head size of keys or of values, rounded up to a multiple of 16.  Values that are part of the
+keys have no parts.  A page of compressed entries has `KVCache.page_rows` rows instead of PAGE.  `append.cu` writes
+the padding of heads as zeros.  The unused rows of a page are undefined: attention does not read them.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from localllm.kernels.graph import CACHE_TYPES, Graph, KVCache, RecurrentState
 
 #: Tokens in a page of the cache.
 PAGE = 64
-#: What parts begin at a multiple of, in bytes.
+#: Alignment of parts, in bytes.
 _ALIGNMENT = 256
 
 
 def padded_head(head_dim: int) -> int:
-    """The values that a head takes: whole tiles of the tensor cores."""
+    """Return the padded number of values of a head: whole tiles of the tensor cores."""
     return -(-head_dim // 16) * 16
 
 
 def bits_of(kept: KVCache) -> tuple[int, int]:
-    """Bits of a value in keys and in values."""
+    """Return the bits per value in keys and in values."""
     keys, values = (CODE_BITS.get(type, 16) for type in kept.types)
     return keys, values
 
@@ -48,7 +49,7 @@ def bits_of(kept: KVCache) -> tuple[int, int]:
 class Part:
     """A part of a layer's memory, [n_pages, n_heads, …]."""
 
-    offset: int  # where it begins in the layer's, in bytes
+    offset: int  # offset in the layer's memory, in bytes
     page_bytes: int  # bytes of one page, all heads; a multiple of 128
     n_pages: int
 
@@ -59,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The parts of a layer in a cache of ``n_pages`` pages.  Without scales, theirs are empty."""
+    """The parts of a layer in a cache of ``n_pages`` pages.  Parts of unused scales are empty."""
 
     kept: KVCache
     n_pages: int
@@ -71,13 +72,13 @@ class CacheLayout:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Of keys and of values, the values that a head takes; 0 of those in the keys."""
+        """Padded values per head of keys and of values; 0 for values that are part of the keys."""
         kept = self.kept
         return padded_head(kept.key_dim), 0 if kept.values_in_keys else padded_head(kept.value_dim)
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Scales of a head of either; 0 where there are none."""
+        """Scales per head of keys and of values; 0 without scales."""
         keys, values = (
             -(-n // VALUES_PER_SCALE) if type in CODE_BITS else 0
             for n, type in zip(self.heads, self.kept.types, strict=True)
@@ -99,13 +100,13 @@ class CacheLayout:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the layer: the next one may begin behind it."""
+        """Bytes of the layer, including padding to the next layer."""
         last = self.parts[-1]
         return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def append_defines(kept: KVCache, *, has_axes: bool = False, ahead: int = 0) -> Defines:
-    """Definitions of append.cu."""
+    """Return the definitions of append.cu."""
     (keys, values), (of_keys, of_values) = bits_of(kept), kept.rotations
     bits = {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim, "KEY_BITS": keys, "VALUE_BITS": values}
     how = {"AXES": int(has_axes), "EVERY": kept.every, "AHEAD": ahead}
@@ -113,14 +114,14 @@ def append_defines(kept: KVCache, *, has_axes: bool = False, ahead: int = 0) -> 
 
 
 def _state_bytes(state: RecurrentState) -> int:
-    """Bytes of one sequence's values of a state; how they lie, its kernel knows."""
+    """Return the bytes of one sequence's values of a state.  The kernel defines the layout."""
     return -(-4 * state.n_values // _ALIGNMENT) * _ALIGNMENT
 
 
 class CUDACache:
-    """The cache of a step, layer after layer; drawn above.
+    """The cache of a step, layer by layer; see the layout above.
 
-    All that reads and writes it goes into ``stream``: steps may return before they have computed.
+    All reads and writes use ``stream``, because steps return before they have computed.
     """
 
     page_size = PAGE
@@ -135,10 +136,10 @@ class CUDACache:
             self.offsets[number] = self.n_bytes
             self.n_bytes += layout.n_bytes
         self._first_slot = self.n_bytes
-        #: Of each state, where it begins in a slot; and the bytes of a slot.
+        #: Offset of each state in a slot.
         self._places: dict[RecurrentState, int] = {}
         self.slot_bytes = 0
-        #: And the values [n_states, n] of those that the host keeps.
+        #: Values [n_states, n] of the states that are kept on the host.
         self.host_states: dict[RecurrentState, NDArray[np.float32]] = {}
         for state in (state for states in graph.states.values() for state in states):
             if state.is_on_host:
@@ -147,10 +148,10 @@ class CUDACache:
             self._places[state] = self.slot_bytes
             self.slot_bytes += _state_bytes(state)
         self.n_bytes += n_states * self.slot_bytes
-        self.memory = DeviceMemory(0, 0, max(1, self.n_bytes), None)  # nowhere, of a cache that is only planned
+        self.memory = DeviceMemory(0, 0, max(1, self.n_bytes), None)  # no memory yet: the cache may only be planned
 
     def allocate(self, driver: Driver, device: int) -> None:
-        """Takes the memory, which is zero at first."""
+        """Allocate the memory, which is zero at first."""
         self.driver, self.stream = driver, driver.stream(device)
         self.memory = driver.allocate(device, self.memory.n_bytes)
         driver.fill(self.memory, 0, self.stream)
@@ -160,12 +161,12 @@ class CUDACache:
     stream: Stream
 
     def part(self, number: int, which: int) -> DeviceMemory:
-        """One of the `CacheLayout.parts` of a layer."""
+        """Return one of the `CacheLayout.parts` of a layer."""
         part = self.layouts[number].parts[which]
         return self.memory.at(self.offsets[number] + part.offset, part.n_bytes)
 
     def layer(self, number: int) -> tuple[Argument, Argument, Argument, Argument]:
-        """Keys, their scales, values and theirs, of a layer, as kernels take them."""
+        """Return keys, their scales, values and their scales of a layer, as kernel arguments."""
         parts = self.layouts[number].parts
         keys, values, key_scales, value_scales = (
             self.part(number, i) if parts[i].n_bytes else np.uint64(0) for i in range(4)
@@ -181,7 +182,7 @@ class CUDACache:
         self.driver.synchronize(self.stream)
 
     def layer_bytes(self) -> dict[int, int]:
-        """Bytes of each layer."""
+        """Return the bytes of each layer."""
         sizes: dict[int, int] = {}
         for layout in self.layouts.values():
             sizes[layout.kept.layer] = sizes.get(layout.kept.layer, 0) + layout.n_bytes
@@ -190,12 +191,12 @@ class CUDACache:
         return sizes
 
     def state(self, state: RecurrentState) -> DeviceMemory:
-        """Where the values of a state begin in the first slot; those of the next are `slot_bytes` further."""
+        """Return the values of a state in the first slot; later slots follow at multiples of `slot_bytes`."""
         begin = self._first_slot + self._places[state]
         return self.memory.at(begin, self.n_bytes - begin)
 
     def _where(self, group: int | None, number: int) -> list[DeviceMemory]:
-        """The parts of a page in the layers of a group; with None, a slot."""
+        """Return the parts of a page in the layers of a group; a slot if the group is None."""
         n, what = (self.n_states, "slot") if group is None else (self.n_pages[group], "page")
         if not 0 <= number < n:
             raise KernelError(f"there is no {what} {number} in a cache of {n}")
@@ -213,7 +214,7 @@ class CUDACache:
         return sum(place.n_bytes for place in self._where(group, 0)) + sum(x.nbytes for x in self._on_host(group, 0))
 
     def _on_host(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
-        """What the host keeps of a slot."""
+        """Return the values of a slot that are kept on the host."""
         return [x[number].view(np.uint8) for x in self.host_states.values()] if group is None else []
 
     def read(self, group: int | None, number: int) -> bytes:

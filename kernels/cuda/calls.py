@@ -1,8 +1,8 @@
-"""The calls of kernels that make up a step on a CUDA device, each with the launches that it takes.
+"""Kernel calls that make up a step on a CUDA device, and the launches of each call.
 
-A call launches nothing itself; it says which launches it takes for batches of an `Extent`.  Kernels read the number
-of rows from the batch's header in device memory and leave what is beyond them alone, so the launches for an extent
-serve every batch that fits into it.
+A call does not launch kernels itself; it returns the launches for batches of an `Extent`.  Kernels read the number of
+rows from the batch's header in device memory, and skip rows outside the batch, so the launches of an extent are valid
+for every batch that fits it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.graph import Attention, Graph, Rope, Route
 
-#: What counts a tensor's rows: places in a batch's header (batch.cuh).
+#: Indices in a batch's header (batch.cuh) of the numbers of rows.
 N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
 _HEADER, DRAW_WORDS = 4, 5
-#: Below the ids of tokens, and ~i of those that are chosen.
+#: Smaller than all token ids, and than ~i for chosen ids.
 EMBEDDED_IDS = np.int32(-(1 << 31))
-#: Values that a row is padded to.
+#: Rows are padded to a multiple of this many values.
 PADDING = 32
-#: Tokens and outputs of the extents that small batches share.
+#: Sizes, in tokens and outputs, of the extents that small batches share.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-#: Bytes for the partials of attention over a split cache, at most.
+#: Maximum bytes of the partials of attention over a split cache.
 MAX_PARTIAL_BYTES = 64 << 20
 _ALIGNMENT = 256
 _NULL = np.uint64(0)
@@ -44,7 +44,7 @@ _INVERSE_TURN = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E410
 
 
 def padded(n: int) -> int:
-    """The values that a row of ``n`` takes."""
+    """Return the padded number of values of a row of ``n`` values."""
     return -(-n // PADDING) * PADDING
 
 
@@ -53,18 +53,18 @@ def padded(n: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Rows of a tensor, float32 [rows, stride], of which ``width`` values count."""
+    """Rows of a tensor, float32 [rows, stride]; the first ``width`` values are used."""
 
     buffer: Buffer
     width: int
-    slot: int  # what counts the rows: `N_TOKENS`, `N_OUTPUTS` or `N_PLACES`
+    slot: int  # index of the number of rows: `N_TOKENS`, `N_OUTPUTS` or `N_PLACES`
 
     @property
     def stride(self) -> int:
         return padded(self.width)
 
     def bytes_of(self, n_rows: int) -> int:
-        """Bytes of so many rows."""
+        """Return the bytes of ``n_rows`` rows."""
         return 4 * self.width * n_rows
 
     def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
@@ -73,19 +73,19 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Rows as matrix products read them: units and scales, see activations.cuh."""
+    """Rows in the format that matrix products read: units and scales, see activations.cuh."""
 
     buffer: Buffer
     format: PackedFormat
-    width: int  # of a row, or of each of its heads, where these have a matrix of their own each
+    width: int  # values of a row, or of every head if heads have separate matrices
     slot: int
     n_heads: int
     scale_bytes: int
-    alone: Stored | None = None  # of one row alone, the rows themselves, if they are the same as its units
+    alone: Stored | None = None  # for a single row, the row itself if it equals its units
 
     @classmethod
     def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int, n_heads: int = 1) -> Inputs:
-        """Those of up to ``n_rows`` rows."""
+        """Allocate inputs of up to ``n_rows`` rows."""
         laid_out = format.input_rows(n_rows)
         units = -(-n_heads * format.unit_bytes(width, laid_out) // _ALIGNMENT) * _ALIGNMENT
         scales = n_heads * format.input_scale_bytes(width, laid_out)
@@ -96,7 +96,7 @@ class Inputs:
         return self.n_heads * row_bytes
 
     def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
-        """Units, scales, and the rows that they are laid out for."""
+        """Return the units, the scales, and the number of rows of the layout."""
         scales = self.buffer.at(self.buffer.n_bytes - self.scale_bytes)
         units = self.alone.buffer if self.alone and n_rows == 1 else self.buffer
         return units, scales, np.int32(self.format.input_rows(n_rows))
@@ -105,12 +105,12 @@ class Inputs:
 class BatchBuffer:
     """A batch in the one block of int32 that a step uploads: the header first (batch.cuh), block tables last.
 
-    A sequence has its block tables of all groups side by side.  The ids of tokens with embeddings of their own are
-    those embeddings' numbers from `EMBEDDED_IDS` on.
+    The block tables of all groups of a sequence are adjacent.  Tokens with separate embeddings have the embedding's
+    number, counted from `EMBEDDED_IDS`, as id.
 
     Args:
-        graph: what it is for: of positions in pictures, and of spans, there are only those that it reads.
-        n_pages: of the cache's groups: a block table may have as many entries as the first.
+        graph: the graph that reads the batch.  Positions by axis and spans are included only if it reads them.
+        n_pages: pages of the cache's groups: a block table may have as many entries as the first number.
     """
 
     def __init__(self, graph: Graph, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
@@ -119,7 +119,7 @@ class BatchBuffer:
         sizes = (_HEADER, draws, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
         self._bounds = [*accumulate((*sizes, *pictures, *(max_tokens for _ in n_pages)), initial=0)]
         self.n_groups, self._n_blocks = len(n_pages), max(1, n_pages[0])
-        #: Entries from one sequence's tables to the next one's.
+        #: Entries between the tables of two sequences.
         self._table_stride = self.n_groups * self._n_blocks
         self.buffer = Buffer(4 * self.words_of(max_tokens), is_kept=True)
         parts = [self.buffer.at(4 * begin) for begin in self._bounds]
@@ -127,11 +127,11 @@ class BatchBuffer:
         self._starts, self._lengths, self._states, self.axes, self._ends, *self.slots, self._tables = others
 
     def words_of(self, n_sequences: int) -> int:
-        """The words that batches of so many sequences take at most."""
+        """Return the maximum words of a batch of ``n_sequences`` sequences."""
         return self._bounds[-1] + n_sequences * self._table_stride
 
     def fill(self, words: NDArray[np.int32], batch: Batch, sent: NDArray[np.int32]) -> list[slice]:
-        """Writes a checked batch; returns the words to upload, without block tables that were ``sent`` before."""
+        """Write a checked batch.  Return the words to upload, without block tables that are already in ``sent``."""
         n_tokens, n_sequences = len(batch.ids), len(batch.kv_lengths)
         tables = batch.block_tables[:, :, : self._n_blocks]
         sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
@@ -159,7 +159,7 @@ class BatchBuffer:
         return [slice(0, part.stop)] if first == 0 else [slice(0, self._bounds[-1]), part]
 
     def _of_pictures(self, batch: Batch) -> Iterator[NDArray[np.int32]]:
-        """Positions by each axis [4 * max_tokens], and the ends of what tokens see: those that the graph reads."""
+        """Yield the positions by axis [4 * max_tokens] and the ends of visible spans, if the graph reads them."""
         places = np.zeros((4, self._max_tokens * self._has_axes), np.int32)
         if self._has_axes:
             n = len(batch.axes) if batch.axes.size else 4
@@ -170,23 +170,23 @@ class BatchBuffer:
 
     @property
     def sequences(self) -> tuple[Address, ...]:
-        """Arguments of kernels of recurrent states: header, first tokens, positions, slots of the states."""
+        """Return arguments of kernels with recurrent states: header, first tokens, positions, state slots."""
         return self.header, self._starts, self.positions, self._states
 
     def attention(self, group: int) -> tuple[Any, ...]:
-        """PARAMETERS of attention.cu over the caches of a group, as far as they are the batch's."""
+        """Return the batch's part of PARAMETERS of attention.cu, for the caches of a group."""
         tables = self.buffer.at(self._tables.n_bytes + 4 * group * self._n_blocks)
         return self.header, self._starts, self._lengths, self._ends, tables, np.int32(self._table_stride)
 
     def counter(self, slot: int) -> Address:
-        """The header from that slot's number on: for kernels that take the first for the number of their rows."""
+        """Return the header from the number ``slot`` on, for kernels that read their number of rows at its start."""
         return self.buffer.at(4 * slot)
 
 
 def phases(frequencies: NDArray[np.float32]) -> NDArray[np.uint64]:
-    """Radians a position as `append.cu` takes them: turns a position, in 2^-64, without whole ones.
+    """Convert radians per position to the phases of `append.cu`: turns per position, modulo 1, in units of 2^-64.
 
-    The product of a position and a phase, modulo 2^64, is then the angle's part of a turn: exact at any position.
+    The product of a position and a phase, modulo 2^64, is the angle as a fraction of a turn: exact for any position.
     """
     exact = (round(Fraction(float(f)) * _INVERSE_TURN / 2**128) % 2**64 for f in frequencies)
     return np.array(list(exact), np.uint64)
@@ -197,53 +197,53 @@ def phases(frequencies: NDArray[np.float32]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixtures of ``n`` experts, of which each token goes to ``k``."""
+    """Mixtures of ``n`` experts with ``k`` experts per token."""
 
     n: int
     k: int
 
     def n_places(self, n_tokens: int) -> int:
-        """Places that rows of so many tokens can have: those of each expert begin at multiples of 8."""
+        """Return the maximum places of ``n_tokens`` rows: the places of each expert start at a multiple of 8."""
         n_pairs = n_tokens * self.k
         return -(-(n_pairs + 7 * min(self.n, n_pairs)) // 8) * 8
 
     def max_places(self, max_tokens: int) -> int:
-        """The same of batches of up to so many tokens, whose extents are rounded up."""
+        """Return the maximum places of batches of up to ``max_tokens`` tokens, whose extents are rounded up."""
         return self.n_places(-(-max_tokens // 8) * 8)
 
     def n_products(self, n_tokens: int, product_rows: int) -> int:
-        """Products that they can be cut into."""
+        """Return the maximum number of products that the places are divided into."""
         n_pairs = n_tokens * self.k
         return min(n_pairs, n_pairs // product_rows + self.n)
 
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Attention that is launched alike: its heads, and what it is compiled for but for soft-cap and sinks."""
+    """Attention with the same launches: its heads, and its compile-time parameters except soft-cap and sinks."""
 
     heads: Heads
     variant: Variant
 
     def bucket_bytes(self, n_tokens: int, longest: int) -> int:
-        """Bytes of the partials of batches of at most so many tokens, in sequences of at most ``longest``."""
+        """Return the bytes of the partials of batches up to ``n_tokens`` tokens, in sequences up to ``longest``."""
         work = work_of_bucket(n_tokens, longest, self.heads)
         return 4 * sum(work.partial_floats(self.heads, self.variant)) + _ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The largest sizes of launches."""
+    """Maximum sizes of launches."""
 
-    # n_tokens, n_outputs: in a batch, at most
+    # n_tokens, n_outputs: maximum in a batch
     n_tokens: int
     n_outputs: int
-    attention: tuple[tuple[AttentionKind, Work], ...] = ()  # the work of each kind of attention that the graph has
-    n_places: int = 0  # of what goes to experts, at most
-    top_k: int = 0  # how many of the largest logits are found; 0 where all are wanted
-    has_embedded: bool = False  # whether tokens have embeddings of their own
+    attention: tuple[tuple[AttentionKind, Work], ...] = ()  # the work of each kind of attention in the graph
+    n_places: int = 0  # maximum places of experts
+    top_k: int = 0  # number of largest logits to find; 0 if all logits are requested
+    has_embedded: bool = False  # whether tokens have separate embeddings
 
     def rows(self, slot: int) -> int:
-        """Rows of a tensor whose rows ``slot`` counts."""
+        """Return the rows of a tensor whose rows ``slot`` counts."""
         return (self.n_tokens, self.n_outputs, 0, self.n_places)[slot]
 
     def work(self, kind: AttentionKind) -> Work:
@@ -252,13 +252,13 @@ class Extent:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The numbers of a batch that costs depend on."""
+    """Sizes of a batch that costs depend on."""
 
-    # n_tokens, n_outputs: of all sequences
+    # n_tokens, n_outputs: totals of all sequences
     n_tokens: int
     n_outputs: int
-    sequences: tuple[tuple[int, int], ...]  # of each, its tokens in the batch and its length in the cache with them
-    n_chosen: int = 0  # experts that a token goes to
+    sequences: tuple[tuple[int, int], ...]  # per sequence: tokens in the batch, length including them
+    n_chosen: int = 0  # experts per token
 
     @classmethod
     def of(cls, batch: Batch, mixture: Mixture | None = None) -> BatchSizes:
@@ -266,11 +266,11 @@ class BatchSizes:
         return cls(len(batch.ids), len(batch.outputs), sequences, 0 if mixture is None else mixture.k)
 
     def rows(self, slot: int) -> int:
-        """Rows of a tensor whose rows ``slot`` counts."""
+        """Return the rows of a tensor whose rows ``slot`` counts."""
         return (self.n_tokens, self.n_outputs, 0, self.n_tokens * self.n_chosen)[slot]
 
     def seen(self, window: int) -> tuple[int, int]:
-        """Positions that tokens see, each token's own; and those that any token of a sequence sees."""
+        """Return the positions seen by each token, in total, and the positions seen by any token of each sequence."""
         pairs = positions = 0
         for n, length in self.sequences:
             first = length - n
@@ -281,15 +281,15 @@ class BatchSizes:
 
 @dataclass(eq=False)
 class StepLimits:
-    """The common limits of a step's calls: the device, the cache, and the largest batch."""
+    """Limits shared by a step's calls: the device, the cache, and the largest batch."""
 
     graph: InitVar[Graph]
     properties: DeviceProperties
     cache: CUDACache
     max_tokens: int
     max_outputs: int
-    products: ProductLimits  # what launches of matrix products depend on
-    # rotary embeddings, and where their frequencies lie
+    products: ProductLimits  # properties that launches of matrix products depend on
+    # rotary embeddings, and the buffers of their frequencies
     ropes: list[tuple[Rope, Buffer]] = field(default_factory=list)
 
     def __post_init__(self, graph: Graph) -> None:
@@ -297,7 +297,7 @@ class StepLimits:
         self.n_joined = graph.n_joined
         operations = [node.operation for node in graph.nodes]
         routes = [op for op in operations if isinstance(op, Route)]
-        #: What the mixtures of experts need at most, if there are any.
+        #: Maximum requirements of the mixtures of experts; None without experts.
         self.mixture = Mixture(max(op.logits.width for op in routes), routes[0].k) if routes else None
         self.kinds = tuple(
             dict.fromkeys(
@@ -308,7 +308,7 @@ class StepLimits:
         )
 
     def kind(self, op: Attention) -> AttentionKind:
-        """How an attention is launched."""
+        """Return how an attention is launched."""
         cache = op.cache
         sees = {"chunked": op.chunk is not None, "causal": op.causal, "has_spans": op.has_spans}
         variant = Variant(cache.key_dim, cache.value_dim, cache.type, cache.values_in_keys, **sees)
@@ -325,7 +325,7 @@ class StepLimits:
         return Extent(n_tokens, n_outputs, work, n_places)
 
     def frequencies(self, rope: Rope) -> Buffer:
-        """Where those of a rope lie, as append.cu takes them."""
+        """Return the buffer of a rope's frequencies, in the format of append.cu."""
         for known, buffer in self.ropes:
             if known is rope:
                 return buffer
@@ -334,21 +334,21 @@ class StepLimits:
 
     @cached_property
     def partial_bytes(self) -> int:
-        """Bytes for the partials of attention of any batch: no more than is of use."""
+        """Bytes for the partials of attention of any batch, at most the useful number."""
         longest = max(1, self.cache.n_pages[0]) * PAGE
         most = max((kind.bucket_bytes(BUCKETS[-1], longest) for kind in self.kinds), default=0)
         return min(MAX_PARTIAL_BYTES, most)
 
     @property
     def usable_partial_bytes(self) -> int:
-        """Those, less what may be lost between sums and states."""
+        """`partial_bytes`, minus the padding between sums and states."""
         return max(0, self.partial_bytes - _ALIGNMENT)
 
     def new_partials(self) -> Buffer:
         return Buffer(max(self.partial_bytes, _ALIGNMENT))
 
     def bucket_work(self, n_tokens: int, longest: int) -> tuple[tuple[AttentionKind, Work], ...] | None:
-        """For batches of at most ``n_tokens``, in sequences up to ``longest``; None if partials take too much."""
+        """Return the work of batches up to ``n_tokens``, with sequences up to ``longest``; None if too large."""
         if any(kind.bucket_bytes(n_tokens, longest) > self.partial_bytes for kind in self.kinds):
             return None
         return tuple((kind, work_of_bucket(n_tokens, longest, kind.heads)) for kind in self.kinds)
@@ -359,20 +359,20 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least cost of something: whatever reads a thing twice, or multiplies more than it must, takes longer."""
+    """The minimum cost of a computation: real kernels may read data twice or multiply more."""
 
-    n_bytes: float = 0.0  # read and written in the device's memory
-    n_operations: float = 0.0  # a multiplication and an addition are two
-    kind: Kind | None = None  # what is multiplied; None for what no tensor core does
+    n_bytes: float = 0.0  # read and written in device memory
+    n_operations: float = 0.0  # a multiply-add counts as two
+    kind: Kind | None = None  # type of the operands; None if tensor cores are not used
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.n_bytes + other.n_bytes, self.n_operations + other.n_operations, self.kind or other.kind)
 
     def seconds(self, bandwidth: float, rates: Mapping[Kind, float]) -> float:
-        """The floor: nothing does it in less, on a device that moves and multiplies so much a second.
+        """Return the minimum seconds on a device with this bandwidth in bytes per second.
 
         Args:
-            rates: operations a second, of every kind that there is.
+            rates: operations per second, for every kind that occurs.
         """
         products = 0.0 if self.kind is None else self.n_operations / rates[self.kind]
         return max(self.n_bytes / bandwidth, products)
@@ -382,10 +382,10 @@ class Cost:
 class Call:
     """Kernels that compute a part of an operation."""
 
-    name: str  # in a profile; the same for that of each layer
-    launches: Callable[[Extent], Iterable[Launch]]  # those for batches of at most an extent
-    operands: Sequence[Stored | Inputs | Buffer]  # the buffers that they read and write
-    cost: Callable[[BatchSizes], Cost]  # what it costs for a batch
+    name: str  # name in a profile, shared by all layers
+    launches: Callable[[Extent], Iterable[Launch]]  # launches for batches within an extent
+    operands: Sequence[Stored | Inputs | Buffer]  # buffers that they read and write
+    cost: Callable[[BatchSizes], Cost]  # cost for a batch
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -394,7 +394,7 @@ class Call:
 
 
 def arguments(*values: Any, n_rows: int = 0) -> tuple[Any, ...]:
-    """Of Python's values, those that kernels take: int32, float32, null for None, and what rows are passed as."""
+    """Convert Python values to kernel arguments: int32, float32, null for None, and the arguments of rows."""
     return tuple(_arguments(values, n_rows))
 
 

@@ -1,7 +1,7 @@
-"""`localllm.kernels.cuda.driver.Driver` over CuPy: thin, since CUDA does the work.
+"""`localllm.kernels.cuda.driver.Driver` based on CuPy: a thin layer, because CUDA does the work.
 
-CuPy's own memory pool, arrays and compiler are not used, only its binding of CUDA's runtime: memory is cudaMalloc's
-and given back at once, streams are those made here, and the current device of the calling program is left as it was.
+Only CuPy's binding of the CUDA runtime is used, not its memory pool, arrays and compiler.  Memory is allocated with
+cudaMalloc and freed at once, all streams are created here, and the calling program's current device is restored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory,
 from localllm.kernels.cuda.installation import count_devices, import_cupy
 from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
 
-# Numbers of CUDA's errors (cudaError_t; those of the driver API are the same).
+# CUDA's error numbers (cudaError_t; the driver API uses the same numbers).
 _OUT_OF_MEMORY = 2
 _INITIALISATION = 3
 _NO_BINARY = {200, 209, 218, 222}
@@ -42,14 +42,14 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 _LAUNCH_OUT_OF_RESOURCES = 701
 _ILLEGAL_STATE = 401
 _CAPTURE = {_ILLEGAL_STATE, *range(900, 911)}
-#: After these nothing works any more in the process: memory errors of the hardware, illegal accesses and
-#: instructions, assertions, time limits, a device that fell off its bus.
+#: Errors that make CUDA unusable in this process: hardware memory errors, illegal accesses and instructions,
+#: assertions, time limits, a device that is no longer on its bus.
 _LOST = {214, 219, 220, 226, 700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 721}
 
 
 @dataclass(frozen=True, eq=False)
 class _Handle:
-    """Something of CuPy's and the device that it is of."""
+    """An object of CuPy and its device."""
 
     device: int
     cupy: Any
@@ -58,7 +58,7 @@ class _Handle:
 @dataclass(frozen=True, eq=False)
 class _Module(_Handle):
     name: str
-    #: Functions by kernel, and the dynamic shared memory that the driver lets each have.
+    #: Functions by kernel, and the dynamic shared memory that the driver allows each.
     functions: dict[str, Any] = field(default_factory=dict)
     shared_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -71,13 +71,13 @@ class CupyDriver:
         self._runtime = self._cupy.cuda.runtime
         self._count = count_devices(self._cupy)
         self._compiler = ModuleCompiler(self._cupy, folder)
-        #: The device last used: what belongs to none in particular is done by it, lest CUDA wake another one.
+        #: The device last used, for calls that belong to no device: on another device, CUDA would create a context.
         self._home = 0
         self._properties: dict[int, DeviceProperties] = {}
         self._modules: dict[tuple[int, str, frozenset[tuple[str, int | str]]], _Module] = {}
-        #: Pairs (device, peer) with access.
+        #: Pairs (device, peer) with peer access.
         self._peers: set[tuple[int, int]] = set()
-        #: The threads that capture, and what became garbage meanwhile: to free anything would break a capture.
+        #: Threads that capture, and objects to free afterwards: freeing memory would break a capture.
         self._capturing: list[int] = []
         self._garbage: deque[tuple[int, Callable[[int], None], int]] = deque()
 
@@ -90,7 +90,7 @@ class CupyDriver:
     def properties(self, device: int) -> DeviceProperties:
         interface.check_device(device, self._count)
         if device not in self._properties:
-            with self._calls(device, "read the properties of it"):
+            with self._calls(device, "read its properties"):
                 found = self._runtime.getDeviceProperties(device)
                 bus_id = self._runtime.deviceGetPCIBusId(device)
             self._properties[device] = DeviceProperties(
@@ -105,7 +105,7 @@ class CupyDriver:
 
     def memory_info(self, device: int) -> MemoryInfo:
         interface.check_device(device, self._count)
-        with self._on(device, "ask for its memory"):
+        with self._on(device, "report its free memory"):
             return MemoryInfo(*self._runtime.memGetInfo())
 
     def can_access_peer(self, device: int, peer: int) -> bool:
@@ -125,7 +125,7 @@ class CupyDriver:
             try:
                 self._runtime.deviceEnablePeerAccess(peer)
             except self._runtime.CUDARuntimeError as error:
-                if error.status != _PEER_ACCESS_ALREADY_ENABLED:  # by another library in this process
+                if error.status != _PEER_ACCESS_ALREADY_ENABLED:  # another library in this process enabled it
                     raise
         self._peers.add((device, peer))
 
@@ -135,7 +135,7 @@ class CupyDriver:
         self._check(device)
         self._not_capturing("memory is allocated")
         if n_bytes <= 0:
-            raise UsageError(f"{n_bytes} bytes of device memory: at least one has to be asked for")
+            raise UsageError(f"an allocation of {n_bytes} bytes of device memory: it must be at least 1 byte")
         with self._on(device, "allocate memory", n_bytes):
             address = int(self._runtime.malloc(n_bytes))
         owner = _Owner()
@@ -145,7 +145,7 @@ class CupyDriver:
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
         self._not_capturing("host memory is locked")
         if n_bytes <= 0:
-            raise UsageError(f"{n_bytes} bytes of pinned memory: at least one has to be asked for")
+            raise UsageError(f"an allocation of {n_bytes} bytes of pinned memory: it must be at least 1 byte")
         runtime = self._runtime
         try:
             with self._on(self._home, "lock host memory"):
@@ -159,7 +159,7 @@ class CupyDriver:
         return np.ctypeslib.as_array(buffer)
 
     def _free_with(self, owner: object, device: int, free: Callable[[int], None], address: int) -> None:
-        """Frees memory when its owner is garbage; at the process's end the system does it."""
+        """Free memory when its owner is garbage; at the end of the process the system frees it."""
         weakref.finalize(owner, self._free, device, free, address).atexit = False
 
     def _free(self, device: int, free: Callable[[int], None], address: int) -> None:
@@ -170,7 +170,7 @@ class CupyDriver:
             with self._on(device, "free memory"):
                 free(address)
         except LocalLLMError:
-            pass  # the device is lost, and its memory with it
+            pass  # the device and its memory are lost
 
     # -- Streams and events ----------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class CupyDriver:
             function(*sizes, values, shared_mem=shared_bytes, stream=_cupy(stream))
 
     def _function(self, module: interface.Module, kernel: str, shared_bytes: int) -> Any:
-        """A kernel that may have so much dynamic shared memory."""
+        """Return a kernel, with at least ``shared_bytes`` of dynamic shared memory allowed."""
         if not isinstance(module, _Module):
             raise UsageError(f"{module!r} is not a module of this driver")
         if kernel not in module.functions:
@@ -285,13 +285,14 @@ class CupyDriver:
 
     def begin_capture(self, stream: interface.Stream) -> None:
         with self._on(stream.device, "begin a capture"):
-            # Relaxed, so that neither kernels that the driver loads now nor other threads of the program are errors.
+            # Relaxed, so that modules loaded by the driver, and other threads of the program, do not break the
+            # capture.
             _cupy(stream).begin_capture(self._runtime.streamCaptureModeRelaxed)
         self._capturing.append(threading.get_ident())
 
     def end_capture(self, stream: interface.Stream) -> _Handle:
         if threading.get_ident() not in self._capturing:
-            raise KernelError("CUDA graph capture: it ends in a thread that began none")
+            raise KernelError("CUDA graph capture: the thread that ends it did not start it")
         try:
             with self._on(stream.device, "end a capture"):
                 return _Handle(stream.device, _cupy(stream).end_capture())
@@ -315,7 +316,7 @@ class CupyDriver:
             raise KernelError(f"CUDA graph capture: {what} in the thread that captures")
 
     def _memory(self, device: int) -> MemoryInfo:
-        """Free memory; nothing where the driver does not tell."""
+        """Return the free memory; empty if the driver does not report it."""
         runtime = self._runtime
         try:
             previous = runtime.getDevice()
@@ -328,17 +329,17 @@ class CupyDriver:
 
     @contextlib.contextmanager
     def _calls(self, device: int, doing: str, n_bytes: int | None = None) -> Iterator[None]:
-        """Turns CUDA's errors into ours."""
+        """Convert CUDA's errors to exceptions of localllm."""
         try:
             yield
-        except RuntimeError as error:  # CuPy's errors of CUDA's runtime and of its driver have a status
+        except RuntimeError as error:  # CuPy's errors of the CUDA runtime and driver have a status
             if not hasattr(error, "status"):
                 raise
             raise self._error(error, device, doing, n_bytes) from error
 
     @contextlib.contextmanager
     def _on(self, device: int, doing: str, n_bytes: int | None = None) -> Iterator[None]:
-        """The same, with ``device`` as CUDA's current one, which the calling program has again afterwards."""
+        """Like `_calls`, with ``device`` as CUDA's current device, which is restored afterwards."""
         with self._calls(device, doing, n_bytes):
             previous = self._runtime.getDevice()
             self._runtime.setDevice(device)
@@ -348,7 +349,7 @@ class CupyDriver:
                 self._runtime.setDevice(previous)
 
     def _error(self, error: Any, device: int, doing: str, n_bytes: int | None = None) -> LocalLLMError:
-        """The meaning of one of CUDA's errors."""
+        """Return the exception for a CUDA error."""
         status = getattr(error, "status", None)
         failed = f"CUDA device {device} could not {doing}: {error}"
         if status == _OUT_OF_MEMORY:
@@ -368,18 +369,18 @@ class CupyDriver:
 
 
 def open_driver(folder: Path = FOLDER) -> interface.Driver:
-    """The CUDA devices of this machine; see `CupyDriver`."""
+    """Return the driver of this machine's CUDA devices; see `CupyDriver`."""
     return CupyDriver(folder)
 
 
 class _Owner:
-    """The owner of an allocation, which is freed when this is garbage."""
+    """The owner of an allocation, which is freed when the owner is garbage."""
 
     __slots__ = ("__weakref__",)
 
 
 def _cupy(handle: object) -> Any:
-    """CuPy's object behind one of ours."""
+    """Return the CuPy object of a handle."""
     if not isinstance(handle, _Handle):
         raise UsageError(f"{handle!r} is not of this driver")
     return handle.cupy

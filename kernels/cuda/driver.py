@@ -1,26 +1,27 @@
-"""The narrow interface to CUDA devices that the rest of the backend is written against.
+"""The narrow interface to CUDA devices that the rest of the backend uses.
 
-`localllm.kernels.cuda.cupy_driver` is it over CuPy.  The tests have another one, which emulates several devices on
-the CPU, runs streams as late or in as odd an order as their events allow, and so finds what a GPU hides mostly.
+`localllm.kernels.cuda.cupy_driver` implements it with CuPy.  The tests have another implementation, which emulates
+several devices on the CPU.  It runs streams as late, and in as unusual an order, as their events allow, and so finds
+errors that a GPU usually hides.
 
-**What is asynchronous.**  `record`, `wait`, `upload`, `download`, `copy`, `fill`, `launch` and `replay` put work into
-a stream and return.  The work of one stream is done in order.  Between streams, also of one device, nothing is
-ordered but by `record` of an event in one and then `wait` for it in the other; between the host and a stream nothing
-but by `synchronize`.  All other methods have done their work when they return.
+**Asynchronous methods.**  `record`, `wait`, `upload`, `download`, `copy`, `fill`, `launch` and `replay` add work to a
+stream and return.  The work of one stream runs in order.  Work of different streams, even of one device, is ordered
+only by `record` of an event in one stream and then `wait` for it in the other; the host and a stream are ordered only
+by `synchronize`.  All other methods have finished when they return.
 
-**What must be kept alive.**  Until a stream is known to be past the work that uses it: the `DeviceMemory` (one slice
-of an allocation is enough), and the host array of an upload or download, whose contents must not change, or be read,
-until then.  A captured graph uses the same memory at each replay: it and the host arrays must outlive the graph.
-Nothing here keeps them.
+**Lifetimes.**  The caller must keep some objects alive until the stream has finished the work that uses them: the
+`DeviceMemory` (one slice of an allocation is enough), and the host array of an upload or download, whose contents
+must not be changed or read before.  A captured graph uses the same memory in each replay: the memory and the host
+arrays must outlive the graph.  The driver does not keep references.
 
-**Threads.**  All methods may be called from several threads, but one stream from one thread at a time, and a capture
-belongs to the thread that began it.
+**Threads.**  All methods can be called from several threads, but each stream by only one thread at a time.  A capture
+belongs to the thread that started it.
 
-**Errors.**  Every method that takes a device, or something of one, raises `DeviceError` where there is no such device
-or localllm cannot use it; `DeviceLostError` where it failed, now or in earlier work: kernels run behind the host's
-back, so an illegal access shows at some later call, mostly at `synchronize`; and `DeviceMemoryError` where it has no
-memory left, which any call may need a little of.  Copies between sides of different sizes are a `UsageError`; other
-arguments that contradict each other only the tests' driver is sure to find.
+**Errors.**  Every method that takes a device, or an object of a device, raises `DeviceError` if the device does not
+exist or localllm cannot use it.  It raises `DeviceLostError` if the device failed, now or in earlier work: kernels
+run asynchronously, so an illegal access is reported by a later call, usually `synchronize`.  It raises
+`DeviceMemoryError` if the device has no memory left; any call may need a little memory.  Copies between sides of
+different sizes are a `UsageError`.  Only the tests' driver is certain to detect other inconsistent arguments.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from numpy.typing import NDArray
 
 from localllm.errors import ON_CPU, DeviceError, UsageError
 
-#: The oldest devices that the kernels are written for: Turing, whose tensor cores multiply integers.
+#: Oldest supported devices: Turing, whose tensor cores multiply integers.
 MINIMUM_CAPABILITY = (7, 5)
-#: Threads of a block that every device has.
+#: Threads per block that every device supports.
 MAX_BLOCK_THREADS = 1024
-#: Shared memory that a block may have without asking the driver first.
+#: Shared memory that a block can use without a request to the driver.
 FREE_SHARED_BYTES = 48 << 10
 
-#: Macros that choose the variants of a module's kernels: ``-DNAME=VALUE``.
+#: Macros that select the variants of a module's kernels: ``-DNAME=VALUE``.
 Defines = Mapping[str, int | str]
 #: Called with (modules compiled, modules to compile).
 CompileProgress = Callable[[int, int], None]
@@ -51,12 +52,12 @@ CompileProgress = Callable[[int, int], None]
 class DeviceProperties:
     """Properties of a device."""
 
-    name: str  #: the product's, as "NVIDIA H200"
+    name: str  #: product name, such as "NVIDIA H200"
     capability: tuple[int, int]  #: (9, 0) for sm_90
     n_multiprocessors: int
-    total_bytes: int  #: of its memory
-    shared_bytes: int  #: the shared memory that one block can have
-    bus_id: str  #: where it is plugged in, "0000:17:00.0": its name to other programs
+    total_bytes: int  #: size of its memory
+    shared_bytes: int  #: maximum shared memory of a block
+    bus_id: str  #: PCI address, "0000:17:00.0": its name in other programs
 
 
 class MemoryInfo(NamedTuple):
@@ -68,9 +69,10 @@ class MemoryInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A stretch of a device's memory; the allocation is given back when its last slice, and so ``owner``, is garbage.
+    """A range of a device's memory.  The allocation is freed when its last slice, and therefore ``owner``, is
+    garbage.
 
-    Where work still uses it then, that work goes wrong: see above.
+    Work that still uses freed memory fails: see above.
     """
 
     device: int
@@ -79,13 +81,13 @@ class DeviceMemory:
     owner: object
 
     def at(self, offset: int, n_bytes: int) -> DeviceMemory:
-        """``n_bytes`` of it that begin ``offset`` bytes in.  UsageError where that leaves it."""
+        """Return ``n_bytes`` at ``offset``.  Raises UsageError if the range exceeds this memory."""
         if offset < 0 or n_bytes < 0 or offset + n_bytes > self.n_bytes:
-            raise UsageError(f"{n_bytes} bytes at {offset} do not lie in device memory of {self.n_bytes} bytes")
+            raise UsageError(f"{n_bytes} bytes at {offset} are outside device memory of {self.n_bytes} bytes")
         return DeviceMemory(self.device, self.address + offset, n_bytes, self.owner)
 
 
-#: Of a kernel; numpy's numbers are of the types of its parameters.
+#: Arguments of kernels; numpy scalars have the types of the kernel's parameters.
 Argument = DeviceMemory | np.number[Any]
 
 
@@ -99,23 +101,23 @@ class Launch:
     grid: tuple[int, ...]
     block: tuple[int, ...]
     shared_bytes: int = 0
-    # the kernel's, or places in buffers whose memory is not there yet; none until they are `given`
+    # kernel arguments, or places in buffers whose memory is not allocated yet; empty until `given` is called
     arguments: tuple[Any, ...] = ()
 
     def given(self, *arguments: Any) -> Launch:
-        """The same with arguments."""
+        """Return this launch with arguments."""
         return replace(self, arguments=arguments)
 
 
 class Handle(Protocol):
-    """Something of a device's."""
+    """An object of a device."""
 
     @property
     def device(self) -> int: ...
 
 
 Stream = Handle  #: a queue of work
-Event = Handle  #: a place in the work of a stream, once it is recorded; waiting for one that never was is no wait
+Event = Handle  #: a position in the work of a stream, once recorded; waiting for an unrecorded event does nothing
 Graph = Handle  #: captured work, which a stream replays as a whole
 Module = Handle  #: kernels in a device's memory
 
@@ -127,74 +129,81 @@ class Driver(Protocol):
     def device_count(self) -> int: ...
 
     def properties(self, device: int) -> DeviceProperties:
-        """Also of a device that is too old to be used."""
+        """Return the properties of a device; also works for unsupported old devices."""
 
     def memory_info(self, device: int) -> MemoryInfo:
-        """Free memory now; other programs change it at any time."""
+        """Return the memory that is free now; other programs change it at any time."""
 
     def can_access_peer(self, device: int, peer: int) -> bool:
-        """Whether ``device`` can reach into the memory of ``peer``."""
+        """Return whether ``device`` can access the memory of ``peer``."""
 
     def enable_peer_access(self, device: int, peer: int) -> None:
-        """Lets ``device`` reach into the memory of ``peer``, one way; DeviceError where it cannot."""
+        """Allow ``device`` to access the memory of ``peer``, in this direction.  Raises DeviceError if it cannot."""
 
     def allocate(self, device: int, n_bytes: int) -> DeviceMemory:
-        """New memory, at a multiple of 256 bytes; what is in it is undefined.  Not while this thread captures."""
+        """Allocate memory with undefined contents, aligned to 256 bytes.  Not allowed while this thread captures."""
 
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Page-locked host memory, undefined contents; NotEnoughMemoryError where the system does not lock so much.
+        """Allocate page-locked host memory with undefined contents.
 
-        Copies from and to it are asynchronous and at full speed; other host memory may, or may not, be copied before
-        `upload` or `download` returns, and cannot be captured.  Not while this thread captures.
+        Copies from and to this memory are asynchronous and run at full speed.  Other host memory might be copied
+        before `upload` or `download` returns, and cannot be captured.  Not allowed while this thread captures.
+
+        Raises:
+            NotEnoughMemoryError: the system does not lock this much memory.
         """
 
     def stream(self, device: int) -> Stream:
-        """A new stream, which takes no part in the order of CUDA's default stream."""
+        """Create a stream that is independent of CUDA's default stream."""
 
     def event(self, device: int, *, timing: bool = False) -> Event:
-        """A new event.  ``timing``: it takes the time, for `elapsed_seconds`, which costs a little."""
+        """Create an event.  With ``timing``, it records the time for `elapsed_seconds`, at a small cost."""
 
     def record(self, event: Event, stream: Stream) -> None:
-        """From here on the event means: what the stream was given up to now.  They are of one device."""
+        """Move the event to the end of the current work of the stream, which must be of the same device."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """The stream's later work begins after the event as it was recorded last; of any device.
+        """Make the stream's later work start after the event's latest record, on any device.
 
-        The stream joins the capture in which the event was recorded, and must be waited for in turn, in the stream
-        that began it, before that ends.
+        If the event was recorded during a capture, the stream joins the capture.  The stream that started the capture
+        must then wait for this stream before the capture ends.
         """
 
     def synchronize(self, what: Stream | Event) -> None:
-        """Waits, on the host, for a stream's work or for an event.  Not while it is captured."""
+        """Block the host until a stream or an event is finished.  Not allowed while it is captured."""
 
     def elapsed_seconds(self, begin: Event, end: Event) -> float:
-        """Device time between two events of one device that were made with ``timing`` and that have come."""
+        """Return the device time between two finished events of one device, created with ``timing``."""
 
     def upload(self, destination: DeviceMemory, source: NDArray[Any], stream: Stream) -> None:
-        """Host to device; as many bytes as the destination has, contiguous."""
+        """Copy a contiguous host array to device memory of the same size."""
 
     def download(self, destination: NDArray[Any], source: DeviceMemory, stream: Stream) -> None:
-        """Device to host; as many bytes as the source has, contiguous."""
+        """Copy device memory to a contiguous host array of the same size."""
 
     def copy(self, destination: DeviceMemory, source: DeviceMemory, stream: Stream) -> None:
-        """Device to device, as many bytes in both, which do not overlap.
+        """Copy between non-overlapping device memory of the same size.
 
-        The stream is of one of the two devices.  Between two, that one must have access to the other
-        (`enable_peer_access`); without, the way leads through pinned host memory.
+        The stream must be of one of the two devices, and this device must have access to the other one
+        (`enable_peer_access`). Without access, copy through pinned host memory.
         """
 
     def fill(self, destination: DeviceMemory, byte: int, stream: Stream) -> None:
-        """Sets every byte, to 0 … 255."""
+        """Set every byte to ``byte``, 0 … 255."""
 
     def compile_modules(
         self, device: int, modules: Iterable[tuple[str, Defines]], progress: CompileProgress | None = None
     ) -> None:
-        """Compiles those (name, defines) that are not in the cache, so that `load_module` of them takes no time."""
+        """Compile the modules (name, defines) that are not in the cache, so that `load_module` is fast."""
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> Module:
-        """The kernels of ``name``.cu with these macros; KernelError where it does not compile, or is not there.
+        """Return the kernels of ``name``.cu with these macros.
 
-        The same again for the same again; that also while this thread captures, but nothing new.
+        The same arguments return the same module.  While this thread captures, only modules that are already loaded
+        are allowed.
+
+        Raises:
+            KernelError: the module does not compile, or does not exist.
         """
 
     def launch(
@@ -207,40 +216,41 @@ class Driver(Protocol):
         stream: Stream,
         shared_bytes: int = 0,
     ) -> None:
-        """Runs a kernel.
+        """Run a kernel.
 
         Args:
-            grid, block: blocks, and threads of each, along x, y, z; one where they say nothing.
-            arguments: device memory, and numpy scalars of the very types of the kernel's parameters: a device takes
-                what it is given byte by byte.  Memory of another device only with `enable_peer_access`.
-            stream: of the module's device.
-            shared_bytes: dynamic shared memory of each block, up to the device's.
+            grid, block: number of blocks, and of threads per block, along x, y, z; missing numbers are 1.
+            arguments: device memory, and numpy scalars of exactly the types of the kernel's parameters, because the
+            bytes
+                are passed unchanged.  Memory of another device requires `enable_peer_access`.
+            stream: a stream of the module's device.
+            shared_bytes: dynamic shared memory per block, at most the device's limit.
         """
 
     def begin_capture(self, stream: Stream) -> None:
-        """From now on, work given to the stream, and to those that join it, is recorded for a graph, not run.
+        """Record later work of the stream, and of streams that join it, for a graph instead of running it.
 
-        Until it ends this thread must not allocate, or load a module that was not loaded before: KernelError.  Nor
-        must it wait for one of the streams or their events, or copy host memory that is not pinned: that is the end
-        of the capture, with a KernelError here or where it ends (emulated devices notice all of it).  To run the
-        work once before capturing it is wise: CUDA loads kernels when they are first used.
+        Until the capture ends, this thread must not allocate memory or load new modules: this raises KernelError.  It
+        must not wait for one of the streams or their events, or copy host memory that is not pinned: this ends the
+        capture, with a KernelError at once or when it ends (emulated devices detect all of these).  Run the work once
+        before capturing it, because CUDA loads kernels on first use.
         """
 
     def end_capture(self, stream: Stream) -> Graph:
-        """The graph captured on a stream since `begin_capture`, which ends even on error.
+        """Return the graph captured on a stream since `begin_capture`.  The capture ends even if this method raises.
 
-        Raises KernelError if something was done that cannot be captured, or a stream that joined was not waited for.
+        Raises KernelError if some work cannot be captured, or if a stream that joined was not waited for.
         """
 
     def replay(self, graph: Graph, stream: Stream) -> None:
-        """Does the graph's work in the place where it stands in this stream, one replay at a time."""
+        """Add the graph's work to this stream; replays of one graph run one at a time."""
 
 
-# -- What all drivers check ----------------------------------------------------------------------------------------
+# -- Checks shared by all drivers ----------------------------------------------------------------------------------
 
 
 def check_device(device: int, count: int) -> None:
-    """Raises DeviceError where there is no device of that number."""
+    """Raise DeviceError if there is no device with this number."""
     if not 0 <= device < count:
         here = "there is only device 0" if count == 1 else f"there are {count}, 0 to {count - 1}"
         raise DeviceError(
@@ -249,7 +259,7 @@ def check_device(device: int, count: int) -> None:
 
 
 def check_capability(device: int, properties: DeviceProperties) -> None:
-    """Raises DeviceError where a device is older than `MINIMUM_CAPABILITY`."""
+    """Raise DeviceError if a device is older than `MINIMUM_CAPABILITY`."""
     if properties.capability < MINIMUM_CAPABILITY:
         have, need = (".".join(map(str, c)) for c in (properties.capability, MINIMUM_CAPABILITY))
         raise DeviceError(
@@ -260,13 +270,13 @@ def check_capability(device: int, properties: DeviceProperties) -> None:
 
 
 def check_sizes(destination: int, source: int) -> None:
-    """Raises UsageError where a copy's two sides differ."""
+    """Raise UsageError if the two sides of a copy have different sizes."""
     if destination != source:
-        raise UsageError(f"a copy of {source} bytes to a place of {destination}")
+        raise UsageError(f"a copy of {source} bytes to {destination} bytes: the sizes must be equal")
 
 
 def host_array(array: NDArray[Any], *, written: bool) -> NDArray[Any]:
-    """A host array that a device may copy; UsageError where it has gaps, or would be written but must not be."""
+    """Return a host array for a copy.  Raises UsageError if it has gaps, or is read-only but ``written``."""
     if not array.flags.c_contiguous:
         raise UsageError(
             f"an array of strides {array.strides} is not contiguous, and cannot be copied to or from a device"

@@ -1,7 +1,8 @@
-"""Checks that all is installed that a CUDA device needs, and says what is missing.
+"""Checks that everything a CUDA device needs is installed, and reports missing software.
 
-Three things: NVIDIA's driver, which is the system's; CuPy, which talks to it; and NVRTC, NVIDIA's compiler as a
-library.  The last two come with ``pip install "localllm[cuda13]"``, or ``[cuda12]`` for older drivers.
+Three things are needed: NVIDIA's driver, which belongs to the system; CuPy, which binds it; and NVRTC, NVIDIA's
+compiler as a library.  CuPy and NVRTC come with ``pip install "localllm[cuda13]"``, or ``[cuda12]`` for older
+drivers.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 
 from localllm.errors import ON_CPU, Argument, DeviceError
 
-#: The oldest CUDA that CuPy works with.
+#: The oldest version of CUDA that CuPy supports.
 OLDEST_CUDA = (12, 0)
 # Errors of cudaGetDeviceCount.
 _NO_DEVICE = 100
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest version of CUDA that NVIDIA's driver here runs; None without one."""
+    """Return the newest version of CUDA that NVIDIA's driver supports; None without a driver."""
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     version = ctypes.c_int()
     try:
@@ -32,7 +33,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def import_cupy() -> Any:
-    """The package cupy."""
+    """Return the package cupy.  Raises DeviceError if it cannot be used."""
     cuda = driver_cuda()
     if cuda is None:
         raise _no_device("NVIDIA's driver is not installed here; install it, or use ", ON_CPU)
@@ -51,7 +52,7 @@ def import_cupy() -> Any:
 
 
 def count_devices(cupy: Any) -> int:
-    """How many CUDA devices there are, at least one."""
+    """Return the number of CUDA devices.  Raises DeviceError if there is no usable device."""
     runtime = cupy.cuda.runtime
     try:
         count = int(runtime.getDeviceCount())
@@ -66,7 +67,7 @@ def count_devices(cupy: Any) -> int:
 
 
 def _unusable(runtime: Any, error: Exception) -> DeviceError:
-    """An explanation for a driver that fails to count its devices."""
+    """Return the error for a driver that fails to count its devices."""
     cuda, built = driver_cuda(), _version(runtime.runtimeGetVersion())
     if cuda is not None and cuda[0] < built[0]:
         return DeviceError(
@@ -74,11 +75,11 @@ def _unusable(runtime: Any, error: Exception) -> DeviceError:
             f"runs up to {_dotted(cuda)}: install a newer driver, or pip uninstall cupy-cuda{built[0]}x and "
             f'pip install "localllm[{extra(cuda)}]"'
         )
-    return _no_device(f"{error}; `nvidia-smi` may say more; or use ", ON_CPU)
+    return _no_device(f"{error}; `nvidia-smi` may show more; or use ", ON_CPU)
 
 
 def import_nvrtc(cupy: Any) -> Any:
-    """CuPy's binding of NVRTC, which needs no driver."""
+    """Return CuPy's binding of NVRTC, which needs no driver."""
     nvrtc = cupy.cuda.nvrtc
     try:
         nvrtc.getVersion()
@@ -91,7 +92,7 @@ def import_nvrtc(cupy: Any) -> Any:
 
 
 def extra(cuda: tuple[int, int]) -> str:
-    """The extra of localllm for a version of CUDA."""
+    """Return localllm's extra for a version of CUDA."""
     return "cuda13" if cuda >= (13, 0) else "cuda12"
 
 
@@ -105,7 +106,7 @@ def _no_device(*why: str | Argument) -> DeviceError:
 
 
 def _version(number: int) -> tuple[int, int]:
-    """CUDA's way to write 13.2 is 13020."""
+    """Convert CUDA's version number: 13020 is 13.2."""
     return number // 1000, number % 1000 // 10
 
 

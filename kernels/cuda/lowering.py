@@ -1,11 +1,12 @@
-"""A graph as calls of the CUDA kernels: for each operation those that compute it.
+"""Lowering of a graph to CUDA kernels: the kernel calls that compute each operation.
 
-Nothing is launched here, and no memory is needed: it also tells what a step will take before anything is loaded.
+Lowering launches nothing and allocates no device memory, so it also reports the memory of a step before anything is
+loaded.
 
-A layer of a llama takes nine launches for a token: norm and quantise, the product with query, key and value,
-rotation and append, attention over KV splits, their merge and quantise, the product with its output; norm and
-quantise, the product with gate and up, which ends with the gate, the product with down.  Norms, gates and attention
-write integers at once where products with integers are all that read them.
+A layer of a llama takes nine launches for a token: norm and quantise; the product with query, key and value; rotation
+and append; attention over KV splits; their merge and quantise; the product with its output; norm and quantise; the
+product with gate and up, which ends with the gate; the product with down.  Norms, gates and attention write integers
+directly if only products with integers read their results.
 """
 
 from __future__ import annotations
@@ -47,58 +48,58 @@ from localllm.kernels.cuda.weights import PackedMatrix, PackedWeights
 from localllm.kernels.graph import ACTIVATIONS, GATINGS, Graph, Rows, Tensor, Value, Weight
 from localllm.quant.types import GGMLType
 
-#: Columns that a block of `top_parts` sorts, and how many of the largest may be wanted.
+#: Columns that a block of `top_parts` sorts, and the maximum number of largest values.
 SORTED, MAX_TOP_K = 2048, 1024
-#: Experts of a layer that kernels know, and how many of them a token may go to.
+#: Maximum experts of a layer, and maximum experts per token.
 MAX_EXPERTS, MAX_CHOSEN = 1024, 32
 
-#: The blocks of a launch, by the number of rows.
+#: Returns the grid of a launch for a number of rows.
 Grid = Callable[[int], tuple[int, ...]]
 
 _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_PLACES}
-#: Operands of products, by the format of weights; "int8" where it says nothing.
+#: Operands of products by the format of weights; "int8" for formats that are not listed.
 _KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
 _LAYER = re.compile(r"blk\.\d+\.")
-#: What rotates nothing.
+#: A rope that rotates nothing.
 _NO_ROPE = g.Rope(np.zeros(0, np.float32), interleaved=False)
-# Threads, columns, tokens and heads of a block, as the sources have them.
+# Threads, columns, tokens and heads per block, as in the CUDA sources.
 _NORM_THREADS, GATE_THREADS, _GATE_COLUMNS, _SORT_THREADS = 512, 128, 512, 1024
 _HEADS_PER_BLOCK = 4
 _CONV_COLUMNS, _CONV_TOKENS = 128, 32
 _ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128, 4, 1024, 128, 512
-#: Sequences that a launch of recurrent kernels has blocks for: these take the others in turn.
+#: Maximum number of sequences in the grid of recurrent kernels: with more sequences, each block processes several.
 _MAX_SEQUENCES = 16
-#: Attention ends with codes where heads are a multiple of so many values.
+#: Attention writes codes if the value head size is a multiple of this.
 _CODED_HEAD = 32
-#: Tokens that an indexer scores at once, and blocks that share the positions of each.
+#: Tokens that an indexer scores at once, and blocks that share the positions of each token.
 _SCORED_TOKENS, _SCORE_BLOCKS = 64, 16
-#: Rows of a product with experts before those that matmul takes.
+#: Rows per product with experts in kernels other than matmul.
 _FEW_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """Calls whose buffers have their offsets."""
+    """Kernel calls whose buffers have offsets."""
 
-    limits: StepLimits  # what the calls have in common
+    limits: StepLimits  # limits shared by the calls
     calls: list[Call]
-    hidden: list[tuple[g.Input, Stored]]  # where rows that the graph begins with are put
+    hidden: list[tuple[g.Input, Stored]]  # input rows of the graph
     result: Stored
-    tables: list[tuple[int, bool]]  # rows of those that are looked up in, and whether by position
-    embeddings: dict[int, Stored]  # where those of tokens that have their own are put, by number
-    ngrams: list[tuple[g.NgramEmbed, Stored]]  # where what the host looks up of n-grams is put
-    # where the largest of the result is put, and where more of them are, if that is logits: ids, and behind those of
-    # all rows their logits; of more than one a row, then ids that rows go on with
+    tables: list[tuple[int, bool]]  # rows of each embedding table, and whether it is indexed by position
+    embeddings: dict[int, Stored]  # buffers of separate embeddings of tokens, by number
+    ngrams: list[tuple[g.NgramEmbed, Stored]]  # buffers of the rows that the host looks up for n-grams
+    # buffers of the largest value per row, and of the top k, if the result is logits: the ids of all rows, followed
+    # by their logits; with k > 1 also followed by the ids that the next batch continues with
     found: tuple[Buffer, Buffer] | None
-    arena_bytes: int  # what all buffers take
+    arena_bytes: int  # size of all buffers
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The experts that each token goes to, and what is made of that: see experts.cu."""
+    """The experts chosen for each token, and the tables derived from the choice; see experts.cu."""
 
     mixture: Mixture
-    # whether all products of an extent are of single rows, which need not lie side by side
+    # whether all products of an extent use single rows, which need not be contiguous
     is_single: Callable[[Extent], bool]
     buffer: Buffer
     products: Address
@@ -110,7 +111,7 @@ class _Chosen:
 
 
 class Lowering:
-    """Makes the calls of a graph."""
+    """Creates the calls of a graph."""
 
     def __init__(self, graph: Graph, weights: PackedWeights, limits: StepLimits) -> None:
         check_operations(graph, type(self), "cuda")
@@ -123,12 +124,12 @@ class Lowering:
         self.node = 0
         self.calls: list[Call] = []
         self.stored: dict[Value | None, Any] = {None: None}
-        #: Rows as products with weights of a kind of formats read them.
+        #: Rows in the format that matrix products read, by tensor and kind of weight format.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
-        #: Of gates that products may end with: where they go, and whether those of an extent do.
+        #: Outputs of gates that products can compute, and whether they do for an extent.
         self.ends: dict[Tensor, tuple[Inputs, Callable[[Extent], bool]]] = {}
         self.hidden: list[tuple[g.Input, Stored]] = []
-        #: What the last batch chose, which may be ids of the next one.
+        #: Ids chosen for the last batch, which can be inputs of the next batch.
         self.chosen = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
         self.embeddings: dict[int, Stored] = {}
@@ -140,20 +141,20 @@ class Lowering:
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
         found = self.choose(result) if self.graph.result.rows is Rows.OUTPUTS else None
-        # What a step begins with is there before its calls, and what it ends with stays.
+        # Inputs of a step are written before its calls, and its outputs must remain valid after them.
         given = *self.hidden, *self.ngrams
         begin = [stored.buffer for stored in (*(y for _, y in given), *self.embeddings.values())]
         end = [result.buffer, *(found or ())]
         kept = [self.batch.buffer, self.chosen, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
-        calls, self.calls = self.calls, []  # which refer to this: a circle would keep memory till the next collection
+        calls, self.calls = self.calls, []  # the calls refer to self: a cycle would delay freeing
         given_rows = self.embeddings, self.ngrams
         return Lowered(self.limits, calls, self.hidden, result, self.tables, *given_rows, found, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
     def new(self, rows: Rows, width: int) -> Stored:
-        """Memory for a tensor."""
+        """Allocate rows for a tensor."""
         slot = _SLOTS[rows]
         return Stored(Buffer(4 * padded(width) * self.limits.max_rows(slot)), width, slot)
 
@@ -161,11 +162,11 @@ class Lowering:
         return self.new(x.rows, x.width)
 
     def _rows_of(self, x: Tensor | None) -> tuple[Any, ...]:
-        """What kernels take for a tensor that may be None: rows and their stride, or null and 0."""
+        """Return kernel arguments for an optional tensor: its rows and stride, or null and 0."""
         return (None, 0) if x is None else (self.stored[x],)
 
     def in_place(self, op: g.Linear | g.ExpertOutput) -> Stored:
-        """Memory for a sum: that of the residual, if nothing reads it any more."""
+        """Allocate a sum, in the memory of the residual if nothing reads it later."""
         if op.residual is None or self.last_uses[op.residual] > self.node:
             return self.like(op.result)
         residual: Stored = self.stored[op.residual]
@@ -175,12 +176,12 @@ class Lowering:
         return Inputs.new(format, self.limits.max_rows(slot), x.width, slot)
 
     def inputs_of(self, x: Tensor, format: PackedFormat) -> Inputs:
-        """The rows of a tensor as products with weights of a format read them; added by the first that does."""
+        """Return a tensor's rows in the format for products with such weights; the first call adds the conversion."""
         key = x, format.input_kind
         if key not in self.inputs:
             rows: Stored = self.stored[x]
             inputs = self.new_inputs(format, x, rows.slot)
-            is_read = any(getattr(op, "residual", None) is x for op in self.readers[x])  # and written, by a product
+            is_read = any(getattr(op, "residual", None) is x for op in self.readers[x])  # and overwritten
             is_same = format.type is GGMLType.F32 and x.width % matmul.RUN == 0 and not is_read
             self.inputs[key] = replace(inputs, alone=rows) if is_same else inputs
             self._quantise("quantise", rows, inputs)
@@ -191,7 +192,7 @@ class Lowering:
     def _quantise(
         self, name: str, x: Stored, inputs: Inputs, rows: Any = None, head_stride: int = 0, **options: Any
     ) -> None:
-        """Rows as products read them: all, or those that are named, or the first values of each of their heads."""
+        """Convert rows for products: all rows, the rows given by ``rows``, or the first values of every head."""
         format, counter = inputs.format, self.batch.counter(inputs.slot)
         launch = matmul.quantise_launch(format, inputs.width, 1)
         values = x, inputs.width, counter, rows, head_stride, inputs
@@ -200,12 +201,12 @@ class Lowering:
         self.call(name, (launch.module, launch.kernel), inputs.slot, grid, launch.block[0], *values, **options)
 
     def result_of(self, x: Tensor, *, both: bool = False) -> tuple[Stored | None, Inputs | None]:
-        """Where a norm or a gate writes rows, and where integers, if it does.
+        """Return the outputs of a norm or a gate: float rows, or integers, or both.
 
-        Those alone, if products with them are all that read the tensor.
+        Float rows are omitted if only products with integers read the tensor.
 
         Args:
-            both: whether it can write both.
+            both: whether the kernel can write both.
         """
         readers = self.readers[x]
         multiplied = [_multiplied(op, x) for op in readers]
@@ -230,15 +231,15 @@ class Lowering:
         operands: Sequence[Stored | Inputs | Buffer] = (),
         cost: Callable[[BatchSizes], Cost] | None = None,
     ) -> None:
-        """Adds a call of one kernel, whose launches differ in the number of rows alone.
+        """Add a call of one kernel, whose launches differ only in the number of rows.
 
         Args:
-            kernel: the module and the name.
-            slot: what counts the rows: where a batch has none, nothing is launched.
-            grid: of so many rows.
+            kernel: module and name.
+            slot: number in the header that counts the rows; 0 rows need no launch.
+            grid: returns the grid for a number of rows.
             values: see `arguments`.
-            operands: rows and buffers that the values point into, beside those that are values themselves.
-            cost: by default, that all rows and weights are read or written once.
+            operands: rows and buffers that the values point to, in addition to rows and buffers among the values.
+            cost: by default, all rows and weights are read or written once.
         """
         rows = [value for value in (*values, *operands) if isinstance(value, Stored | Inputs)]
         weight_bytes = sum(value.n_bytes for value in values if isinstance(value, DeviceMemory))
@@ -254,7 +255,7 @@ class Lowering:
         self.calls.append(Call(name, launches, [*rows, *buffers], cost or all_rows))
 
     def _omit_last(self, is_done: Callable[[Extent], bool], n: int = 1) -> None:
-        """The last calls are not launched for extents where another one has done it."""
+        """Skip the last ``n`` calls for extents whose result another kernel has already computed."""
 
         def omitted(call: Call) -> Call:
             return replace(call, launches=lambda extent: () if is_done(extent) else call.launches(extent))
@@ -264,7 +265,7 @@ class Lowering:
     def elementwise(
         self, name: str, kernel: str, x: Stored, grid: Grid, threads: int, *values: Any, **options: Any
     ) -> None:
-        """Of a kernel of elementwise.cu whose first argument is the number of x's rows."""
+        """Add a call of a kernel in elementwise.cu whose first argument is the number of rows of x."""
         self.call(
             name, ("elementwise", kernel), x.slot, grid, threads, self.batch.counter(x.slot), *values, **options
         )
@@ -342,7 +343,7 @@ class Lowering:
         return y
 
     def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs | None:
-        """An activation, times another row if there is one."""
+        """Apply an activation, multiplied by a second row if given."""
         x, other = self.stored[gate], self.stored[up]
         ended, is_done = self.ends.get(result, (None, None))
         y, codes = (None, ended) if ended else self.result_of(result, both=True)
@@ -370,7 +371,7 @@ class Lowering:
         return y
 
     def _copy(self, x: Stored, source: int, y: Stored, target: int, n: int) -> None:
-        """So many columns, from a place in rows of x to a place in those of y."""
+        """Copy n columns, from column ``source`` of x to column ``target`` of y."""
         values = x.buffer.at(4 * source), x.stride, 0, n, y.buffer.at(4 * target), y.stride, 0
         options: dict[str, Any] = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n)}
         self.elementwise("copy columns", "copy_heads", x, lambda n: (1, n), 32, *values, **options)
@@ -411,7 +412,7 @@ class Lowering:
     def _add(
         self, x: Tensor, factor: float, weight: Weight | None, gate: Tensor | None, residual: Tensor | None
     ) -> Stored:
-        """factor * weight * sigmoid(gate) * x + residual; what is None is left out."""
+        """Compute factor * weight * sigmoid(gate) * x + residual; None omits a factor or the residual."""
         rows, y, other = self.stored[x], self.like(x), self.stored[residual]
         added = None if other is None else other.buffer
         values = rows, rows.width, float(factor), self.weights.vector(weight), *self._rows_of(gate), added, y
@@ -434,7 +435,7 @@ class Lowering:
         return y
 
     def choose(self, logits: Stored) -> tuple[Buffer, Buffer] | None:
-        """Finds the largest of the logits: as many as an extent says."""
+        """Find the largest logits, in the number that the extent specifies."""
         n_parts, n_outputs, header = -(-logits.width // SORTED), self.limits.max_outputs, self.batch.header
         found_bytes = 8 * n_outputs * min(MAX_TOP_K, logits.width)
         best, parts = Buffer(found_bytes + 4 * n_outputs), Buffer(found_bytes * n_parts)
@@ -459,7 +460,7 @@ class Lowering:
 
     def linear(self, op: g.Linear) -> Stored:
         matrix = self.weights.matrix(op.matrix.weight)
-        inputs = self.inputs_of(op.x, matrix.packed)  # products read these, never the rows: also if those are changed
+        inputs = self.inputs_of(op.x, matrix.packed)  # a copy, so the rows may be overwritten
         y = self.in_place(op)
         bias = self.weights.vector(op.matrix.bias)
         self._multiply(inputs, [(matrix, y, bias)], self.stored[op.residual])
@@ -477,7 +478,7 @@ class Lowering:
         return results
 
     def _gate_of(self, op: g.Linears | g.ExpertLinears) -> tuple[g.Gated, Inputs] | None:
-        """The gate that both products go to, and nothing else, if their codes are what is read of it."""
+        """Return the gate of both products, if nothing else reads them and only its codes are used; else None."""
         gates = {reader for x in op.result for reader in self.readers[x]}
         [gate] = gates if len(gates) == 1 else (None,)
         if not isinstance(gate, g.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
@@ -494,7 +495,7 @@ class Lowering:
     def _ends_with(
         self, gate: tuple[g.Gated, Inputs] | None, launches: Callable[[Extent], Iterator[Launch]]
     ) -> list[Inputs]:
-        """The buffers that products which may end with a gate write beside their results."""
+        """Return the additional buffers of products that may compute a gate."""
         if gate is None:
             return []
         is_done = lambda extent: any(launch.kernel.endswith("_gated") for launch in launches(extent))  # noqa: E731
@@ -521,12 +522,12 @@ class Lowering:
         residual: Stored | None = None,
         gate: tuple[g.Gated, Inputs] | None = None,
     ) -> None:
-        """Products of the same inputs with matrices of all formats that read those.
+        """Multiply the same inputs with matrices of all formats that read inputs of this kind.
 
         Args:
-            products: the matrix, or those of the inputs' heads, where the product goes, and the bias.
-            residual: what is added to the product, of which there is one then; it may be where that goes.
-            gate: what both products are for, and where its codes go.
+            products: the matrix (or the matrices of the inputs' heads), the result, and the bias.
+            residual: added to the product.  Requires a single product; may be the result's memory.
+            gate: the gate that both products feed, and the buffers of its codes.
         """
         limits, slot, added = self.limits, inputs.slot, None if residual is None else residual.buffer
         packed, results = [w for w, _, _ in products], [y for _, y, _ in products]
@@ -576,12 +577,12 @@ class Lowering:
         q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
         rope, scale, others = op.rope or _NO_ROPE, op.q_scale or g.PositionScale(0.0, 1), [x for x in (k, v) if x]
         if self.graph.caches_of is not None:
-            raise KernelError("assistants that draft from another model's caches are not on a GPU")
+            raise KernelError("assistants that draft from another model's caches do not run on a GPU")
         norms: list[Any] = []
         for norm, dim in zip(op.norms, (kept.key_dim, kept.key_dim, kept.value_dim), strict=True):
             n = 0 if norm is None else dim if norm.weight is None else norm.weight.shape[0]
             norms += [norm and self.weights.vector(norm.weight), n, float(norm.eps) if norm else 0.0]
-        # Keys that are the queries too, of an indexer, are only kept.
+        # An indexer's keys that are also its queries are only stored.
         n_heads = 0 if op.q is op.k else q.width // kept.key_dim
         row_bytes = 2 * q.bytes_of(1) + sum(x.bytes_of(1) for x in others) + (kept.bytes_per_token() if k else 0)
         self.call(
@@ -597,7 +598,7 @@ class Lowering:
             *(*self._rows_of(op.k), *self._rows_of(op.v)),
             *(n_heads, kept.n_heads, *norms),
             *(op.norm_last, float(scale.rate), scale.length, scale.offset),
-            # Without keys, the cache is another layer's.
+            # An operation without keys uses the cache of another layer.
             *(cache.layer(kept.key) if k else (None,) * 4),
             defines=append_defines(kept, has_axes=bool(rope.axes), ahead=rope.ahead),
             cost=lambda sizes: Cost(sizes.n_tokens * row_bytes),
@@ -608,9 +609,10 @@ class Lowering:
         if op.selected is not None or op.entries is not None:
             return self._attention_selected(op)
         if op.has_spans and not op.causal:
-            raise KernelError("attention to spans alone, of encoders of pictures, is not computed on a GPU")
+            raise KernelError("attention to spans only, as in image encoders, does not run on a GPU")
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
-        # What merges splits ends with codes, if that is all that is read; whole heads must make whole rows of them.
+        # The merge of splits ends with codes if nothing else is read; then a row of codes must consist of whole
+        # heads.
         fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0 and not kept.rotations[1]
         codes = self.result_of(op.result)[1] if fits else None
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
@@ -649,7 +651,7 @@ class Lowering:
         return y
 
     def _rotate_back(self, op: g.Attention, y: Stored) -> None:
-        """Undoes the rotation of values, of their sums."""
+        """Undo the rotation of values in their sums."""
         if op.cache.rotations[1]:
             self.call(
                 "rotate back",
@@ -746,7 +748,7 @@ class Lowering:
         *given: Any,
         **options: Any,
     ) -> None:
-        """Of a kernel whose first arguments are what it reads of a batch, and a state, which is read and written."""
+        """Add a call of a kernel whose first arguments are the batch and a state, which it reads and writes."""
         cache, (grid, threads, *values) = self.limits.cache, given
         first = *self.batch.sequences, cache.state(state), np.int64(cache.slot_bytes // 4)
         cost = lambda sizes: Cost(sizes.n_tokens * row_bytes + len(sizes.sequences) * 8 * state.n_values)  # noqa: E731
@@ -786,7 +788,7 @@ class Lowering:
         return y
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Stored, int]]:
-        """The rows that parts of tensors are in, and the columns that they begin at."""
+        """Return the rows that contain parts of tensors, and the first column of each part."""
         return [(self.stored[x], first) for x, first in g.side_by_side(tensors, widths)]
 
     def _recurrence(
@@ -798,12 +800,12 @@ class Lowering:
         how: tuple[int, int, float, float, float],
         is_per_channel: bool,
     ) -> Stored:
-        """Each token's update of a state, and its output.
+        """Update a state by each token, and compute its output.
 
         Args:
             parts: q, k and v.
-            gates: the steps, and betas if there are any.
-            how: groups, heads to each (0 where they take turns), eps, the scale, and the bound of what decays.
+            gates: the steps, and betas if used.
+            how: groups, heads per group (0 if heads alternate between groups), eps, scale, and bound of the decay.
         """
         (n_heads, n_rows, n_columns), y = op.state.shape, self.new(Rows.TOKENS, op.result.width)
         columns, (n_groups, per_group, *numbers) = 32 if n_columns % 32 == 0 else 16, how
@@ -827,11 +829,11 @@ class Lowering:
         limits, mixture, logits = self.limits, Mixture(op.logits.width, op.k), self.stored[op.logits]
         if mixture.n > MAX_EXPERTS or mixture.k > MAX_CHOSEN:
             raise KernelError(
-                f"{mixture.n} experts, of which a token goes to {mixture.k}, are more than CUDA kernels know, which "
+                f"{mixture.n} experts with {mixture.k} per token are too many for CUDA kernels, whose maximum "
                 f"is {MAX_EXPERTS} and {MAX_CHOSEN}: run the model's layers on the CPU"
             )
         n_pairs, n_places = limits.max_tokens * mixture.k, limits.max_rows(N_PLACES)
-        # Products, how many there are, ids, expert weights, places, and the places' tokens.
+        # Products, their number, ids, expert weights, places, and the tokens of places.
         sizes = 16 * mixture.n_products(limits.max_tokens, _FEW_ROWS), 16, *3 * [4 * n_pairs], 4 * n_places
         memory, header = Buffer(sum(sizes)), self.batch.header
         readers = [op for op in self.readers[op.result] if isinstance(op, g.ExpertLinears | g.ExpertOutput)]
@@ -863,7 +865,7 @@ class Lowering:
                 )
                 yield Launch("experts", "group_by_expert", {}, (1,), (_GROUP_THREADS,), 0, own)
 
-        # Ids, weights, places, and the tokens of these.
+        # Ids, weights, places, and the tokens of places.
         cost = lambda sizes: Cost(  # noqa: E731
             (1 + 2 * len(scored)) * logits.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4
         )
@@ -888,13 +890,13 @@ class Lowering:
         gate = self._gate_of(op) if is_plain else None
         results = self._multiply_experts(chosen, matrices, inputs, gate)
         for i, y in enumerate(results):
-            if op.biases or op.is_weighted:  # a weight counts before the bias: after the product it is the same
+            if op.biases or op.is_weighted:  # weights apply before biases
                 self._finish_experts(chosen, op.is_weighted, op.biases[i] if op.biases else None, y)
         return results
 
     def expert_output(self, op: g.ExpertOutput) -> Stored:
         if op.residual is not None and self.last_uses[op.residual] > self.node:
-            raise KernelError("the cuda backend adds what experts compute in place: nothing else may read that")
+            raise KernelError("the cuda backend adds the output of experts in place: it must not be read elsewhere")
         chosen, matrix, batch = self.stored[op.routing], self.weights.matrix(op.experts), self.batch
         rows, format, bias = self.inputs_of(op.h, matrix.packed), matrix.packed, self.weights.vector(op.bias)
         begin, k = len(self.calls), chosen.mixture.k
@@ -904,7 +906,7 @@ class Lowering:
             self._finish_experts(chosen, False, op.bias, products)
         weights, width = chosen.weights if op.is_weighted else None, products.width
 
-        def cost(sizes: BatchSizes) -> Cost:  # with places and weights
+        def cost(sizes: BatchSizes) -> Cost:  # includes places and weights
             n = sizes.rows(N_PLACES)
             return Cost(products.bytes_of(n) + 8 * n + 2 * y.bytes_of(sizes.n_tokens))
 
@@ -914,7 +916,7 @@ class Lowering:
         self.call("add experts", ("experts", "add_experts"), N_TOKENS, grid, _SUM_THREADS, *given, *values, **options)
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            """All of it, of few tokens."""
+            """Launch one kernel for the whole operation, for few tokens."""
             n = extent.n_tokens
             launch = matmul.summed_launch(format, matrix.n_out, matrix.n_in, n, k)
             if launch and chosen.is_single(extent):
@@ -925,14 +927,14 @@ class Lowering:
         self._omit_last(lambda extent: any(launches(extent)), len(self.calls) - begin)
         product = self.calls[begin]
 
-        def cost_at_once(sizes: BatchSizes) -> Cost:  # products are not written, and read again
+        def cost_at_once(sizes: BatchSizes) -> Cost:  # products are not stored and read again
             return product.cost(sizes) + cost(sizes) + Cost(-2 * products.bytes_of(sizes.rows(N_PLACES)))
 
         self.calls.append(Call(f"{product.name} + add", launches, [rows, chosen.buffer, y], cost_at_once))
         return y
 
     def _finish_experts(self, chosen: _Chosen, is_weighted: bool, bias: Weight | None, y: Stored) -> None:
-        """Products times the weights of their pairs, plus the biases of their experts, in place."""
+        """Multiply products by the weights of their pairs and add the biases of their experts, in place."""
         k, weights = chosen.mixture.k, chosen.weights if is_weighted else None
         given = self.batch.header, chosen.places, chosen.ids, weights, self.weights.vector(bias), k, y, y.width
         grid = lambda n: (-(-y.width // _SUM_COLUMNS), k * n)  # noqa: E731
@@ -948,10 +950,10 @@ class Lowering:
         inputs: Mapping[str, tuple[Inputs, Inputs | None]],
         gate: tuple[g.Gated, Inputs] | None = None,
     ) -> tuple[Stored, ...]:
-        """Products of rows by place, those of one format in one call.
+        """Multiply rows by place; products of one format are one call.
 
         Args:
-            inputs: by kind, those of places; and those of tokens, if they are there, which single rows are.
+            inputs: by kind, the inputs of places; and the inputs of tokens, if they exist, which single rows use.
         """
         results = tuple(self.new(Rows.CHOSEN, matrix.n_out) for matrix in matrices)
         for format in dict.fromkeys(matrix.format for matrix in matrices):
@@ -992,7 +994,7 @@ class Lowering:
                 yield launch.given(*arguments(x, *own[launch.kernel], *given, n_rows=n_rows))
 
         def cost(sizes: BatchSizes) -> Cost:
-            used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # that of all experts: the others are not read
+            used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # share of experts that are read
             return _product_cost(packed, inputs, sizes.rows(N_PLACES), part=used)
 
         operands: list[Stored | Inputs | Buffer] = [inputs, chosen.buffer, *(y for _, y in pairs)]
@@ -1002,28 +1004,28 @@ class Lowering:
 
 
 def _each(n: int) -> tuple[int, ...]:
-    """A block for each row."""
+    """Return a grid with one block per row."""
     return (n,)
 
 
 def _written(rows: Stored | None, codes: Inputs | None) -> tuple[Any, ...]:
-    """Arguments of kernels that write rows, codes or both."""
+    """Return arguments of kernels that write rows, codes or both."""
     return *((rows,) if rows else (None, 0)), *((codes,) if codes else (None, None, 0))
 
 
 def _product_rows(mixture: Mixture, extent: Extent, limits: ProductLimits) -> int:
-    """Rows of one expert that are multiplied at once, at most."""
+    """Return the maximum rows of one expert in a product."""
     few = extent.n_tokens * mixture.k <= _FEW_ROWS * mixture.n
     return _FEW_ROWS if few or limits.capability < matmul.TENSOR_CORES else limits.tile_rows[-1]
 
 
 def columns(x: Stored) -> Grid:
-    """Blocks of columns of each row."""
+    """Return a grid with blocks of columns for each row."""
     return lambda n: (-(-x.width // _GATE_COLUMNS), n)
 
 
 def selection_defines(kept: g.KVCache, k: int, entries: int = 0, *, by_head: bool = False) -> dict[str, int | str]:
-    """Definitions of selection.cu for attention to k positions."""
+    """Return definitions of selection.cu for attention to k positions."""
     heads = {"KV_HEADS": kept.n_heads, "VALUES_IN_KEYS": int(kept.values_in_keys), "BY_HEAD": int(by_head)}
     return {**append_defines(kept), **heads, "TOP": k, "ENTRIES": entries}
 
@@ -1031,13 +1033,13 @@ def selection_defines(kept: g.KVCache, k: int, entries: int = 0, *, by_head: boo
 def index_defines(
     kept: g.KVCache, k: int, n_heads: int, dim: int, *, run: int = 1, n_last: int = 0
 ) -> dict[str, int | str]:
-    """Those of an indexer that chooses k runs, whose keys may be made, behind the tokens' own."""
+    """Return definitions for an indexer that selects k runs, whose keys can be pooled and follow the tokens' keys."""
     place = {"RUN": run, "RUN_KEY": kept.key_dim - dim, "LAST": n_last}
     return {**selection_defines(kept, k), **place, "HEADS": n_heads, "DIM": dim}
 
 
 def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:
-    """The weights that an operation multiplies a tensor with; none if that is not all that it does with it."""
+    """Return the weights that an operation multiplies a tensor with; empty if it also uses the tensor differently."""
     match op:
         case g.Linears(x=own, matrices=matrices) if own is x:
             return [matrix.weight for matrix in matrices]
@@ -1049,7 +1051,7 @@ def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:
 
 
 def _names(weights: Sequence[PackedMatrix]) -> str:
-    """Of matrices in a layer, and their format."""
+    """Return the names of matrices in a layer, and their format."""
     names = dict.fromkeys(_LAYER.sub("", w.name).removesuffix(".weight") or "?" for w in weights)
     return f"{'+'.join(names)} {'+'.join(dict.fromkeys(w.format for w in weights))}"
 
@@ -1057,7 +1059,7 @@ def _names(weights: Sequence[PackedMatrix]) -> str:
 def _product_cost(
     weights: Sequence[PackedMatrix], inputs: Inputs, n: int, part: float = 1.0, extra_bytes: int = 0
 ) -> Cost:
-    """Of ``n`` rows, where so large a part of the weights is read."""
+    """Return the cost of ``n`` rows; ``part`` is the share of the weights that is read."""
     format, n_in, n_out = weights[0].packed, weights[0].n_in, inputs.n_heads * sum(w.n_out for w in weights)
     n_bytes = part * sum(w.n_bytes for w in weights) + inputs.bytes_of(n) + 4 * n * n_out + extra_bytes
     return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))

@@ -1,7 +1,7 @@
-"""Matrix products on CUDA devices: how large things are, and how kernels are launched.  Pure functions.
+"""Matrix products on CUDA devices: sizes and launches of kernels.  Pure functions.
 
-What lies where is drawn beside the kernels: packed weights in formats.cuh and codes.cuh, activations in
-activations.cuh, the order of additions in dots.cuh.  Which kernel multiplies:
+Memory layouts are shown next to the kernels: packed weights in formats.cuh and codes.cuh, activations in
+activations.cuh, the order of additions in dots.cuh.  The kernel depends on the rows of activations and the format:
 
 ===================  =============================================  ===================  ======
 rows of activations  weights of integers                            F16, BF16            F32
@@ -11,7 +11,7 @@ rows of activations  weights of integers                            F16, BF16   
 more                 matmul: tensor cores, tiles in shared memory   matmul               matvec
 ===================  =============================================  ===================  ======
 
-Before sm_80 integers go through matvec, 2 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
+Before sm_80, integers use matvec with 2 rows at a time, F16 uses matmul_few, and BF16 is stored as F32.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from localllm.quant.lut import LUT_IQ1_16, LUT_IQ2_16, KernelType, LUTType, bloc
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 
-#: Rows of weights that lie side by side; columns whose codes do, and that share activations' scales.
+#: Rows of weights per group, columns per run of codes, and columns that share a scale of activations.
 GROUP, RUN, BLOCK = 32, 128, 32
-#: Bytes of a row that lie together.
+#: Consecutive bytes of a row.
 UNIT = 16
-#: Chunks of columns that are summed apart, at most: warps of a block.
+#: Maximum chunks of columns with separate sums: the warps of a block.
 MAX_CHUNKS = 16
-#: The first compute capability whose tensor cores multiply what matmul_few and matmul want.
+#: First compute capability whose tensor cores support the operands of matmul_few and matmul.
 TENSOR_CORES = (8, 0)
-#: Rows of activations that matvec takes at once; those that matmul_few takes, in all; matrices of one launch.
+#: Rows of activations that matvec processes at once; maximum rows for matmul_few; maximum matrices per launch.
 VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
-#: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
+#: matmul's warps along the rows; rows of activations per block, in descending order; maximum stages.
 ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
-#: What a tile of matmul takes beside its products, to unpack weights: as long as so many rows of it (Q4_K, by SASS).
+#: Time to unpack the weights of a tile of matmul, in units of the time for one row's products (Q4_K, from the SASS).
 _UNPACK_ROWS = 40
 
-#: Formats of which matmul_few takes 8 rows at once instead of 16: their scales and codes take the registers for more.
-#: Q2_K, with most scales of all, goes through matvec instead.
+#: Formats for which matmul_few processes 8 rows at once instead of 16, because their scales and codes need registers.
+#: Q2_K, which has the most scales, uses matvec instead.
 _FEW_AT_ONCE: set[KernelType] = {GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K, LUT_IQ1_16, LUT_IQ2_16}
-#: Formats of which matmul takes 64 rows instead of 128, for which ptxas spills registers on some architecture: those
-#: with a scale for each 16 columns, and most with minima.
+#: Formats for which matmul uses 64 rows instead of 128, because ptxas spills registers on some architecture: formats
+#: with a scale per 16 columns, and most formats with minima.
 _SMALL_TILES = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q5_K, GGMLType.Q6_K}
-#: Formats for which ptxas spills registers of matmul_few_experts on some architectures.  matmul_experts takes few
-#: rows too, and multiplies them in about the time that it takes to read the weights.
+#: Formats for which ptxas spills registers of matmul_few_experts on some architectures.  matmul_experts is used for
+#: few rows instead; it takes about as long as reading the weights.
 _FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
-#: Launch bounds of matvec by FORMAT and rows, where those of `_vector_bounds` are not good.
+#: Launch bounds of matvec by FORMAT and rows, if the result of `_vector_bounds` is not good.
 _BOUNDS: dict[tuple[int | str, int], int | str] = {
     ("Q5_0", 4): "512,1",
     ("Q8_0", 1): 640,
@@ -61,12 +61,12 @@ _BOUNDS: dict[tuple[int | str, int], int | str] = {
     ("LUT3_16", 2): 640,
 }
 
-#: Formats of whose `matvec` of one token two fit into the registers of a block, as `matvec_gated` has them.  With
-#: experts, that takes more: only half as many threads fit.
+#: Formats whose `matvec` of one token fits a block's registers twice, as in `matvec_gated`.  With experts it needs
+#: more registers: only half the threads fit.
 _GATED = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q4_K}
-#: Chunks of columns that `matvec_experts_summed` adds up, of all experts of a token, and launch bounds.
+#: Maximum chunks of columns that `matvec_experts_summed` adds, over all experts of a token, and its launch bounds.
 MAX_SUMMED, _SUMMED_BOUNDS = 128, 768
-#: Formats of the first matrices and of the last of a launch of matvec: those that files mix in a layer.
+#: Formats of the first and the last matrices of a launch of matvec: formats that files combine in a layer.
 _MIXED = {
     (GGMLType.Q4_K, GGMLType.Q6_K),
     (GGMLType.Q5_K, GGMLType.Q6_K),
@@ -82,15 +82,15 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A format of weights as kernels read it."""
+    """A format of weights, as read by kernels."""
 
-    type: KernelType  # what `localllm.quant.repack.repack_target` names
-    columns: int  # of a tile
-    # code_bytes, scale_bytes: of a group's codes in 128 columns, and of its scales in a tile
+    type: KernelType  # result of `localllm.quant.repack.repack_target`
+    columns: int  # columns of a tile
+    # code_bytes, scale_bytes: bytes of a group's codes in 128 columns, and of its scales in a tile
     code_bytes: int
     scale_bytes: int
     input_columns: int  # columns in a unit of activations
-    defines: Mapping[str, int | str]  # macros that choose it
+    defines: Mapping[str, int | str]  # macros that select the format
 
     @property
     def name(self) -> str:
@@ -109,22 +109,22 @@ class PackedFormat:
         return -(-n_in // self.columns)
 
     def n_chunks(self, n_in: int) -> int:
-        """Chunks of columns that are summed apart: the same for all kernels."""
+        """Return the number of chunks of columns with separate sums, which is the same for all kernels."""
         return min(MAX_CHUNKS, self.n_tiles(n_in))
 
     def packed_bytes(self, n_out: int, n_in: int) -> int:
-        """Bytes of a packed matrix; groups of rows follow each other."""
+        """Return the bytes of a packed matrix.  Groups of rows are contiguous."""
         return n_groups(n_out) * self.n_tiles(n_in) * self.tile_bytes
 
     # -- Activations -----------------------------------------------------------------------------------------------
 
     @property
     def input_kind(self) -> str:
-        """Formats of one kind read the same activations."""
+        """Kind of the activations; formats of one kind read the same activations."""
         return self.name if self.is_float else GGMLType.Q8_0.name
 
     def input_rows(self, n_tokens: int) -> int:
-        """Rows that activations of up to ``n_tokens`` tokens are laid out for."""
+        """Return the rows in the layout of activations of up to ``n_tokens`` tokens."""
         if not self.is_tensor_float:
             for rows in VECTOR_ROWS:
                 if n_tokens <= rows:
@@ -132,16 +132,16 @@ class PackedFormat:
         return -(-n_tokens // 8) * 8
 
     def unit_bytes(self, n_in: int, n_rows: int) -> int:
-        """Bytes of the units of activations."""
+        """Return the bytes of the units of activations."""
         return -(-n_in // RUN) * (RUN // self.input_columns) * UNIT * n_rows
 
     def input_scale_bytes(self, n_in: int, n_rows: int) -> int:
-        """Bytes of the scales beside them; never none, so that they can be allocated."""
+        """Return the bytes of the scales of activations; at least 1, so that they can be allocated."""
         return 4 * n_rows if self.is_float else -(-n_in // RUN) * (RUN // BLOCK) * 8 * n_rows
 
     @property
     def is_tensor_float(self) -> bool:
-        """Whether tensor cores multiply it as floats."""
+        """Whether tensor cores multiply this format as floats."""
         return self.is_float and self.type is not GGMLType.F32
 
 
@@ -155,7 +155,7 @@ def _packed_format(type: KernelType) -> PackedFormat:
     if type in _FLOATS:
         return PackedFormat(type, RUN, GROUP * RUN * size.n_bytes, 0, UNIT // size.n_bytes, {"FORMAT": type.name})
     columns = max(RUN, size.length)
-    bits = 8 * size.n_bytes // size.length  # the scales take less than a bit a column
+    bits = 8 * size.n_bytes // size.length  # the scales need less than one bit per column
     scale_bytes = size.n_bytes * columns // size.length - bits * columns // 8
     defines: dict[str, int | str] = {"FORMAT": type.name}
     if isinstance(type, LUTType):
@@ -171,14 +171,14 @@ PACKED_FORMATS: dict[KernelType, PackedFormat] = {type: _packed_format(type) for
 
 
 def packed_format(type: KernelType, capability: tuple[int, int]) -> PackedFormat:
-    """How a device keeps weights of ``type``, which is one that kernels read."""
+    """Return the format that a device uses for weights of ``type``, which kernels must support."""
     if type is GGMLType.BF16 and capability < TENSOR_CORES:
         return PACKED_FORMATS[GGMLType.F32]
     return PACKED_FORMATS[type]
 
 
 def n_groups(n_out: int) -> int:
-    """Groups of rows of a matrix."""
+    """Return the number of groups of rows of a matrix."""
     return -(-n_out // GROUP)
 
 
@@ -187,29 +187,29 @@ def n_groups(n_out: int) -> int:
 
 @dataclass(frozen=True)
 class ProductLimits:
-    """The properties of a device that launches of products depend on."""
+    """Properties of a device that launches of products depend on."""
 
-    # capability, shared_bytes: the device's
+    # capability, shared_bytes: of the device
     capability: tuple[int, int]
     shared_bytes: int
-    # rows of activations that a block of matmul may take, the larger first; multiples of 16
+    # rows of activations per block of matmul, in descending order; multiples of 16
     tile_rows: tuple[int, ...] = TILE_ROWS
-    n_multiprocessors: int = 1  # the device's
+    n_multiprocessors: int = 1  # of the device
 
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix of a launch, as arguments of a kernel: places in memory, or in buffers."""
+    """One matrix of a launch, as kernel arguments: addresses in memory, or in buffers."""
 
-    weights: Any  # packed
-    y: Any  # float32 [T, stride], where the products go
+    weights: Any  # packed weights
+    y: Any  # float32 [T, stride], result
     n_out: int
     stride: int
     bias: Any = None  # float32 [n_out]
-    residual: Any = None  # float32 [T, stride], what is added; it may be ``y``
+    residual: Any = None  # float32 [T, stride], added to the result; may be ``y``
 
     def arguments(self) -> list[Any]:
-        """MATRIX_PARAMETERS of dots.cuh."""
+        """Return MATRIX_PARAMETERS of dots.cuh."""
         bias = np.uint64(0) if self.bias is None else self.bias
         residual = np.uint64(0) if self.residual is None else self.residual
         return [self.weights, bias, residual, self.y, np.int32(self.n_out), np.int32(self.stride)]
@@ -219,7 +219,7 @@ _NO_PRODUCT = [np.uint64(0)] * 4 + [np.int32(0)] * 2
 
 
 def pack_launch(format: PackedFormat, n_rows: int, n_in: int) -> Launch:
-    """`pack` of ``n_rows`` rows, of which the first begins a group.
+    """Return a launch of `pack` for ``n_rows`` rows; the first one starts a group.
 
     Arguments: rows, packed, int32 n_rows, int64 bytes of a row, int32 n_in, int32 tiles.
     """
@@ -228,20 +228,20 @@ def pack_launch(format: PackedFormat, n_rows: int, n_in: int) -> Launch:
 
 
 def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
-    """`quantise` of activations of ``n_in`` columns, laid out for ``n_rows``: a warp takes 128 columns at once.
+    """Return a launch of `quantise` for activations of ``n_in`` columns; a warp processes 128 columns.
 
-    Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in memory), which rows (int32) or null,
-    int32 stride of heads, units, scales, int32 n_rows.
+    ``n_rows``: rows of the layout.  Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in
+    memory), row numbers (int32) or null, int32 stride of heads, units, scales, int32 n_rows.
     """
     threads = min(_WARP * -(-n_in // RUN), MAX_BLOCK_THREADS)
     return Launch("quantise", "quantise", {"FORMAT": format.input_kind}, (n_rows,), (threads,))
 
 
 def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
-    """`embed` of up to ``n_rows`` tokens.
+    """Return a launch of `embed` for up to ``n_rows`` tokens.
 
-    Arguments: weights, int32 first column and the one behind the last, int32 tiles, ids (int32), ids that the last
-    batch chose (int32), n_tokens (int32 in memory), float32 scale, y, int32 stride.
+    Arguments: weights, int32 first column and end column (exclusive), int32 tiles, ids (int32), ids chosen for the
+    last batch (int32), n_tokens (int32 in memory), float32 scale, y, int32 stride.
     """
     return Launch("embed", "embed", format.defines, (n_rows,), (_EMBED_THREADS,))
 
@@ -249,19 +249,20 @@ def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
 def product_launch(
     format: PackedFormat, n_outs: Sequence[int], n_in: int, n_rows: int, limits: ProductLimits, n_heads: int = 1
 ) -> Launch:
-    """Activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), times up to `MAX_MATRICES` matrices.
+    """Return a launch of activations times up to `MAX_MATRICES` matrices.
 
-    With ``n_heads``, each head of the activations is multiplied with a matrix of its own.
+    ``n_rows``: rows of the layout (`PackedFormat.input_rows`).  With ``n_heads``, each head of the activations is
+    multiplied with a separate matrix.
     """
     if n_heads > 1:
         whole = product_launch(format, n_outs, n_in, n_rows, limits)
-        # Else ptxas spills registers, for sm_86 and sm_120.
+        # Without the bounds ptxas spills registers, for sm_86 and sm_120.
         bounds = {"BOUNDS": "512,1"} if format.defines["FORMAT"] in ("F32", "LUT_32") else {}
         return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1, **bounds})
     capability = limits.capability
     if not 1 <= len(n_outs) <= MAX_MATRICES:
         raise KernelError(
-            f"{len(n_outs)} matrices in one launch, which takes up to {MAX_MATRICES}: launch them apart"
+            f"{len(n_outs)} matrices in one launch, but the maximum is {MAX_MATRICES}: use several launches"
         )
     if n_rows > FEW_ROWS and capability >= TENSOR_CORES and format.type is not GGMLType.F32:
         return _matmul_launch(format, n_outs, n_rows, limits)
@@ -271,14 +272,14 @@ def product_launch(
     kernel = "matvec" if uses_lanes else "matmul_few"
     rows = _vector_rows(n_rows, capability) if uses_lanes else _few_rows(format, n_rows)
     grid = (-(-n_rows // rows), sum(map(n_groups, n_outs)))
-    # Of few rows the number is known when the kernel is compiled, and addresses are too.
+    # For few rows, the number and therefore the addresses are known at compile time.
     defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
     defines["BOUNDS"] = _vector_bounds(format, rows) if uses_lanes else _few_bounds(format, rows)
     return Launch(kernel, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
 def gated_launch(format: PackedFormat, launch: Launch) -> Launch | None:
-    """A launch of products with two matrices as the one that ends with their gate, where there is such a kernel."""
+    """Return the launch that computes two products and then their gate; None if there is no such kernel."""
     threads, is_expert = 2 * launch.block[0], launch.kernel == "matvec_experts"
     is_one = launch.kernel == "matvec" and launch.defines["TOKENS"] == 1
     if format.type not in _GATED or not (is_one or (is_expert and threads <= MAX_BLOCK_THREADS // 2)):
@@ -290,7 +291,7 @@ def gated_launch(format: PackedFormat, launch: Launch) -> Launch | None:
 
 
 def mixed_launch(format: PackedFormat, launch: Launch, last: PackedFormat) -> Launch | None:
-    """A `product_launch` whose last matrix is of another format, where there is such a kernel."""
+    """Return a `product_launch` whose last matrix has another format; None if there is no such kernel."""
     if (
         launch.kernel != "matvec"
         or launch.defines["ROWS"] not in VECTOR_ROWS
@@ -301,7 +302,7 @@ def mixed_launch(format: PackedFormat, launch: Launch, last: PackedFormat) -> La
 
 
 def gate_arguments(gate: Product, up: Product, kind: int, to: Sequence[Any]) -> list[Any]:
-    """GATE_PARAMETERS of gate.cuh; ``to``: units, scales and the rows that they are laid out for."""
+    """Return GATE_PARAMETERS of gate.cuh; ``to``: units, scales and the rows of their layout."""
     return [*gate.arguments()[:2], *up.arguments()[:2], np.int32(kind), *to]
 
 
@@ -315,10 +316,10 @@ def expert_launch(
     product_rows: int,
     limits: ProductLimits,
 ) -> Launch:
-    """The product of rows with matrices of their experts: `product_launch`, with tokens of one expert side by side.
+    """Return a `product_launch` of rows with the matrices of their experts; tokens of one expert are adjacent.
 
-    The ``n_pairs`` of tokens and experts are cut into ``n_products`` of rows of one expert: 8, or the last of
-    ``tile_rows``.
+    The ``n_pairs`` pairs of tokens and experts are divided into ``n_products`` products of rows of one expert, with
+    at most ``product_rows`` rows: 8, or the last of ``tile_rows``.
     """
     groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, limits.capability)
     if kernel == "matmul_experts":
@@ -335,7 +336,7 @@ def expert_launch(
 
 
 def summed_launch(format: PackedFormat, n_out: int, n_in: int, n_tokens: int, k: int) -> Launch | None:
-    """`matvec_experts_summed` of up to ``n_tokens`` tokens, if there is; warps have about as many chunks each."""
+    """Return `matvec_experts_summed` for up to ``n_tokens`` tokens, or None; warps get equal shares of the chunks."""
     if (n := k * format.n_chunks(n_in)) > MAX_SUMMED:
         return None
     warps = -(-n // -(-n // (_SUMMED_BOUNDS // _WARP)))
@@ -344,7 +345,7 @@ def summed_launch(format: PackedFormat, n_out: int, n_in: int, n_tokens: int, k:
 
 
 def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capability: tuple[int, int]) -> str:
-    """Which one multiplies: of few tokens, rows one by one; of few to an expert, 8 at once; of more, tiles."""
+    """Return the kernel: single rows for few tokens, 8 rows at once for few tokens per expert, otherwise tiles."""
     has_few = not format.is_float and n_tokens <= VECTOR_ROWS[-1]
     if has_few or format.type is GGMLType.F32 or (capability < TENSOR_CORES and not format.is_tensor_float):
         return "matvec_experts"
@@ -362,12 +363,12 @@ def product_arguments(
     n_tokens: Any,
     products: Sequence[Product],
 ) -> list[Any]:
-    """The arguments of a launch from `product_launch`.
+    """Return the arguments of a launch from `product_launch`.
 
     Args:
         inputs: units and scales of the activations.
-        n_tokens: int32, how many rows of them there are.
-        products: a matrix each, in the order of that launch.
+        n_tokens: int32, number of rows of activations.
+        products: one per matrix, in the order of the launch.
     """
     n_tiles = np.int32(format.n_tiles(n_in))
     arguments = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
@@ -377,21 +378,21 @@ def product_arguments(
 
 
 def matrix_arguments(products: Sequence[Product]) -> list[Any]:
-    """Those of up to `MAX_MATRICES` matrices."""
+    """Return the arguments of up to `MAX_MATRICES` matrices."""
     arguments = [argument for product in products for argument in product.arguments()]
     return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
 
 
 def _vector_rows(n_rows: int, capability: tuple[int, int]) -> int:
-    """Rows that a block of matvec takes.  For sm_75 ptxas spills registers of more than two."""
+    """Return the rows per block of matvec.  For sm_75 ptxas spills registers with more than two rows."""
     return min(n_rows, 2 if capability < TENSOR_CORES else 8)
 
 
 def _vector_bounds(format: PackedFormat, rows: int) -> int | str:
-    """Launch bounds of matvec.
+    """Return the launch bounds of matvec.
 
-    Blocks have up to 512 threads, but ptxas, told so, spills some registers to get by with the 64 with which two
-    blocks fit a processor.  With these numbers, found by trying, it does not.
+    Blocks have up to 512 threads.  With this bound, ptxas spills registers so that two blocks fit a multiprocessor
+    with 64 registers per thread.  With these experimentally determined bounds it does not spill.
     """
     if format.is_float:
         return 512
@@ -399,17 +400,17 @@ def _vector_bounds(format: PackedFormat, rows: int) -> int | str:
 
 
 def _few_bounds(format: PackedFormat, rows: int) -> int | str:
-    """The same of matmul_few."""
+    """Return the launch bounds of matmul_few."""
     return "512,1" if format.type is GGMLType.Q4_0 and rows == 8 else 512
 
 
 def _few_rows(format: PackedFormat, n_rows: int) -> int:
-    """Rows that a block of matmul_few takes."""
+    """Return the rows per block of matmul_few."""
     return 16 if n_rows % 16 == 0 and format.type not in _FEW_AT_ONCE else 8
 
 
 def stage_bytes(format: PackedFormat, tile_rows: int) -> int:
-    """Shared memory of a stage of matmul: 4 groups' codes of 128 columns and scales of a tile, and activations."""
+    """Return the shared memory of a matmul stage: codes of 4 groups in 128 columns, a tile's scales, activations."""
     scales = 0 if format.is_float else RUN // BLOCK * 8 * tile_rows
     units = RUN // format.input_columns * UNIT * tile_rows
     return ROW_WARPS * (format.code_bytes + format.scale_bytes) + units + scales
@@ -422,7 +423,7 @@ def _matmul_launch(format: PackedFormat, n_outs: Sequence[int], n_rows: int, lim
     fitting = [rows for rows in tile_rows if rows <= most and 2 * stage_bytes(format, rows) <= shared_bytes]
     row_blocks = sum(-(-n_groups(n_out) // ROW_WARPS) for n_out in n_outs)
 
-    def seconds(rows: int) -> int:  # in some unit; each multiprocessor has one block at a time
+    def seconds(rows: int) -> int:  # in arbitrary units; each multiprocessor runs one block at a time
         return -(-n_rows // rows * row_blocks // limits.n_multiprocessors) * (rows + _UNPACK_ROWS)
 
     rows = min(fitting, key=seconds)

@@ -1,9 +1,9 @@
-"""From a ``.cu`` file to code for a device.
+"""Compilation of ``.cu`` files for a device.
 
     matvec.cu + *.cuh ──flatten──▶ one source ──NVRTC, for an architecture──▶ cubin ──▶ cache on disk
                                         └ #line: errors name the real file
 
-NVRTC sees one flat source, so that a hash of it is a hash of all that the code depends on: that, the options and
+NVRTC compiles one flat source, so its hash covers everything that the code depends on: the source, the options and
 NVRTC's version name the file in the cache (`localllm.kernels.code_cache`).  Compiling needs no GPU and no driver.
 """
 
@@ -26,13 +26,13 @@ from localllm.kernels.cuda.driver import CompileProgress, Defines
 from localllm.kernels.cuda.installation import import_nvrtc
 from localllm.parallel import in_order
 
-#: Where the sources are.
+#: Folder of the sources.
 FOLDER = Path(__file__).parent
-#: Options of every module.  Numbers below the normal ones are zero; the rest of float arithmetic is IEEE's.
+#: Options of every module.  Subnormal numbers are zero; other float arithmetic follows IEEE 754.
 OPTIONS = ("--std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
-#: Modules that are compiled at once: each takes some 100 MB meanwhile.
+#: Modules that are compiled at once: each compilation takes some 100 MB.
 _COMPILERS = 8
-#: Characters of a compiler's log that an error quotes.
+#: Maximum characters of a compiler log in an error message.
 _MAX_LOG = 4000
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]*)"')
@@ -43,7 +43,7 @@ _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 
 
 def flat_source(name: str, folder: Path = FOLDER) -> str:
-    """``name``.cu with all that it includes by ``#include "…"`` in its place, each file once."""
+    """Return ``name``.cu with every ``#include "…"`` expanded in place; each file is included once."""
     if not _NAME.fullmatch(name):
         raise KernelError(f"{name!r} is not the name of a CUDA module")
     return "".join(_flatten(f"{name}.cu", folder, seen=set()))
@@ -67,12 +67,12 @@ def _flatten(file: str, folder: Path, seen: set[str]) -> Iterable[str]:
 
 
 def options(defines: Defines, architecture: str) -> tuple[str, ...]:
-    """NVRTC's options for a module; ``architecture`` is "sm_80" for machine code, "compute_80" for PTX."""
+    """Return NVRTC's options for a module; ``architecture`` is "sm_80" for machine code, "compute_80" for PTX."""
     return (*OPTIONS, f"-arch={architecture}", *(f"-D{key}={value}" for key, value in sorted(defines.items())))
 
 
 def architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
-    """The target for a device: its own code if NVRTC supports that (80 is 8.0), or PTX for its driver."""
+    """Return the target for a device: its architecture if NVRTC supports it (80 is 8.0), or PTX for its driver."""
     own = capability[0] * 10 + capability[1]
     if own in supported:
         return f"sm_{own}"
@@ -92,12 +92,12 @@ def architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
 class Compiled:
     """NVRTC's result."""
 
-    binary: bytes  # a cubin, or the PTX as text where that was asked for
-    log: str  # what the compiler said, warnings and the like
+    binary: bytes  # a cubin, or PTX as text if requested
+    log: str  # the compiler's warnings and other output
 
 
 def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -> Compiled:
-    """Compiles a flat source; ``name`` is the module, for messages."""
+    """Compile a flat source; ``name`` is the module's name for messages."""
     program = nvrtc.createProgram(source, f"{name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, tuple(options))
@@ -120,17 +120,17 @@ class ModuleCompiler:
     def __init__(self, cupy: Any, folder: Path = FOLDER) -> None:
         self._nvrtc = import_nvrtc(cupy)
         self._folder = folder
-        #: What was compiled and not fetched yet, by file name, for where the cache cannot be written.
+        #: Compiled modules that were not fetched yet, by file name, in case the cache cannot be written.
         self._compiled: dict[str, bytes] = {}
 
     def architecture(self, capability: tuple[int, int]) -> str:
-        """The target for a device; see `architecture`."""
+        """Return the target for a device; see `architecture`."""
         return architecture(capability, self._nvrtc.getSupportedArchs())
 
     def compile(
         self, modules: Iterable[tuple[str, Defines]], architecture: str, progress: CompileProgress | None = None
     ) -> None:
-        """Compiles those (name, defines) that are not in the cache."""
+        """Compile the modules (name, defines) that are not in the cache."""
         wanted = {s.file: s for s in (self._source(name, defines, architecture) for name, defines in modules)}
         missing = [s for s in wanted.values() if s.file not in self._compiled and _cached(s.file) is None]
         if not missing:
@@ -144,7 +144,7 @@ class ModuleCompiler:
             report(done, len(missing))
 
     def binary(self, name: str, defines: Defines, architecture: str) -> bytes:
-        """A module's code, for a driver to load."""
+        """Return a module's code, for a driver to load."""
         source = self._source(name, defines, architecture)
         ready = self._compiled.pop(source.file, None) or _cached(source.file)
         return self._compile(source) if ready is None else ready
@@ -164,7 +164,7 @@ class ModuleCompiler:
 
 @dataclass(frozen=True)
 class _Source:
-    """A module to compile, and the name of its file in the cache."""
+    """A module to compile, and the name of its cache file."""
 
     name: str
     text: str
@@ -181,7 +181,7 @@ def _cache_folder() -> Path | None:
 
 
 def _cached(file: str) -> bytes | None:
-    """A file of the cache, noted as used; None where it has none or a damaged one."""
+    """Return a file of the cache, and mark it as used; None if it is missing or damaged."""
     folder = _cache_folder()
     code = None if folder is None else read_code(folder / file)
     if folder is not None and code is not None:
@@ -192,7 +192,7 @@ def _cached(file: str) -> bytes | None:
 
 @functools.cache
 def _prune(folder: Path) -> None:
-    """Removes, once in a process, what nobody has used for long."""
+    """Remove old files of the cache, once per process."""
     with contextlib.suppress(OSError):
         for file in filter(is_stale, folder.glob("*.bin")):
             file.unlink()

@@ -1,13 +1,14 @@
-"""Where the time of forward passes goes on CUDA devices.
+"""Profiling of forward passes on CUDA devices.
 
-Steps that run while ``with watching(…)`` lasts are watched.  `BusyTime` times each as a whole;
-`Profiler` what it is made of.
+Steps that run during ``with watching(…)`` are observed.  `BusyTime` times each step as a whole; `Profiler` times its
+kinds of calls.
 
-**How a call is timed.**  The kernels of a token take a few microseconds each, less than the host needs to
-launch one, or a device to take the time between two.  So all calls of a forward pass that are the same but for
-the layer, such as its products with gate and up, are captured in a graph of their own, whose replays are timed as a
-whole.  As in the forward pass each reads weights of its own, which no cache still has; what they compute of what
-stands in their inputs by then is lost, and the batch runs once more as it should.
+**How a call is timed.**  The kernels for a token take a few microseconds each, less than the host needs to launch
+one, or a device to record the time between two.  Therefore, all calls of a forward pass that differ only in the
+layer, such as the products with gate and up, are captured in a separate graph, and replays of the graph are timed as
+a whole.  As in the forward pass, each call reads different weights, which are not in any cache.  The replays compute
+meaningless results, because their inputs are outdated, and the batch is run once more afterwards to get correct
+results.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from localllm.kernels.cuda.driver import Event
 from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import WATCHES, CUDAStep, Watch
 
-#: Launches that a graph has at least, lest the host takes longer to launch it than the device to run it.
+#: Minimum launches in a graph, so that launching it takes the host less time than running it takes the device.
 MIN_LAUNCHES = 32
 
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """The steps of this process that run meanwhile, in whichever thread, are watched."""
+    """Observe the steps that run in this process, in any thread, inside this context."""
     WATCHES.append(watch)
     try:
         yield
@@ -37,7 +38,7 @@ def watching(watch: Watch) -> Iterator[None]:
 
 
 class BusyTime:
-    """How long devices were at work on forward passes, from the first kernel of each to its last."""
+    """Measures how long devices worked on forward passes, from the first kernel of each pass to its last."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[CUDAStep, Event, Event]] = []
@@ -51,7 +52,7 @@ class BusyTime:
         self._marks.append((step, begin, end))
 
     def seconds(self) -> dict[int, float]:
-        """Of each device, once all of it is done."""
+        """Return the seconds of each device, after all work is finished."""
         total: dict[int, float] = {}
         for step, begin, end in self._marks:
             step.driver.synchronize(end)
@@ -61,10 +62,10 @@ class BusyTime:
 
 @dataclass
 class Share:
-    """A kind of call: how many there were, the launches that they took, and seconds."""
+    """A kind of call: number of calls, their launches, and seconds."""
 
     name: str
-    cost: Cost  # what they cost at least
+    cost: Cost  # minimum cost of the calls
     n: int = 0
     n_launches: int = 0
     seconds: float = 0.0
@@ -72,10 +73,10 @@ class Share:
 
 @dataclass
 class Profile:
-    """The forward passes of one device."""
+    """Profile of the forward passes of one device."""
 
     n_steps: int = 0  # batches that ran
-    seconds: float = 0.0  # that their graphs took, as a whole
+    seconds: float = 0.0  # duration of their whole graphs
     shares: dict[str, Share] = field(default_factory=dict)  # by name, in the order of the first pass
 
     @property
@@ -87,7 +88,7 @@ class Profiler:
     """Times the calls of forward passes, in graphs of at least ``least_launches``, or `MIN_LAUNCHES`, launches."""
 
     def __init__(self, repetitions: int = 5, least_launches: int = 0) -> None:
-        self.profiles: dict[int, Profile] = {}  # of each device
+        self.profiles: dict[int, Profile] = {}  # by device
         self._repetitions, self._least_launches = repetitions, least_launches or MIN_LAUNCHES
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
@@ -97,7 +98,7 @@ class Profiler:
         for call in step.calls:
             by_name.setdefault(call.name, []).append(call)
         with hidden_states_kept(step):
-            step.launch(extent)  # compiles what is missing
+            step.launch(extent)  # compiles missing kernels
             profile.n_steps += 1
             profile.seconds += call_seconds(step, step.calls, extent, repetitions=n, least_launches=1)
             for name, calls in by_name.items():
@@ -110,7 +111,7 @@ class Profiler:
 
 
 def total_cost(calls: Sequence[Call], sizes: BatchSizes) -> Cost:
-    """The cost of all of them."""
+    """Return the total cost of calls."""
     return sum((call.cost(sizes) for call in calls), Cost())
 
 
@@ -121,7 +122,7 @@ def _n_launches(calls: Sequence[Call], extent: Extent) -> int:
 def call_seconds(
     step: CUDAStep, calls: Sequence[Call], extent: Extent, *, repetitions: int, least_launches: int
 ) -> float:
-    """Seconds that calls of a step take on their own, one after the other; what they work on is spoiled."""
+    """Return the seconds that calls of a step take in order, without other calls; overwrites their buffers."""
     times = -(-least_launches // _n_launches(calls, extent))
     graph = step.graph(list(calls) * times, extent)
     driver, stream = step.driver, step.stream
@@ -130,7 +131,7 @@ def call_seconds(
 
 @contextmanager
 def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
-    """Restores the input of a part of a model afterwards, since its memory is reused."""
+    """Restore the hidden states that a part of a model starts with afterwards, because their memory is reused."""
     driver, stream = step.driver, step.stream
     rows = [step.rows(stored, step.limits.max_tokens) for _, stored in step.hidden]
     kept = [driver.allocate(memory.device, memory.n_bytes) for memory in rows]
@@ -139,4 +140,4 @@ def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
     yield
     for memory, copy in zip(rows, kept, strict=True):
         driver.copy(memory, copy, stream)
-    driver.synchronize(stream)  # until then what is kept must live
+    driver.synchronize(stream)  # the copies must not be freed before

@@ -1,11 +1,10 @@
-"""The ceilings of a CUDA device: how fast it moves bytes in its memory, and how fast it multiplies.
+"""Performance limits of a CUDA device: its memory bandwidth and its multiply rate.
 
-As `localllm.kernels.cpu.roofline`: a result means something only beside a ceiling measured in the same minute on the
-same device, whose clocks follow its load and its temperature.
+As in `localllm.kernels.cpu.roofline`, a result is meaningful only next to a limit measured in the same minute on the
+same device, because clock rates depend on load and temperature.
 
-Products are those of ``mma.sync``, which all kernels here are written in.  Tensor cores of compute capability 9.0 and
-10.0 have instructions of their own besides, which do more: for those this is the ceiling of the kernels, not of the
-device.
+Products use ``mma.sync``, as all kernels of this package do.  Tensor cores of compute capability 9.0 and 10.0 have
+additional, faster instructions: for these devices the result is the limit of the kernels, not of the device.
 """
 
 from __future__ import annotations
@@ -21,27 +20,28 @@ from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Stream
 from localllm.kernels.cuda.matmul import TENSOR_CORES
 
-#: Operands: signed bytes, or floats of 16 bits, with sums of 32.
+#: Operands: signed bytes, or 16-bit floats, with 32-bit sums.
 Kind = Literal["int8", "f16", "bf16"]
 KINDS: tuple[Kind, ...] = ("int8", "f16", "bf16")
 
-#: Bytes that are copied or read at once: many times what caches hold.  They take a part of the free memory at most.
+#: Bytes that are copied or read at once: many times the size of caches, but at most 1 / PART_OF_MEMORY of the free
+#: memory.
 MAX_BYTES, PART_OF_MEMORY = 1 << 29, 4
 #: Rounds of products in one launch: some milliseconds.
 ROUNDS = 1 << 12
 
-# As ceilings.cu has them.
+# As in ceilings.cu.
 THREADS, CHAINS, PERIOD = 256, 8, 4
 _WARPS = THREADS // 32
-#: Blocks for each multiprocessor: of the kernel that reads, and of those that multiply.
+#: Blocks per multiprocessor, of the kernel that reads and of the kernels that multiply.
 _READERS, _MULTIPLIERS = 8, 2
 
 
 class Stopwatch:
-    """Times what a stream is given, by events between one piece of work and the next.
+    """Times work on a stream, by events between the pieces of work.
 
-    The device has the next piece before it is through with the last, so that no time of the host's counts, as long as
-    a piece takes the device longer than it takes the host to give it: some ten microseconds.
+    The device receives each piece before it has finished the previous one.  So the host's time does not count, as
+    long as a piece takes the device longer than the host needs to submit it: some ten microseconds.
     """
 
     def __init__(self, driver: Driver, stream: Stream, repetitions: int = 7) -> None:
@@ -49,7 +49,7 @@ class Stopwatch:
         self._marks = [driver.event(stream.device, timing=True) for _ in range(repetitions + 1)]
 
     def seconds(self, work: Callable[[], None]) -> float:
-        """The median of several times, after one more that warms up; ``work`` gives the stream something to do."""
+        """Return the median of several times after a warm-up; ``work`` submits work to the stream."""
         work()
         for i, mark in enumerate(self._marks):
             if i:
@@ -61,7 +61,7 @@ class Stopwatch:
 
 
 class CUDARoofline:
-    """The ceilings of one device."""
+    """Performance limits of one device."""
 
     def __init__(self, driver: Driver, device: int, *, n_bytes: int = 0, rounds: int = 0) -> None:
         self._driver, self._device, self._rounds = driver, device, rounds or ROUNDS
@@ -69,7 +69,7 @@ class CUDARoofline:
         n_bytes = n_bytes or min(MAX_BYTES, driver.memory_info(device).free // PART_OF_MEMORY)
         self.n_bytes = n_bytes // 16 * 16
         has_tensor_cores = self._properties.capability >= TENSOR_CORES
-        self.kinds: tuple[Kind, ...] = KINDS if has_tensor_cores else ("int8", "f16")  # what it multiplies
+        self.kinds: tuple[Kind, ...] = KINDS if has_tensor_cores else ("int8", "f16")  # operands that it multiplies
         self._bytes_of_step = 16 * 8 * 32 if has_tensor_cores else 32 * 4 * 4
         self._stream = driver.stream(device)
         self._stopwatch = Stopwatch(driver, self._stream)
@@ -81,7 +81,7 @@ class CUDARoofline:
         self._operands: dict[Kind, DeviceMemory] = {}
 
     def _fill(self) -> None:
-        """Random words: some devices are faster where all are zero."""
+        """Fill with random words: some devices are faster with zeros."""
         chunk = np.random.default_rng(0).integers(0, 1 << 32, min(self.n_bytes, 1 << 24) // 4, np.uint32)
         for begin in range(0, self.n_bytes, chunk.nbytes):
             n = min(chunk.nbytes, self.n_bytes - begin)
@@ -91,12 +91,12 @@ class CUDARoofline:
     # -- Memory ----------------------------------------------------------------------------------------------------
 
     def copy_bandwidth(self) -> float:
-        """Bytes a second, read and written, of a copy in the device's memory."""
+        """Measure the bandwidth of a copy in the device's memory, bytes read and written per second."""
         seconds = self._stopwatch.seconds(lambda: self._driver.copy(self._copy, self._data, self._stream))
         return 2 * self.n_bytes / seconds
 
     def read_bandwidth(self) -> float:
-        """Bytes a second that a kernel reads."""
+        """Measure the bytes per second that a kernel reads."""
         return self.n_bytes / self._stopwatch.seconds(self._read)
 
     def _read(self) -> None:
@@ -104,14 +104,14 @@ class CUDARoofline:
         self._launch("read_words", _READERS, self._data, n)
 
     def total(self) -> int:
-        """The sum of all words that are read, modulo 2^32."""
+        """Return the sum of all words that are read, modulo 2^32."""
         self._read()
         return int(self._sums_of(_READERS, np.uint32).sum(dtype=np.uint32))
 
     # -- Products --------------------------------------------------------------------------------------------------
 
     def rate(self, kind: Kind) -> float:
-        """Operations a second: a multiplication and an addition are two."""
+        """Measure operations per second; a multiply-add counts as two."""
         self._load(kind)
         steps = self._rounds * CHAINS * PERIOD * _MULTIPLIERS * self._properties.n_multiprocessors * _WARPS
         products = steps * (self._bytes_of_step if kind == "int8" else 16 * 8 * 16)
@@ -130,7 +130,7 @@ class CUDARoofline:
             self._driver.synchronize(self._stream)
 
     def sums(self, kind: Kind) -> NDArray[Any]:
-        """The sum of the products of each warp, which are all the same: of bytes modulo 2^32."""
+        """Return the sum of the products of each warp, which are all equal; for bytes modulo 2^32."""
         self._load(kind)
         self._multiply(kind)
         return self._sums_of(_MULTIPLIERS, np.uint32 if kind == "int8" else np.float32)
@@ -149,7 +149,7 @@ class CUDARoofline:
 
 
 def operands(kind: Kind) -> NDArray[np.uint32]:
-    """Random numbers as ceilings.cu takes them: left operands [CHAINS, 32, 4] and right ones [PERIOD, 32, 2]."""
+    """Return random numbers for ceilings.cu: left operands [CHAINS, 32, 4] and right operands [PERIOD, 32, 2]."""
     random, n_words = np.random.default_rng(0), 32 * (4 * CHAINS + 2 * PERIOD)
     if kind == "int8":
         return random.integers(-127, 128, 4 * n_words, np.int8).view(np.uint32)

@@ -1,14 +1,14 @@
-"""Several CUDA devices as one: each computes a part of every layer (`localllm.kernels.shards`).
+"""Several CUDA devices as one: each device computes a part of every layer (`localllm.kernels.shards`).
 
     device 0   q k v, attention, part of the output ─┐ all wait ┌─ sum of all parts, norm, gate, up, …
     device 1   q k v, attention, part of the output ─┘ for all  └─ sum of all parts, norm, gate, up, …
 
-Each device adds all partial sums itself, in the order of the devices, out of the others' memory; where it cannot
-reach that, they come through pinned host memory.  A graph is captured over the streams of all devices, with the
-events that order them.
+Each device adds all partial sums itself, in the order of the devices, reading the others' memory.  If it cannot
+access this memory, the sums are copied through pinned host memory.  One graph is captured over the streams of all
+devices, with the events that order them.
 
-Partial sums have two buffers on each device, used in turn: when all have met for one sum, all have read those of the
-one before it, whose place the next may take.
+Each device has two buffers for partial sums, used alternately: when all devices have reached the barrier of one sum,
+all have read the previous sum, and its buffer can be reused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from localllm.kernels.split import SplitCache
 
 @dataclass(eq=False)
 class Exchange:
-    """The buffers of a device that others read: two for partial sums, one for logits."""
+    """Buffers of a device that other devices read: two for partial sums, one for logits."""
 
     sums: tuple[Stored, Stored]
     logits: Stored | None
@@ -61,15 +61,15 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class Barrier(Call):
-    """Where all devices wait until each has computed its part."""
+    """A point where all devices wait until each has computed its part."""
 
-    sent: Stored = field(kw_only=True)  # the device's own part
-    # by device, where its part is copied to, if this device cannot reach its memory
+    sent: Stored = field(kw_only=True)  # this device's part
+    # by device, buffer for a copy of its part, if this device cannot access its memory
     received: dict[int, Buffer] = field(kw_only=True)
 
 
 class ShardLowering(Lowering):
-    """Makes the calls of one device, numbered ``device``, which cannot read the memory of those ``unreachable``."""
+    """Creates the calls of device number ``device``, which cannot access the memory of ``unreachable`` devices."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class ShardLowering(Lowering):
     def _add_row(
         self, name: str, x: Buffer, like: Stored, residual: Address | Buffer | None, y: Stored, begin: int = 0
     ) -> None:
-        """Has rows at x, of the width of others, added to a residual: where y is, from a column on."""
+        """Add rows at x, in the layout of ``like``, to a residual, and write y from column ``begin`` on."""
         counter, to = self.batch.counter(y.slot), (y.buffer.at(4 * begin), y.stride)
-        # x may be another device's: an address, which gives it no place in the memory of this one.
+        # x can be in another device's memory.  As an address, it gets no place in this device's arena.
         values = counter, x.at(0), like.stride, like.width, 1.0, None, None, 0, residual, *to
         self.call(name, ("elementwise", "add"), y.slot, columns(like), GATE_THREADS, *values, operands=[y])
 
@@ -127,7 +127,7 @@ class ShardLowering(Lowering):
         return super().choose(logits) if self.device == 0 else None
 
     def _barrier(self, sent: Sequence[Stored], read: Sequence[int]) -> list[Buffer]:
-        """Adds a barrier; gives the buffers where this device reads the parts of those that it reads."""
+        """Add a barrier, and return the buffers with the parts that this device reads."""
         received = {i: self._copy_of(sent[i]) for i in self.unreachable if i in read}
         own = sent[self.device]
         operands: list[Stored | Inputs | Buffer] = [own, *received.values()]
@@ -141,9 +141,9 @@ class ShardLowering(Lowering):
 
 
 class RowSplitStep(CUDAStep):
-    """The step of the first device, which runs those of the others, its followers, with it."""
+    """The step of the first device, which also runs the steps of the other devices, its followers."""
 
-    #: The other devices would have to be told what was chosen.
+    #: The other devices would need the chosen ids.
     chooses_ahead = False
 
     def __init__(
@@ -184,7 +184,7 @@ class RowSplitStep(CUDAStep):
             step.compile_kernels(progress)
 
     def loaded(self, calls: Sequence[Call], *extents: Extent) -> list[Work]:
-        """Those of all devices, and what orders them: ``calls`` are all of this one."""
+        """Return the work of all devices, and its synchronisation; ``calls`` are all calls of this device."""
         record, wait = self.driver.record, self.driver.wait
         work: list[Work] = [partial(record, self._fork, self.stream)]
         work += [partial(wait, step.stream, self._fork) for step in self.followers]
@@ -199,7 +199,7 @@ class RowSplitStep(CUDAStep):
         return work
 
     def _synchronize(self, barriers: Sequence[Barrier], extent: Extent) -> Iterator[Work]:
-        """Has every device wait for the parts of those that it reads, and copies what they cannot reach."""
+        """Make each device wait for the parts that it reads, and copy parts that it cannot access."""
         driver = self.driver
         for i, (step, barrier) in enumerate(zip(self.steps, barriers, strict=True)):
             sent = barrier.sent
@@ -218,12 +218,12 @@ class RowSplitStep(CUDAStep):
                 yield partial(driver.upload, step.memory(buffer, host.nbytes), host, step.stream)
 
     def _staged(self, sent: Stored, extent: Extent) -> Any:
-        """Host memory for a part: no more than its rows, whose number an extent rounds up."""
+        """Return host memory for a part: its rows, rounded up by the extent."""
         return self._staging_of[sent][: min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))]
 
 
 def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
-    """Neighbouring calls, and each barrier alone."""
+    """Divide calls into runs of neighbouring calls, and single barriers."""
     runs: list[tuple[bool, list[Call]]] = [(False, [])]
     for call in calls:
         if isinstance(call, Barrier):
@@ -236,7 +236,7 @@ def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
 class RowSplitBackend(Backend):
     """Several CUDA devices of one driver as one, up to 8.
 
-    What it takes counts as often as there are devices, each time that of the one with most.
+    Memory is counted once per device, using the maximum of all devices.
     """
 
     name = "cuda"
@@ -267,7 +267,7 @@ class RowSplitBackend(Backend):
         def load(progress: Progress | None) -> CUDAStep:
             packed = []
             for backend, own, cache, each in zip(self.backends, weights, caches, uses, strict=True):
-                # Weights are reported as they are in the file, once.
+                # Weights are reported once, with their size in the file.
                 report = progress if backend is self.backends[0] else None
                 packed.append([own.load(use, report) for use in each])
                 backend.loader.close()
@@ -297,7 +297,7 @@ class RowSplitBackend(Backend):
 
 
 def _together(devices: Sequence[Sequence[PackedWeight]]) -> tuple[PackedWeight, ...]:
-    """The weights of all devices, each once, with the bytes of all its parts."""
+    """Return the weights of all devices, each once, with the bytes of all its parts."""
     held: dict[tuple[str, LayerTag], PackedWeight] = {}
     for weight in (weight for own in devices for weight in own):
         before = held.get((weight.name, weight.layer))

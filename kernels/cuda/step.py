@@ -1,9 +1,10 @@
-"""A step on a CUDA device: a batch goes up in one piece, and graphs or single launches do the rest.
+"""A step on a CUDA device: one upload per batch, then graphs or single launches.
 
-Each batch has an extent, and the launches for that serve all batches that have it.  For the first of these they are
-made one by one; for the second they are captured in a graph, which is replayed from then on, so that Python does
-nothing a layer.  Batches of few tokens share extents: there is one for each bucket and, about, power of two of the
-length in the cache.  Of larger ones, those that fill a step or a micro-batch have the same extent mostly.
+Each batch has an extent, and the launches for an extent serve all batches with this extent.  They are launched one by
+one for the first batch, and captured in a graph for the second batch.  Later batches replay the graph, so that no
+Python code runs per layer.  Batches of few tokens share extents: one per bucket and, approximately,
+per power of two of the length in the cache.  Larger batches that fill a step or a micro-batch usually have the same
+extent.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory,
 from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
 from localllm.kernels.embedding import NgramRows
 
-#: Lengths in the cache that an extent of a small batch serves: the first, and then twice as much each.
+#: Maximum cache length of the first extent of a small batch; each further extent doubles it.
 SHORTEST = 1024
-#: Batches that may be on their way to the device.
+#: Maximum batches in flight to the device.
 _IN_FLIGHT = 4
-#: Extents whose launches are kept to be captured, and graphs: those used last.
+#: Maximum extents whose launches are stored for capturing, and maximum graphs; the least recently used are dropped.
 _MAX_LAUNCHES, _MAX_GRAPHS = 16, 16
 #: Device memory of a kernel in a graph, for the plan: 1,000 more took 63 MB (driver 470; "Increasing memory footprint
 #: with large task graphs", NVIDIA's forums, 2023).  The section ceilings of `tests.benchmarks.gpu` measures it.
 NODE_BYTES = 64 << 10
-#: Tokens and outputs of larger batches are counted as multiples of this, so that launches serve several of them.
+#: Tokens and outputs of larger batches are rounded up to a multiple of this, so that their launches are reused.
 _STEP = 8
-#: Numbers of the largest logits that are found at once: for another one the next larger is.
+#: Supported numbers of largest logits; other numbers are rounded up.
 _TOP_K = (1, 64, 256, MAX_TOP_K)
-#: Batches beyond the buckets whose kernels are compiled ahead.
+#: Larger batches, outside the buckets, whose kernels are compiled ahead.
 _LARGE = (24, 40, 512)
 
 
@@ -52,8 +53,7 @@ Work = partial[None]
 
 @dataclass(eq=False)
 class _Slot:
-    """Pinned memory for a batch, and for the hidden states and embeddings that come with it; and when all of it was
-    uploaded."""
+    """Pinned memory for a batch and its hidden states and embeddings, and the event of their upload."""
 
     words: NDArray[np.int32]
     event: Event
@@ -63,7 +63,7 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Found:
-    """Pinned memory for ids and their logits, int32 [2, rows, k], and what rows go on with; and when it has come."""
+    """Pinned memory for ids and logits, int32 [2, rows, k], and for chosen ids, and the event of their download."""
 
     event: Event
     numbers: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -71,21 +71,21 @@ class _Found:
 
 
 class Watch(Protocol):
-    """Runs steps in their place, to observe them; see `localllm.kernels.cuda.profile`."""
+    """Runs steps instead of the step itself, to observe them; see `localllm.kernels.cuda.profile`."""
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
-        """Called when a batch is on its way to the device: `CUDAStep.launch` computes it."""
+        """Compute a batch with `CUDAStep.launch`.  Called when the upload of the batch was submitted."""
         ...
 
 
-#: What watches the steps of this process: the last of them, if there is one.
+#: Observers of this process's steps; only the last one is active.
 WATCHES: list[Watch] = []
 
 
 class CUDAStep(Step):
-    """The calls of a graph on a device, with the weights (kept alive by ``keep``) and the cache that they work on."""
+    """The calls of a graph on a device, with the weights (kept alive by ``keep``) and the cache that they use."""
 
-    #: Steps of other devices that run with it: see `localllm.kernels.cuda.row_split`.
+    #: Steps of other devices that run together with this one: see `localllm.kernels.cuda.row_split`.
     followers: tuple[CUDAStep, ...] = ()
 
     def __init__(
@@ -94,55 +94,55 @@ class CUDAStep(Step):
         self.driver, self.device = driver, device
         self.weights, self.limits = weights, lowered.limits
         self.cache: Cache = lowered.limits.cache
-        self.stream = lowered.limits.cache.stream  # what copies its pages comes behind the steps that fill them
+        self.stream = lowered.limits.cache.stream  # copies of pages are ordered after the steps that fill the pages
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
         self._found, self._tables, self._embeddings = lowered.found, lowered.tables, lowered.embeddings
         self._ngrams = [(NgramRows(op), into) for op, into in lowered.ngrams]
         self.max_top_k = 0 if lowered.found is None else min(MAX_TOP_K, lowered.result.width)
         self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
-        self._n_chosen = 0  # rows of the last run, which the next may begin with
+        self._n_chosen = 0  # rows of the last run, whose ids the next run may use
         self.arena = driver.allocate(device, lowered.arena_bytes)
         #: Arenas of other devices, by the buffers in them.
         self.reached: dict[Buffer, DeviceMemory] = {}
-        # What pads rows is read, and must be something.
+        # Padding of rows is read, and must be defined.
         driver.fill(self.arena, 0, self.stream)
         for rope, buffer in self.limits.ropes:
             axes = np.array(rope.axes, np.int32)
             values = np.concatenate([phases(rope.frequencies).view(np.uint8), axes.view(np.uint8)])
             driver.upload(self.memory(buffer), values, self.stream)
-            driver.synchronize(self.stream)  # until then the values must live
-        #: By the extent here and those of the followers.
+            driver.synchronize(self.stream)  # the values must not be freed before
+        #: By the extents of this step and its followers.
         self._graphs: OrderedDict[tuple[Extent, ...], Graph] = OrderedDict()
         self._launches: OrderedDict[tuple[Extent, ...], list[Work]] = OrderedDict()
-        #: Host memory that copies are made from and to.
+        #: Host memory of pending copies.
         self._host_memory: list[NDArray[np.uint8]] = []
         self._slots = [_Slot(self._words(1), self._event()) for _ in range(_IN_FLIGHT)]
         self._done = self._event()
-        #: What still reads the result of the last run, on other devices.
+        #: Events of other devices that still read the result of the last run.
         self._readers: list[Event] = []
         self._host_rows: NDArray[np.float32] | None = None
-        #: For what was chosen, in turn: one is read while the next is on its way.
+        #: Used alternately for chosen ids: one is read during the download of the next.
         self._host_found = [_Found(self._event()) for _ in range(2)]
         self._staging: NDArray[np.uint8] | None = None
-        # Whoever lets go of the step does not know what is under way: memory is given back after it.
+        # The step can be garbage while work is in flight: its memory is freed after this work.
         kept = (self.arena, lowered.limits.cache.memory, self._host_memory, (*self._slots,), keep)
         weakref.finalize(self, _settle, driver, self.stream, self._readers, kept).atexit = False
 
     def memory(self, place: Buffer | Address, n_bytes: int | None = None) -> DeviceMemory:
-        """Of a buffer, from a place in it on: to its end, or so many bytes."""
+        """Return the memory of a buffer from a place on: ``n_bytes``, or up to its end."""
         buffer, begin = (place, 0) if isinstance(place, Buffer) else (place.buffer, place.n_bytes)
         arena = self.reached.get(buffer, self.arena)
         return arena.at(buffer.offset + begin, buffer.n_bytes - begin if n_bytes is None else n_bytes)
 
     def rows(self, stored: Stored, n: int) -> DeviceMemory:
-        """The first ``n`` rows, with their padding."""
+        """Return the first ``n`` rows, with their padding."""
         return self.memory(stored.buffer, 4 * n * stored.stride)
 
     def _words(self, n_sequences: int) -> NDArray[np.int32]:
-        """Pinned memory for batches of so many sequences.
+        """Return pinned memory for batches of ``n_sequences`` sequences.
 
-        Few have more than one, so it grows when it must: tables of as many as there may be tokens take hundreds of
-        megabytes beside a large cache.
+        It grows on demand, because most batches contain a single sequence: with a large cache, tables for the maximum
+        number of sequences would take hundreds of megabytes.
         """
         words = self.driver.pinned(4 * self.limits.batch.words_of(n_sequences)).view(np.int32)
         words[:] = 0
@@ -152,14 +152,14 @@ class CUDAStep(Step):
         return self.driver.event(self.device)
 
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Host memory that is given back with the step."""
+        """Return host memory that is freed with the step."""
         self._host_memory.append(self.driver.pinned(n_bytes))
         return self._host_memory[-1]
 
     # -- Running ---------------------------------------------------------------------------------------------------
 
     def run(self, batch: Batch, hidden: Output | None = None) -> CUDAOutput:
-        """Runs a batch; returns before the device has."""
+        """Run a batch; return before the device has finished."""
         driver = self.driver
         extent, *others = self.begin(batch, hidden)
         if batch.top_k and self.max_top_k:
@@ -177,7 +177,7 @@ class CUDAStep(Step):
         return CUDAOutput(self, n, self._download_found(n, extent.top_k) if extent.top_k else None)
 
     def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
-        """Uploads a batch; gives the extent here, and those of the followers."""
+        """Upload a batch; return the extents of this step and its followers."""
         limits, driver = self.limits, self.driver
         batch.check_size(limits.max_tokens, limits.max_outputs)
         batch.check(self.cache, limits.n_joined)
@@ -188,7 +188,7 @@ class CUDAStep(Step):
                 f"{batch.top_k} of {self.result.width} logits cannot be chosen: 1 to {self.max_top_k} can"
             )
         if batch.n_chosen > self._n_chosen:
-            raise KernelError(f"a batch goes on with {batch.n_chosen} ids, of which {self._n_chosen} were chosen")
+            raise KernelError(f"a batch continues with {batch.n_chosen} ids, but {self._n_chosen} were chosen")
         slot = self._slots[0]
         self._slots = [*self._slots[1:], slot]
         driver.synchronize(slot.event)
@@ -214,12 +214,12 @@ class CUDAStep(Step):
     @property
     def chooses_ahead(self) -> bool:
         n_ids = min((n for n, by_position in self._tables if not by_position), default=0)
-        # What watches runs a batch several times, and would have it choose another id each time; and of ids that are
-        # chosen ahead, the host knows no n-grams.
+        # An observer runs a batch several times, and would choose different ids each time.  And the host does not
+        # know the n-grams of ids that are chosen on the device.
         return self.max_top_k > 0 and n_ids >= self.result.width and not WATCHES and not self._ngrams
 
     def _receive(self, hidden: Output | None, n_tokens: int, slot: _Slot) -> None:
-        """Puts hidden states where the calls begin with them, if they do."""
+        """Copy hidden states to the inputs of the calls, if the graph has such inputs."""
         begin = 0
         for op, into in self.hidden:
             memory = self.rows(into, n_tokens)
@@ -241,7 +241,7 @@ class CUDAStep(Step):
             self._upload_rows(batch.embeddings_of(index, into.width), into, slot)
 
     def _upload_rows(self, values: NDArray[np.float32], into: Stored, slot: _Slot) -> None:
-        """Rows to where calls read them."""
+        """Copy rows to the buffer that calls read."""
         if into.buffer not in slot.embeddings:
             slot.embeddings[into.buffer] = self.pinned(4 * self.limits.max_tokens * into.stride)
         memory = self.rows(into, len(values))
@@ -251,7 +251,7 @@ class CUDAStep(Step):
         self.driver.upload(memory, rows, self.stream)
 
     def launch(self, *extents: Extent) -> None:
-        """Computes the batch of that extent which is in the device's memory; and in those of the followers."""
+        """Compute the uploaded batch with this extent, and the batches of the followers with theirs."""
         if extents not in self._graphs and extents not in self._launches:
             launches = self.loaded(self.calls, *extents)
             self._launch(launches)
@@ -262,17 +262,17 @@ class CUDAStep(Step):
         if extents not in self._graphs:
             self._graphs[extents] = self._captured(self._launches.pop(extents))
             if len(self._graphs) > _MAX_GRAPHS:
-                self.driver.synchronize(self.stream)  # the one that goes may be at work
+                self.driver.synchronize(self.stream)  # the graph to be dropped may be running
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(extents)
         self.driver.replay(self._graphs[extents], self.stream)
 
     def graph(self, calls: Sequence[Call], extent: Extent) -> Graph:
-        """A graph of some of the calls, for that extent."""
+        """Return a graph of some of the calls, for an extent."""
         return self._captured(self.loaded(calls, extent))
 
     def _bucket(self, batch: Batch) -> Extent | None:
-        """That of a bucket which a batch fits into, if any."""
+        """Return the extent of the bucket that a batch fits; None if it fits no bucket."""
         n = max(len(batch.ids), len(batch.outputs))
         bucket = next((b for b in BUCKETS if n <= b), None)
         if bucket is None:
@@ -290,7 +290,7 @@ class CUDAStep(Step):
         return limits.extent(min(bucket, limits.max_tokens), min(bucket, limits.max_outputs), work)
 
     def _whole(self, batch: Batch) -> Extent:
-        """The extent of a batch of many tokens, or far into a long cache."""
+        """Return the extent of a batch with many tokens, or with a long cache."""
         limits = self.limits
         sequences = [(stop - start, length) for start, stop, length in batch.sequences()]
         work = tuple(
@@ -302,7 +302,7 @@ class CUDAStep(Step):
     # -- Launching -------------------------------------------------------------------------------------------------
 
     def compile_kernels(self, progress: CompileProgress | None) -> None:
-        """Compiles the kernels that batches of all sizes take, so that none has to wait for it."""
+        """Compile the kernels for batches of all sizes, so that no batch waits for compilation."""
         limits, modules = self.limits, dict[str, tuple[str, Defines]]()
         longest = min(SHORTEST, max(1, self.cache.n_pages[0]) * PAGE)
         extents = [self._bucket_extent(bucket, longest) for bucket in BUCKETS if bucket <= 2 * limits.max_tokens]
@@ -316,7 +316,7 @@ class CUDAStep(Step):
         self.driver.compile_modules(self.device, modules.values(), progress)
 
     def loaded(self, calls: Sequence[Call], *extents: Extent) -> list[Work]:
-        """The launches of calls, with their modules and the memory of their buffers."""
+        """Return the launches of calls, with their modules and the memory of their buffers."""
         return [self._load(launch) for launch in _launches(calls, extents[0])]
 
     def _load(self, launch: Launch) -> Work:
@@ -334,7 +334,7 @@ class CUDAStep(Step):
         try:
             self._launch(launches)
         except BaseException:
-            with contextlib.suppress(LocalLLMError):  # what went wrong is the first error
+            with contextlib.suppress(LocalLLMError):  # the first error is the cause
                 self.driver.end_capture(self.stream)
             raise
         return self.driver.end_capture(self.stream)
@@ -342,7 +342,7 @@ class CUDAStep(Step):
     # -- The result ------------------------------------------------------------------------------------------------
 
     def download(self, *parts: range) -> NDArray[np.float32]:
-        """Waits, and gives the result, of which these rows are there: memory of the step's own."""
+        """Wait, and return the result in memory of the step; only the rows of ``parts`` are valid."""
         rows = self.result
         if self._host_rows is None:
             n_rows = self.limits.max_rows(rows.slot)
@@ -354,11 +354,11 @@ class CUDAStep(Step):
         return self._host_rows[:, : rows.width]
 
     def _download_found(self, n: int, k: int) -> _Found:
-        """Has the ``k`` largest of the first ``n`` rows of the result brought here, once they are found."""
+        """Submit the download of the ``k`` largest of the first ``n`` rows of the result."""
         assert self._found is not None
         found = self._host_found[0]
         self._host_found.reverse()
-        self.driver.synchronize(found.event)  # what it held, somebody may have run and never read
+        self.driver.synchronize(found.event)  # an earlier result may be unread
         size = 2 * n * k + (n if k > 1 else 0)
         if len(found.numbers) < size:
             found.numbers = self.pinned(4 * self.limits.max_outputs * (2 * k + 1)).view(np.int32)
@@ -369,7 +369,7 @@ class CUDAStep(Step):
         return _Found(found.event, numbers, found.numbers[2 * n * k : size] if k > 1 else numbers[0, :, 0])
 
     def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
-        """Brings the first ``n`` rows of the result to another device, in whose stream they are copied."""
+        """Copy the first ``n`` rows of the result to another device, in ``stream`` of that device."""
         driver, own = self.driver, self.device
         source = self.memory(self.result.buffer, to.n_bytes)
         if to.device == own or driver.can_access_peer(to.device, own):
@@ -394,7 +394,7 @@ def _launches(calls: Sequence[Call], extent: Extent) -> list[Launch]:
 
 
 def graph_bytes(lowered: Lowered | CUDAStep) -> int:
-    """Device memory of a step's graphs: as many as are kept, of a token each (those of prompts have more nodes)."""
+    """Return the device memory of the maximum number of graphs, for one token (prompts have more nodes)."""
     work = tuple((kind, work_of_bucket(1, 1, kind.heads)) for kind in lowered.limits.kinds)
     return _MAX_GRAPHS * NODE_BYTES * len(_launches(lowered.calls, lowered.limits.extent(1, 1, work)))
 
@@ -404,7 +404,7 @@ def _rounded(n: int) -> int:
 
 
 def _settle(driver: Driver, stream: Stream, readers: Sequence[Event], kept: object) -> None:
-    """Waits for what still uses memory that is about to be given back."""
+    """Wait for work that uses memory which will be freed."""
     for what in (stream, *readers):
         with contextlib.suppress(LocalLLMError):
             driver.synchronize(what)
@@ -412,7 +412,7 @@ def _settle(driver: Driver, stream: Stream, readers: Sequence[Event], kept: obje
 
 @dataclass(frozen=True, eq=False)
 class CUDAOutput(Output):
-    """The first ``n`` rows of a step's result, in the device's memory, perhaps still being computed."""
+    """The first ``n`` rows of a step's result, in device memory; the computation may be unfinished."""
 
     step: CUDAStep
     n: int
@@ -439,5 +439,5 @@ class CUDAOutput(Output):
         return best._replace(whole={i: rows[i] for i in whole})
 
     def copy_to(self, memory: DeviceMemory, stream: Stream) -> None:
-        """Copies the rows, with their padding, in the stream of the memory's device."""
+        """Copy the rows, with their padding, in the stream of the memory's device."""
         self.step.send(self.n, memory, stream)

@@ -1,11 +1,11 @@
-"""Weights on a CUDA device: a file's rows go up as they are, and the device packs them.
+"""Weights on a CUDA device: rows of the file are uploaded unchanged, and packed on the device.
 
     file ──threads──▶ pinned memory ──bus──▶ raw rows ──`pack`──▶ packed matrix
                       two buffers            two buffers
 
-Uploads and packing have a stream each.  While one buffer's rows are packed, the other's go up, and the host reads the
-next ones as soon as it has been copied; the file's pages are dropped behind.  So neither the host nor the device ever
-holds more of a tensor in its file's form than two buffers.
+Uploads and packing use separate streams.  While the rows of one buffer are packed, the other buffer is uploaded.  The
+host reads the next rows as soon as its buffer was copied, and drops the file's pages afterwards.  So neither the host
+nor the device holds more than two buffers of a tensor in the file's format.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from localllm.kernels.graph import Weight
 from localllm.quant.lut import block_size
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
 
-#: Bytes of rows that go up at once, if a group of rows has no more; and threads that read them, at most.
+#: Bytes of rows per upload, or one group of rows if that is larger; and maximum threads that read rows.
 CHUNK_BYTES, READERS = 8 << 20, 4
-#: Bytes of a file that are read before its pages are let go.
+#: Bytes of a file that are read before its pages are dropped.
 KEPT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """A matrix or those of experts, one after the other, in tiles (`localllm.kernels.cuda.matmul`)."""
+    """One matrix, or consecutive matrices of experts, in tiles (`localllm.kernels.cuda.matmul`)."""
 
     memory: DeviceMemory
     packed: PackedFormat
     n_in: int
     n_out: int
-    name: str  # as the file has it
+    name: str  # name in the file
 
     @property
     def format(self) -> str:
@@ -55,7 +55,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True, eq=False)
 class _Staging:
-    """A buffer on either side of the bus: the host's is free again once it was uploaded, the device's once packed."""
+    """A host buffer, which is free after its upload, and a device buffer, which is free after packing."""
 
     host: NDArray[np.uint8]
     device: DeviceMemory
@@ -64,7 +64,7 @@ class _Staging:
 
 
 class WeightLoader:
-    """Brings weights to a device, one at a time."""
+    """Loads weights to a device, one at a time."""
 
     def __init__(self, driver: Driver, device: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._driver = driver
@@ -77,14 +77,14 @@ class WeightLoader:
         self._readers: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
-        """Gives back what loading takes beside the weights; it comes again when more are loaded."""
+        """Free the buffers for loading; later loads allocate them again."""
         self._staging = ()
         if self._readers is not None:
             self._readers.shutdown()
             self._readers = None
 
     def planned(self, weight: Weight) -> PackedMatrix:
-        """The result of `matrix`, without memory."""
+        """Return the result of `matrix`, without memory."""
         return self._matrix(weight, packed_format(repack_target(weight.type), self._capability))
 
     def _matrix(self, weight: Weight, format: PackedFormat, memory: DeviceMemory | None = None) -> PackedMatrix:
@@ -93,7 +93,7 @@ class WeightLoader:
         return PackedMatrix(memory, format, n_in, n_out, weight.name)
 
     def floats(self, use: WeightUse) -> DeviceMemory:
-        """A vector, or a matrix's rows or columns, in float32 with zeros behind each up to a padded length."""
+        """Return a vector, or the rows or columns of a matrix, in zero-padded float32."""
         values = use.floats()
         wide = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
         memory = self._driver.allocate(self.device, wide.nbytes)
@@ -102,7 +102,7 @@ class WeightLoader:
         return memory
 
     def matrix(self, weight: Weight) -> PackedMatrix:
-        """The tiles of one matrix or of several; in another format if that of the plan cannot hold them."""
+        """Return the tiles of one or several matrices, in the planned format or in a fallback format."""
         format = packed_format(repack_target(weight.type), self._capability)
         try:
             return self._matrix(weight, format, self._pack(weight, format))
@@ -111,7 +111,7 @@ class WeightLoader:
             return self._matrix(weight, format, self._pack(weight, format))
 
     def _pack(self, weight: Weight, format: PackedFormat) -> DeviceMemory:
-        """The weight's tiles."""
+        """Return the weight's tiles."""
         packed = self._driver.allocate(self.device, _packed_bytes(weight.shape, format))
         matrices = matrices_to_pack(weight, GROUP)
         n_bytes = packed.n_bytes // len(matrices)
@@ -120,7 +120,7 @@ class WeightLoader:
         return packed
 
     def _pack_rows(self, weight: Weight, rows: NDArray[np.uint8], format: PackedFormat, packed: DeviceMemory) -> None:
-        """Rows of a weight to tiles."""
+        """Pack rows of a weight to tiles."""
         driver, n_out, n_in = self._driver, len(rows), weight.shape[-1]
         row_bytes = block_size(format.type).row_bytes(n_in)
         module = driver.load_module(self.device, "pack", format.defines)
@@ -147,10 +147,10 @@ class WeightLoader:
                 driver.record(place.packed, self._stream)
         finally:
             for stream in (self._uploads, self._stream):
-                driver.synchronize(stream)  # nobody may let go of the memory before
+                driver.synchronize(stream)  # the memory must not be freed before
 
     def _staging_of(self, n_bytes: int) -> tuple[_Staging, ...]:
-        """Two buffers of at least ``n_bytes``."""
+        """Return two buffers of at least ``n_bytes``."""
         if not self._staging or self._staging[0].device.n_bytes < n_bytes:
             self._staging = ()
             n_bytes = max(n_bytes, self._chunk_bytes)
@@ -160,7 +160,7 @@ class WeightLoader:
         return self._staging
 
     def _read(self, weight: Weight, format: PackedFormat, rows: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
-        """Rows of the file into pinned memory, in the format's blocks; threads share them."""
+        """Read rows of the file into pinned memory, in the format's blocks, with several threads."""
 
         def share(part: slice) -> None:
             to[part] = repack(rows[part], weight.type, format.type)
@@ -171,19 +171,19 @@ class WeightLoader:
 
 
 def _packed_bytes(shape: Sequence[int], format: PackedFormat) -> int:
-    """Bytes of a packed matrix [n_out, n_in] or of several."""
+    """Return the bytes of one packed matrix [n_out, n_in] or several."""
     *n_experts, n_out, n_in = shape
     return prod(n_experts) * format.packed_bytes(n_out, n_in)
 
 
 def _parts(n: int, most: int) -> Iterator[slice]:
-    """``n`` rows in at most so many parts of about the same size."""
+    """Divide ``n`` rows into at most ``most`` parts of about equal size."""
     bounds = sorted({i * n // most for i in range(most + 1)})
     return (slice(start, stop) for start, stop in pairwise(bounds))
 
 
 class PackedWeights:
-    """The weights of a graph as kernels read them; of those that were not loaded, as they will."""
+    """The weights of a graph for kernels; for weights that are not loaded yet, their planned form."""
 
     def __init__(self, loader: WeightLoader) -> None:
         self._loader = loader
@@ -196,13 +196,13 @@ class PackedWeights:
         return self._matrices[weight]
 
     def vector(self, weight: Weight | None) -> DeviceMemory | None:
-        """A vector, or a matrix's rows or columns, in float32, if there is one."""
+        """Return a vector, or the rows or columns of a matrix, in float32; None without a weight."""
         if weight is None or weight in self._vectors:
             return None if weight is None else self._vectors[weight]
         return DeviceMemory(self._loader.device, 0, 4 * padded(prod(weight.shape)), None)
 
     def load(self, use: WeightUse, progress: Progress | None) -> PackedWeight:
-        """Packs a weight."""
+        """Pack a weight."""
         weight, planned = use.weight, self.planned(use)
         if use.is_float:
             self._vectors[weight] = self._loader.floats(use)
@@ -215,7 +215,7 @@ class PackedWeights:
         return planned
 
     def planned(self, use: WeightUse) -> PackedWeight:
-        """The bytes of a weight; rows of a table are decoded where they are packed."""
+        """Return the bytes of a weight; rows of a table are decoded on the device that stores them."""
         weight = use.weight
         if use.is_float:
             n_rows, n_columns = use.float_shape

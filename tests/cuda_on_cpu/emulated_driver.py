@@ -162,7 +162,7 @@ class EmulatedDriver:
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
         self._not_capturing("host memory is locked")
         if n_bytes <= 0:
-            raise UsageError(f"{n_bytes} bytes of pinned memory: at least one has to be asked for")
+            raise UsageError(f"an allocation of {n_bytes} bytes of pinned memory: it must be at least 1 byte")
         array = np.full(n_bytes, 0xFF, np.uint8)
         self._pinned[array.ctypes.data] = array
         return array

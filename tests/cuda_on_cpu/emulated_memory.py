@@ -75,7 +75,7 @@ class Memories:
 
     def allocate(self, device: int, n_bytes: int) -> DeviceMemory:
         if n_bytes <= 0:
-            raise UsageError(f"{n_bytes} bytes of device memory: at least one has to be asked for")
+            raise UsageError(f"an allocation of {n_bytes} bytes of device memory: it must be at least 1 byte")
         if self.fail_allocation is not None:
             self.fail_allocation -= 1
         if n_bytes > self.free[device] or self.fail_allocation == 0:

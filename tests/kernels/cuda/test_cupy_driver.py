@@ -152,7 +152,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, status: int)
     [
         ((13, 0), 100, "finds none"),
         ((12, 4), 35, r'is for CUDA 13\.2, but .* runs up to 12\.4: .* pip install "localllm\[cuda12\]"'),
-        ((13, 0), 999, r"CUDA error 999; `nvidia-smi` may say more"),
+        ((13, 0), 999, r"CUDA error 999; `nvidia-smi` may show more"),
     ],
 )
 def test_no_devices(

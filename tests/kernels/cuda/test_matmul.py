@@ -250,7 +250,7 @@ def test_too_many_matrices_are_refused() -> None:
     assert launch_of(T.Q4_0, [64, 33, 1], 8).grid == (1, 5)
     assert launch_of(T.Q4_0, [130, 33, 1], 128).grid == (1, 4)
     for n_rows in (8, 64):
-        with pytest.raises(KernelError, match="4 matrices in one launch, which takes up to 3"):
+        with pytest.raises(KernelError, match="4 matrices in one launch, but the maximum is 3"):
             launch_of(T.Q4_0, [64] * 4, n_rows)
 
 

@@ -402,7 +402,7 @@ def test_a_batch_goes_on_with_ids_that_are_not_known_yet(order: Any) -> None:
         np.testing.assert_array_equal(found.top_k(1).ids[:, 0], ids)
         found, ids = coming, ids[::-1]
     step.run(given)
-    with pytest.raises(KernelError, match="goes on with 2 ids, of which 0 were chosen"):
+    with pytest.raises(KernelError, match="continues with 2 ids, but 0 were chosen"):
         step.run(swapped)
     with pytest.raises(KernelError, match="token ids outside the vocabulary"):
         step.run(replace(swapped, n_chosen=1))
