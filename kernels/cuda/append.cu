@@ -1,8 +1,10 @@
-// What stands between the query, key and value products and attention: RMS norm of each head, rotation, and the cache.
+// Operations between the query, key and value products and attention: RMS norm of each head, rotation, and cache
+// writes.
 //
-// Compiled for KEY_DIM, VALUE_DIM; KEY_BITS, VALUE_BITS, 16 for halves; KEY_ROTATION, VALUE_ROTATION, the values that
-// are rotated together, or 0; AXES (0 or 1); EVERY, of how many tokens the cache keeps one, the last; and AHEAD, by how
-// many positions heads turn further than to their token's.  The layout is drawn in cache.py, rounding in cache_rounding.py.  A warp has a head, so that one token takes as long as a launch and a few dependent loads.
+// Compiled for KEY_DIM, VALUE_DIM; KEY_BITS, VALUE_BITS, 16 for halves; KEY_ROTATION, VALUE_ROTATION, the number of
+// values that are rotated together, or 0; AXES (0 or 1); EVERY, tokens per cache entry, of which the last is stored;
+// and AHEAD, added to the position of heads before rotation.  cache.py shows the layout, cache_rounding.py defines
+// rounding.  A warp computes one head, so that one token takes the time of a launch and a few dependent loads.
 #include "batch.cuh"
 #include "common.cuh"
 
@@ -13,22 +15,22 @@
 #define HEADS_PER_BLOCK 4
 #define PAGE_ROWS (EVERY < PAGE ? PAGE / EVERY : 1)
 
-// As kernels/ops.py has them.
+// As in kernels/ops.py.
 constexpr float LARGEST_HALF = 65504.0f;
 
-// The nearest of the range; a NaN stays one.
+// Clamps to -limit ... limit; NaN stays NaN.
 DEVICE float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 
-// The cosine and sine of position * phase / 2^64 turns, exact before they are rounded however far the position is.
+// The cosine and sine of position * phase / 2^64 turns; the angle is exact before rounding, for any position.
 DEVICE float2 turn(int position, uint64_t phase, float magnitude) {
-  const int64_t turns = (int64_t)((uint64_t)position * phase);  // whole ones are lost, as they should be
+  const int64_t turns = (int64_t)((uint64_t)position * phase);  // whole turns overflow, as intended
   float sine, cosine;
   sincospif((float)turns * 0x1p-63f, &sine, &cosine);
   return make_float2(cosine * magnitude, sine * magnitude);
 }
 
-// Writes a head of OWN values with padding, of which each lane has every 32nd, to its place in a page.  Lanes beyond
-// its values have zeros.
+// Stores a head of OWN values with padding at its place in a page.  Each lane has every 32nd value, and zeros for the
+// padding.
 template <int OWN, int BITS>
 DEVICE void write_head(const float (&x)[GROUPS], uint8_t* entries, uint16_t* scales, size_t block, int place) {
   constexpr int OWN_GROUPS = (OWN + PER_SCALE - 1) / PER_SCALE, HALF = 1 << (BITS - 1);
@@ -42,14 +44,14 @@ DEVICE void write_head(const float (&x)[GROUPS], uint8_t* entries, uint16_t* sca
       const uint16_t half = float_to_half(clamp(x[group], LARGEST_HALF));
       if (i < OWN) ((uint16_t*)entries)[place * OWN + i] = half;
     } else {
-      int bits = __float_as_int(x[group]) & 0x7FFFFFFF;  // so that a NaN is the largest
+      int bits = __float_as_int(x[group]) & 0x7FFFFFFF;  // so that NaN is the largest
 #pragma unroll
       for (int step = WARP / 2; step; step /= 2) bits = max(bits, __shfl_xor_sync(FULL_MASK, bits, step));
       float largest = __int_as_float(bits);
-      // Codes reach one further below 0: the value of the largest magnitude becomes that.
+      // The range of codes extends one further below 0: the value with the largest magnitude gets this code.
       if (BITS < 8) largest = __ballot_sync(FULL_MASK, x[group] == largest) ? -largest : largest;
       largest = clamp(largest, CODE * LARGEST_HALF);
-      const float inverse = fabsf(largest) > NEGLIGIBLE ? CODE / largest : 0.0f;  // of a NaN too: it is the scale
+      const float inverse = fabsf(largest) > NEGLIGIBLE ? CODE / largest : 0.0f;  // false for NaN, which then becomes the scale
       if (lane == 0) scales[(block * OWN_GROUPS + group) * PAGE + place] = float_to_half(largest / CODE);
       int code = __float2int_rn(clamp(x[group] * inverse, CODE));
       if constexpr (BITS == 8) {
@@ -68,7 +70,7 @@ DEVICE void write_head(const float (&x)[GROUPS], uint8_t* entries, uint16_t* sca
   }
 }
 
-// Rotates each SIZE values, by a Hadamard matrix; 0 for none.
+// Rotates each group of SIZE values by a Hadamard matrix; 0 for none.
 template <int SIZE>
 DEVICE void rotate_together(float (&x)[GROUPS]) {
   if constexpr (SIZE > 0) {
@@ -96,7 +98,7 @@ DEVICE void rotate_together(float (&x)[GROUPS]) {
   }
 }
 
-// An RMS norm of the first `n` values of a head, none if that is 0; of weights of 1 where there are none.
+// RMS norm of the first `n` values of a head, none if n is 0; the weights are 1 without a pointer.
 struct Norm {
   const float* weight;
   int n;
@@ -117,7 +119,7 @@ struct Norm {
   }
 };
 
-// Rotates the 2 * n_pairs values of a head from number `first` on; `row` is shared memory of the warp's own.
+// Rotates 2 * n_pairs values of a head, starting at number `first`; `row` is shared memory of this warp.
 DEVICE void rotate(float (&x)[GROUPS], float* row, const float2* turns, int n_pairs, int first, int interleaved) {
   const int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -137,19 +139,17 @@ DEVICE void rotate(float (&x)[GROUPS], float* row, const float2* turns, int n_pa
   }
 }
 
-// Norms each head of q, k and v, rotates those of q and k, leaves q where it is, and appends k and v to the cache of a
+// Normalises each head of q, k and v, rotates the heads of q and k in place, and appends k and v to the cache of a
 // layer.
 //
-// Grid: (blocks for all heads of q, and of k and v if they are given, HEADS_PER_BLOCK each; tokens).  A warp has a head.
-// slots: int32 [T], page * PAGE + place in the page.  positions: int32 [T].
-// phases: uint64 [n_pairs], turns a position in units of 2^-64; values before `first` and from first + 2 * n_pairs on are
-// not rotated.  Pairs are neighbours where `interleaved`, else n_pairs apart.  With AXES, they turn by their token's
-// places `axes`, int32 [4, axes_stride], each by that of a number, int32 [n_pairs], which stand behind the phases; and by
-// `ahead` positions more.
+// Grid: (blocks of HEADS_PER_BLOCK heads, for all heads of q, and of k and v if given; tokens).  One warp per head.
+// slots: int32 [T], page * PAGE + position in the page.  positions: int32 [T]. phases: uint64 [n_pairs], turns per
+// position in units of 2^-64; values before `first` and from first + 2 * n_pairs on are not rotated.  Pairs are
+// neighbours if `interleaved`, else n_pairs apart.  With AXES, the angle uses the token's position on an axis, `axes`
+// int32 [4, axes_stride]; the axis of each pair, int32 [n_pairs], follows the phases.  `ahead` is added to positions.
 // q, k: float32 [T, heads * KEY_DIM]; v: float32 [T, heads * VALUE_DIM], which may be k; strides in values.
-// norm_last: whether norms come behind the rotation.  Queries at position p are multiplied by 1 + rate *
-// log(1 + floor((p + offset) / length)), if the rate is not 0.
-// keys, values, key_scales, value_scales: of the layer.
+// norm_last: whether norms follow the rotation.  Queries at position p are multiplied by 1 + rate * log(1 + floor((p
+// + offset) / length)), if the rate is not 0. keys, values, key_scales, value_scales: of the layer.
 extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
     rope_append(const int* __restrict__ header, const int* __restrict__ slots, const int* __restrict__ positions,
                 const int* __restrict__ axes, int axes_stride, const uint64_t* __restrict__ phases, int n_pairs,
@@ -215,7 +215,8 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
 }
 
 #if VALUE_ROTATION
-// Rotates the heads of attention's result back, out: float32 [T, n_heads * VALUE_DIM].  Grid and warps as above.
+// Rotates the heads of attention's result back, out: float32 [T, n_heads * VALUE_DIM].  Grid and warps as in
+// `rope_append`.
 extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
     rotate_back(const int* __restrict__ header, int n_heads, float* out, int out_stride) {
   const int token = blockIdx.y, head = HEADS_PER_BLOCK * blockIdx.x + threadIdx.x / WARP, lane = threadIdx.x % WARP;

@@ -1,36 +1,32 @@
-// Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode alike.
-//
-// A row is a token and one of the `group_size` query heads that share a key head; row number t * group_size + h of a
-// sequence is its token t and head h.  Rows are computed 16 at once, as matrix products have it.
-//
-// The cache is cut into splits: of one page each for the first FINE_PAGES, so that many blocks share a short cache, and
-// of SPLIT_PAGES behind.  A row's sums over one begin with a fresh state (largest score, total of the weights, weighted
-// sum of values), which pages are added to in order; the splits' states are then merged in order.  `attention_prefill` does all of it for many rows; where there are few rows, `attention_split` gives splits
-// to different blocks and `attention_merge` puts them together.  Each element of a product is summed up in the same
-// order in both, and a position that a row does not see adds exactly nothing: so a row has the same bits whatever
-// shares its tile and its batch.
-//
-// Queries are rounded to float16 after multiplication by a power of two that brings a row's largest near 2^14; scores
-// are float32 and in units of log 2.  Weights are rounded to halves, for their total too, and added up in float32.
-//
-// Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS, whether values are the first VALUE_DIM
-// of the keys' (MLA), each page of which is then read once for both; CHUNKED, CAUSAL and SPANS, what a token sees;
-// SOFT_CAP, SINKS, ALIBI (all of them 0 or 1); BIASES, the distances that each head has a bias for; and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
-// PREFILL_AHEAD and SPLIT_AHEAD, the pages that are on their way to shared memory while another one is used.
-//
-// A warp reads 32 KiB of shared memory per 16 rows and page of heads of 128 values, 256 clocks of a multiprocessor's
-// port, for products that take 216 on an H200: so prefill has 470 of 580 TFLOP/s at most.
+// Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode. // A row is a token
+// and one of the `group_size` query heads that share a key head; row number t * group_size + h of a sequence is its
+// token t and head h.  Rows are computed 16 at once, the size of matrix instructions. // The cache is divided into
+// splits: of one page each for the first FINE_PAGES pages, so that many blocks share a short cache, and of
+// SPLIT_PAGES pages after them.  A row's sums over a split start with a fresh state (largest score, total of the
+// weights, weighted sum of values), and pages are added in order; the states of the splits are then merged in order.
+// `attention_prefill` does all of this for many rows.  For few rows, `attention_split` assigns splits to different
+// blocks, and `attention_merge` merges them.  Each element of a product is summed in the same order in both, and a
+// position that a row does not see adds exactly zero: so a row has the same bits for any other rows in its tile and
+// its batch. // Queries are rounded to float16 after multiplication by a power of two that brings a row's largest
+// value near 2^14; scores are float32, in units of log 2.  Weights are rounded to halves, also for their total, and
+// added in float32. // Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS,
+// whether values are the first VALUE_DIM values of the keys (MLA), so that each page is read once for both; CHUNKED,
+// CAUSAL and SPANS, the visibility of positions; SOFT_CAP, SINKS, ALIBI (each 0 or 1); BIASES, the number of
+// distances with a bias per head; and for the launch geometry that attention.py chooses: WARPS of
+// `attention_prefill`, and PREFILL_AHEAD and SPLIT_AHEAD, the pages that are copied to shared memory while another
+// page is used. // A warp reads 32 KiB of shared memory per 16 rows and page of heads of 128 values: 256 clocks of a
+// multiprocessor's port, for products that take 216 clocks on an H200.  This limits prefill to 470 of 580 TFLOP/s.
 #include "attention.cuh"
 
 #define KEY_HEAD ((KEY_DIM + 15) / 16 * 16)
 #define VALUE_HEAD ((VALUE_DIM + 15) / 16 * 16)
 #define KEY_STEPS (KEY_HEAD / 16)
 #define VALUE_STEPS (VALUE_HEAD / 16)
-#define VALUE_ROW (VALUES_IN_KEYS ? KEY_HEAD : VALUE_HEAD)  // what is kept of a token's values
+#define VALUE_ROW (VALUES_IN_KEYS ? KEY_HEAD : VALUE_HEAD)  // stored values of a token
 #define LARGER_ROW (KEY_HEAD > VALUE_HEAD ? KEY_HEAD : VALUE_HEAD)
-#define HAS_CODES (KEY_BITS < 16 || VALUE_BITS < 16)  // pages are then widened, halves, too
+#define HAS_CODES (KEY_BITS < 16 || VALUE_BITS < 16)  // pages are then converted, also pages of halves
 #define GROUPS_OF(head) (((head) + PER_SCALE - 1) / PER_SCALE)
-#define STRIDE_OF(head) ((head) + 8)  // halves from row to row in shared memory: eight rows lie in different banks
+#define STRIDE_OF(head) ((head) + 8)  // halves per row in shared memory: eight rows map to different banks
 #define KEY_STRIDE STRIDE_OF(KEY_HEAD)
 #define VALUE_STRIDE STRIDE_OF(VALUE_ROW)
 #define KEY_TILES (PAGE / 8)
@@ -38,8 +34,8 @@
 #define ROWS 16
 
 #define LOG2_E 1.4426950408889634f
-// A masked score, and where the largest score starts: above a masked one, so that 2^(masked - largest) is 0, but below
-// any other.
+// A masked score, and the initial largest score: greater than a masked score, so that 2^(masked - largest) is 0, but
+// less than any other score.
 #define MASKED -3e38f
 #define LOWEST -2e38f
 
@@ -52,12 +48,12 @@ struct Batch {
 };
 
 struct Tile {
-  int sequence, kv_length, first_token, first_position, first_row, n_rows;  // no rows: there is no such tile
-  int partial_row;  // among the rows of the sequences that have tiles
+  int sequence, kv_length, first_token, first_position, first_row, n_rows;  // n_rows is 0 if there is no such tile
+  int partial_row;  // among the rows of the sequences with tiles
 };
 
-// Tile `number` of `rows` rows of the sequences that have least ... most tokens.  A sequence's last tiles, which see
-// most, come first.
+// Tile `number`, of `rows` rows, of the sequences with least ... most tokens.  A sequence's last tiles, which see the
+// most positions, come first.
 DEVICE Tile find_tile(const Batch& batch, int number, int rows, int group_size, int least, int most) {
   int partial_row = 0;
   for (int s = 0; s < batch.header[N_SEQUENCES]; s++) {
@@ -81,14 +77,14 @@ DEVICE int first_page_of(int split) {
   return split < FINE_PAGES ? split : FINE_PAGES + (split - FINE_PAGES) * SPLIT_PAGES;
 }
 
-// The positions that a row, or a tile, sees.
+// The positions that a row or a tile sees.
 struct Sight {
   int first, last;
   __device__ __forceinline__ bool has(int position) const { return first <= position && position <= last; }
 };
 
-// What a row sees by its token's position, and with SPANS up to the end that the batch has for it; rows beyond the
-// tile's count as its last.  `window`: of a chunk, its size.
+// The positions that a row sees: up to its token's position, and with SPANS up to the end given by the batch.  Rows
+// after the tile's end count as its last row.  `window`: the window, or the size of a chunk.
 DEVICE Sight row_sight(const Batch& batch, const Tile& tile, int row, int group_size, int window) {
   const int token = (tile.first_row + min(row, tile.n_rows - 1)) / group_size, own = tile.first_position + token;
   const int first = CHUNKED ? own - own % window : max(0, own - window + 1);
@@ -100,15 +96,15 @@ DEVICE Sight sight_of(const Batch& batch, const Tile& tile, int rows, int group_
   return {row_sight(batch, tile, 0, group_size, window).first, row_sight(batch, tile, rows, group_size, window).last};
 }
 
-// What a row sees, and what products with its query are to be multiplied with.
+// The positions that a row sees, and the factor of products with its query.
 struct Row {
   Sight sight;
   float factor;
 #if ALIBI
-  float slope;  // by which scores fall for every position from its own
+  float slope;  // decrease of scores per position of distance
   int own;
 #elif BIASES
-  const float* bias;  // of its own position; those of the positions behind it follow
+  const float* bias;  // for distance 0; biases of later positions follow
   int own;
 #endif
 };
@@ -128,7 +124,7 @@ DEVICE Row make_row(const Batch& batch, const Tile& tile, int row, int kv_head, 
   return made;
 }
 
-// A row's score of a position, lowered by the distance, or with the distance's bias.
+// A row's score of a position, reduced by the distance, or with the distance's bias.
 DEVICE float lowered(float score, const Row& row, int position) {
 #if ALIBI
   return fmaf(-row.slope, fabsf((float)(row.own - position)), score);
@@ -139,15 +135,15 @@ DEVICE float lowered(float score, const Row& row, int position) {
 #endif
 }
 
-// Where a row's head of `dim` values begins.
+// Offset of a row's head of `dim` values.
 DEVICE size_t place_of(const Tile& tile, int row, int kv_head, int group_size, int stride, int dim) {
   const int number = tile.first_row + row;
   const int head = kv_head * group_size + number % group_size;
   return (size_t)(tile.first_token + number / group_size) * stride + head * dim;
 }
 
-// Row `row` of a tile as halves, padded with zeros; a warp does it together.  Returns what scores of it are to be
-// multiplied with.  16 rows of halves cost one read of 4 * KEY_DIM bytes a row.
+// Loads row `row` of a tile as halves, padded with zeros, with all lanes of a warp.  Returns the factor of its
+// scores.  16 rows of halves cost one read of 4 * KEY_DIM bytes per row.
 DEVICE float load_query(const float* q, int n, uint16_t* to) {
   const int lane = threadIdx.x % 32;
   float largest = 0.0f;
@@ -177,7 +173,7 @@ struct Pages {
   }
 };
 
-// Of a page as it is loaded, and of the page and the factors that it is widened to.
+// Sizes of a page as loaded, of the converted page, and of its factors.
 #if HAS_CODES
 #define KEY_BYTES PAGE_BYTES(KEY_HEAD, KEY_BITS)
 #define VALUE_BYTES PAGE_BYTES(VALUE_ROW, VALUE_BITS)
@@ -190,8 +186,8 @@ struct Pages {
 #define WIDE_BYTES 0
 #endif
 
-// Begins to copy a page to `buffer`.  Halves outside the tile's sight become zeros: whatever is there must not matter,
-// and 0 * NaN is NaN.
+// Starts to copy a page to `buffer`.  Halves outside the tile's sight become zeros, because undefined memory may
+// contain NaN, and 0 * NaN is NaN.
 template <int THREADS, int HEAD, int BITS>
 DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int position,
                                           const Sight& sight) {
@@ -213,14 +209,14 @@ DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int pos
 }
 
 #if HAS_CODES
-// A page as `load_page` leaves it in shared memory.
+// A page in shared memory, as loaded by `load_page`.
 template <int HEAD, int BITS>
 DEVICE Pages loaded(const uint8_t* buffer) { return {buffer, (const uint16_t*)(buffer + ENTRY_BYTES(HEAD, BITS))}; }
 
-// Four bits as the fifth ones of bytes.
+// Converts four bits to the fifth bits of bytes.
 DEVICE uint32_t fifth_bits(uint32_t bits) { return ((bits & 15) * 0x00204081u & 0x01010101u) << 4; }
 
-// Sixteen codes, number `i` of a page's, plus 128.
+// Sixteen codes, number `i` of a page's groups of codes, plus 128.
 template <int HEAD, int BITS>
 DEVICE uint4 codes_of(const uint8_t* entries, int i) {
   if constexpr (BITS == 8) {
@@ -236,17 +232,16 @@ DEVICE uint4 codes_of(const uint8_t* entries, int i) {
   }
 }
 
-// Two codes as halves, exactly: 0x6400 + b is 1024 + b.
+// Converts two codes to halves, exactly: 0x6400 + b is 1024 + b.
 DEVICE uint32_t codes_to_halves(uint32_t word, uint32_t selector, uint32_t power) {
   const uint32_t biased = __byte_perm(word, 0x64646464u, selector);
   return multiply_halves(subtract_halves(biased, 0x64806480u), power);
 }
 
-// Turns a page's codes to halves [PAGE, STRIDE_OF(HEAD)], times a power of two near the scale, exactly, and leaves the
-// rest of the scale to `factors` [GROUPS_OF(HEAD), PAGE]: from 1 to 2, but for the largest scales and zero.  So weights
-// times factors can
-// be rounded to halves whatever the scales are.  Of halves, only those that the tile does not see become zeros, as in
-// `load_page`, and factors are 1.
+// Converts a page's codes to halves [PAGE, STRIDE_OF(HEAD)], times a power of two near the scale, exactly, and writes
+// the remaining factor of the scale to `factors` [GROUPS_OF(HEAD), PAGE]: from 1 to 2, except for the largest scales
+// and zero. Weights times factors can therefore be rounded to halves for any scales.  For pages of halves, only
+// positions that the tile does not see become zeros, as in `load_page`, and factors are 1.
 template <int THREADS, int HEAD, int BITS>
 DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int position,
                                            const Sight& sight) {
@@ -262,7 +257,7 @@ DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int po
       continue;
     }
     const float scale = half_to_float(from.scales[group * PAGE + row]);
-    // A code of whatever memory held before is -128 at least, and finite times 2^8.
+    // A code of undefined memory is at least -128, and finite times 2^8.
     const int exponent = min(max((__float_as_int(fabsf(scale)) >> 23) - 127, -24), 8);
     const uint32_t half_power = exponent < -14 ? 1u << (exponent + 24) : (uint32_t)(exponent + 15) << 10;
     const uint32_t power = half_power | half_power << 16;
@@ -277,9 +272,9 @@ DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int po
 }
 #endif
 
-// The pages that a block reads: of every `step`-th split, of each the keys and the values, unless those are in the keys.
+// The pages that a block reads: keys and values of every `step`-th split; only keys if they contain the values.
 struct Walk {
-  int page, low, high, stop, step;  // of the split: its pages low ... high; of all: those before `stop`
+  int page, low, high, stop, step;  // of the split: pages low ... high; in total: pages before `stop`
   bool is_value;
   __device__ __forceinline__ Walk(int first, int stop, int split, int step) : stop(stop), step(step), is_value(false) {
     enter(split, first);
@@ -296,9 +291,9 @@ struct Walk {
   }
 };
 
-// Those pages as they come to shared memory, AHEAD of them on their way while one is used.  There they have PLACES in
-// turn, behind which are the factors and the page that those with scales are widened to; without AHEAD, these are widened
-// straight from global memory.
+// Loads these pages to shared memory, AHEAD of them during the use of another page.  They use PLACES buffers in turn,
+// followed by the factors and the buffer for converted pages; without AHEAD, pages are converted directly from global
+// memory.
 template <int THREADS, int AHEAD>
 struct Stream {
   static constexpr int PLACES = AHEAD + !HAS_CODES, BYTES = PLACES * LOAD_BYTES + FACTOR_BYTES + WIDE_BYTES;
@@ -324,13 +319,13 @@ struct Stream {
       load_place = load_place + 1 == PLACES ? 0 : load_place + 1;
       ahead.advance();
     }
-    commit_copies();  // also of nothing, so that groups can be counted
+    commit_copies();  // also if empty, so that groups can be counted
   }
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) load_next();
   }
-  // The next page, which is number `number`, once it has come and, with IN_USE, nobody reads the one before any more.
+  // Returns the next page, number `number`, once it has arrived and, with IN_USE, all threads have read the previous page.
   template <int HEAD, int BITS, bool IN_USE = true>
   __device__ __forceinline__ uint16_t* next(int number) {
     if constexpr (AHEAD > 0) wait_for_copies<AHEAD - 1>();
@@ -360,14 +355,14 @@ struct Stream {
 
 // -- Products ---------------------------------------------------------------------------------------------------------
 
-// Large heads: two or four warps of `attention_prefill` share 16 rows, each for its part of the head's values, whose sums
-// fill the registers else.
+// Large heads: two or four warps of `attention_prefill` share 16 rows, and each computes a part of the head's values,
+// because the sums of all values would not fit its registers.
 #define HEAD_PARTS (VALUE_HEAD > 256 ? 4 : VALUE_HEAD > 128 ? 2 : 1)
 
-// 16 rows of queries, in registers where they fit.
+// 16 rows of queries, in registers if they fit.
 #define QUERY_REGISTERS (KEY_HEAD <= (HAS_CODES ? 64 : 128) && HEAD_PARTS == 1)
 struct Queries {
-  const uint16_t* row;  // of this lane, as ldmatrix asks for it
+  const uint16_t* row;  // address of this lane for ldmatrix
 #if QUERY_REGISTERS
   uint32_t a[KEY_STEPS][4];
 #endif
@@ -381,7 +376,7 @@ struct Queries {
   }
 };
 
-// sums += queries @ keys.T over 16 values of the head; `row` is this lane's in the first two tiles of keys.
+// sums += queries @ keys.T over 16 values of the head; `row` is this lane's address in the first two tiles of keys.
 template <int TILES>
 DEVICE void add_scores(float (&sums)[TILES][4], const Queries& q, int step, const uint16_t* row) {
 #if QUERY_REGISTERS
@@ -400,7 +395,7 @@ DEVICE void add_scores(float (&sums)[TILES][4], const Queries& q, int step, cons
   }
 }
 
-// Products of the queries with TILES tiles of eight keys, from `first_tile` on.
+// Products of the queries with TILES tiles of eight keys, starting at `first_tile`.
 template <int TILES>
 DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16_t* page,
                                            const float* factors, int first_tile) {
@@ -411,7 +406,7 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
 #pragma unroll
     for (int i = 0; i < 4; i++) scores[tile][i] = 0.0f;
 #if HAS_CODES
-  // A few tiles at once: sums of a group of values are in registers beside the scores.
+  // A few tiles at once, because sums of a group of values are kept in registers in addition to the scores.
   constexpr int SOME = TILES < 4 ? TILES : 4;
 #pragma unroll
   for (int first = 0; first < TILES; first += SOME) {
@@ -445,8 +440,8 @@ DEVICE uint4 weights_of(const float (&near)[4], const float (&far)[4], float2 ne
                     to_halves(far[2] * far_factor.x, far[3] * far_factor.y));
 }
 
-// sums += weights @ values for PAIRS times 16 values of the head, from pair `first_pair` on; total += the weights' sum,
-// in columns that are all alike.
+// sums += weights @ values for PAIRS times 16 values of the head, starting at pair `first_pair`; total += the sum of
+// the weights, in columns that are all equal.
 template <int PAIRS>
 DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
                                            const float (&weights)[KEY_TILES][4], const uint16_t* page,
@@ -483,7 +478,7 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
 
 // -- Softmax ----------------------------------------------------------------------------------------------------------
 
-// How products become scores: with soft-cap, cap * tanh(score / cap).
+// Conversion of products to scores: with soft-cap, cap * tanh(score / cap).
 struct Scoring {
   float factor, cap;
   __device__ __forceinline__ Scoring(float scale, float soft_cap)
@@ -494,12 +489,12 @@ struct Scoring {
   }
 };
 
-// A row's largest score and its weights' total.
+// A row's largest score and the total of its weights.
 struct State {
   float top, total;
 };
 
-// What sums and totals are multiplied with, when two states become one.
+// Factors of sums and totals when two states are merged.
 struct Merge {
   float keep, add;
   __device__ __forceinline__ Merge(State& ours, const State& theirs) {
@@ -512,7 +507,7 @@ struct Merge {
   }
 };
 
-// What a row's sums are multiplied with at the end; a sink is one more score, of no value.
+// The final factor of a row's sums; a sink is an additional score without a value.
 DEVICE float share_of(State state, const float* sinks, int head) {
 #if SINKS
   const Merge merge(state, {LOG2_E * sinks[head], 1.0f});
@@ -522,7 +517,7 @@ DEVICE float share_of(State state, const float* sinks, int head) {
 #endif
 }
 
-// Scales what a lane has of its first or second row.
+// Scales a lane's values of its first or second row.
 template <int PAIRS>
 DEVICE void scale_sums(float (&sums)[2 * PAIRS][4], float (&weight_sums)[4], int half, float keep) {
   weight_sums[2 * half] *= keep, weight_sums[2 * half + 1] *= keep;
@@ -543,19 +538,19 @@ DEVICE void scale_sums(float (&sums)[2 * PAIRS][4], float (&weight_sums)[4], int
 #define PREFILL_THREADS (32 * WARPS)
 #define PREFILL_ROWS (ROWS * WARPS / HEAD_PARTS)
 #define PREFILL_PAIRS (HEAD_PARTS == 1 ? VALUE_STEPS : (VALUE_STEPS + 2 * HEAD_PARTS - 1) / (2 * HEAD_PARTS) * 2)
-#define PREFILL_SUMS (8 * PREFILL_PAIRS)  // of a thread
-// Pages of the largest heads leave no shared memory for the sums of the splits so far: they are in registers.
+#define PREFILL_SUMS (8 * PREFILL_PAIRS)  // per thread
+// For the largest heads, the sums of previous splits do not fit shared memory: they are kept in registers.
 #define SUMS_IN_REGISTERS (HEAD_PARTS == 4)
 #define SUM_STEP (SUMS_IN_REGISTERS ? 1 : PREFILL_THREADS)
 
-// Masks the scores of a page, from `position` on in this lane, that one of its rows does not see.
+// Masks the scores of a page that a row does not see; `position` is the first position of this lane.
 DEVICE void mask_scores(float (&scores)[KEY_TILES][4], int half, const Sight& sight, int position) {
 #pragma unroll
   for (int i = 0; i < 2 * KEY_TILES; i++)
     if (!sight.has(position + i / 2 * 8 + i % 2)) scores[i / 2][2 * half + i % 2] = MASKED;
 }
 
-// Turns this lane's scores of one of its rows to weights, and returns what the sums so far are to be multiplied with.
+// Converts this lane's scores of one of its rows to weights, and returns the factor of the previous sums.
 DEVICE float weigh(float (&scores)[KEY_TILES][4], int half, float& top) {
   float largest = LOWEST;
 #pragma unroll
@@ -572,7 +567,7 @@ DEVICE float weigh(float (&scores)[KEY_TILES][4], int half, float& top) {
   return keep;
 }
 
-// Merges what a split's sums have come to with those of the splits before it, and clears them.
+// Merges the sums of a split with the sums of the previous splits, and clears them.
 DEVICE void merge_split(float* split_sums, const Merge (&merges)[2], float (&sums)[2 * PREFILL_PAIRS][4],
                         bool is_first) {
 #pragma unroll
@@ -602,8 +597,8 @@ DEVICE void write_rows(float* out, int out_stride, const float* split_sums, cons
 }
 
 // out = softmax(scale * q @ keys.T, over visible positions) @ values, for the sequences of least ... most tokens.
-// Grid: (at least as many as there are tiles of PREFILL_ROWS rows, key heads).  q, out: float32, so many values a token
-// as their strides say.  Each warp has 16 rows, all the scores of them, and all or a part of their sums.
+// Grid: (at least the number of tiles of PREFILL_ROWS rows, key heads).  q, out: float32, with strides in values per
+// token. Each warp has 16 rows, with all their scores, and all or a part of their sums.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
                       int out_stride, const float* __restrict__ sinks, float scale, float soft_cap,
@@ -615,8 +610,8 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   if (tile.n_rows == 0) return;
   const int kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  // Shared memory: pages; sums of the splits so far, float32 [PREFILL_SUMS, threads]; rows of queries, which lie in the
-  // sums' place if they go to registers at once.
+  // Shared memory: pages; sums of the previous splits, float32 [PREFILL_SUMS, threads]; rows of queries, which use the
+  // memory of the sums if they are moved to registers at once.
   using PrefillStream = Stream<PREFILL_THREADS, PREFILL_AHEAD>;
 #if SUMS_IN_REGISTERS
   float split_sums[PREFILL_SUMS];
@@ -697,14 +692,14 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 #define SPLIT_WARPS 4
 #define SPLIT_THREADS (32 * SPLIT_WARPS)
 #define SCORE_STRIDE (PAGE + 4)
-// Pairs of tiles of values that a warp adds up: one, or as many as share scales.
+// Pairs of tiles of values per warp: one, or all pairs that share scales.
 #define SPLIT_PAIRS (VALUE_STEPS <= SPLIT_WARPS ? 1 : (VALUE_STEPS + 2 * SPLIT_WARPS - 1) / (2 * SPLIT_WARPS) * 2)
 
-// The state of each row after each split: partial_sums float32 [key heads, max_splits, partial_rows, VALUE_HEAD] and
-// partial_states [key heads, max_splits, partial_rows] of (largest score, total); the sequences have at most
-// partial_rows rows, and a tile sees at most max_splits splits.  Grid: (blocks that share the splits of a tile, key
-// heads, at least as many as there are tiles).  A tile of 16 rows: four warps share the keys of a page to score them
-// and the head's values to add them up, so that no sum is made in another order than in `attention_prefill`.
+// Computes the state of each row after each split: partial_sums float32 [key heads, max_splits, partial_rows,
+// VALUE_HEAD] and partial_states [key heads, max_splits, partial_rows] of (largest score, total).  The sequences have
+// at most partial_rows rows, and a tile sees at most max_splits splits.  Grid: (blocks that share the splits of a
+// tile, key heads, at least the number of tiles).  For a tile of 16 rows, four warps share the keys of a page to
+// score them, and the head's values to add them, so that each sum has the same order as in `attention_prefill`.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_split(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride,
           float* __restrict__ partial_sums, float2* __restrict__ partial_states, int max_splits, int partial_rows,
@@ -712,7 +707,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Row rows[ROWS];
   __shared__ float tops[ROWS], keeps[ROWS];
-  __shared__ __align__(16) float scores[ROWS * SCORE_STRIDE];  // of a page, then the weights
+  __shared__ __align__(16) float scores[ROWS * SCORE_STRIDE];  // of a page; then its weights
   const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   if (tile.n_rows == 0) return;
@@ -738,7 +733,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   __syncthreads();
   const Queries queries(query_rows);
 
-  // In the softmax, eight threads have a row: thread c of them the keys 4 c ... 4 c + 3 and 32 + 4 c ... 32 + 4 c + 3.
+  // In the softmax, eight threads share a row: thread c has keys 4 c ... 4 c + 3 and 32 + 4 c ... 32 + 4 c + 3.
   const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 4;
   float* const row_scores = scores + row * SCORE_STRIDE + column;
   float top = LOWEST, weight_sums[4] = {}, sums[2 * SPLIT_PAIRS][4] = {};
@@ -772,10 +767,10 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
 
 #if VALUES_IN_KEYS
     uint16_t* const page_values = page_keys;
-    __syncthreads();  // the weights are there
+    __syncthreads();  // all weights are written
 #else
     walk.advance();
-    uint16_t* const page_values = stream.next<VALUE_HEAD, VALUE_BITS, false>(walk.page);  // keys were read before the softmax
+    uint16_t* const page_values = stream.next<VALUE_HEAD, VALUE_BITS, false>(walk.page);  // keys were read before softmax
 #endif
     float weights[KEY_TILES][4];
 #pragma unroll
@@ -812,11 +807,11 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   }
 }
 
-// Merges the splits' states of each row, in order, and writes the row: to `out`, or where there are units, as codes and
-// scales laid out for n_rows tokens (heads of a multiple of 32).  Grid: (for 16 rows, key heads, tiles); a warp has 32
-// values of a row, and asks for those of MERGE_AHEAD splits at once, since each wait takes as long as a page of
-// `attention_split`.  Reads (VALUE_HEAD + 2) * 4 bytes a row and split: behind FINE_PAGES an eightieth of what
-// `attention_split` reads, at four rows.
+// Merges the splits' states of each row in order, and writes the row: to `out`, or if units are given, as codes and
+// scales laid out for n_rows tokens (heads of a multiple of 32).  Grid: (16 rows each, key heads, tiles).  A warp has
+// 32 values of a row, and loads the values of MERGE_AHEAD splits at once, because each wait takes as long as a page
+// of `attention_split`.  Reads (VALUE_HEAD + 2) * 4 bytes per row and split: after FINE_PAGES an eightieth of the
+// reads of `attention_split`, with four rows.
 #define MERGE_PARTS ((VALUE_HEAD + 31) / 32)
 #define MERGE_AHEAD 8
 extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS)

@@ -1,4 +1,4 @@
-// What attention.cu is written in beside mma.cuh.
+// Functions of attention.cu, in addition to mma.cuh.
 #pragma once
 #include "batch.cuh"
 #include "mma.cuh"
@@ -23,7 +23,7 @@ DEVICE uint32_t to_halves(float first, float second) {
 ON_HALVES(subtract_halves, "sub")
 ON_HALVES(multiply_halves, "mul")
 
-// 2 ** x, within 2 units in the last place; 0 where it would be subnormal.
+// 2 ** x, within 2 units in the last place; 0 instead of subnormal numbers.
 DEVICE float exp2_of(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -36,8 +36,8 @@ DEVICE float reciprocal(float x) {
   return y;
 }
 
-// tanh(x), within 4 units in the last place: near 0, where 1 - 2 / (e^2x + 1) loses digits, by the polynomial of Cephes'
-// tanhf (Moshier, 1984).  Both are computed: threads do not part.
+// tanh(x), within 4 units in the last place.  Near 0, where 1 - 2 / (e^2x + 1) loses digits, it uses the polynomial
+// of Cephes' tanhf (Moshier, 1984).  Both are computed, so that threads do not diverge.
 DEVICE float tanh_of(float x) {
   const float square = x * x;
   float p = fmaf(-5.70498872745e-3f, square, 2.06390887954e-2f);
@@ -48,7 +48,7 @@ DEVICE float tanh_of(float x) {
   return fabsf(x) < 0.625f ? fmaf(p * square, x, x) : far;
 }
 
-// Copies 16 bytes of global memory, or 16 zeros where they are not wanted.
+// Copies 16 bytes of global memory, or 16 zeros if they are not wanted.
 DEVICE void copy16_or_zeros(void* shared, const void* global, bool wanted) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),

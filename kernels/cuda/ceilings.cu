@@ -1,17 +1,18 @@
-// What a device does at most: kernels that only read, and kernels that only multiply (roofline.py).
-//
-// Each leaves sums of all that it has read or multiplied, so that none of it can be left out, and a test can check it.
+// Measures the limits of a device: kernels that only read, and kernels that only multiply (roofline.py). // Each
+// kernel stores sums of everything that it has read or multiplied, so that the compiler omits nothing, and tests can
+// check the result.
 #include "mma.cuh"
 
 #define THREADS 256
 #define WARPS (THREADS / WARP)
-#define LOADS 4    // 16 bytes that a thread has under way at once
-#define CHAINS 8   // products of a warp that do not wait for each other
-#define PERIOD 4   // right operands that take turns
+#define LOADS 4    // 16-byte loads in flight per thread
+#define CHAINS 8   // independent products of a warp
+#define PERIOD 4   // right operands used in turn
 
 DEVICE uint32_t sum_of(uint4 v) { return v.x + v.y + v.z + v.w; }
 
-// Sums of 32-bit words modulo 2^32, one for each warp.  n: units of 16 bytes.  Grid: as many blocks as keep it busy.
+// Sums of 32-bit words modulo 2^32, one per warp.  n: units of 16 bytes.  Grid: enough blocks to keep the device
+// busy.
 extern "C" __global__ void __launch_bounds__(THREADS)
     read_words(const uint4* __restrict__ data, int64_t n, uint32_t* __restrict__ sums) {
   const int64_t step = (int64_t)gridDim.x * THREADS * LOADS;
@@ -29,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x % WARP == 0) sums[blockIdx.x * WARPS + threadIdx.x / WARP] = total;
 }
 
-// The operands of a warp: CHAINS left ones of four words a lane, then PERIOD right ones of two; lane after lane.
+// The operands of a warp: CHAINS left operands of four words per lane, then PERIOD right operands of two words, by
+// lane.
 struct Operands {
   uint4 left[CHAINS];
   uint2 right[PERIOD];
@@ -45,7 +47,7 @@ DEVICE Operands load_operands(const uint32_t* words) {
   return o;
 }
 
-// acc += A times B, of signed bytes: [16, 32] times [32, 8], or without such tensor cores each lane's words by words.
+// acc += A times B, signed bytes: [16, 32] times [32, 8], or without such tensor cores the words of each lane.
 DEVICE void multiply_add(int (&acc)[4], uint4 a, uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -59,7 +61,8 @@ DEVICE void multiply_add(int (&acc)[4], uint4 a, uint32_t b0, uint32_t b1) {
 #endif
 }
 
-// Products of all left operands with each right one in turn, `rounds` times; one sum, of bytes modulo 2^32, for each warp.
+// Products of all left operands with each right operand in turn, `rounds` times; one sum per warp, for bytes modulo
+// 2^32.
 #define MULTIPLY(name, T, SUM, mma)                                                                      \
   extern "C" __global__ void __launch_bounds__(THREADS)                                                  \
       name(const uint32_t* __restrict__ words, int rounds, SUM* __restrict__ sums) {                     \

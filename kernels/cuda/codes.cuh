@@ -1,46 +1,46 @@
-// How the codes of 32 columns lie in a packed matrix, and how they become the bytes of integer dot products.
+// Layout of the codes of 32 columns in a packed matrix, and their conversion to bytes for integer dot products.
 //
-// A row's codes of 128 columns, a *run*, are as many *units* of 16 bytes as a code has bits.  Blocks of 32 columns
-// follow each other in it; first come the units of all four blocks that hold whole nibbles or bytes, then, packed
-// into units, the *row words* with the other bits:
+// A row's codes of 128 columns, a *run*, take one *unit* of 16 bytes per bit of a code.  A run has four blocks of 32
+// columns, in order: first the units with whole nibbles or bytes of all four blocks, and then, packed into units, the
+// *row words* with the remaining bits:
 //
 //   bits   units a block                                     row words a block
 //   4      1: byte j = code of column j in the low nibble,   none
-//          of column 16 + j in the high one
-//   5      1: the same of the codes' lower four bits         1: bit 8 c + t = bit 4 of column 4 t + c, t = 0 ... 7
+//          and of column 16 + j in the high nibble
+//   5      1: lower four bits of the codes, in this order    1: bit 8 c + t = bit 4 of column 4 t + c, t = 0 ... 7
 //   6      1                                                 2: bits 8 c + 2 t of word i = bits 4, 5 of column
 //                                                               16 i + 4 t + c, t = 0 ... 3
-//   2      none                                              2: the same of bits 0, 1
-//   3      none                                              3: those, and bit 8 c + t of the third = bit 2 of
-//                                                               column 4 t + c
+//   2      none                                              2: bits 0, 1 in this order
+//   3      none                                              3: bits 0, 1 in this order; bit 8 c + t of the third
+//                                                               word = bit 2 of column 4 t + c
 //   8      2: columns 0 ... 15, 16 ... 31                    none
 //
-// So words t of a block's units, with its row words, hold the codes of columns 4 t ... 4 t + 3 and 16 + 4 t ...
-// 16 + 4 t + 3, which is what lane 4 g + t of a warp needs of row g in an `mma`.
+// Words t of a block's units, with its row words, therefore contain the codes of columns 4 t ... 4 t + 3 and 16 + 4 t
+// ... 16 + 4 t + 3, which lane 4 g + t of a warp needs for row g in an `mma`.
 #pragma once
 #include "common.cuh"
 
-// Columns 4 t ... 4 t + 3 and 16 + 4 t ... 16 + 4 t + 3 of a block: a signed byte each.
+// Columns 4 t ... 4 t + 3 and 16 + 4 t ... 16 + 4 t + 3 of a block, one signed byte each.
 struct CodePair {
   uint32_t low, high;
 };
 
 constexpr int BLOCK = 32;             // columns that share scales of activations
-constexpr int RUN = 128;              // columns whose codes lie together
+constexpr int RUN = 128;              // columns whose codes are contiguous
 constexpr int RUN_BLOCKS = RUN / BLOCK;
-constexpr int GROUP = 32;             // rows that lie side by side
-constexpr int UNIT = 16;              // bytes of a row that lie together
+constexpr int GROUP = 32;             // rows of a group, stored row after row in each unit
+constexpr int UNIT = 16;              // consecutive bytes of a row
 constexpr int UNIT_BYTES = GROUP * UNIT;
 
-// Codes of BITS_ bits.  SIGNED ones have half their range subtracted, which flips their highest bit; they become the
-// highest bits of a byte, so that their sign is its sign.
+// Codes of BITS_ bits.  For SIGNED codes half their range is subtracted, which flips their highest bit; they become
+// the highest bits of a byte, so that the byte has the code's sign.
 template <int BITS_, bool SIGNED>
 struct Codes {
   static constexpr int BITS = BITS_;
   static constexpr int UNITS = BITS / 4;
   static constexpr int ROW_WORDS = BITS % 4;
   static constexpr int SHIFT = SIGNED && BITS < 8 ? 8 - BITS : 0;
-  // The bytes times this are the codes' values.
+  // The codes' values are the bytes times this.
   DEVICE float step() { return 1.0f / (1 << SHIFT); }
 
   // q: word t of each unit.  rows: the row words.
@@ -95,13 +95,13 @@ struct Codes {
   }
 };
 
-// Codes of four bits that are places in a table of 16 signed bytes.
+// Four-bit indices into a table of 16 signed bytes.
 template <uint32_t T0, uint32_t T1, uint32_t T2, uint32_t T3>
 struct TableCodes : Codes<4, false> {
   DEVICE CodePair unpack(const uint32_t* q, const uint32_t*, int) {
-    // A byte permutation picks from 8 bytes: one from each half of the table, and a third one between these.
+    // A byte permutation selects from 8 bytes: one for each half of the table, and a third one between their results.
     const uint32_t places = q[0] & 0x77777777, halves = 0x32103210 | (q[0] & 0x88888888) >> 1;
-    uint32_t mixed[2];  // columns 4 t, 16 + 4 t, 4 t + 1, 16 + 4 t + 1; and the other two of each
+    uint32_t mixed[2];  // columns 4 t, 16 + 4 t, 4 t + 1, 16 + 4 t + 1; and the remaining two of each
     for (int i = 0; i < 2; ++i) {
       const uint32_t first = __byte_perm(T0, T1, places >> 16 * i), second = __byte_perm(T2, T3, places >> 16 * i);
       mixed[i] = __byte_perm(first, second, halves >> 16 * i);
@@ -110,10 +110,10 @@ struct TableCodes : Codes<4, false> {
   }
 };
 
-// Codes of three bits that are places in a table of 8 signed bytes.
+// Three-bit indices into a table of 8 signed bytes.
 template <uint32_t T0, uint32_t T1>
 struct TableCodes3 : Codes<3, false> {
-  DEVICE uint32_t look_up(uint32_t places) {  // a byte permutation takes its four places from four nibbles
+  DEVICE uint32_t look_up(uint32_t places) {  // a byte permutation takes its four indices from four nibbles
     const uint32_t pairs = places | places >> 4;
     return __byte_perm(T0, T1, (pairs & 0xff) | (pairs >> 8 & 0xff00));
   }

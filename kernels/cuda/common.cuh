@@ -1,4 +1,4 @@
-// What every kernel needs: integer types, conversions that are exact, and collectives of whole warps.
+// Shared by all kernels: integer types, exact conversions, and reductions over a warp.
 #pragma once
 
 typedef signed char int8_t;
@@ -14,15 +14,15 @@ typedef unsigned long long uint64_t;
 constexpr int WARP = 32;
 constexpr uint32_t FULL_MASK = 0xffffffffu;
 
-// Of what is rounded to eight bits, as kernels/ops.py has them: the largest code, and a magnitude that counts as 0.
+// Quantisation to eight bits, as in kernels/ops.py: the largest code, and a magnitude that counts as 0.
 constexpr float LARGEST_CODE = 127.0f, NEGLIGIBLE = 1e-36f;
 
-// Asks for what lies there to be in the first cache when it is read.
+// Prefetches the cache line of an address to the first-level cache.
 DEVICE void prefetch(const void* place) { asm volatile("prefetch.global.L1 [%0];" ::"l"(place)); }
 
-// Programmatic dependent launch (PTX ISA, griddepcontrol; sm_90), with EARLY and launches that ask for it, as none here
-// does yet: tests/benchmarks/gpu/early.py compares it.  Behind `let_next_begin` the next kernel may; behind `wait_for_last`
-// the one before has ended, and all that it wrote is there.
+// Programmatic dependent launch (PTX ISA, griddepcontrol; sm_90), compiled with EARLY and used by launches that
+// request it.  No launch here does yet: tests/benchmarks/gpu/early.py compares it.  After `let_next_begin` the next
+// kernel may start; after `wait_for_last` the previous kernel has finished, and its writes are visible.
 DEVICE void let_next_begin() {
 #ifdef EARLY
   asm volatile("griddepcontrol.launch_dependents;");
@@ -35,11 +35,11 @@ DEVICE void wait_for_last() {
 #endif
 }
 
-// Whether a row is none of the batch's, whose number lies in memory.  The first does not wait for the number: where not
-// even that is there, what becomes of its memory does not matter.
+// Whether a row is outside the batch, whose number of rows is in memory.  Row 0 does not wait for this number: if the
+// batch is empty, the memory of row 0 is not used.
 DEVICE bool is_beyond(int row, const int* n_rows) { return row > 0 && row >= *n_rows; }
 
-// Of large -x, expf is infinite and 1 / infinity 0, as it should be.
+// For large -x, expf is infinite and 1 / infinity is 0, as required.
 DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 DEVICE float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
@@ -62,7 +62,7 @@ DEVICE float high_half(uint32_t word) { return half_to_float((uint16_t)(word >> 
 
 DEVICE float bfloat_to_float(uint16_t bits) { return __int_as_float((int)((uint32_t)bits << 16)); }
 
-// The nearest number of 16 bits, ties to even; beyond the range it is infinite.
+// The nearest 16-bit float, ties to even; infinite outside its range.
 DEVICE uint16_t float_to_half(float value) {
   uint16_t bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
@@ -71,11 +71,11 @@ DEVICE uint16_t float_to_half(float value) {
 
 DEVICE uint16_t float_to_bfloat(float value) {
   const uint32_t bits = (uint32_t)__float_as_int(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);  // a NaN stays one
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);  // keep NaN
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// The sum over the 32 lanes of a warp, in all of them; the same bits in each, in an order that never changes.
+// The sum over the 32 lanes of a warp, in all lanes, with the same bits in each lane; the order is fixed.
 template <class T>
 DEVICE T warp_sum(T value) {
 #pragma unroll
@@ -83,7 +83,7 @@ DEVICE T warp_sum(T value) {
   return value;
 }
 
-// The largest over the 32 lanes of a warp, in all of them; a NaN counts only where there is nothing else.
+// The maximum over the 32 lanes of a warp, in all lanes; NaN only if all values are NaN.
 DEVICE float warp_max(float value) {
 #pragma unroll
   for (int distance = WARP / 2; distance > 0; distance /= 2) {
@@ -92,7 +92,7 @@ DEVICE float warp_max(float value) {
   return value;
 }
 
-// Rounds 32 columns of a row to int8, of which each lane of a warp has one: the bits of `store_codes` (activations.cuh).
+// Rounds 32 columns of a row, one per lane of a warp, to int8, with the bits of `store_codes` (activations.cuh).
 DEVICE void store_code(float v, int8_t* units, float2* scales, int block, int row, int n_rows) {
   const int lane = threadIdx.x % WARP;
   int bits = __float_as_int(v) & 0x7fffffff;

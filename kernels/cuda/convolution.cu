@@ -1,13 +1,13 @@
 // Causal convolutions along a sequence, whose last inputs are its state.
 //
-// States lie in the slot that the batch names, `slot_floats` from one to the next, and are zero before position 0,
-// whatever lies there.
+// A state is stored in the slot given by the batch, `slot_floats` values per slot, and is zero before position 0,
+// regardless of the slot's content.
 #include "batch.cuh"
 #include "common.cuh"
 
 constexpr int CONV_THREADS = 128, CONV_TOKENS = 32;
 
-// y[t] = bias + sum over j of weight[j] * x[t - KERNEL + 1 + j], then silu, in each of the n columns of x.
+// y[t] = bias + sum over j of weight[j] * x[t - KERNEL + 1 + j], then silu, for each of the n columns of x.
 //
 // Grid: (blocks of 128 columns, sequences at once, blocks of 32 tokens).  weight: [KERNEL, stride], bias: or null.
 // states: [KERNEL - 1, n] of a slot, the inputs before the batch.
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     };
 #pragma unroll
     for (int j = 0; j < KERNEL - 1; j++) inputs[j] = input(first - (KERNEL - 1) + j);
-    if (blockIdx.z == 0) {  // which alone reads the old state, and so may write the new one: what is left is read first
+    if (blockIdx.z == 0) {  // only these blocks read the old state, and may write the new one
 #pragma unroll 1
       for (int j = 0; j < KERNEL - 1; j++) state[(size_t)j * n] = input(stop - (KERNEL - 1) + j);
     }

@@ -1,8 +1,7 @@
-// What a forward pass does beside products and attention: norms, gates, and the choice of tokens.
-//
-// Rows of float32 begin at multiples of 16 bytes, strides are in values and multiples of 4.  What a matrix product reads
-// next can be left as codes and scales at once (activations.cuh), with the bits that `quantise` would make of the row.
-// All of it is bound by memory; one token takes a launch and the latency of two reads.
+// Operations other than products and attention: norms, gates, and the choice of tokens. // Rows of float32 are
+// aligned to 16 bytes; strides are in values, and multiples of 4.  Inputs of a matrix product can be written directly
+// as codes and scales (activations.cuh), with the same bits as by `quantise`.  All kernels are limited by memory
+// bandwidth; for one token they take a launch and the latency of two reads.
 #include "activations.cuh"
 #include "batch.cuh"
 #include "choice.cuh"
@@ -13,7 +12,7 @@
 
 // -- RMS norm ---------------------------------------------------------------------------------------------------------
 
-// The sum of a block's values, in all its threads; always in the same order.
+// The sum of a block's values, in all its threads, always in the same order.
 DEVICE float block_sum(float value, float* parts) {
   value = warp_sum(value);
   if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = value;
@@ -24,8 +23,8 @@ DEVICE float block_sum(float value, float* parts) {
   return total;
 }
 
-// 1 / sqrt(mean of the row's squares + eps), in all threads of a block.  The weight comes meanwhile: no cache has it since
-// the last token.
+// 1 / sqrt(mean of the row's squares + eps), in all threads of a block.  Prefetches the weight, which is no longer in
+// any cache since the last token.
 DEVICE float scale_of_row(const float* row, const float* weight, int n, float eps) {
   __shared__ float parts[ROW_WARPS];
   float squares = 0.0f;
@@ -47,9 +46,9 @@ DEVICE float4 normed(const float* row, const float* weight, int column, int n, f
   return make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
 }
 
-// y = x / sqrt(mean(x^2) + eps) * weight, over groups of n values.  Grid: (rows, groups of a row); several are of a
-// multiple of 16 values.  weight: readable to a multiple of 4, `weight_step` values from one group's to the next one's;
-// or null.  y, or else units and scales laid out for n_rows rows, may be null; codes are of whole rows.
+// y = x / sqrt(mean(x^2) + eps) * weight, over groups of n values.  Grid: (rows, groups of a row); with several
+// groups, n is a multiple of 16.  weight: padded to a multiple of 4, with `weight_step` values between groups; or
+// null.  Either y, or units and scales laid out for n_rows rows, may be null; codes require one group per row.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rms_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
              const float* __restrict__ weight, float eps, int weight_step, float* __restrict__ y, int y_stride,
@@ -102,8 +101,8 @@ DEVICE float4 gated(int kind, const float* gate, const float* up, size_t row, in
 
 #define GATE_WARPS 4
 
-// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).  up: or null, which is 1.  y, or
-// else units and scales laid out for n_rows rows, may be null.
+// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).  up: null means 1.  Either
+// y, or units and scales laid out for n_rows rows, may be null.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     gated(const int* __restrict__ header, int kind, const float* __restrict__ gate, const float* __restrict__ up,
           int stride, int n, float* __restrict__ y, int y_stride, int8_t* __restrict__ units,
@@ -115,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   if (units) store_codes(v, units, scales, run, row, n_rows);
 }
 
-// Of each head of dim values, y = activation(gate) * x, over rows of n values.  Grid: (blocks of 512 columns, rows).
+// y = activation(gate) * x, with one gate per head of dim values.  Rows of n values.  Grid: (blocks of 512 columns,
+// rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     head_gate(const int* __restrict__ header, int kind, const float* x, int stride, int n, int dim,
               const float* __restrict__ gate, int gate_stride, float* y, int y_stride) {
@@ -126,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = make_float4(g * v.x, g * v.y, g * v.z, g * v.w);
 }
 
-// y = factor * weight * sigmoid(gate) * x + residual, over rows of n values, where all but x and the factor may be null.
-// Grid: (blocks of 512 columns, rows).  weight: one value.  gate: one for each row.  y may be the residual, or x.
+// y = factor * weight * sigmoid(gate) * x + residual, over rows of n values; weight, gate and residual may be null.
+// Grid: (blocks of 512 columns, rows).  weight: one value.  gate: one value per row.  y may be the residual, or x.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     add(const int* __restrict__ header, const float* x, int stride, int n, float factor, const float* weight,
         const float* gate, int gate_stride, const float* residual, float* y, int y_stride) {
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = multiply_add(v, factor, r);
 }
 
-// y = x within low ... high, over rows of n values.  Grid: (blocks of 512 columns, rows).
+// y = x clamped to low ... high, over rows of n values.  Grid: (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     clamp(const int* __restrict__ header, const float* x, int stride, int n, float low, float high, float* y,
           int y_stride) {
@@ -156,8 +156,8 @@ DEVICE float xielu(float x, float p, float n, float beta, float eps) {
   return (x > 0.0f ? p * x * x : n * (expm1f(fminf(x, eps)) - x)) + beta * x;
 }
 
-// y = p x^2 + beta x where x > 0, else n (exp(min(x, eps)) - 1 - x) + beta x, over rows of n_values values.  Grid: (blocks
-// of 512 columns, rows).
+// y = p x^2 + beta x if x > 0, else n (exp(min(x, eps)) - 1 - x) + beta x, over rows of n_values values.  Grid:
+// (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     xielu(const int* __restrict__ header, const float* x, int stride, int n_values, float p, float n, float beta,
           float eps, float* y, int y_stride) {
@@ -180,7 +180,8 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
       cap * tanhf(v.x / cap), cap * tanhf(v.y / cap), cap * tanhf(v.z / cap), cap * tanhf(v.w / cap));
 }
 
-// -- Rows whose logits are wanted -------------------------------------------------------------------------------------
+// -- Rows with outputs
+// ------------------------------------------------------------------------------------------------
 
 // Row i of y is row rows[i] of x.  Grid: (blocks of 512 columns, rows of y).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
@@ -191,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = load_four(x + (size_t)rows[row] * stride, column, n);
 }
 
-// Row i of y is the `n_joined` rows of x from rows[i] on side by side, or where `is_mean` their mean.
+// Row i of y is the `n_joined` rows of x from rows[i], concatenated, or their mean if `is_mean`.
 // Grid: (blocks of 512 columns of x, rows of y).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     join_rows(const int* __restrict__ header, const int* __restrict__ rows, int n_joined, int is_mean,
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     *(float4*)(y + column) = make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
 }
 
-// x plus, of tokens with embeddings of their own, n values of those.  Grid: (blocks of 512 columns, rows).
+// x plus n values of the token's separate embedding, if it has one.  Grid: (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     add_rows(const int* __restrict__ header, const int* __restrict__ ids, const float* __restrict__ embeddings,
              int embeddings_stride, int n, float* __restrict__ x, int stride) {
@@ -228,8 +229,9 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 
 // -- Streams ----------------------------------------------------------------------------------------------------------
 
-// Streams of d values, number j the sum over i of (weights[j * n_streams + i] + offset) * x_i, plus the residual's; those
-// before number `first` are the residual's alone.  Grid: (blocks of 512 columns, rows).  weights, residual: or null.
+// Mixes streams of d values: stream j is the sum over i of (weights[j * n_streams + i] + offset) * x_i, plus the
+// residual. Streams before number `first` equal the residual.  Grid: (blocks of 512 columns, rows).  weights,
+// residual: or null.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     mix_streams(const int* __restrict__ header, const float* __restrict__ x, int stride, const float* __restrict__ weights,
                 int weights_stride, const float* __restrict__ residual, int residual_stride, int n_streams, int first,
@@ -245,8 +247,8 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = total;
 }
 
-// The weights of n hyper-connected streams of each row (graph.HyperWeights): of one, two or three kinds, of which those
-// that are null are left out.  Grid: (rows); one thread each.
+// The weights of n hyper-connected streams of each row (graph.HyperWeights): one, two or three kinds; kinds whose
+// pointer is null are skipped.  Grid: (rows), with one thread each.
 extern "C" __global__ void hyper_weights(const int* __restrict__ header, const float* __restrict__ x, int stride,
                                          const float* __restrict__ scale, const float* __restrict__ base, int n,
                                          float eps, float magnitude, float more, int rounds,
@@ -260,7 +262,7 @@ extern "C" __global__ void hyper_weights(const int* __restrict__ header, const f
       behind[(size_t)blockIdx.x * behind_stride + i] = magnitude * sigmoid(x[n + i] * scale[1] + base[n + i]) + more;
   }
   if (!between) return;
-  between += (size_t)blockIdx.x * between_stride;  // [made, of which]: columns lie side by side
+  between += (size_t)blockIdx.x * between_stride;  // [result stream, input stream]: columns are contiguous
   for (int i = 0; i < n; i++) {
     float largest = -3e38f, total = 0.0f;
     for (int j = 0; j < n; j++) {
@@ -281,7 +283,7 @@ extern "C" __global__ void hyper_weights(const int* __restrict__ header, const f
   }
 }
 
-// y = sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), where s = scale * key * query, of each of the streams of n values.
+// y = sigmoid(sign(s) * sqrt(max(|s|, 1e-6))), where s = scale * key * query, for each stream of n values.
 // Grid: (streams, rows).
 extern "C" __global__ void __launch_bounds__(WARP)
     stream_gate(const int* __restrict__ header, const float* __restrict__ key, int key_stride,
@@ -331,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 
 // -- Heads ------------------------------------------------------------------------------------------------------------
 
-// So many columns of each head of x, to y.  Grid: (heads, rows).
+// Copies n columns of each head of x to y.  Grid: (heads, rows).
 extern "C" __global__ void __launch_bounds__(WARP)
     copy_heads(const int* __restrict__ header, const float* __restrict__ x, int stride, int head_stride, int n,
                float* __restrict__ y, int y_stride, int y_head_stride) {
@@ -347,10 +349,10 @@ extern "C" __global__ void __launch_bounds__(WARP)
 #define SORT_THREADS 1024
 #define SORTED (2 * SORT_THREADS)
 
-// Where what is found lies: the ids, and behind those of all rows their logits.
+// Address of the logits in `found`: they follow the ids of all rows.
 DEVICE float* values_of(int* found, const int* header, int k) { return (float*)(found + header[N_OUTPUTS] * k); }
 
-// found: the id of the best of each row of logits [N, n], and that logit.  Grid: (rows).
+// found: the id of the best logit of each row of logits [N, n], and this logit.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n,
            int* __restrict__ found) {
@@ -375,7 +377,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   values_of(found, header, 1)[blockIdx.x] = row[id_of(best)];
 }
 
-// Sorts keys [SORTED], the largest first (bitonic: Batcher, 1968).  All threads of the block; they have written them.
+// Sorts keys [SORTED] in descending order (bitonic sort: Batcher, 1968).  Called by all threads of the block, after
+// they have written the keys.
 DEVICE void sort_keys(uint64_t* keys) {
   for (int size = 2; size <= SORTED; size *= 2) {
     for (int step = size / 2; step; step /= 2) {
@@ -405,12 +408,12 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   if (threadIdx.x < k) parts[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * k + threadIdx.x] = keys[threadIdx.x];
 }
 
-// How a row goes on: with the best of it, where top_k is 0.
+// Sampling of the token that a row continues with; the best one if top_k is 0.
 struct Draw {
   float top_k, top_p, min_p, temperature, u;
 
-  // The place of what a sampler draws by u (localllm/sampling), but for its float64, among n logits, the largest first, of
-  // which it is given exp(x - largest) and exp((x - largest) / temperature).
+  // The index that a sampler draws with u (localllm/sampling), except that it uses float64, among n logits in descending
+  // order.  Parameters are exp(x - largest) and exp((x - largest) / temperature).
   __device__ __forceinline__ int place(const float* weights, const float* tempered, int n) const {
     n = min(n, (int)top_k);
     float total = 0.0f, sum = 0.0f;
@@ -425,9 +428,9 @@ struct Draw {
   }
 };
 
-// found [2, rows, k]: the k best of each row, best first, of n_keys = k * (blocks of `top_parts`) keys; where a row has
-// fewer, the last ids are -1.  chosen [rows], and behind `found` once more: what the row goes on with.  Grid: (rows).  k: 1
-// ... SORT_THREADS.
+// found [2, rows, k]: the k best of each row in descending order, from n_keys = k * (blocks of `top_parts`) keys;
+// unused ids are -1.  chosen [rows], also stored after `found`: the id that the row continues with.  Grid: (rows).
+// k: 1 ... SORT_THREADS.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
               const float* __restrict__ logits, int stride, const Draw* __restrict__ draws, int* __restrict__ found,

@@ -1,14 +1,14 @@
-// Rows of a packed matrix of FORMAT, decoded with the bits that a file's decoder gives them, and scaled.
+// Rows of a packed matrix of FORMAT, decoded with the same bits as by the file's decoder, and scaled.
 #include "batch.cuh"
 #include "formats.cuh"
 
-// Four values of codes in the bytes of a word; the code's bytes are its value over Codes::step, which d has in it.
+// Four values of the codes in a word; the bytes are the values divided by Codes::step, which is a factor of d.
 DEVICE float4 decode(uint32_t word, float d, float m, bool has_minimum) {
   float v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     v[i] = (float)(int8_t)(word >> 8 * i) * d;
-    if (has_minimum) v[i] = __fadd_rn(v[i], m);  // two roundings, as there
+    if (has_minimum) v[i] = __fadd_rn(v[i], m);  // two roundings, as in the file's decoder
   }
   return make_float4(v[0], v[1], v[2], v[3]);
 }
@@ -64,9 +64,9 @@ DEVICE void embed_row(const uint8_t* tiles, int row, int begin, int end, float s
   }
 }
 
-// y [T, stride]: the columns begin ... end - 1 of the rows `ids` of a matrix, times scale.  A block a token.
-// An id below 0 is the one that row ~id of the last batch chose; and one from EMBEDDED_IDS on that of a token of a
-// picture, whose row is in `embeddings` [n, embeddings_stride], or without those row 0.
+// y [T, stride]: columns begin ... end - 1 of the rows `ids` of a matrix, times scale.  One block per token. An id
+// below 0 is the id that the last batch chose for row ~id.  An id from EMBEDDED_IDS on belongs to a token with a
+// separate embedding in `embeddings` [n, embeddings_stride]; without embeddings it uses row 0.
 extern "C" __global__ void __launch_bounds__(256)
     embed(const uint8_t* __restrict__ weights, int begin, int end, int n_tiles, const int* __restrict__ ids,
           const int* __restrict__ chosen, const int* __restrict__ n_tokens, float scale,

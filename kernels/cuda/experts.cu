@@ -1,8 +1,7 @@
-// Mixtures of experts: which experts a token goes to, and the sum of what they make of it.
-//
-// A token's k experts are its *pairs*, token * k + rank.  Pairs of one expert are brought together at neighbouring
-// *places*, the first of which is a multiple of 8, as tiles of `mma` want it; so the rows that experts compute are those of
-// places, and some are nobody's.  How many places there are stands in the batch's header.
+// Mixtures of experts: selection of each token's experts, and the weighted sum of their outputs. // A token and its k
+// experts form k *pairs*, token * k + rank.  Pairs of one expert are stored at neighbouring *places*.  The first
+// place is a multiple of 8, the size of `mma` tiles, so some places are unused.  The rows of the experts' results are
+// indexed by place.  The number of places is stored in the batch's header.
 #include "batch.cuh"
 #include "choice.cuh"
 
@@ -22,14 +21,16 @@ DEVICE float best_of_group(const float* values, int n, int n_best) {
   return n_best == 1 ? first : first + second;
 }
 
-// ids, expert_weights [T, k]: the k experts of a row's n logits with the largest scores, of equals the lowest first, and
-// their weights: of all experts or, with `norm_topk_prob`, of these, times `scale` and `factors` [n], if not null.
+// ids, expert_weights [T, k]: the k experts with the largest scores among a row's n logits, the lowest id first among
+// equals, and their weights: softmax of all experts or, with `norm_topk_prob`, of the selected experts, times `scale`
+// and `factors` [n], if not null.
 //
-// Scores are the logits, whose softmax is the weights, where `probabilities` is null.  Else these [T, stride] are
-// written, and scores [T, stride]: they plus `bias` if it is not null, and -infinity in all but the `n_top_groups` of
-// n_groups whose best, or two best (n_best), have the largest sums.
+// If `probabilities` is null, scores are the logits, and weights are their softmax.  Otherwise the kernel writes
+// `probabilities` [T, stride] and scores [T, stride]: probabilities plus `bias` if not null, and -infinity outside
+// the `n_top_groups` best of n_groups groups, ordered by their best score or the sum of their two best (n_best).
 //
-// places, rows: if not null, each pair's place is its own number: see group_by_expert.  A warp a token; k <= 32.
+// places, rows: if not null, each pair's place is the pair's number; see group_by_expert.  One warp per token; k <=
+// 32.
 extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     route(int* header, const float* logits, int stride, int n, int k, int norm_topk_prob, float scale, int gating,
           const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best, const float* __restrict__ chosen,
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
   if (places) places[pair] = pair, rows[pair] = token;
 }
 
-// The sum of `value` over this and the lanes before it.
+// The sum of `value` over this lane and the previous lanes.
 DEVICE int sum_up_to_lane(int value, int lane) {
 #pragma unroll
   for (int distance = 1; distance < WARP; distance *= 2) {
@@ -114,10 +115,10 @@ DEVICE int sum_up_to_lane(int value, int lane) {
   return value;
 }
 
-// Brings pairs of one expert together, and cuts them into products of up to `product_rows` rows.
+// Groups the pairs by expert, and divides them into products of up to `product_rows` rows.
 //
-// ids: the expert of each pair.  places: of each pair; in what order those of one expert get theirs is left open.
-// rows: the token of each place, or -1.  products: expert, first place, the place behind the last.  One block.
+// ids: the expert of each pair.  places: the place of each pair; the order among pairs of one expert is undefined.
+// rows: the token of each place, or -1.  products: expert, first place, end place (exclusive).  One block.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     group_by_expert(int* __restrict__ header, const int* __restrict__ ids, int k, int n_experts, int product_rows,
                     int* __restrict__ places, int* __restrict__ rows, int4* __restrict__ products,
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     for (int place = begin, i = first_products[expert]; place < end; place += product_rows, i++)
       products[i] = make_int4(expert, place, min(place + product_rows, end), 0);
   }
-  __syncthreads();  // all have read where their expert begins
+  __syncthreads();  // all threads have read the start of their expert
   for (int pair = threadIdx.x; pair < n_pairs; pair += GROUP_THREADS) {
     const int place = atomicAdd(&cursors[ids[pair]], 1);
     places[pair] = place;
@@ -161,8 +162,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
   }
 }
 
-// y = y * the pair's weight + the bias of its expert, over rows of n values by place; what is null is left out.  Grid:
-// (blocks of 512 columns, pairs).  y, biases [experts]: `stride` values from row to row, a multiple of 4.
+// y = y * the pair's weight + the bias of its expert, over rows of n values by place; null omits weight or bias.
+// Grid: (blocks of 512 columns, pairs).  y, biases [experts]: `stride` values per row, a multiple of 4.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     finish_experts(const int* __restrict__ header, const int* __restrict__ places, const int* __restrict__ ids,
                    const float* __restrict__ expert_weights, const float* __restrict__ biases, int k,
@@ -175,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS)
   *row = multiply_add(*row, weight, biases ? *bias : float4());
 }
 
-// y = (y +) each token's products, of n values by place, times their weights if those are not null, the best expert's
-// first.  Grid: (blocks of 512 columns, tokens).  Strides are multiples of 4.
+// y = (y +) the sum of each token's products, n values each, by place, times their weights if not null, starting with
+// the best expert.  Grid: (blocks of 512 columns, tokens).  Strides are multiples of 4.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     add_experts(const int* __restrict__ header, const int* __restrict__ places,
                 const float* __restrict__ expert_weights, int k, const float* __restrict__ products, int stride, int n,

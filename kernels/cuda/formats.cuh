@@ -1,29 +1,28 @@
-// The formats of packed weights: one struct each.
+// The formats of packed weights, one struct each.
 //
-// A matrix [n_out, n_in] is cut into groups of 32 rows, a group into tiles of 128 columns, 256 in the K formats.
-// Rows and columns that pad it are zero.  A tile is a sequence of units of 16, 8, 4 or 2 bytes for each of its rows,
-// row after row, so that a warp whose lanes are rows reads a unit at once:
+// A matrix [n_out, n_in] is divided into groups of 32 rows, and a group into tiles of 128 columns, 256 in the K
+// formats. Padding rows and columns are zero.  A tile is a sequence of units of 16, 8, 4 or 2 bytes for each of its
+// rows, row after row, so that a warp whose lanes are rows reads a unit at once:
 //
-//   [codes of the first 128 columns][those of the second 128, in K formats][scales]
+//   [codes of the first 128 columns][codes of the second 128, in K formats][scales]
 //
-// Codes are drawn in codes.cuh.  The scales of a row's tile are the bytes that a file's blocks have for them, in
-// units as large as fit: 18 bytes are one of 16 and one of 2.  Every format takes the bits a weight that it has in a
-// file.
+// codes.cuh shows the layout of codes.  The scales of a row's tile are the bytes of the scales of a file's blocks, in
+// the largest possible units: 18 bytes are one unit of 16 and one of 2.  Every format takes the same number of bits
+// per weight as in a file.
 //
-// The value of a code is d * code, or d * code + m, where d and m of a block of 32 columns (of each half of it, in
-// some) come from `block`.  To add a format, write what of
-//
+// The value of a code is d * code, or d * code + m; `block` returns d and m of a block of 32 columns (in some
+// formats, of each half of a block).  To add a format, write the members that the templates here do not provide,
 //   Codes                    how its codes are packed
 //   SCALES, MINIMA           of a block: one for all columns, or two for 16 each; MINIMA may be 0
 //   FILE_COLUMNS, FILE_BYTES of a block in files
 //   SCALE_BYTES              of a row's tile
 //   code(block, column)      a code in a file's block
 //   scale_source(i)          where scale byte i of a row's tile is in the file's blocks
-//   Raw, load                a row's scales, as they lie in the tile
-//   Run, run                 those of 128 columns
-//   block(run, b)            those of 32 columns
+//   Raw, load                a row's scales, as stored in the tile
+//   Run, run                 scales of 128 columns
+//   block(run, b)            scales of 32 columns
 //
-// the templates here do not give, and name it in kernels/cuda/matmul.py.
+// and add its name in kernels/cuda/matmul.py.
 #pragma once
 #include "codes.cuh"
 
@@ -33,9 +32,9 @@ struct BlockScales {
   float m[MINIMA ? MINIMA : 1];
 };
 
-// -- How a tile is read --------------------------------------------------------------------------------------------
+// -- Reading tiles -------------------------------------------------------------------------------------------------
 
-// Weights that are used once: they are not kept in the first cache, which activations need.
+// Weights are used once: they are not stored in the first-level cache, which activations need.
 struct Streamed {
   DEVICE uint4 load16(const void* place) {
     uint4 v;
@@ -61,7 +60,7 @@ struct Streamed {
   }
 };
 
-// Anything else.
+// Normal loads, for all other data.
 struct Plain {
   DEVICE uint4 load16(const void* place) { return *(const uint4*)place; }
   DEVICE uint2 load8(const void* place) { return *(const uint2*)place; }
@@ -69,13 +68,13 @@ struct Plain {
   DEVICE uint16_t load2(const void* place) { return *(const uint16_t*)place; }
 };
 
-// Byte i of a word, 0 ... 255, less an offset.  As the lowest byte of 2^23, which takes no conversion.
+// Byte i of a word, 0 ... 255, minus an offset: as the lowest byte of 2^23, which needs no conversion.
 template <int OFFSET>
 DEVICE float byte_to_float(uint32_t word, int i) {
   return __int_as_float((int)__byte_perm(word, 0x4b000000, 0x7550 | i)) - (8388608.0f + OFFSET);
 }
 
-// words[i].  An index that is known only when the kernel runs would put the array into memory.
+// words[i].  Indexing with a runtime index would put the array into memory.
 template <int N>
 DEVICE uint32_t pick(const uint32_t (&words)[N], int i) {
   uint32_t word = words[0];
@@ -86,7 +85,7 @@ DEVICE uint32_t pick(const uint32_t (&words)[N], int i) {
 
 // -- Blocks of 32 columns ------------------------------------------------------------------------------------------
 
-// Formats whose blocks begin with SCALES scales and MINIMA minima, halves all, and end with the codes.
+// Formats whose blocks start with SCALES scales and MINIMA minima, all float16, followed by the codes.
 template <class CODES, int SCALES_, int MINIMA_>
 struct Blocks32 {
   using Codes = CODES;
@@ -162,16 +161,16 @@ using LUT3_16 = Blocks32<TableCodes3<TABLE_0, TABLE_1>, 2, 0>;
 
 // -- K formats -----------------------------------------------------------------------------------------------------
 
-// Q4_K and Q5_K: for each 32 columns a scale and a minimum of six bits, times d and -dmin.
+// Q4_K and Q5_K: a six-bit scale and minimum for each 32 columns, times d and -dmin.
 template <int BITS>
 struct FineScales {
   using Codes = ::Codes<BITS, false>;
   static constexpr int SCALES = 1, MINIMA = 1, RUNS = 2;
   static constexpr int FILE_COLUMNS = 256, FILE_BYTES = 16 + 32 * BITS, SCALE_BYTES = 16;
 
-  using Raw = uint4;  // d and dmin; then the twelve bytes that are drawn in quant/kquants.py
+  using Raw = uint4;  // d and dmin; then the twelve bytes shown in quant/kquants.py
   struct Run {
-    uint32_t scales, minima;  // a byte for each block
+    uint32_t scales, minima;  // one byte per block
     float d, d_min;
   };
 
@@ -207,7 +206,7 @@ struct FineScales {
 using Q4_K = FineScales<4>;
 using Q5_K = FineScales<5>;
 
-// What the scales of 128 columns in formats with one for each 16 columns come to: bytes, of which OFFSET is 0.
+// The scales of 128 columns in formats with one scale per 16 columns: bytes with zero point OFFSET.
 template <int OFFSET>
 struct Sixteens {
   uint32_t scales[2];
@@ -226,7 +225,7 @@ struct Q6_K {
   static constexpr int FILE_COLUMNS = 256, FILE_BYTES = 210, SCALE_BYTES = 18;
 
   struct Raw {
-    uint4 scales;  // a signed byte for each 16 columns
+    uint4 scales;  // one signed byte per 16 columns
     uint16_t d;
   };
   using Run = Sixteens<128>;
@@ -245,7 +244,7 @@ struct Q6_K {
   }
 
   DEVICE Run run(const Raw& raw, int run) {
-    // Less -128, they are unsigned.
+    // Minus -128, they are unsigned.
     return {{(run ? raw.scales.z : raw.scales.x) ^ 0x80808080, (run ? raw.scales.w : raw.scales.y) ^ 0x80808080},
             half_to_float(raw.d) * Codes::step()};
   }
@@ -259,7 +258,7 @@ struct Q3_K {
   static constexpr int FILE_COLUMNS = 256, FILE_BYTES = 110, SCALE_BYTES = 14;
 
   struct Raw {
-    uint32_t a, b, c;  // the twelve bytes that are drawn in quant/kquants.py
+    uint32_t a, b, c;  // the twelve bytes shown in quant/kquants.py
     uint16_t d;
   };
   using Run = Sixteens<32>;
@@ -292,7 +291,7 @@ struct Q2_K {
   static constexpr int FILE_COLUMNS = 256, FILE_BYTES = 84, SCALE_BYTES = 20;
 
   struct Raw {
-    uint4 scales;  // for each 16 columns a scale in the low nibble and a minimum in the high one
+    uint4 scales;  // for each 16 columns a scale in the low nibble and a minimum in the high nibble
     uint32_t d;    // and dmin
   };
   struct Run {
@@ -326,7 +325,7 @@ struct Q2_K {
 
 // -- Floats --------------------------------------------------------------------------------------------------------
 
-// Formats read like codes of BITS bits, but without scales.
+// Formats that are read like codes of BITS bits, without scales.
 template <int BITS_>
 struct Floats {
   struct Codes {
@@ -335,9 +334,9 @@ struct Floats {
   static constexpr int RUNS = 1, SCALE_BYTES = 0;
 };
 
-// F16 and BF16 lie as the A operands of mma.m16n8k16: a tile has, for each 16 columns, a fragment of its first 16 rows
-// and one of the others; lane 4 g + t has 16 bytes of a fragment: columns 2 t, 2 t + 1 of rows g and g + 8, and columns
-// 8 + 2 t, 8 + 2 t + 1 of these.
+// F16 and BF16 are stored as A operands of mma.m16n8k16: for each 16 columns, a tile has one fragment for its first
+// 16 rows and one for its last 16 rows.  Lane 4 g + t has 16 bytes of a fragment: columns 2 t, 2 t + 1 of rows g and
+// g + 8, and columns 8 + 2 t, 8 + 2 t + 1 of the same rows.
 struct F16 : Floats<16> {
   DEVICE float to_float(uint16_t bits) { return half_to_float(bits); }
   DEVICE uint16_t from_float(float value) { return float_to_half(value); }
@@ -363,7 +362,7 @@ constexpr bool IS_FLOAT = IS_SAME<F, F16> || IS_SAME<F, BF16> || IS_SAME<F, F32>
 
 // -- Sizes ---------------------------------------------------------------------------------------------------------
 
-// Bytes of the codes of 128 columns, of the scales of a tile, and of a tile, in a group of rows.
+// Bytes, per group of rows, of the codes of 128 columns, of the scales of a tile, and of a tile.
 template <class F>
 constexpr int run_bytes() { return UNIT_BYTES * F::Codes::BITS; }
 

@@ -1,12 +1,12 @@
-// A group of 32 rows times 8 N tokens on tensor cores, 128 columns at a time.  Codes are the A operands, unpacked in
-// registers; activations are B.
+// Products of a group of 32 rows and 8 N tokens on tensor cores, 128 columns at a time.  Codes, unpacked in
+// registers, are the A operands; activations are the B operands.
 #pragma once
 #include "dots.cuh"
 #include "mma.cuh"
 
-// What a block multiplies: rows first ... stop - 1 with matrices of number `matrix`.  With EXPERTS, that is one of the
-// products: expert, first row, a multiple of 8, and the one behind the last; weights are those of all experts, one after
-// the other, and rows lie by place (experts.cu).  Else it is TOKENS tokens, with the head's.
+// Work of a block: multiplies rows first ... stop - 1 with matrix number `matrix`.  With EXPERTS, this is one of the
+// products: expert, first row (a multiple of 8), and end row; the weights of all experts are contiguous, and rows are
+// indexed by place (experts.cu).  Otherwise it is TOKENS tokens, with the matrix of the head.
 #ifdef EXPERTS
 #define KERNEL(name) name##_experts
 #define PRODUCT_PARAMETERS const int4 *__restrict__ products,
@@ -21,10 +21,10 @@
   if (first > 0 && first >= stop) return;
 #endif
 
-// Where operands lie; `Memory` says how single values are read.
+// Addresses of operands; `Memory` defines how single values are read.
 //
-// Lane 4 g + t gets of a unit of weights (32 rows of 16 bytes) word t of rows g, g + 8, g + 16 and g + 24, and of two
-// units of 8 tokens, of n_rows * 16 bytes each, word t of token g.
+// Of a unit of weights (32 rows of 16 bytes), lane 4 g + t loads word t of rows g, g + 8, g + 16 and g + 24.  Of two
+// units of 8 tokens, n_rows * 16 bytes each, it loads word t of token g.
 struct FromGlobal {
   using Memory = Streamed;
   DEVICE void load_rows(uint32_t (&words)[4], const uint8_t* unit, int lane) {
@@ -49,7 +49,7 @@ struct FromShared {
 };
 #endif
 
-// What a lane needs of a group's codes in a block of 32 columns.
+// A lane's part of a group's codes in a block of 32 columns.
 template <class F>
 struct BlockWords {
   using C = typename F::Codes;
@@ -57,7 +57,7 @@ struct BlockWords {
   uint32_t units[UNITS][4];
   uint32_t rows[4][ROW_WORDS];
 
-  // run: the codes of 128 columns, of which this is block b.
+  // run: the codes of 128 columns; b: number of the block.
   template <class Source>
   DEVICE BlockWords load(const uint8_t* run, int b, int lane) {
     BlockWords words;
@@ -73,7 +73,7 @@ struct BlockWords {
     return words;
   }
 
-  // Of row g + 8 i.
+  // Codes of row g + 8 i.
   __device__ __forceinline__ CodePair pair(int i, int lane) const {
     uint32_t q[2];
 #pragma unroll
@@ -89,7 +89,7 @@ DEVICE void load_scales(typename F::Run (&runs)[4], const uint8_t* scales, int r
   for (int i = 0; i < 4; ++i) runs[i] = F::run(F::template load<typename Source::Memory>(scales, 8 * i + lane / 4), run);
 }
 
-// The sums of rows g + 16 m and g + 16 m + 8 with tokens 8 n + 2 t and the next, as `mma` has them.
+// The sums of rows g + 16 m and g + 16 m + 8 with tokens 8 n + 2 t and 8 n + 2 t + 1, in the layout of `mma`.
 template <int N>
 using Sums = float[2][N][4];
 
@@ -98,7 +98,7 @@ using Sums = float[2][N][4];
 // Element i of an accumulator.
 DEVICE int element(const int4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// acc += a block of 32 columns.  units: those of the block at the first token; x_scales likewise; n_rows of each.
+// acc += a block of 32 columns.  units, x_scales: of the block at the first token; n_rows of each.
 template <class F, int N, class Source>
 DEVICE void multiply_block(Sums<N>& acc, const BlockWords<F>& words, const typename F::Run (&runs)[4], int b,
                            const uint8_t* units, const float2* x_scales, int n_rows, int lane) {
@@ -115,7 +115,7 @@ DEVICE void multiply_block(Sums<N>& acc, const BlockWords<F>& words, const typen
     // The scales of tokens 2 t and 2 t + 1.
     const float4 d = *(const float4*)(x_scales + 8 * n + lane % 4 * 2);
     int4 ones[2];
-    if constexpr (F::MINIMA == 2) {  // rows of ones, which are all the same, give the sums of the tokens' codes
+    if constexpr (F::MINIMA == 2) {  // rows of ones, which are all equal, give the sums of the tokens' codes
 #pragma unroll
       for (int half = 0; half < 2; ++half) ones[half] = mma_k16(0x01010101, 0x01010101, x[half], MAGIC);
     }
@@ -156,7 +156,7 @@ DEVICE void mma_floats(float (&acc)[4], const uint4& a, uint32_t b0, uint32_t b1
 #endif
 }
 
-// acc += 16 columns of F16 or BF16, whose two fragments are a.
+// acc += 16 columns of F16 or BF16 with the two fragments a.
 template <class F, int N, class Source>
 DEVICE void multiply_fragments(Sums<N>& acc, const uint4 (&a)[2], const uint8_t* units, int n_rows, int lane) {
 #pragma unroll

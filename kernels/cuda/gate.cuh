@@ -1,4 +1,4 @@
-// The functions of gates, and what a product that ends with one writes.
+// The activation functions of gates, and the output of products that end with a gate.
 #pragma once
 #include "activations.cuh"
 
@@ -32,15 +32,15 @@ DEVICE float activated(int kind, float g, float u) {
   }
 }
 
-// A gate over the results of two products, and where its codes go.
+// A gate over the results of two products, and the buffers of its codes.
 struct Gate {
   int kind;
   const float *gate_bias, *up_bias;  // or null
   int8_t* units;
   float2* scales;
-  int n_rows;  // that those are laid out for
+  int n_rows;  // rows of the codes' layout
 
-  // A row's block of 32 columns, of which each lane of a warp has one.
+  // Stores a row's block of 32 columns, one per lane of a warp.
   __device__ __forceinline__ void store(float g, float u, int block, int row) const {
     const int column = BLOCK * block + threadIdx.x % WARP;
     if (gate_bias) g += gate_bias[column];
@@ -49,7 +49,7 @@ struct Gate {
   }
 };
 
-// Both products' weights, and a Gate, as parameters of a kernel.
+// The weights of both products, and a Gate, as parameters of a kernel.
 #define GATE_PARAMETERS                                                                                             \
   const uint8_t *__restrict__ gates, const float *__restrict__ gate_bias, const uint8_t *__restrict__ ups,           \
       const float *__restrict__ up_bias, int kind, int8_t *__restrict__ gated, float2 *__restrict__ gated_scales,    \

@@ -1,21 +1,19 @@
 // Matrix products for many tokens, on tensor cores (sm_80 and later).
 //
-// A block has 4 groups of 32 rows and TOKENS tokens: 8 warps, each with one group and half of the tokens.  It goes
-// through the columns in runs of 128, which cp.async brings to shared memory STAGES - 1 runs ahead, weights as they lie
-// in their tiles and activations as they lie in their units.  Sums are those of matvec.cu, in the same order: within a
-// chunk in `acc`, and over the chunks in `totals`.
-//
-// For 32 columns, 32 rows and 8 tokens a warp takes 2 instructions of the tensor cores, of 16 * 8 * 32 products each, and
-// 16 operations on floats (24 with minima, 32 with two scales); with all else, in tiles of 128 tokens, some 46 of Q4_K.
-// Schedulers, each of which begins one a clock, so bound this kernel to some 330 of the 1979 T operations/s that an H200
-// has for int8.
+// A block computes 4 groups of 32 rows and TOKENS tokens, with 8 warps of one group and half of the tokens each.  It
+// iterates over the columns in runs of 128, which cp.async copies to shared memory STAGES - 1 runs ahead: weights in
+// the layout of their tiles, and activations in the layout of their units.  Sums have the same order as in matvec.cu:
+// within a chunk in `acc`, and over the chunks in `totals`. // For 32 columns, 32 rows and 8 tokens a warp takes 2
+// tensor core instructions of 16 * 8 * 32 products each, and 16 float operations (24 with minima, 32 with two
+// scales); in total, with tiles of 128 tokens, about 46 instructions for Q4_K. Schedulers start one instruction per
+// clock, which limits this kernel to about 330 of the 1979 T operations/s of int8 on an H200.
 #include "fragments.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 constexpr int ROW_WARPS = 4, TOKEN_WARPS = 2, THREADS = ROW_WARPS * TOKEN_WARPS * WARP;
 
-// The parts of a stage, in bytes: of each group the codes of a run and the scales of its tile, then the activations.
+// The parts of a stage, in bytes: codes of a run and scales of its tile, for each group, and then the activations.
 template <class F, int T>
 struct Stage {
   static constexpr int UNITS = IS_FLOAT<F> ? RUN / 8 : RUN / 16;  // of activations
@@ -25,7 +23,7 @@ struct Stage {
   static constexpr int BYTES = X_SCALES + (IS_FLOAT<F> ? 0 : RUN_BLOCKS * T * (int)sizeof(float2));
 };
 
-// What a block reads.
+// Inputs of a block.
 struct Sources {
   const uint8_t* weights;
   const uint8_t* units;
@@ -34,19 +32,19 @@ struct Sources {
   int first_group, n_groups, n_tiles;
 };
 
-// What a thread copies of each run, one after the other: pieces of 16 bytes at places that move on with the run.
+// Copies of a thread for each run: pieces of 16 bytes, at addresses that advance with the run.
 template <class F, int T>
 struct Copies {
   using S = Stage<F, T>;
   static constexpr int PIECES = S::GROUP_BYTES / UNIT, CODE_PIECES = run_bytes<F>() / UNIT;
   static constexpr int N_WEIGHTS = ROW_WARPS * PIECES, N_UNITS = S::UNITS * T;
-  static constexpr int N_SCALES = IS_FLOAT<F> ? 0 : RUN_BLOCKS * T / 2;  // of two tokens
+  static constexpr int N_SCALES = IS_FLOAT<F> ? 0 : RUN_BLOCKS * T / 2;  // for two tokens
   static constexpr int OWN = (N_WEIGHTS + THREADS - 1) / THREADS;
   const uint8_t *weights, *units, *scales;
-  uint32_t places[OWN], steps[OWN];  // of weights, and from run to run of a tile
+  uint32_t places[OWN], steps[OWN];  // of weights; steps between runs of a tile
   int n_rows, run;
 
-  // Groups and tokens beyond the last are that one again.
+  // Groups and tokens after the last one repeat it.
   __device__ __forceinline__ explicit Copies(const Sources& from) : n_rows(from.n_rows), run(0) {
     const int thread = threadIdx.x, last = from.n_tokens - 1;
     weights = from.weights + (int64_t)from.first_group * from.n_tiles * tile_bytes<F>();
@@ -54,7 +52,7 @@ struct Copies {
     for (int i = 0; i < OWN; ++i) {
       const int p = thread + THREADS * i, piece = p % PIECES;
       const int group = min(p / PIECES, from.n_groups - 1 - from.first_group);
-      const bool is_code = piece < CODE_PIECES;  // scales are behind the codes of all runs
+      const bool is_code = piece < CODE_PIECES;  // scales follow the codes of all runs
       places[i] = group * from.n_tiles * tile_bytes<F>() + (is_code ? 0 : runs<F>() - 1) * run_bytes<F>() + UNIT * piece;
       steps[i] = is_code ? run_bytes<F>() : 0;
     }
@@ -105,7 +103,7 @@ DEVICE void multiply_run(Sums<T / 8 / TOKEN_WARPS>& acc, const uint8_t* stage, i
     const float2* x_scales = (const float2*)(stage + S::X_SCALES) + first_token;
     typename F::Run runs[4];
     load_scales<F, FromShared>(runs, codes + run_bytes<F>(), run, lane);
-#pragma unroll 1  // all four at once take more registers than there are
+#pragma unroll 1  // unrolling all four would spill registers
     for (int b = 0; b < RUN_BLOCKS; ++b) {
       const auto words = BlockWords<F>::template load<FromShared>(codes, b, lane);
       multiply_block<F, N, FromShared>(acc, words, runs, b, units + 2 * UNIT * T * b, x_scales + T * b, T, lane);
@@ -142,7 +140,7 @@ DEVICE void multiply(Sums<T / 8 / TOKEN_WARPS>& totals, const Sources& from, int
   int here = 0, ahead = N_STAGES - 1;  // stages
   for (int i = 0; i < n_runs; ++i) {
     wait_for_copies<N_STAGES - 2>();
-    __syncthreads();  // the run is there for all warps, and all have read the one before it
+    __syncthreads();  // the run has arrived for all warps, and all have read the previous run
     if (i + N_STAGES - 1 < n_runs) copies.next(stages + Stage<F, T>::BYTES * ahead);
     commit_copies();
     multiply_run<F, T>(acc, stages + Stage<F, T>::BYTES * here, i % runs<F>());
@@ -176,7 +174,7 @@ DEVICE void store(const Matrix& matrix, const Sums<N>& totals, const Sources& fr
 
 // y = x W^T (+ bias) (+ residual), for up to three matrices.
 //
-// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.
+// units, scales: activations (activations.cuh), laid out for n_rows (a multiple of 8), of which n_tokens are used.
 // n_tiles: tiles along a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows of a matrix
 // each, heads); dynamic shared memory: STAGES stages.
 //

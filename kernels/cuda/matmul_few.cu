@@ -1,8 +1,7 @@
-// Matrix products for few tokens on tensor cores: 8 to 32 of them, or any number of F16 and BF16.
-//
-// As in matvec.cu, a block has a group of 32 rows, its warps are the chunks of columns, and codes come straight from
-// memory into registers, asked for up to four blocks of 32 columns ahead.  For a block of 32 columns, 8 tokens take 2
-// instructions of the tensor cores and 3 float operations for each of a lane's 8 sums; matvec.cu takes 64 dot products.
+// Matrix products for few tokens on tensor cores: 8 to 32 tokens, or any number for F16 and BF16. // As in matvec.cu,
+// a block has a group of 32 rows, and its warps are the chunks of columns.  Codes are loaded directly from memory
+// into registers, up to four blocks of 32 columns ahead.  For a block of 32 columns, 8 tokens take 2 tensor core
+// instructions and 3 float operations for each of a lane's 8 sums; matvec.cu takes 64 dot products.
 #include "fragments.cuh"
 
 #ifdef EXPERTS
@@ -12,7 +11,7 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// The scales of rows g + 8 i, from those that each lane has of the row of its number.
+// The scales of rows g + 8 i; each lane has the scales of the row with its number.
 template <class Run>
 DEVICE void spread_scales(Run (&runs)[4], const Run& mine, int lane) {
   constexpr int WORDS = sizeof(Run) / 4;
@@ -23,11 +22,11 @@ DEVICE void spread_scales(Run (&runs)[4], const Run& mine, int lane) {
       ((uint32_t*)&runs[i])[word] = __shfl_sync(FULL_MASK, ((const uint32_t*)&mine)[word], lane / 4 + 8 * i);
 }
 
-// acc = tiles begin ... end of the group at `tiles`.
+// acc = the sums over tiles begin ... end of the group at `tiles`.
 template <class F, int N>
 DEVICE void multiply_chunk(Sums<N>& acc, const uint8_t* tiles, int begin, int end, const uint8_t* units,
                            const float2* x_scales, int n_rows, int lane) {
-  // Blocks whose codes are in registers or asked for; fewer where they, or the sums, take more.
+  // Blocks whose codes are in registers or in flight; fewer if codes or sums need more registers.
   constexpr int AHEAD = F::Codes::ROW_WORDS || N > 1 ? 2 : 4;
   const uint8_t* tile = tiles + begin * tile_bytes<F>();
   units += (int64_t)begin * F::RUNS * (RUN / 16) * UNIT * n_rows;
@@ -44,7 +43,7 @@ DEVICE void multiply_chunk(Sums<N>& acc, const uint8_t* tiles, int begin, int en
 #ifdef EXPERTS
 #pragma unroll
 #else
-#pragma unroll N > 1 && __CUDA_ARCH__ < 900 ? 1 : F::RUNS  // or 16 tokens of Q4_K spill registers
+#pragma unroll N > 1 && __CUDA_ARCH__ < 900 ? 1 : F::RUNS  // otherwise 16 tokens of Q4_K spill registers
 #endif
     for (int run = 0; run < F::RUNS; ++run) {
       typename F::Run runs[4];
@@ -68,7 +67,7 @@ DEVICE void multiply_chunk(Sums<N>& acc, const uint8_t* tiles, int begin, int en
 
 #endif
 
-// The same for F16 and BF16.
+// The same function for F16 and BF16.
 template <class F, int N>
 DEVICE void multiply_floats(Sums<N>& acc, const uint8_t* tiles, int begin, int end, const uint8_t* units, int n_rows,
                             int lane) {
@@ -108,7 +107,7 @@ DEVICE void multiply(Sums<N>& acc, const uint8_t* tiles, const uint8_t* units, c
 #endif
 }
 
-// The chunks' sums, in order, to y: 8 tokens at a time.
+// Adds the chunks' sums in order and stores them in y, 8 tokens at a time.
 template <class F, int N>
 DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, const float* token_scales, int first_token,
                        int n_tokens) {
@@ -117,7 +116,7 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, cons
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    if (n > 0) __syncthreads();  // the tokens before have been read
+    if (n > 0) __syncthreads();  // the previous tokens have been read
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -133,7 +132,7 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, cons
   }
 }
 
-// As `matvec`; n_rows is a multiple of TOKENS, and that of 8.
+// Like `matvec`; n_rows is a multiple of TOKENS, and TOKENS a multiple of 8.
 //
 // matmul_few_experts: n_tokens is the number of products.  Grid (products, groups of rows of all matrices).
 extern "C" __global__ void __launch_bounds__(BOUNDS)
@@ -141,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                        const int* __restrict__ n_tokens, int n_tiles, PRODUCT_PARAMETERS MATRIX_PARAMETERS(0),
                        MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
   constexpr int N = TOKENS / 8;
-  FIND_ROWS  // the first tokens do not wait for their number
+  FIND_ROWS  // the first tokens do not wait for the number of tokens
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
   const uint8_t* tiles =

@@ -1,18 +1,16 @@
-// Matrix products for few tokens: a lane is a row, and no two lanes meet until the end.
-//
-// A block has a group of 32 rows and up to TOKENS tokens; its warps are the chunks of columns.  A warp has 128 columns
-// of codes in registers, and asks for those 128 columns further as it uses them: of Q4_0 1.5 to 2 KB are on the way, and
-// 256 bytes of scales.  An H200 brings 4.3 TB/s some 700 ns after they are asked for, 23 KB for each of its 132
-// processors; the 16 warps of one block ask for 30 KB, and two blocks fit.
-//
-// Activations are the same for all lanes, so that a load brings one unit to all of them, and the same for all blocks
-// of a processor, whose first cache they stay in.  For a block of 32 columns a token takes 8 dot products, 3 loads and
-// 3 operations on floats; unpacking takes 12 (Q4_0, Q4_K), 20 (Q5_0), 24 (Q6_K) or 56 (tables) for all tokens.
+// Matrix products for few tokens: each lane computes a row, and lanes are combined only at the end. // A block has a
+// group of 32 rows and up to TOKENS tokens; its warps are the chunks of columns.  A warp has codes of 128 columns in
+// registers, and while it uses them it loads the next 128 columns: for Q4_0, 1.5 to 2 KB and 256 bytes of scales are
+// in flight.  An H200 reads 4.3 TB/s with a latency of some 700 ns, so 23 KB must be in flight for each of its 132
+// multiprocessors; the 16 warps of one block have 30 KB in flight, and two blocks fit. // Activations are the same
+// for all lanes, so a load broadcasts one unit, and the same for all blocks of a multiprocessor, so they stay in its
+// first-level cache.  For a block of 32 columns a token takes 8 dot products, 3 loads and 3 float operations;
+// unpacking takes 12 (Q4_0, Q4_K), 20 (Q5_0), 24 (Q6_K) or 56 (tables) instructions for all tokens.
 #include "dots.cuh"
 #include "gate.cuh"
 
-// What a block multiplies: rows `row` and on of the activations, laid out for `laid_out`, with matrices of number `matrix`
-// (a head's, or an expert's), to rows first ... stop - 1 of y.  Blocks of the first tokens do not wait for *n_tokens.
+// Work of a block: rows of activations from `row` on, laid out for `laid_out`, times matrix number `matrix` (of a
+// head or an expert), to rows first ... stop - 1 of y.  Blocks of the first tokens do not wait for *n_tokens.
 #ifdef EXPERTS
 #define MATVEC matvec_experts
 #define MATVEC_GATED matvec_experts_gated
@@ -41,7 +39,7 @@ struct RunWords {
     units[unit] = Streamed::load16(run + UNIT_BYTES * unit + UNIT * lane);
   }
 
-  // The last block of 32 columns that a unit has codes of.
+  // The last block of 32 columns with codes in this unit.
   static constexpr int last_block(int unit) {
     const int row_unit = unit - RUN_BLOCKS * C::UNITS;
     return row_unit < 0 ? unit / (C::UNITS ? C::UNITS : 1) : (4 * row_unit + 3) / (C::ROW_WORDS ? C::ROW_WORDS : 1);
@@ -65,13 +63,13 @@ struct RunWords {
   }
 };
 
-// The activations of N tokens, from the first on, in the block at hand.
+// The activations of N tokens in the current block.
 struct Inputs {
   const int4* units;
   const float2* scales;
   int n_rows;
 
-  // Those of the blocks from `block` on, of 32 columns in units of `columns`.
+  // The activations from block `block` of 32 columns on, in units of `columns` columns.
   __device__ __forceinline__ Inputs from(int block, int columns) const {
     return {units + (int64_t)block * (BLOCK / columns) * n_rows, scales + (int64_t)block * n_rows, n_rows};
   }
@@ -84,7 +82,7 @@ DEVICE int dot4(int4 x, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int 
   return __dp4a(x.w, (int)w3, sum);
 }
 
-// acc += a block of 32 columns, with codes w; x is moved past it.
+// acc += a block of 32 columns with codes w; advances x to the next block.
 template <class F, int N>
 DEVICE void multiply_block(float (&acc)[N], const CodePair (&w)[4], const BlockScales<F::SCALES, F::MINIMA>& scales,
                            Inputs& x) {
@@ -109,7 +107,7 @@ DEVICE void multiply_block(float (&acc)[N], const CodePair (&w)[4], const BlockS
   x.scales += x.n_rows;
 }
 
-// acc += 128 columns.  As soon as a unit's codes are used, those of the run at `next` are asked for, if it is there.
+// acc += 128 columns.  As soon as a unit's codes are used, the codes of the run at `next` are loaded, if it exists.
 template <class F, int N>
 DEVICE void multiply_run(float (&acc)[N], RunWords<F>& words, const typename F::Run& scales, Inputs& x,
                          const uint8_t* next, int lane) {
@@ -127,7 +125,7 @@ DEVICE void multiply_run(float (&acc)[N], RunWords<F>& words, const typename F::
   }
 }
 
-// acc = tiles begin ... end of the group at `tiles`.
+// acc = the sums over tiles begin ... end of the group at `tiles`.
 template <class F, int N>
 DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
   x = x.from(begin * F::RUNS * RUN_BLOCKS, 16);
@@ -136,7 +134,7 @@ DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int
 #pragma unroll
   for (int unit = 0; unit < F::Codes::BITS; ++unit) words.load(tile, unit, lane);
   typename F::Raw next_scales = F::template load<Streamed>(tile + F::RUNS * run_bytes<F>(), lane);
-  wait_for_last();  // weights were there before it
+  wait_for_last();  // weights do not depend on the previous kernel
   for (int i = begin; i < end; ++i) {
     const typename F::Raw scales = next_scales;
     const uint8_t* next = i + 1 < end ? tile + tile_bytes<F>() : nullptr;
@@ -148,7 +146,7 @@ DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int
   }
 }
 
-// The same for F32, whose units are four columns: one after the other.
+// The same function for F32, whose units are four columns, in order.
 template <int N>
 DEVICE void multiply_floats(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
   x = x.from(begin * RUN_BLOCKS, 4);
@@ -209,8 +207,9 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums
 
 #ifdef GATED
 
-// activation(x W^T) * (x V^T) as codes, where W and V have n_out rows, a multiple of 128.  The first half of the block's
-// warps has a group of W, the others that of V; grid (TOKENS tokens each, groups of rows).  The rest is as below.
+// activation(x W^T) * (x V^T) as codes, where W and V have n_out rows, a multiple of 128.  The first half of the
+// block's warps computes a group of W, the second half the same group of V; grid (TOKENS tokens each, groups of
+// rows).  `matvec` describes the other parameters.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     MATVEC_GATED(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
                  const int* __restrict__ n_tokens, int n_tiles, PAIR_PARAMETERS GATE_PARAMETERS) {
@@ -228,14 +227,15 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 
 #elif !defined(SUMMED)
 
-// y = x W^T (+ bias) (+ residual) for up to three matrices W, of which the last may be of LAST_FORMAT.
+// y = x W^T (+ bias) (+ residual) for up to three matrices W; the last one may have LAST_FORMAT.
 //
-// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.
-// n_tokens: how many there are.  n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens
-// each, groups of rows of all matrices, heads): blocks that read the same weights run together.
+// units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is n_rows, or 0.
+// n_tokens: number of tokens.  n_tiles: tiles along a row of weights.  One warp per chunk of columns; grid (TOKENS
+// tokens each, groups of rows of all matrices, heads): blocks that read the same weights run together.
 //
-// matvec_experts: weights are those of all experts, one after the other, and a block has one of the n_tokens * k pairs
-// (experts.cu), with its expert's.  Rows of y are places; `share` of them, one or k, have a row of units and scales.
+// matvec_experts: the weights of all experts are contiguous, and a block computes one of the n_tokens * k pairs
+// (experts.cu) with its expert's weights.  Rows of y are places; `share` places, one or k, use the same row of units
+// and scales.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     MATVEC(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
            const int* __restrict__ n_tokens, int n_tiles, PAIR_PARAMETERS MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
@@ -262,10 +262,10 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 
 constexpr int MAX_SUMMED = 128;
 
-// y = (y +) the sum of a token's k products with one matrix, each plus the bias of its expert, times its weight, if these
-// are not null; the best expert's first.  Rows of x are pairs.  biases: `stride` values from row to row.
+// y = (y +) the sum of a token's k products with one matrix, starting with the best expert; each product plus the
+// bias of its expert, times its weight, if not null.  Rows of x are pairs.  biases: `stride` values per row.
 //
-// Of k * n_chunks chunks, at most MAX_SUMMED, warps take one after the other.  Grid (tokens, groups of rows).
+// Warps process the k * n_chunks chunks, at most MAX_SUMMED, in turn.  Grid (tokens, groups of rows).
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matvec_experts_summed(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
                           const int* __restrict__ n_tokens, int n_tiles, int k, int n_chunks,

@@ -1,15 +1,16 @@
-// Tensor cores, and copies to shared memory that run beside the arithmetic.
+// Tensor cores, and copies to shared memory that overlap with arithmetic.
 //
-// Fragments: with g = lane / 4 and t = lane % 4, registers of A hold rows g and g + 8, those of B column g; words t of 16
-// bytes along K, one after the other.  Accumulators hold rows g, g, g + 8, g + 8 and columns 2 t, 2 t + 1, 2 t, 2 t + 1.
+// Fragments: with g = lane / 4 and t = lane % 4, registers of A contain rows g and g + 8, registers of B column g:
+// words t of 16 bytes along K, in order.  Accumulators contain rows g, g, g + 8, g + 8 and columns 2 t, 2 t + 1, 2 t,
+// 2 t + 1.
 // Source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions".
 #pragma once
 #include "common.cuh"
 
 DEVICE uint32_t shared_address(const void* place) { return (uint32_t)__cvta_generic_to_shared(place); }
 
-// Four matrices of 8 rows of 16 bytes; lane 8 i + j gives the address of row j of matrix i, and gets word t of row g of
-// each.
+// Loads four matrices of 8 rows of 16 bytes; lane 8 i + j passes the address of row j of matrix i, and gets word t of
+// row g of each matrix.
 DEVICE void load_matrices(uint32_t (&words)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -17,7 +18,7 @@ DEVICE void load_matrices(uint32_t (&words)[4], const void* row) {
                : "memory");
 }
 
-// Two of them, whose addresses lanes 0 ... 15 give.
+// Loads two matrices; lanes 0 ... 15 pass the addresses.
 DEVICE void load_matrices(uint32_t (&words)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])
@@ -25,7 +26,7 @@ DEVICE void load_matrices(uint32_t (&words)[2], const void* row) {
                : "memory");
 }
 
-// As load_matrices, each matrix of 8 x 8 halves transposed: rows 2 t and 2 t + 1 of column g.
+// Loads four matrices of 8 x 8 halves like load_matrices, but transposed: rows 2 t and 2 t + 1 of column g.
 DEVICE void load_transposed(uint32_t (&words)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -64,20 +65,21 @@ DEVICE int4 mma_k16(uint32_t a0, uint32_t a1, uint32_t b, int c) {
 MMA_FLOATS(mma_f16, "f16")
 MMA_FLOATS(mma_bf16, "bf16")
 
-// Copies 16 bytes of global memory past the first cache.
+// Copies 16 bytes of global memory, bypassing the first-level cache.
 DEVICE void copy16_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most N of the groups committed are under way.
+// Waits until at most N of the committed groups are in flight.
 template <int N>
 DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// sm_75 multiplies fragments of half as many columns, has no bfloat16 or integer ones that we use, and copies at once.
+// sm_75 multiplies fragments with half as many columns, has no bfloat16 or integer fragments of our sizes, and copies
+// synchronously.
 #else
 
 DEVICE void mma_k8(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t b) {

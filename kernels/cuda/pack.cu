@@ -1,10 +1,9 @@
-// A file's rows to the tiles that the other kernels read.  FORMAT: what the blocks are.
-//
-// Packing goes once over the weights while they are loaded, at the speed of the bus at best; so codes are taken one
-// by one, by rules that say plainly what goes where.
+// Packs a file's rows to the tiles that the other kernels read.  FORMAT: format of the blocks. // Packing reads the
+// weights once during loading, at most at the speed of the bus.  So codes are copied one by one, with simple rules
+// for their positions.
 #include "formats.cuh"
 
-// The codes of a block of 32 columns; zeros where there is no such block.
+// The codes of a block of 32 columns; zeros if there is no such block.
 template <class F>
 DEVICE void file_codes(uint8_t (&codes)[BLOCK], const uint8_t* row, int column, int n_in) {
 #pragma unroll
@@ -14,7 +13,7 @@ DEVICE void file_codes(uint8_t (&codes)[BLOCK], const uint8_t* row, int column, 
   }
 }
 
-// A lane is a row.  row: its blocks in the file, or null where it pads the group.
+// Each lane is a row.  row: the row's blocks in the file, or null for rows that pad the group.
 template <class F>
 DEVICE void pack_run(const uint8_t* row, int column, int n_in, uint8_t* run, int lane) {
   using C = typename F::Codes;
@@ -46,7 +45,7 @@ DEVICE void pack_scales(const uint8_t* row, int column, int n_in, uint8_t* scale
   }
 }
 
-// Of a fragment, the word that has columns 8 (i / 2) + 2 t and the next of row g + 8 (i % 2).
+// The word of a fragment with columns 8 (i / 2) + 2 t and 8 (i / 2) + 2 t + 1 of row g + 8 (i % 2).
 DEVICE uint32_t fragment_word(const uint16_t* group, int n_rows, int64_t n_in, int row, int64_t column) {
   const uint16_t* values = group + row * n_in + column;
   const uint32_t first = row < n_rows && column < n_in ? values[0] : 0;
@@ -78,8 +77,8 @@ DEVICE void pack_tile(const uint8_t* rows, int n_rows, int64_t row_bytes, int co
 }
 
 // rows: uint8 [n_rows, row_bytes], blocks of FORMAT, of n_in columns.
-// packed: n_tiles tiles for each group of 32 rows that n_rows begins.
-// A warp packs a tile: grid (tiles over the warps of a block, groups).
+// packed: n_tiles tiles for each group of 32 rows, including an incomplete last group.
+// One warp per tile: grid (tiles over the warps of a block, groups).
 extern "C" __global__ void __launch_bounds__(128, 4)
     pack(const uint8_t* __restrict__ rows, uint8_t* __restrict__ packed, int n_rows, int64_t row_bytes, int n_in, int n_tiles) {
   using F = FORMAT;

@@ -1,8 +1,8 @@
-// Rows of float32 to the units of activations.cuh, for weights of FORMAT.
+// Converts rows of float32 to the units of activations.cuh, for weights of FORMAT.
 #include "activations.cuh"
 
-// A power of two with which a row's values are at most 2^15, and so is what is left of them in f16; 1 where the largest
-// is no finite number, or nothing.
+// A power of two by which a row's values are at most 2^15, so that their remainders fit f16; 1 if the largest value
+// is not finite, or 0.
 DEVICE float power_for_half(int largest_bits) {
   const int exponent = largest_bits >> 23;  // 127 for 1 ... 2
   if (exponent == 0 || exponent == 255) return 1.0f;
@@ -33,10 +33,10 @@ DEVICE void store_floats(float4 v, void* units, int column, int row, int n_rows)
   }
 }
 
-// A row of n_in columns, of which n_there are there: all or none.
+// Converts a row of n_in columns; n_there is n_in, or 0 for a missing row.
 template <class F>
 DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, void* scales, int index, int n_rows) {
-  const int n_columns = (n_in + RUN - 1) / RUN * RUN;  // whole warps stay together
+  const int n_columns = (n_in + RUN - 1) / RUN * RUN;  // so that whole warps stay together
   float power = 1.0f;
   if constexpr (IS_SAME<F, F16>) {
     power = power_for_half(largest_of_row(row, n_there));
@@ -53,9 +53,9 @@ DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, v
   }
 }
 
-// x: float32 rows of `stride` values, a multiple of 4; of each head, which has head_stride of them, the first n_in.
-// n_there: how many rows there are.  rows: if not null, those of x to take, none where it is -1.
-// units, scales: laid out for n_rows, those that are not there of zeros.  Grid: (rows, heads).
+// x: float32 rows of `stride` values, a multiple of 4; the first n_in of the head_stride values of each head are
+// converted. n_there: number of rows.  rows: if not null, numbers of the rows of x; -1 for a missing row. units,
+// scales: laid out for n_rows; missing rows are zeros.  Grid: (rows, heads).
 extern "C" __global__ void __launch_bounds__(1024)
     quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_there,
              const int* __restrict__ rows, int head_stride, uint8_t* __restrict__ units, float* __restrict__ scales,

@@ -1,14 +1,14 @@
-// Operations with a memory: what a token adds to the recurrent state of its sequence, and reads of it.
-//
-// A sequence's states lie in the slot that the batch names, `slot_floats` from one to the next, and are zero before
-// position 0, whatever lies there.  Threads walk over the tokens of a sequence with their part of its state in registers:
-// it is read and written once a step, and a token's bits do not depend on where its sequence was cut.
-// Of a prompt, a token takes a block the time of about 250 instructions of a warp; 48 heads keep 192 blocks busy.
+// Operations with recurrent states: updates of a sequence's state by its tokens, and reads of the state. // A
+// sequence's states are stored in the slot given by the batch, `slot_floats` values per slot, and are zero before
+// position 0, regardless of the slot's content.  Threads iterate over the tokens of a sequence with their part of the
+// state in registers.  The state is read and written once per step, and a token's bits do not depend on the division
+// into steps. In a prompt, a token takes a block the time of about 250 instructions of a warp; 48 heads keep 192
+// blocks busy.
 #include "batch.cuh"
 #include "common.cuh"
 
 #ifdef STATES
-// Of each token and channel: h_i = exp(a_i step) h_i + b_i step x; out = sum over i of c_i h_i + d x, where step =
+// For each token and channel: h_i = exp(a_i step) h_i + b_i step x; out = sum over i of c_i h_i + d x, where step =
 // softplus(dt + dt_bias).
 //
 // Grid: (blocks of 128 channels, sequences at once); a thread has a channel.  states: [STATES, n] of a slot.
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #else
 constexpr int LANES = 4, THREADS = LANES * COLUMNS, OWN = ROWS / LANES;
 
-// What a token gives to all columns of a head.
+// Values of a token that all columns of a head use.
 struct __align__(16) Token {
   float key[ROWS], query[ROWS], decay[PER_CHANNEL ? ROWS : 4];
 };
@@ -55,19 +55,20 @@ DEVICE float sum_of_lanes(float x) {
   return x + __shfl_xor_sync(FULL_MASK, x, 2);
 }
 
-// By what a state is multiplied: exp(a * softplus(step)), or with a bound exp(bound * sigmoid(a * step)).
+// The decay factor of a state: exp(a * softplus(step)), or with a bound exp(bound * sigmoid(a * step)).
 DEVICE float decay_of(float step, float a, float bound) {
   return expf(bound != 0.0f ? bound * sigmoid(a * step) : softplus(step) * a);
 }
 
-// Of each token and head: S = decay * S + k (x) new; out = S^T q, where decay is decay_of(step + dt_bias, a, bound).
+// For each token and head: S = decay * S + k (x) new; out = S^T q, where decay is decay_of(step + dt_bias, a, bound).
 //
-// With DELTA, q and k are divided by their lengths, q also times `scale`, and new = sigmoid(beta) * (v - decay * S^T k);
-// steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without, new = softplus(step + dt_bias) * v, and d * v is added.
+// With DELTA, q and k are divided by their lengths, q is also multiplied by `scale`, and new = sigmoid(beta) * (v -
+// decay * S^T k); steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without DELTA, new = softplus(step + dt_bias)
+// * v, and d * v is added.
 //
-// Grid: (blocks of COLUMNS columns of all heads' v, sequences at once); four lanes share a column, and each has every
-// fourth four of its rows.  columns: of a head.  states: [blocks, OWN, THREADS] of a slot.  q, k: [T, n_groups, ROWS];
-// head h has those of group h / per_group, or, if that is 0, of h % n_groups.
+// Grid: (blocks of COLUMNS columns of the v of all heads, sequences at once); four lanes share a column, and each has
+// every fourth group of four rows.  columns: columns per head.  states: [blocks, OWN, THREADS] of a slot.  q, k: [T,
+// n_groups, ROWS]; head h uses group h / per_group or, if per_group is 0, group h % n_groups.
 extern "C" __global__ void __launch_bounds__(THREADS)
     recurrence(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ positions,
                const int* __restrict__ slots, float* __restrict__ states, int64_t slot_floats,
@@ -106,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
       const float value = v[(size_t)token * v_stride + column];
       const float beta = DELTA ? sigmoid(betas[(size_t)token * betas_stride + head]) : 0.0f;
-      __syncthreads();  // behind it, all are done with the token before, and its buffer can be filled: two are enough
+      __syncthreads();  // all have finished the previous token, so its buffer can be reused: two are enough
       float of_key = 0.0f, of_query = 0.0f, both = 0.0f, keys = 0.0f, queries = 0.0f;
 #pragma unroll
       for (int i = 0; i < OWN; i += 4) {

@@ -1,25 +1,26 @@
-// Attention to selected positions: an indexer's scores, the largest of them, and attention to those alone.
+// Selection of positions: scores of an indexer, the largest scores, and attention to the selected positions only.
 //
-// Correct, not yet tuned: products are of single threads, and each query head reads what it attends to itself.
-// HEADS, DIM, RUN, LAST: of the indexer, whose queries have DIM values, and which chooses runs of RUN positions; with
-// LAST, each head chooses for itself, and so many last runs always.  RUN_KEY: the number of the value that a run's key
-// begins with, of those of its last position.  KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KV_HEADS, VALUES_IN_KEYS,
-// EVERY: of the cache that is read, of how many tokens it keeps one.  TOP: runs, or positions that a token attends to;
-// BY_HEAD: those of each key/value head.  ENTRIES: of how many tokens a second cache keeps one, which is read beside a
-// window; 0 without.  SERIES: of what runs of RUN tokens become, whose values go to one run or also to the next.
+// Correct, but not tuned yet: single threads compute products, and each query head reads its selected positions
+// separately. HEADS, DIM, RUN, LAST: of the indexer, whose queries have DIM values, and which selects runs of RUN
+// positions; with LAST, each head selects separately, and the LAST last runs are always selected.  RUN_KEY: the first
+// value of a run's key, among the values of its last position.  KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KV_HEADS,
+// VALUES_IN_KEYS, EVERY (tokens per entry): of the cache that is read.  TOP: runs or positions that a token attends
+// to; BY_HEAD: separately for each key/value head.  ENTRIES: tokens per entry of a second cache, which is read in
+// addition to a window; 0 without one.  SERIES: number of series of values of a run of RUN tokens; with two, the
+// first series is used for the next run.
 #include "batch.cuh"
 #include "common.cuh"
 
 constexpr int THREADS = 128, DIGIT = 11, DIGITS = 1 << DIGIT;
 
-// The pages of the sequence that a token belongs to.
+// The block table of a token's sequence.
 DEVICE const int* table_of(int token, const int* starts, const int* tables, int table_stride) {
   int sequence = 0;
   while (starts[sequence + 1] <= token) sequence++;
   return tables + (size_t)sequence * table_stride;
 }
 
-// The key, or the value, of a head at a position, which takes ROW values of BITS bits, and its scales.
+// The key or the value of a head at a position, with ROW values of BITS bits, and its scales.
 template <int ROW, int BITS>
 struct Entry {
   static constexpr int GROUPS = (ROW + PER_SCALE - 1) / PER_SCALE;
@@ -51,9 +52,10 @@ constexpr int KEY_HEAD = (KEY_DIM + 15) / 16 * 16, VALUE_HEAD = (VALUE_DIM + 15)
 using Key = Entry<KEY_HEAD, KEY_BITS>;
 
 #if defined(SERIES)
-// Of tokens that end a run of RUN, the sum of its values, of each channel by the softmax of its gates plus the biases
-// [RUN, SERIES * KEY_DIM]; zeros of others.  rows: halves [pages, 2 * SERIES, PAGE, HEAD], the last SERIES of them gates.
-// With two, the sum begins with the first ones of the run before, if there is one, and has the second of its own.
+// The compressed entry of each run of RUN tokens, at its last token; zeros at other tokens.  An entry is the sum of
+// the run's values, each channel weighted by the softmax of its gates plus the biases [RUN, SERIES * KEY_DIM].  rows:
+// halves [pages, 2 * SERIES, PAGE, HEAD]; the last SERIES are gates.  With two series, the sum uses the first series
+// of the previous run, if it exists, and the second series of the current run.
 //
 // Grid: (tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -88,17 +90,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #elif defined(HEADS)
 constexpr int CHOICES = LAST ? HEADS : 1, WIDTH = TOP * RUN + (LAST ? 0 : RUN - 1);
 
-// The runs that can be chosen of so many positions, or of what the cache keeps of them.
+// The number of runs that can be selected among the seen positions, or among their entries in the cache.
 DEVICE int runs_of(int seen) { return (seen + (LAST ? RUN - 1 : 0)) / RUN; }
 
-// Of tokens that end a run, its key, of each channel: the sum of its tokens' keys times the softmax of their gates plus
-// the pool's [RUN, stride].  Of a token, the cache has [key | gate | key of a run].  Grid: (tokens).
+// The key of each run that ends with a token of the batch.  Each channel is the sum of the tokens' keys times the
+// softmax of their gates plus the pool's weights [RUN, stride].  A cached token contains [key | gate | key of a run].
+// Grid: (tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
     pool_keys(const int* __restrict__ header, const int* __restrict__ positions, const int* __restrict__ slots,
               const float* __restrict__ pool, int stride, uint16_t* keys) {
   const int token = blockIdx.x;
   if (token >= header[N_TOKENS] || positions[token] % RUN != RUN - 1) return;
-  uint16_t* const first = keys + (size_t)(slots[token] - RUN + 1) * KEY_HEAD;  // of one head, pages lie side by side
+  uint16_t* const first = keys + (size_t)(slots[token] - RUN + 1) * KEY_HEAD;  // with one head, pages are contiguous
   for (int column = threadIdx.x; column < DIM; column += THREADS) {
     float top = -1e30f, total = 0.0f, key = 0.0f;
     for (int i = 0; i < RUN; i++)
@@ -113,9 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// Of tokens from number `first` on, of all runs that they see: the sum over the heads of weight * max(0, q * key), all
-// weights 1 where there are none; or with LAST, of each head the largest q * key, of which a warp computes those of a
-// run.
+// Scores of all runs that tokens see, starting with token number `first`: the sum over the heads of weight * max(0, q
+// * key), with weights of 1 if null; or with LAST, the largest q * key per head and run, each computed by a warp.
 //
 // Grid: (blocks that share a token's runs, tokens).  scores: [tokens, CHOICES, stride].
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -167,18 +169,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The bits of a float as a number in the order of the floats.
+// The bits of a float as an integer in the order of the floats.
 DEVICE uint32_t ordered(float x) {
   const uint32_t bits = (uint32_t)__float_as_int(x);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// That of a run's score; the last ones come before all others.
+// The rank of a run's score; the last runs rank above all others.
 DEVICE uint32_t rank_of(const float* scores, int i, int n) { return ordered(i < n - LAST ? scores[i] : 3e38f); }
 
-// The positions of the runs of the TOP largest scores, in order, and those behind the last run; then -1.
+// The positions of the runs with the TOP largest scores, in order, and the positions after the last whole run; then
+// -1.
 //
-// Found by their bits, digit by digit from the highest: of equals of the last one, the first are taken.
+// Found by radix select, from the highest digit to the lowest; among equal scores the first ones are selected.
 // Grid: (tokens from number `first` on, CHOICES).  out: [tokens, CHOICES, WIDTH].
 extern "C" __global__ void __launch_bounds__(THREADS)
     index_select(const int* __restrict__ header, const int* __restrict__ positions, int first,
@@ -213,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
   }
-  // Each thread has neighbours: what those before it take says where its own go.
+  // Each thread has consecutive runs: the counts of previous threads give the position of its output.
   const int each = (n + THREADS - 1) / THREADS, begin = each * threadIdx.x, end = min(n, begin + each);
   int above = 0, equal = 0;
   for (int i = begin; i < end; i++) {
@@ -241,9 +244,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 using Value = Entry<VALUES_IN_KEYS ? KEY_HEAD : VALUE_HEAD, VALUES_IN_KEYS ? KEY_BITS : VALUE_BITS>;
 
 // Attention of each query head to the selected positions, [T, TOP] or with BY_HEAD [T, KV_HEADS, TOP]; with
-// VALUES_IN_KEYS, the first VALUE_DIM values of their keys are the values.
+// VALUES_IN_KEYS, the values are the first VALUE_DIM values of the keys.
 //
-// With ENTRIES, to those of a window, and behind them to entries of a second cache: those that are selected, or all.
+// With ENTRIES, attention to the positions of a window, followed by entries of a second cache: all or the selected
+// ones.
 // Grid: (heads, tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_selected(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
@@ -269,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   n += n_window;
   const int* const table = table_of(token, starts, tables, table_stride);
   const int* const entry_table = ENTRIES ? table_of(token, starts, entry_tables, table_stride) : table;
-  // Of a position the number, of an entry ~number.
+  // A position's number, or ~number of an entry.
   const auto key_at = [&](int number) {
     return ENTRIES && number < 0 ? Key(entries, key_scales, entry_table, ENTRIES * -number - 1, 0, max(ENTRIES, 1))
                                  : Key(keys, key_scales, table, number, of_keys);

@@ -100,7 +100,7 @@ def test_too_much_memory(driver: Driver) -> None:
 @pytest.mark.parametrize("n_bytes", [0, -1])
 def test_no_memory_is_none(driver: Driver, n_bytes: int) -> None:
     for take in (lambda: driver.allocate(0, n_bytes), lambda: driver.pinned(n_bytes)):
-        with pytest.raises(UsageError, match="at least one"):
+        with pytest.raises(UsageError, match="at least 1 byte"):
             take()
 
 
