@@ -17,10 +17,10 @@ one.  All query heads are rows of the single key/value head, so each page is rea
 
 Half-precision values are converted to float32 during the multiplication.  Codes (KEY_BITS, VALUE_BITS; below 16) are
 multiplied as integers: a query is rounded to bytes, 32 head values per scale.  The weights of 32 positions, times the
-scales of their values, are also rounded: to 16 bits if values have eight bits, so that rounding adds no error of the
-same size as the values', and to bytes otherwise.  A tile of codes is read once for up to ROWS rows.  Latents are few
-and shared by many rows, so they are converted to float32 too; their scales are a factor of the keys, and of the
-weights.  Sums of rotated values (VALUE_ROTATION) are rotated back at the end.
+scales of their values, are also rounded: to 16 bits if values have eight bits, so that this error is negligible
+compared to the rounding of the values, and to bytes otherwise.  A tile of codes is read once for up to ROWS rows.
+Latents are few and shared by many rows, so they are converted to float32 too; their scales are a factor of the keys,
+and of the weights.  Sums of rotated values (VALUE_ROTATION) are rotated back at the end.
 
 With selected positions (SELECTED, their maximum number; BY_HEAD, one selection per key/value head), a token sees only
 these positions, and a tile has one token.  The visible positions are numbered 0, 1, …: a page of these numbers is
@@ -525,7 +525,7 @@ def copy_row(source, target, n_bytes):
 def gather_latents(cache, table, page_bytes, first, n, selected, beside, gathered):
     """gathered = a block of n latents visible to a token, starting at number ``first``.
 
-    selected: float32 [SELECTED].  beside: int64 [4], used with ENTRIES: number of positions in the window, the
+    selected: float32 [SELECTED].  ``beside``: int64 [4], used with ENTRIES: number of positions in the window, the
     position after the window, the address of the entries, and the sequence's block table of entries.
     """
     for i in range(n):

@@ -17,8 +17,8 @@ Codes of 8 bits are signed bytes, and shorter codes are unsigned.  A byte of 4-b
 half and, in its high half, the code 16 values later (8 values later for latents).  5-bit codes store the lower four
 bits in the same way, followed by the fifth bits.  For keys, these are a byte for each lane and column modulo 4, with
 one bit per four columns.  For values, they are four bytes per position: byte l modulo 4 belongs to lane l, with bit l
-/ 4 for the first 16 values and four more bits for the other 16 values.  For latents, they are one bit for each of 16
-values.
+/ 4 for the first 16 values and four more bits for the other 16 values.  For latents, they are one bit per value, for
+16 values.
 
 ``head`` is the size of a head in keys or values, rounded up to whole vectors, or to whole groups of 32 values that
 share a scale.  Padding counts as 0.  Writing a token changes no byte of another token.

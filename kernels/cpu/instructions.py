@@ -42,7 +42,7 @@ def lowering_target() -> Target:
 
 
 def dot_kind() -> str:
-    """Return how the target multiplies bytes, which most of its other limits depend on too."""
+    """Return how the target multiplies bytes; most other missing instructions depend on it too."""
     return lowering_target().dot
 
 

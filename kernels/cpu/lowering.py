@@ -419,7 +419,7 @@ class Lowering:
     # -- Products --------------------------------------------------------------------------------------------------
 
     def linear(self, op: g.Linear) -> Stored:
-        # A kernel may add to its input, but not while other kernels still multiply it.
+        # The result may overwrite the residual, but not if the residual is also x, which other units still multiply.
         y = self.new(op.x.rows, op.matrix.n_out) if op.residual is op.x else self.in_place(op)
         residual = 0 if op.residual is None else self.stored[op.residual].buffer
         self._multiply(op.x, op.matrix, y, residual, wait=True)

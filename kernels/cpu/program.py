@@ -268,7 +268,7 @@ class Job:
         self.lost: list[float] = []
 
     def n_threads(self, n: int) -> int:
-        """Return how many of n threads run this job."""
+        """Return the number of threads, at most n, that run this job."""
         return min(self.threads or n, n)
 
     def run(self, i: int, n: int) -> None:

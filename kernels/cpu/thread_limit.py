@@ -1,8 +1,8 @@
 """Limit of threads in a step while other programs use the processors.
 
 A step of few tokens has hundreds of barriers, and at each one all threads wait for the last.  If another program
-takes a thread's core, the other threads wait until the thread runs again: milliseconds, in which they could have done
-its share.
+takes a thread's core, the other threads wait until the thread runs again.  That takes milliseconds, enough time to do
+its share themselves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 // writes.
 //
 // Compiled for KEY_DIM, VALUE_DIM; KEY_BITS, VALUE_BITS, 16 for halves; KEY_ROTATION, VALUE_ROTATION, the number of
-// values that are rotated together, or 0; AXES (0 or 1); EVERY, tokens per cache entry, of which the last is stored;
+// values that are rotated together, or 0; AXES (0 or 1); EVERY, tokens per cache entry (the last one is stored);
 // and AHEAD, added to the position of heads before rotation.  cache.py shows the layout, cache_rounding.py defines
 // rounding.  A warp computes one head, so that one token takes the time of a launch and a few dependent loads.
 #include "batch.cuh"

@@ -291,7 +291,7 @@ struct Walk {
   }
 };
 
-// Loads these pages to shared memory, AHEAD of them during the use of another page.  They use PLACES buffers in turn,
+// Loads these pages to shared memory, AHEAD pages while another page is used.  They use PLACES buffers in turn,
 // followed by the factors and the buffer for converted pages; without AHEAD, pages are converted directly from global
 // memory.
 template <int THREADS, int AHEAD>

@@ -18,8 +18,8 @@ from localllm.kernels.cuda.cache import PAGE, bits_of, padded_head
 from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.graph import CacheType, KVCache
 
-#: The first pages are KV splits of one page, later splits have SPLIT_PAGES pages; each split has separate sums.  With
-#: shorter splits more blocks share a short cache, but prefill merges more often.
+#: The first FINE_PAGES pages are one KV split each; later splits have SPLIT_PAGES pages.  Each split has separate
+#: sums.  With shorter splits more blocks share a short cache, but prefill merges more often.
 FINE_PAGES, SPLIT_PAGES = 16, 4
 #: Rows computed at once.
 ROWS = 16

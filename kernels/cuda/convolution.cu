@@ -7,7 +7,7 @@
 
 constexpr int CONV_THREADS = 128, CONV_TOKENS = 32;
 
-// y[t] = bias + sum over j of weight[j] * x[t - KERNEL + 1 + j], then silu, for each of the n columns of x.
+// y[t] = bias + sum over j of weight[j] * x[t - KERNEL + 1 + j], then silu, for n columns of x.
 //
 // Grid: (blocks of 128 columns, sequences at once, blocks of 32 tokens).  weight: [KERNEL, stride], bias: or null.
 // states: [KERNEL - 1, n] of a slot, the inputs before the batch.

@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     *(float4*)(y + column) = make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
 }
 
-// x plus n values of the token's separate embedding, if it has one.  Grid: (blocks of 512 columns, rows).
+// x plus n values of the token's separate embedding, if any.  Grid: (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     add_rows(const int* __restrict__ header, const int* __restrict__ ids, const float* __restrict__ embeddings,
              int embeddings_stride, int n, float* __restrict__ x, int stride) {

@@ -74,7 +74,7 @@ DEVICE float byte_to_float(uint32_t word, int i) {
   return __int_as_float((int)__byte_perm(word, 0x4b000000, 0x7550 | i)) - (8388608.0f + OFFSET);
 }
 
-// words[i].  Indexing with a runtime index would put the array into memory.
+// words[i].  A runtime index would move the array to memory.
 template <int N>
 DEVICE uint32_t pick(const uint32_t (&words)[N], int i) {
   uint32_t word = words[0];
@@ -334,8 +334,8 @@ struct Floats {
   static constexpr int RUNS = 1, SCALE_BYTES = 0;
 };
 
-// F16 and BF16 are stored as A operands of mma.m16n8k16: for each 16 columns, a tile has one fragment for its first
-// 16 rows and one for its last 16 rows.  Lane 4 g + t has 16 bytes of a fragment: columns 2 t, 2 t + 1 of rows g and
+// F16 and BF16 are stored as A operands of mma.m16n8k16: for each 16 columns, a tile stores a fragment of its first
+// 16 rows and a fragment of its last 16 rows.  Lane 4 g + t has 16 bytes of a fragment: columns 2 t, 2 t + 1 of rows g and
 // g + 8, and columns 8 + 2 t, 8 + 2 t + 1 of the same rows.
 struct F16 : Floats<16> {
   DEVICE float to_float(uint16_t bits) { return half_to_float(bits); }

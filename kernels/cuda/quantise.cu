@@ -1,7 +1,7 @@
 // Converts rows of float32 to the units of activations.cuh, for weights of FORMAT.
 #include "activations.cuh"
 
-// A power of two by which a row's values are at most 2^15, so that their remainders fit f16; 1 if the largest value
+// A power of two that scales a row's values to at most 2^15, so that values and remainders fit f16; 1 if the largest value
 // is not finite, or 0.
 DEVICE float power_for_half(int largest_bits) {
   const int exponent = largest_bits >> 23;  // 127 for 1 ... 2

@@ -28,7 +28,7 @@ def test_the_kernel_packs_as_numpy_does(layout: TileLayout, n_rows: int) -> None
         np.testing.assert_array_equal(packed[0], packed[1])  # what lies behind is untouched, too
 
 
-def test_rows_that_are_not_contiguous_are_refused() -> None:
+def test_rows_that_do_not_lie_in_one_piece_are_refused() -> None:
     layout = next(iter(LAYOUTS.values()))
     rows = np.zeros((GROUP, 128), np.uint8)
     packer = Packer(layout, available()[0])
