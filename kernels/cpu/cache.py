@@ -75,7 +75,7 @@ class CPUCache(HostCache):
     def share(self, other: CPUCache | None) -> None:
         """Use the memory of another cache with the same layers and pages."""
         if other is None or (other.layers, other.n_pages, other.n_bytes) != (self.layers, self.n_pages, self.n_bytes):
-            raise KernelError("a graph that shares caches needs the other graph's step, with the same number of pages")
+            raise KernelError("a graph that shares caches needs the other graph's step, with equal pages")
         self.memory = other.memory
         self._buffer.address = self.memory.ctypes.data
 

@@ -18,8 +18,8 @@ RECORD = 48
 
 #: Operations on one token's record of activations and 16 rows; for each, the variants for the records of 2 or 4
 #: tokens, by the number of tokens, which use 8 or 4 rows.  With 4 tokens, lanes 4 i … 4 i + 3 of all vectors belong
-#: to token i. With byte matrix instructions, lanes 0 … 3 belong to two rows of tokens 0 and 1 in turn, lanes 4 … 7 to
-#: the other rows, and so on.
+#: to token i.  With byte matrix instructions, lanes 0 … 3 belong to two rows of tokens 0 and 1 in turn, lanes 4 … 7
+#: to the other rows, and so on.
 OF_TOKENS: dict[Any, dict[int, Any]] = {}
 
 

@@ -147,7 +147,8 @@ def route(
 
     ids: int64 [T, k].  expert_weights: float32 [T, k], softmax of all logits or, with ``norm_topk_prob``, of the
     selected logits.  With PROBABILITIES, logits only select experts; the weights are probabilities, optionally
-    divided by their sum. factors: float32 [n_experts], factors of the weights, or 0.
+    divided by their sum.
+    factors: float32 [n_experts], factors of the weights, or 0.
     """
     for token in range(begin, end):
         row, chosen = logits + token * stride, 8 * token * k
@@ -225,12 +226,13 @@ def hold_experts(
 ):  # fmt: skip
     """Make sure that experts are in memory before they are used; one unit of work.
 
-    entries: entries of active experts, from number ``first``; ``n_used``: address of the number of active experts. At
-    most ``most`` experts are needed now; the number of loaded ones is stored in ``n_held``.  pairs: pair at each
-    place. table: int64 [n_experts], address of each expert; 0 if not in memory.  stamps: int64 [n_experts], time of
-    the last use. counts: int64, the number of such calls (the time), and the bytes needed.  n_bytes: size of an
-    expert. call: reads missing experts (`localllm.kernels.cpu.expert_pool.ExpertPool`), and returns the number of
-    available experts.
+    entries: entries of active experts, from number ``first``; ``n_used``: address of the number of active experts.
+    At most ``most`` experts are needed now; the number of loaded ones is stored in ``n_held``.  pairs: pair at each
+    place.
+    table: int64 [n_experts], address of each expert; 0 if not in memory.  stamps: int64 [n_experts], time of the last
+    use.  counts: int64, the number of such calls (the time), and the bytes needed.  n_bytes: size of an expert.
+    call: reads missing experts (`localllm.kernels.cpu.expert_pool.ExpertPool`), and returns the number of available
+    experts.
     """
     n_all = max(np.int64(0), load_i64(n_used) - first)
     n, now, is_missing = min(n_all, most), load_i64(counts) + 1, False
@@ -299,7 +301,7 @@ def experts_quantised(begin, end, experts, n_groups, tables, n_tiles, x, pairs, 
 
     experts: entries of active experts.  tables: int64, address of each expert's packed tiles, ``n_groups`` groups of
     16 rows.  x: records by place.  pairs: pair at each place.  biases: float32 [n_experts, n] or 0.  y: float32
-    [pairs, n]. `matmul_quantised` describes the other parameters.
+    [pairs, n].  `matmul_quantised` describes the other parameters.
     """
     slab = stack(SLAB * BLOCK_BYTES)
     sums = stack(2 * REST_SUMS)

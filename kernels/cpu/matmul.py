@@ -192,10 +192,11 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     """Integer products; a unit is 16 rows.
 
     weights: packed tiles, ``n_tiles`` per row.  x: activations in the layout of `tiles`.  bias: float32 [n] or 0.
-    residual, y: float32 [T, n] with ``y_stride`` bytes per token; residual may be 0, or y itself. HEADS: whether
-    every ``n_groups`` units belong to one head.  Its activations start ``x_head`` bytes after the previous head's,
-    and its results ``y_head`` bytes after the previous head's. UNPACK, ADD, N_SCALES, …: the format's (see `tiles`).
-    TILE_BYTES, BLOCKS: bytes of a tile, and its blocks of 32 columns.  BLOCK_BYTES: bytes of an unpacked block.
+    residual, y: float32 [T, n] with ``y_stride`` bytes per token; residual may be 0, or y itself.
+    HEADS: whether every ``n_groups`` units belong to one head.  Its activations start ``x_head`` bytes after the
+    previous head's, and its results ``y_head`` bytes after the previous head's.
+    UNPACK, ADD, N_SCALES, …: the format's (see `tiles`).  TILE_BYTES, BLOCKS: bytes of a tile, and its blocks of 32
+    columns.  BLOCK_BYTES: bytes of an unpacked block.
     """
     n_tokens = load_i64(batch)
     slab = stack(SLAB * BLOCK_BYTES)

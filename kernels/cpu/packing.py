@@ -1,7 +1,8 @@
 """Packing of weights to tiles (`localllm.quant.packing`) by a kernel, at the speed of memory.
 
 One kernel serves every format.  A layout is converted to a table of moves.  Each move transposes a part of the blocks
-of sixteen rows into a tile: 16 bytes of every row at once if words are contiguous, otherwise one word or one half.
+of
+sixteen rows into a tile: 16 bytes of every row at once if words are contiguous, otherwise one word or one half.
 Codes for bit packing (`localllm.quant.bit_packing`) are transposed to a buffer, and packed into the tile from there.
 
     16 rows, 16 bytes of each          four vectors

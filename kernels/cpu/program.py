@@ -63,8 +63,9 @@ def run_program(begin, end, table, n_instructions, header, counters, barrier, mo
     """Run a program as thread ``begin`` of ``end``: the units of each instruction before ``stop``.
 
     table: int64 [n, 8]: kernel, arguments, units per header number, index of the header number, whether to wait
-    afterwards. counters: int64, one per cache line, initially the first unit.  most: the maximum number of remaining
-    units.  barrier: int64, number of threads that arrived and, one line later, number of times that all arrived.
+    afterwards.
+    counters: int64, one per cache line, initially the first unit.  most: the maximum number of remaining units.
+    barrier:  int64, number of threads that arrived and, one line later, number of times that all arrived.
     most_spins: spins of a waiting thread before it sleeps.  sleep: address of a C function that sleeps for a number
     of microseconds.  chunks: per thread.
     """
@@ -296,7 +297,7 @@ class Workers:
     """Threads that run programs.
 
     They are Python threads that sleep on a queue between programs, and release the interpreter's lock during a
-    program. Idle threads use no processor time, so several `Workers` can exist in one process.  A forked child
+    program.  Idle threads use no processor time, so several `Workers` can exist in one process.  A forked child
     inherits no threads, and must create its own `Workers`.
 
     An engine's thread runs the first part of its jobs itself, which avoids waking another thread.  Other callers'

@@ -177,9 +177,10 @@ def recurrence(
 
     Unit u computes columns 16 * VECTORS * (u // n) … of the v of all heads, for sequence u % n of n: a thread
     iterates over the tokens with this part of the state in its first-level cache.  columns: columns per head.  batch:
-    address of n. states: float32 [n_slots, columns / (16 * VECTORS) of all heads, ROWS, 16 * VECTORS], so that a unit
-    accesses contiguous memory.  q, k: [T, n_groups, ROWS]; head h uses group h // per_group or, if per_group is 0,
-    group h % n_groups. `causal_conv` describes the other parameters.
+    address of n.
+    states: float32 [n_slots, columns / (16 * VECTORS) of all heads, ROWS, 16 * VECTORS], so that a unit accesses
+    contiguous memory.  q, k: [T, n_groups, ROWS]; head h uses group h // per_group or, if per_group is 0, group h %
+    n_groups.  `causal_conv` describes the other parameters.
     """
     n_sequences = load_i64(batch)
     decays, decayed_k, decayed_q = stack(4 * ROWS), stack(4 * ROWS), stack(4 * ROWS)

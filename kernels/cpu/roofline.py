@@ -298,7 +298,8 @@ class Roofline:
         """Measure the products of bytes, each added to a sum, per second.
 
         ``bits`` is the width of the weights' codes, one of `DOTS`.  Processors without an instruction for the whole
-        dot product need more instructions for wider codes: the rate is highest for four bits.
+        dot
+        product need more instructions for wider codes: the rate is highest for four bits.
         """
         return self._rate(bits)
 

@@ -209,9 +209,9 @@ def choose(row, near, seen, out):
 def pool_keys(begin, end, positions, slots, pool, keys):
     """Compute the key of each run that ends with a token of the batch.
 
-    The key is the sum of the tokens' keys times the softmax of (their gates + the pool's weights). slots: int64 [T],
-    page * PAGE + position in the page.  pool: float32 [RUN, POOL / 4].  keys: in the layout of values, [key | gate |
-    key of a run].
+    The key is the sum of the tokens' keys times the softmax of (their gates + the pool's weights).
+    slots: int64 [T], page * PAGE + position in the page.  pool: float32 [RUN, POOL / 4].  keys: in the layout of
+    values, [key | gate | key of a run].
     """
     row = stack(64)
     for token in range(begin, end):
@@ -239,8 +239,9 @@ def compress(begin, end, starts, positions, block_tables, block_stride, rows, bi
 
     An entry is the sum of the run's values.  Each channel is weighted by the softmax of its gates plus the biases.
     rows: blocks of ``KEY_BLOCK`` bytes [n_pages, 2 * SERIES]; the last SERIES contain gates.  With two SERIES, the
-    sum uses the first series of the previous run, if it exists, and the second series of the current run. biases:
-    float32 [RUN, biases_stride / 4].  `localllm.kernels.cpu.attention.attention` describes the other parameters.
+    sum uses the first series of the previous run, if it exists, and the second series of the current run.
+    biases: float32 [RUN, biases_stride / 4].  `localllm.kernels.cpu.attention.attention` describes the other
+    parameters.
     """
     for token in range(begin, end):
         position, to = np.int64(load_i32(positions + 4 * token)), out + out_stride * token

@@ -7,13 +7,13 @@
 //                                                          f16 or bf16, 8      for F16 and BF16
 //                                                          f32, 4              for F32
 //
-// so that both a warp that reads one row and the tiles of `mma` read them without gaps.  T is the number of rows of
-// the layout; a batch may have fewer rows, and the remaining rows are zeros.  They are stored together with
+// so that both a warp that reads one row and the tiles of `mma` read them without gaps.  T is the number of rows of the
+// layout; a batch may have fewer rows, and the remaining rows are zeros.  They are stored together with
 //
-// scales  float2 [columns / 32][T]                       int8: the scale d of 32 columns, whose values are d * code;
-// and d * the sum of the codes           float [T]                                      f16: a power of two to
-// multiply the values by, so that all                                                          values are in the
-// range of f16
+//   scales  float2 [columns / 32][T]                       int8: the scale d of 32 columns, whose values are d * code;
+//                                                          and d * the sum of the codes
+//           float [T]                                      f16: a power of two to multiply the values by, so that all
+//                                                          values are in the range of f16
 //
 // If each head has a separate matrix, units and scales in this layout are stored for each head, head after head.
 #pragma once

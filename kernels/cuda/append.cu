@@ -143,13 +143,15 @@ DEVICE void rotate(float (&x)[GROUPS], float* row, const float2* turns, int n_pa
 // layer.
 //
 // Grid: (blocks of HEADS_PER_BLOCK heads, for all heads of q, and of k and v if given; tokens).  One warp per head.
-// slots: int32 [T], page * PAGE + position in the page.  positions: int32 [T]. phases: uint64 [n_pairs], turns per
-// position in units of 2^-64; values before `first` and from first + 2 * n_pairs on are not rotated.  Pairs are
-// neighbours if `interleaved`, else n_pairs apart.  With AXES, the angle uses the token's position on an axis, `axes`
-// int32 [4, axes_stride]; the axis of each pair, int32 [n_pairs], follows the phases.  `ahead` is added to positions.
+// slots: int32 [T], page * PAGE + position in the page.  positions: int32 [T].
+// phases: uint64 [n_pairs], turns per position in units of 2^-64; values before `first` and from first + 2 * n_pairs on
+// are not rotated.  Pairs are neighbours if `interleaved`, else n_pairs apart.  With AXES, the angle uses the token's
+// position on an axis, `axes` int32 [4, axes_stride]; the axis of each pair, int32 [n_pairs], follows the phases.
+// `ahead` is added to positions.
 // q, k: float32 [T, heads * KEY_DIM]; v: float32 [T, heads * VALUE_DIM], which may be k; strides in values.
-// norm_last: whether norms follow the rotation.  Queries at position p are multiplied by 1 + rate * log(1 + floor((p
-// + offset) / length)), if the rate is not 0. keys, values, key_scales, value_scales: of the layer.
+// norm_last: whether norms follow the rotation.  Queries at position p are multiplied by 1 + rate *
+// log(1 + floor((p + offset) / length)), if the rate is not 0.
+// keys, values, key_scales, value_scales: of the layer.
 extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
     rope_append(const int* __restrict__ header, const int* __restrict__ slots, const int* __restrict__ positions,
                 const int* __restrict__ axes, int axes_stride, const uint64_t* __restrict__ phases, int n_pairs,

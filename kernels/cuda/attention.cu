@@ -1,21 +1,27 @@
-// Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode. // A row is a token
-// and one of the `group_size` query heads that share a key head; row number t * group_size + h of a sequence is its
-// token t and head h.  Rows are computed 16 at once, the size of matrix instructions. // The cache is divided into
-// splits: of one page each for the first FINE_PAGES pages, so that many blocks share a short cache, and of
-// SPLIT_PAGES pages after them.  A row's sums over a split start with a fresh state (largest score, total of the
-// weights, weighted sum of values), and pages are added in order; the states of the splits are then merged in order.
-// `attention_prefill` does all of this for many rows.  For few rows, `attention_split` assigns splits to different
-// blocks, and `attention_merge` merges them.  Each element of a product is summed in the same order in both, and a
-// position that a row does not see adds exactly zero: so a row has the same bits for any other rows in its tile and
-// its batch. // Queries are rounded to float16 after multiplication by a power of two that brings a row's largest
-// value near 2^14; scores are float32, in units of log 2.  Weights are rounded to halves, also for their total, and
-// added in float32. // Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS,
-// whether values are the first VALUE_DIM values of the keys (MLA), so that each page is read once for both; CHUNKED,
-// CAUSAL and SPANS, the visibility of positions; SOFT_CAP, SINKS, ALIBI (each 0 or 1); BIASES, the number of
-// distances with a bias per head; and for the launch geometry that attention.py chooses: WARPS of
-// `attention_prefill`, and PREFILL_AHEAD and SPLIT_AHEAD, the pages that are copied to shared memory while another
-// page is used. // A warp reads 32 KiB of shared memory per 16 rows and page of heads of 128 values: 256 clocks of a
-// multiprocessor's port, for products that take 216 clocks on an H200.  This limits prefill to 470 of 580 TFLOP/s.
+// Flash attention over the paged cache (Dao et al., arXiv:2205.14135), for prefill and decode.
+//
+// A row is a token and one of the `group_size` query heads that share a key head; row number t * group_size + h of a
+// sequence is its token t and head h.  Rows are computed 16 at once, the size of matrix instructions.
+//
+// The cache is divided into splits: of one page each for the first FINE_PAGES pages, so that many blocks share a short
+// cache, and of SPLIT_PAGES pages after them.  A row's sums over a split start with a fresh state (largest score, total
+// of the weights, weighted sum of values), and pages are added in order; the states of the splits are then merged in
+// order.  `attention_prefill` does all of this for many rows.  For few rows, `attention_split` assigns splits to
+// different blocks, and `attention_merge` merges them.  Each element of a product is summed in the same order in both,
+// and a position that a row does not see adds exactly zero: so a row has the same bits for any other rows in its tile
+// and its batch.
+//
+// Queries are rounded to float16 after multiplication by a power of two that brings a row's largest value near 2^14;
+// scores are float32, in units of log 2.  Weights are rounded to halves, also for their total, and added in float32.
+//
+// Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS, whether values are the
+// first VALUE_DIM values of the keys (MLA), so that each page is read once for both; CHUNKED, CAUSAL and SPANS, the
+// visibility of positions; SOFT_CAP, SINKS, ALIBI (each 0 or 1); BIASES, the number of distances with a bias per head;
+// and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and PREFILL_AHEAD and
+// SPLIT_AHEAD, the pages that are copied to shared memory while another page is used.
+//
+// A warp reads 32 KiB of shared memory per 16 rows and page of heads of 128 values: 256 clocks of a multiprocessor's
+// port, for products that take 216 clocks on an H200.  This limits prefill to 470 of 580 TFLOP/s.
 #include "attention.cuh"
 
 #define KEY_HEAD ((KEY_DIM + 15) / 16 * 16)
@@ -142,8 +148,8 @@ DEVICE size_t place_of(const Tile& tile, int row, int kv_head, int group_size, i
   return (size_t)(tile.first_token + number / group_size) * stride + head * dim;
 }
 
-// Loads row `row` of a tile as halves, padded with zeros, with all lanes of a warp.  Returns the factor of its
-// scores.  16 rows of halves cost one read of 4 * KEY_DIM bytes per row.
+// Loads row `row` of a tile as halves, padded with zeros, with all lanes of a warp.  Returns the factor of its scores.
+// 16 rows of halves cost one read of 4 * KEY_DIM bytes per row.
 DEVICE float load_query(const float* q, int n, uint16_t* to) {
   const int lane = threadIdx.x % 32;
   float largest = 0.0f;
@@ -240,7 +246,7 @@ DEVICE uint32_t codes_to_halves(uint32_t word, uint32_t selector, uint32_t power
 
 // Converts a page's codes to halves [PAGE, STRIDE_OF(HEAD)], times a power of two near the scale, exactly, and writes
 // the remaining factor of the scale to `factors` [GROUPS_OF(HEAD), PAGE]: from 1 to 2, except for the largest scales
-// and zero. Weights times factors can therefore be rounded to halves for any scales.  For pages of halves, only
+// and zero.  Weights times factors can therefore be rounded to halves for any scales.  For pages of halves, only
 // positions that the tile does not see become zeros, as in `load_page`, and factors are 1.
 template <int THREADS, int HEAD, int BITS>
 DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int position,
@@ -325,7 +331,8 @@ struct Stream {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) load_next();
   }
-  // Returns the next page, number `number`, once it has arrived and, with IN_USE, all threads have read the previous page.
+  // Returns the next page, number `number`, once it has arrived and, with IN_USE, all threads have read the previous
+  // page.
   template <int HEAD, int BITS, bool IN_USE = true>
   __device__ __forceinline__ uint16_t* next(int number) {
     if constexpr (AHEAD > 0) wait_for_copies<AHEAD - 1>();
@@ -598,7 +605,7 @@ DEVICE void write_rows(float* out, int out_stride, const float* split_sums, cons
 
 // out = softmax(scale * q @ keys.T, over visible positions) @ values, for the sequences of least ... most tokens.
 // Grid: (at least the number of tiles of PREFILL_ROWS rows, key heads).  q, out: float32, with strides in values per
-// token. Each warp has 16 rows, with all their scores, and all or a part of their sums.
+// token.  Each warp has 16 rows, with all their scores, and all or a part of their sums.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
                       int out_stride, const float* __restrict__ sinks, float scale, float soft_cap,
@@ -697,9 +704,9 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 
 // Computes the state of each row after each split: partial_sums float32 [key heads, max_splits, partial_rows,
 // VALUE_HEAD] and partial_states [key heads, max_splits, partial_rows] of (largest score, total).  The sequences have
-// at most partial_rows rows, and a tile sees at most max_splits splits.  Grid: (blocks that share the splits of a
-// tile, key heads, at least the number of tiles).  For a tile of 16 rows, four warps share the keys of a page to
-// score them, and the head's values to add them, so that each sum has the same order as in `attention_prefill`.
+// at most partial_rows rows, and a tile sees at most max_splits splits.  Grid: (blocks that share the splits of a tile,
+// key heads, at least the number of tiles).  For a tile of 16 rows, four warps share the keys of a page to score them,
+// and the head's values to add them, so that each sum has the same order as in `attention_prefill`.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_split(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride,
           float* __restrict__ partial_sums, float2* __restrict__ partial_states, int max_splits, int partial_rows,
@@ -809,9 +816,9 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
 
 // Merges the splits' states of each row in order, and writes the row: to `out`, or if units are given, as codes and
 // scales laid out for n_rows tokens (heads of a multiple of 32).  Grid: (16 rows each, key heads, tiles).  A warp has
-// 32 values of a row, and loads the values of MERGE_AHEAD splits at once, because each wait takes as long as a page
-// of `attention_split`.  Reads (VALUE_HEAD + 2) * 4 bytes per row and split: after FINE_PAGES an eightieth of the
-// reads of `attention_split`, with four rows.
+// 32 values of a row, and loads the values of MERGE_AHEAD splits at once, because each wait takes as long as a page of
+// `attention_split`.  Reads (VALUE_HEAD + 2) * 4 bytes per row and split: after FINE_PAGES an eightieth of the reads of
+// `attention_split`, with four rows.
 #define MERGE_PARTS ((VALUE_HEAD + 31) / 32)
 #define MERGE_AHEAD 8
 extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS)

@@ -36,8 +36,8 @@ DEVICE float reciprocal(float x) {
   return y;
 }
 
-// tanh(x), within 4 units in the last place.  Near 0, where 1 - 2 / (e^2x + 1) loses digits, it uses the polynomial
-// of Cephes' tanhf (Moshier, 1984).  Both are computed, so that threads do not diverge.
+// tanh(x), within 4 units in the last place.  Near 0, where 1 - 2 / (e^2x + 1) loses digits, it uses the polynomial of
+// Cephes' tanhf (Moshier, 1984).  Both are computed, so that threads do not diverge.
 DEVICE float tanh_of(float x) {
   const float square = x * x;
   float p = fmaf(-5.70498872745e-3f, square, 2.06390887954e-2f);

@@ -1,6 +1,7 @@
-// Measures the limits of a device: kernels that only read, and kernels that only multiply (roofline.py). // Each
-// kernel stores sums of everything that it has read or multiplied, so that the compiler omits nothing, and tests can
-// check the result.
+// Measures the limits of a device: kernels that only read, and kernels that only multiply (roofline.py).
+//
+// Each kernel stores sums of everything that it has read or multiplied, so that the compiler omits nothing, and tests
+// can check the result.
 #include "mma.cuh"
 
 #define THREADS 256
@@ -11,8 +12,7 @@
 
 DEVICE uint32_t sum_of(uint4 v) { return v.x + v.y + v.z + v.w; }
 
-// Sums of 32-bit words modulo 2^32, one per warp.  n: units of 16 bytes.  Grid: enough blocks to keep the device
-// busy.
+// Sums of 32-bit words modulo 2^32, one per warp.  n: units of 16 bytes.  Grid: enough blocks to keep the device busy.
 extern "C" __global__ void __launch_bounds__(THREADS)
     read_words(const uint4* __restrict__ data, int64_t n, uint32_t* __restrict__ sums) {
   const int64_t step = (int64_t)gridDim.x * THREADS * LOADS;

@@ -32,8 +32,8 @@ constexpr int GROUP = 32;             // rows of a group, stored row after row i
 constexpr int UNIT = 16;              // consecutive bytes of a row
 constexpr int UNIT_BYTES = GROUP * UNIT;
 
-// Codes of BITS_ bits.  For SIGNED codes half their range is subtracted, which flips their highest bit; they become
-// the highest bits of a byte, so that the byte has the code's sign.
+// Codes of BITS_ bits.  For SIGNED codes half their range is subtracted, which flips their highest bit; they become the
+// highest bits of a byte, so that the byte has the code's sign.
 template <int BITS_, bool SIGNED>
 struct Codes {
   static constexpr int BITS = BITS_;

@@ -20,9 +20,9 @@ constexpr float LARGEST_CODE = 127.0f, NEGLIGIBLE = 1e-36f;
 // Prefetches the cache line of an address to the first-level cache.
 DEVICE void prefetch(const void* place) { asm volatile("prefetch.global.L1 [%0];" ::"l"(place)); }
 
-// Programmatic dependent launch (PTX ISA, griddepcontrol; sm_90), compiled with EARLY and used by launches that
-// request it.  No launch here does yet: tests/benchmarks/gpu/early.py compares it.  After `let_next_begin` the next
-// kernel may start; after `wait_for_last` the previous kernel has finished, and its writes are visible.
+// Programmatic dependent launch (PTX ISA, griddepcontrol; sm_90), compiled with EARLY and used by launches that request
+// it.  No launch here does yet: tests/benchmarks/gpu/early.py compares it.  After `let_next_begin` the next kernel may
+// start; after `wait_for_last` the previous kernel has finished, and its writes are visible.
 DEVICE void let_next_begin() {
 #ifdef EARLY
   asm volatile("griddepcontrol.launch_dependents;");

@@ -1,21 +1,20 @@
 // The order of additions, which is the same for all kernels, so that a token has the same bits in every batch.
 //
 // The columns are divided into *chunks* of whole tiles.  Matrices of one width have the same number of chunks
-// (matmul.py: `n_chunks`).  Within a chunk, blocks of 32 columns are added in order, by `add_block`; then the sums of
-// the chunks are added in order, starting from zero.  The integer products of a block are summed exactly, in any
-// order.
+// (`n_chunks` in matmul.py).  Within a chunk, blocks of 32 columns are added in order, by `add_block`; then the sums of
+// the chunks are added in order, starting from zero.  The integer products of a block are summed exactly, in any order.
 #pragma once
 #include "activations.cuh"
 
 // A sum of integers that starts at MAGIC is, read as the bits of a float, 3 * 2^22 plus the sum, so it needs no
-// conversion. It must stay below 2^22; a block's sum is at most 32 * 128 * 127.
+// conversion.  It must stay below 2^22; a block's sum is at most 32 * 128 * 127.
 constexpr int MAGIC = 0x4b400000;
 constexpr float MAGIC_FLOAT = 12582912.0f;
 
 DEVICE float magic_to_float(int sum) { return __int_as_float(sum) - MAGIC_FLOAT; }
 
-// A sum that starts at MAGIC, times a scale.  FOLDED: in one operation plus one per scale, with the same bits,
-// because scales have at most 19 bits and MAGIC times a scale is exact.  This needs one register per scale.
+// A sum that starts at MAGIC, times a scale.  FOLDED: in one operation plus one per scale, with the same bits, because
+// scales have at most 19 bits and MAGIC times a scale is exact.  This needs one register per scale.
 template <bool FOLDED>
 DEVICE float scaled(int sum, float d) {
   return FOLDED ? fmaf(__int_as_float(sum), d, -MAGIC_FLOAT * d) : magic_to_float(sum) * d;

@@ -185,7 +185,7 @@ class Driver(Protocol):
         """Copy between non-overlapping device memory of the same size.
 
         The stream must be of one of the two devices, and this device must have access to the other one
-        (`enable_peer_access`). Without access, copy through pinned host memory.
+        (`enable_peer_access`).  Without access, copy through pinned host memory.
         """
 
     def fill(self, destination: DeviceMemory, byte: int, stream: Stream) -> None:
@@ -231,7 +231,8 @@ class Driver(Protocol):
         """Record later work of the stream, and of streams that join it, for a graph instead of running it.
 
         Until the capture ends, this thread must not allocate memory or load new modules: this raises KernelError.  It
-        must not wait for one of the streams or their events, or copy host memory that is not pinned: this ends the
+        must
+        not wait for one of the streams or their events, or copy host memory that is not pinned: this ends the
         capture, with a KernelError at once or when it ends (emulated devices detect all of these).  Run the work once
         before capturing it, because CUDA loads kernels on first use.
         """

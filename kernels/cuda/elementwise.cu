@@ -1,7 +1,8 @@
-// Operations other than products and attention: norms, gates, and the choice of tokens. // Rows of float32 are
-// aligned to 16 bytes; strides are in values, and multiples of 4.  Inputs of a matrix product can be written directly
-// as codes and scales (activations.cuh), with the same bits as by `quantise`.  All kernels are limited by memory
-// bandwidth; for one token they take a launch and the latency of two reads.
+// Operations other than products and attention: norms, gates, and the choice of tokens.
+//
+// Rows of float32 are aligned to 16 bytes; strides are in values, and multiples of 4.  Inputs of a matrix product can
+// be written directly as codes and scales (activations.cuh), with the same bits as by `quantise`.  All kernels are
+// limited by memory bandwidth; for one token they take a launch and the latency of two reads.
 #include "activations.cuh"
 #include "batch.cuh"
 #include "choice.cuh"
@@ -46,9 +47,9 @@ DEVICE float4 normed(const float* row, const float* weight, int column, int n, f
   return make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
 }
 
-// y = x / sqrt(mean(x^2) + eps) * weight, over groups of n values.  Grid: (rows, groups of a row); with several
-// groups, n is a multiple of 16.  weight: padded to a multiple of 4, with `weight_step` values between groups; or
-// null.  Either y, or units and scales laid out for n_rows rows, may be null; codes require one group per row.
+// y = x / sqrt(mean(x^2) + eps) * weight, over groups of n values.  Grid: (rows, groups of a row); with several groups,
+// n is a multiple of 16.  weight: padded to a multiple of 4, with `weight_step` values between groups; or null.  Either
+// y, or units and scales laid out for n_rows rows, may be null; codes require one group per row.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rms_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
              const float* __restrict__ weight, float eps, int weight_step, float* __restrict__ y, int y_stride,
@@ -101,8 +102,8 @@ DEVICE float4 gated(int kind, const float* gate, const float* up, size_t row, in
 
 #define GATE_WARPS 4
 
-// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).  up: null means 1.  Either
-// y, or units and scales laid out for n_rows rows, may be null.
+// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).  up: null means 1.  Either y,
+// or units and scales laid out for n_rows rows, may be null.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     gated(const int* __restrict__ header, int kind, const float* __restrict__ gate, const float* __restrict__ up,
           int stride, int n, float* __restrict__ y, int y_stride, int8_t* __restrict__ units,
@@ -156,8 +157,8 @@ DEVICE float xielu(float x, float p, float n, float beta, float eps) {
   return (x > 0.0f ? p * x * x : n * (expm1f(fminf(x, eps)) - x)) + beta * x;
 }
 
-// y = p x^2 + beta x if x > 0, else n (exp(min(x, eps)) - 1 - x) + beta x, over rows of n_values values.  Grid:
-// (blocks of 512 columns, rows).
+// y = p x^2 + beta x if x > 0, else n (exp(min(x, eps)) - 1 - x) + beta x, over rows of n_values values.  Grid: (blocks
+// of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     xielu(const int* __restrict__ header, const float* x, int stride, int n_values, float p, float n, float beta,
           float eps, float* y, int y_stride) {
@@ -180,8 +181,7 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
       cap * tanhf(v.x / cap), cap * tanhf(v.y / cap), cap * tanhf(v.z / cap), cap * tanhf(v.w / cap));
 }
 
-// -- Rows with outputs
-// ------------------------------------------------------------------------------------------------
+// -- Rows with outputs ------------------------------------------------------------------------------------------------
 
 // Row i of y is row rows[i] of x.  Grid: (blocks of 512 columns, rows of y).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 // -- Streams ----------------------------------------------------------------------------------------------------------
 
 // Mixes streams of d values: stream j is the sum over i of (weights[j * n_streams + i] + offset) * x_i, plus the
-// residual. Streams before number `first` equal the residual.  Grid: (blocks of 512 columns, rows).  weights,
+// residual.  Streams before number `first` equal the residual.  Grid: (blocks of 512 columns, rows).  weights,
 // residual: or null.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     mix_streams(const int* __restrict__ header, const float* __restrict__ x, int stride, const float* __restrict__ weights,
@@ -412,8 +412,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
 struct Draw {
   float top_k, top_p, min_p, temperature, u;
 
-  // The index that a sampler draws with u (localllm/sampling), except that it uses float64, among n logits in descending
-  // order.  Parameters are exp(x - largest) and exp((x - largest) / temperature).
+  // The index that a sampler draws with u (localllm/sampling), except that it uses float64, among n logits in
+  // descending order.  Parameters are exp(x - largest) and exp((x - largest) / temperature).
   __device__ __forceinline__ int place(const float* weights, const float* tempered, int n) const {
     n = min(n, (int)top_k);
     float total = 0.0f, sum = 0.0f;
@@ -429,8 +429,8 @@ struct Draw {
 };
 
 // found [2, rows, k]: the k best of each row in descending order, from n_keys = k * (blocks of `top_parts`) keys;
-// unused ids are -1.  chosen [rows], also stored after `found`: the id that the row continues with.  Grid: (rows).
-// k: 1 ... SORT_THREADS.
+// unused ids are -1.  chosen [rows], also stored after `found`: the id that the row continues with.  Grid: (rows).  k:
+// 1 ...  SORT_THREADS.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
               const float* __restrict__ logits, int stride, const Draw* __restrict__ draws, int* __restrict__ found,

@@ -64,8 +64,8 @@ DEVICE void embed_row(const uint8_t* tiles, int row, int begin, int end, float s
   }
 }
 
-// y [T, stride]: columns begin ... end - 1 of the rows `ids` of a matrix, times scale.  One block per token. An id
-// below 0 is the id that the last batch chose for row ~id.  An id from EMBEDDED_IDS on belongs to a token with a
+// y [T, stride]: columns begin ... end - 1 of the rows `ids` of a matrix, times scale.  One block per token.
+// An id below 0 is the id that the last batch chose for row ~id.  An id from EMBEDDED_IDS on belongs to a token with a
 // separate embedding in `embeddings` [n, embeddings_stride]; without embeddings it uses row 0.
 extern "C" __global__ void __launch_bounds__(256)
     embed(const uint8_t* __restrict__ weights, int begin, int end, int n_tiles, const int* __restrict__ ids,

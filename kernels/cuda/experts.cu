@@ -1,7 +1,8 @@
-// Mixtures of experts: selection of each token's experts, and the weighted sum of their outputs. // A token and its k
-// experts form k *pairs*, token * k + rank.  Pairs of one expert are stored at neighbouring *places*.  The first
-// place is a multiple of 8, the size of `mma` tiles, so some places are unused.  The rows of the experts' results are
-// indexed by place.  The number of places is stored in the batch's header.
+// Mixtures of experts: selection of each token's experts, and the weighted sum of their outputs.
+//
+// A token and its k experts form k *pairs*, token * k + rank.  Pairs of one expert are stored at neighbouring *places*.
+// The first place is a multiple of 8, the size of `mma` tiles, so some places are unused.  The rows of the experts'
+// results are indexed by place.  The number of places is stored in the batch's header.
 #include "batch.cuh"
 #include "choice.cuh"
 
@@ -26,11 +27,10 @@ DEVICE float best_of_group(const float* values, int n, int n_best) {
 // and `factors` [n], if not null.
 //
 // If `probabilities` is null, scores are the logits, and weights are their softmax.  Otherwise the kernel writes
-// `probabilities` [T, stride] and scores [T, stride]: probabilities plus `bias` if not null, and -infinity outside
-// the `n_top_groups` best of n_groups groups, ordered by their best score or the sum of their two best (n_best).
+// `probabilities` [T, stride] and scores [T, stride]: probabilities plus `bias` if not null, and -infinity outside the
+// `n_top_groups` best of n_groups groups, ordered by their best score or the sum of their two best (n_best).
 //
-// places, rows: if not null, each pair's place is the pair's number; see group_by_expert.  One warp per token; k <=
-// 32.
+// places, rows: if not null, each pair's place is the pair's number; see group_by_expert.  One warp per token; k <= 32.
 extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     route(int* header, const float* logits, int stride, int n, int k, int norm_topk_prob, float scale, int gating,
           const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best, const float* __restrict__ chosen,
@@ -162,8 +162,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
   }
 }
 
-// y = y * the pair's weight + the bias of its expert, over rows of n values by place; null omits weight or bias.
-// Grid: (blocks of 512 columns, pairs).  y, biases [experts]: `stride` values per row, a multiple of 4.
+// y = y * the pair's weight + the bias of its expert, over rows of n values by place; null omits weight or bias.  Grid:
+// (blocks of 512 columns, pairs).  y, biases [experts]: `stride` values per row, a multiple of 4.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     finish_experts(const int* __restrict__ header, const int* __restrict__ places, const int* __restrict__ ids,
                    const float* __restrict__ expert_weights, const float* __restrict__ biases, int k,

@@ -1,17 +1,18 @@
 // The formats of packed weights, one struct each.
 //
 // A matrix [n_out, n_in] is divided into groups of 32 rows, and a group into tiles of 128 columns, 256 in the K
-// formats. Padding rows and columns are zero.  A tile is a sequence of units of 16, 8, 4 or 2 bytes for each of its
+// formats.  Padding rows and columns are zero.  A tile is a sequence of units of 16, 8, 4 or 2 bytes for each of its
 // rows, row after row, so that a warp whose lanes are rows reads a unit at once:
 //
 //   [codes of the first 128 columns][codes of the second 128, in K formats][scales]
 //
 // codes.cuh shows the layout of codes.  The scales of a row's tile are the bytes of the scales of a file's blocks, in
-// the largest possible units: 18 bytes are one unit of 16 and one of 2.  Every format takes the same number of bits
-// per weight as in a file.
+// the largest possible units: 18 bytes are one unit of 16 and one of 2.  Every format takes the same number of bits per
+// weight as in a file.
 //
-// The value of a code is d * code, or d * code + m; `block` returns d and m of a block of 32 columns (in some
-// formats, of each half of a block).  To add a format, write the members that the templates here do not provide,
+// The value of a code is d * code, or d * code + m; `block` returns d and m of a block of 32 columns (in some formats,
+// of each half of a block).  To add a format, write the members that the templates here do not provide,
+//
 //   Codes                    how its codes are packed
 //   SCALES, MINIMA           of a block: one for all columns, or two for 16 each; MINIMA may be 0
 //   FILE_COLUMNS, FILE_BYTES of a block in files
@@ -335,8 +336,8 @@ struct Floats {
 };
 
 // F16 and BF16 are stored as A operands of mma.m16n8k16: for each 16 columns, a tile stores a fragment of its first
-// 16 rows and a fragment of its last 16 rows.  Lane 4 g + t has 16 bytes of a fragment: columns 2 t, 2 t + 1 of rows g and
-// g + 8, and columns 8 + 2 t, 8 + 2 t + 1 of the same rows.
+// 16 rows and a fragment of its last 16 rows.  Lane 4 g + t has 16 bytes of a fragment: columns 2 t, 2 t + 1 of rows g
+// and g + 8, and columns 8 + 2 t, 8 + 2 t + 1 of the same rows.
 struct F16 : Floats<16> {
   DEVICE float to_float(uint16_t bits) { return half_to_float(bits); }
   DEVICE uint16_t from_float(float value) { return float_to_half(value); }

@@ -1,5 +1,5 @@
-// Products of a group of 32 rows and 8 N tokens on tensor cores, 128 columns at a time.  Codes, unpacked in
-// registers, are the A operands; activations are the B operands.
+// Products of a group of 32 rows and 8 N tokens on tensor cores, 128 columns at a time.  Codes, unpacked in registers,
+// are the A operands; activations are the B operands.
 #pragma once
 #include "dots.cuh"
 #include "mma.cuh"

@@ -611,7 +611,7 @@ class Lowering:
         if op.has_spans and not op.causal:
             raise KernelError("attention to spans only, as in image encoders, does not run on a GPU")
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
-        # The merge of splits ends with codes if only codes are read.  Heads and rows must then be whole groups of codes.
+        # The merge of splits ends with codes if only codes are read.  Heads and rows must be whole groups.
         fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0 and not kept.rotations[1]
         codes = self.result_of(op.result)[1] if fits else None
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()

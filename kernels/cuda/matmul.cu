@@ -3,10 +3,12 @@
 // A block computes 4 groups of 32 rows and TOKENS tokens, with 8 warps of one group and half of the tokens each.  It
 // iterates over the columns in runs of 128, which cp.async copies to shared memory STAGES - 1 runs ahead: weights in
 // the layout of their tiles, and activations in the layout of their units.  Sums have the same order as in matvec.cu:
-// within a chunk in `acc`, and over the chunks in `totals`. // For 32 columns, 32 rows and 8 tokens a warp takes 2
-// tensor core instructions of 16 * 8 * 32 products each, and 16 float operations (24 with minima, 32 with two
-// scales); in total, with tiles of 128 tokens, about 46 instructions for Q4_K. Schedulers start one instruction per
-// clock, which limits this kernel to about 330 of the 1979 T operations/s of int8 on an H200.
+// within a chunk in `acc`, and over the chunks in `totals`.
+//
+// For 32 columns, 32 rows and 8 tokens a warp takes 2 tensor core instructions of 16 * 8 * 32 products each, and 16
+// float operations (24 with minima, 32 with two scales); in total, with tiles of 128 tokens, about 46 instructions for
+// Q4_K.  Schedulers start one instruction per clock, which limits this kernel to about 330 of the 1979 T operations/s
+// of int8 on an H200.
 #include "fragments.cuh"
 
 #if __CUDA_ARCH__ >= 800

@@ -62,7 +62,8 @@ _BOUNDS: dict[tuple[int | str, int], int | str] = {
 }
 
 #: Formats whose `matvec` of one token fits a block's registers twice, as in `matvec_gated`.  With experts it needs
-#: more registers: only half the threads fit.
+#: more
+#: registers: only half the threads fit.
 _GATED = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q4_K}
 #: Maximum chunks of columns that `matvec_experts_summed` adds, over all experts of a token, and its launch bounds.
 MAX_SUMMED, _SUMMED_BOUNDS = 128, 768
@@ -319,7 +320,8 @@ def expert_launch(
     """Return a `product_launch` of rows with the matrices of their experts; tokens of one expert are adjacent.
 
     The ``n_pairs`` pairs of tokens and experts are divided into ``n_products`` products of rows of one expert, with
-    at most ``product_rows`` rows: 8, or the last of ``tile_rows``.
+    at most
+    ``product_rows`` rows: 8, or the last of ``tile_rows``.
     """
     groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, limits.capability)
     if kernel == "matmul_experts":

@@ -1,7 +1,8 @@
-// Matrix products for few tokens on tensor cores: 8 to 32 tokens, or any number for F16 and BF16. // As in matvec.cu,
-// a block has a group of 32 rows, and its warps are the chunks of columns.  Codes are loaded directly from memory
-// into registers, up to four blocks of 32 columns ahead.  For a block of 32 columns, 8 tokens take 2 tensor core
-// instructions and 3 float operations per sum (8 sums per lane); matvec.cu takes 64 dot products.
+// Matrix products for few tokens on tensor cores: 8 to 32 tokens, or any number for F16 and BF16.
+//
+// As in matvec.cu, a block has a group of 32 rows, and its warps are the chunks of columns.  Codes are loaded directly
+// from memory into registers, up to four blocks of 32 columns ahead.  For a block of 32 columns, 8 tokens take 2 tensor
+// core instructions and 3 float operations per sum (8 sums per lane); matvec.cu takes 64 dot products.
 #include "fragments.cuh"
 
 #ifdef EXPERTS

@@ -1,16 +1,19 @@
-// Matrix products for few tokens: each lane computes a row, and lanes are combined only at the end. // A block has a
-// group of 32 rows and up to TOKENS tokens; its warps are the chunks of columns.  A warp has codes of 128 columns in
-// registers, and while it uses them it loads the next 128 columns: for Q4_0, 1.5 to 2 KB and 256 bytes of scales are
-// in flight.  An H200 reads 4.3 TB/s with a latency of some 700 ns, so 23 KB must be in flight for each of its 132
-// multiprocessors; the 16 warps of one block have 30 KB in flight, and two blocks fit. // Activations are the same
-// for all lanes, so a load broadcasts one unit, and the same for all blocks of a multiprocessor, so they stay in its
-// first-level cache.  For a block of 32 columns a token takes 8 dot products, 3 loads and 3 float operations;
-// unpacking takes 12 (Q4_0, Q4_K), 20 (Q5_0), 24 (Q6_K) or 56 (tables) instructions for all tokens.
+// Matrix products for few tokens: each lane computes a row, and lanes are combined only at the end.
+//
+// A block has a group of 32 rows and up to TOKENS tokens; its warps are the chunks of columns.  A warp has codes of 128
+// columns in registers, and while it uses them it loads the next 128 columns: for Q4_0, 1.5 to 2 KB and 256 bytes of
+// scales are in flight.  An H200 reads 4.3 TB/s with a latency of some 700 ns, so 23 KB must be in flight for each of
+// its 132 multiprocessors; the 16 warps of one block have 30 KB in flight, and two blocks fit.
+//
+// Activations are the same for all lanes, so a load broadcasts one unit, and the same for all blocks of a
+// multiprocessor, so they stay in its first-level cache.  For a block of 32 columns a token takes 8 dot products, 3
+// loads and 3 float operations; unpacking takes 12 (Q4_0, Q4_K), 20 (Q5_0), 24 (Q6_K) or 56 (tables) instructions for
+// all tokens.
 #include "dots.cuh"
 #include "gate.cuh"
 
-// Work of a block: rows of activations from `row` on, laid out for `laid_out`, times matrix number `matrix` (of a
-// head or an expert), to rows first ... stop - 1 of y.  Blocks of the first tokens do not wait for *n_tokens.
+// Work of a block: rows of activations from `row` on, laid out for `laid_out`, times matrix number `matrix` (of a head
+// or an expert), to rows first ... stop - 1 of y.  Blocks of the first tokens do not wait for *n_tokens.
 #ifdef EXPERTS
 #define MATVEC matvec_experts
 #define MATVEC_GATED matvec_experts_gated
@@ -208,8 +211,8 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums
 #ifdef GATED
 
 // activation(x W^T) * (x V^T) as codes, where W and V have n_out rows, a multiple of 128.  The first half of the
-// block's warps computes a group of W, the second half the same group of V; grid (TOKENS tokens each, groups of
-// rows).  `matvec` describes the other parameters.
+// block's warps computes a group of W, the second half the same group of V; grid (TOKENS tokens each, groups of rows).
+// `matvec` describes the other parameters.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     MATVEC_GATED(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
                  const int* __restrict__ n_tokens, int n_tiles, PAIR_PARAMETERS GATE_PARAMETERS) {
@@ -262,8 +265,8 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 
 constexpr int MAX_SUMMED = 128;
 
-// y = (y +) the sum of a token's k products with one matrix, starting with the best expert; each product plus the
-// bias of its expert, times its weight, if not null.  Rows of x are pairs.  biases: `stride` values per row.
+// y = (y +) the sum of a token's k products with one matrix, starting with the best expert; each product plus the bias
+// of its expert, times its weight, if not null.  Rows of x are pairs.  biases: `stride` values per row.
 //
 // Warps process the k * n_chunks chunks, at most MAX_SUMMED, in turn.  Grid (tokens, groups of rows).
 extern "C" __global__ void __launch_bounds__(BOUNDS)

@@ -1,8 +1,8 @@
 // Tensor cores, and copies to shared memory that overlap with arithmetic.
 //
 // Fragments: with g = lane / 4 and t = lane % 4, registers of A contain rows g and g + 8, registers of B column g:
-// words t of 16 bytes along K, in order.  Accumulators contain rows g, g, g + 8, g + 8 and columns 2 t, 2 t + 1, 2 t,
-// 2 t + 1.
+// words t of 16 bytes along K, in order.  Accumulators contain rows g, g, g + 8, g + 8 and columns 2 t, 2 t + 1, 2 t, 2
+// t + 1.
 // Source: PTX ISA, "Warp Level Matrix Multiply-Accumulate Instructions".
 #pragma once
 #include "common.cuh"

@@ -1,6 +1,7 @@
-// Packs a file's rows to the tiles that the other kernels read.  FORMAT: format of the blocks. // Packing reads the
-// weights once during loading, at most at the speed of the bus.  So codes are copied one by one, with simple rules
-// for their positions.
+// Packs a file's rows to the tiles that the other kernels read.  FORMAT: format of the blocks.
+//
+// Packing reads the weights once during loading, at most at the speed of the bus.  So codes are copied one by one, with
+// simple rules for their positions.
 #include "formats.cuh"
 
 // The codes of a block of 32 columns; zeros if there is no such block.

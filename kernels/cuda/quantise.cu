@@ -1,8 +1,8 @@
 // Converts rows of float32 to the units of activations.cuh, for weights of FORMAT.
 #include "activations.cuh"
 
-// A power of two that scales a row's values to at most 2^15, so that values and remainders fit f16; 1 if the largest value
-// is not finite, or 0.
+// A power of two that scales a row's values to at most 2^15, so that values and remainders fit f16; 1 if the largest
+// value is not finite, or 0.
 DEVICE float power_for_half(int largest_bits) {
   const int exponent = largest_bits >> 23;  // 127 for 1 ... 2
   if (exponent == 0 || exponent == 255) return 1.0f;
@@ -54,8 +54,9 @@ DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, v
 }
 
 // x: float32 rows of `stride` values, a multiple of 4; the first n_in of the head_stride values of each head are
-// converted. n_there: number of rows.  rows: if not null, numbers of the rows of x; -1 for a missing row. units,
-// scales: laid out for n_rows; missing rows are zeros.  Grid: (rows, heads).
+// converted.
+// n_there: number of rows.  rows: if not null, numbers of the rows of x; -1 for a missing row.
+// units, scales: laid out for n_rows; missing rows are zeros.  Grid: (rows, heads).
 extern "C" __global__ void __launch_bounds__(1024)
     quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_there,
              const int* __restrict__ rows, int head_stride, uint8_t* __restrict__ units, float* __restrict__ scales,

@@ -1,8 +1,9 @@
-// Operations with recurrent states: updates of a sequence's state by its tokens, and reads of the state. // A
-// sequence's states are stored in the slot given by the batch, `slot_floats` values per slot, and are zero before
+// Operations with recurrent states: updates of a sequence's state by its tokens, and reads of the state.
+//
+// A sequence's states are stored in the slot given by the batch, `slot_floats` values per slot, and are zero before
 // position 0, regardless of the slot's content.  Threads iterate over the tokens of a sequence with their part of the
 // state in registers.  The state is read and written once per step, and a token's bits do not depend on the division
-// into steps. In a prompt, a token takes a block the time of about 250 instructions of a warp; 48 heads keep 192
+// into steps.  In a prompt, a token takes a block the time of about 250 instructions of a warp; 48 heads keep 192
 // blocks busy.
 #include "batch.cuh"
 #include "common.cuh"
@@ -63,8 +64,8 @@ DEVICE float decay_of(float step, float a, float bound) {
 // For each token and head: S = decay * S + k (x) new; out = S^T q, where decay is decay_of(step + dt_bias, a, bound).
 //
 // With DELTA, q and k are divided by their lengths, q is also multiplied by `scale`, and new = sigmoid(beta) * (v -
-// decay * S^T k); steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without DELTA, new = softplus(step + dt_bias)
-// * v, and d * v is added.
+// decay * S^T k); steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without DELTA, new = softplus(step + dt_bias) *
+// v, and d * v is added.
 //
 // Grid: (blocks of COLUMNS columns of the v of all heads, sequences at once); four lanes share a column, and each has
 // every fourth group of four rows.  columns: columns per head.  states: [blocks, OWN, THREADS] of a slot.  q, k: [T,

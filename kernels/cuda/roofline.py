@@ -41,7 +41,8 @@ class Stopwatch:
     """Times work on a stream, by events between the pieces of work.
 
     The device receives each piece before it has finished the previous one.  So the host's time does not count, as
-    long as a piece takes the device longer than the host needs to submit it: some ten microseconds.
+    long as a
+    piece takes the device longer than the host needs to submit it: some ten microseconds.
     """
 
     def __init__(self, driver: Driver, stream: Stream, repetitions: int = 7) -> None:

@@ -1,13 +1,14 @@
 // Selection of positions: scores of an indexer, the largest scores, and attention to the selected positions only.
 //
 // Correct, but not tuned yet: single threads compute products, and each query head reads its selected positions
-// separately. HEADS, DIM, RUN, LAST: of the indexer, whose queries have DIM values, and which selects runs of RUN
-// positions; with LAST, each head selects separately, and the LAST last runs are always selected.  RUN_KEY: the first
-// value of a run's key, among the values of its last position.  KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KV_HEADS,
-// VALUES_IN_KEYS, EVERY (tokens per entry): of the cache that is read.  TOP: runs or positions that a token attends
-// to; BY_HEAD: separately for each key/value head.  ENTRIES: tokens per entry of a second cache, which is read in
-// addition to a window; 0 without one.  SERIES: number of series of values of a run of RUN tokens; with two, the
-// first series is used for the next run.
+// separately.
+// HEADS, DIM, RUN, LAST: of the indexer, whose queries have DIM values, and which selects runs of RUN positions; with
+// LAST, each head selects separately, and the LAST last runs are always selected.  RUN_KEY: the first value of a run's
+// key, among the values of its last position.  KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KV_HEADS, VALUES_IN_KEYS,
+// EVERY (tokens per entry): of the cache that is read.  TOP: runs or positions that a token attends to; BY_HEAD:
+// separately for each key/value head.  ENTRIES: tokens per entry of a second cache, which is read in addition to a
+// window; 0 without one.  SERIES: number of series of values of a run of RUN tokens; with two, the first series is used
+// for the next run.
 #include "batch.cuh"
 #include "common.cuh"
 
@@ -52,10 +53,10 @@ constexpr int KEY_HEAD = (KEY_DIM + 15) / 16 * 16, VALUE_HEAD = (VALUE_DIM + 15)
 using Key = Entry<KEY_HEAD, KEY_BITS>;
 
 #if defined(SERIES)
-// The compressed entry of each run of RUN tokens, at its last token; zeros at other tokens.  An entry is the sum of
-// the run's values, each channel weighted by the softmax of its gates plus the biases [RUN, SERIES * KEY_DIM].  rows:
-// halves [pages, 2 * SERIES, PAGE, HEAD]; the last SERIES are gates.  With two series, the sum uses the first series
-// of the previous run, if it exists, and the second series of the current run.
+// The compressed entry of each run of RUN tokens, at its last token; zeros at other tokens.  An entry is the sum of the
+// run's values, each channel weighted by the softmax of its gates plus the biases [RUN, SERIES * KEY_DIM].  rows:
+// halves [pages, 2 * SERIES, PAGE, HEAD]; the last SERIES are gates.  With two series, the sum uses the first series of
+// the previous run, if it exists, and the second series of the current run.
 //
 // Grid: (tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -116,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// Scores of all runs that tokens see, starting with token number `first`: the sum over the heads of weight * max(0, q
-// * key), with weights of 1 if null; or with LAST, the largest q * key per head and run, each computed by a warp.
+// Scores of all runs that tokens see, starting with token number `first`: the sum over the heads of weight * max(0, q *
+// key), with weights of 1 if null; or with LAST, the largest q * key per head and run, each computed by a warp.
 //
 // Grid: (blocks that share a token's runs, tokens).  scores: [tokens, CHOICES, stride].
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -178,8 +179,7 @@ DEVICE uint32_t ordered(float x) {
 // The rank of a run's score; the last runs rank above all others.
 DEVICE uint32_t rank_of(const float* scores, int i, int n) { return ordered(i < n - LAST ? scores[i] : 3e38f); }
 
-// The positions of the runs with the TOP largest scores, in order, and the positions after the last whole run; then
-// -1.
+// The positions of the runs with the TOP largest scores, in order, and the positions after the last whole run; then -1.
 //
 // Found by radix select, from the highest digit to the lowest; among equal scores the first ones are selected.
 // Grid: (tokens from number `first` on, CHOICES).  out: [tokens, CHOICES, WIDTH].
