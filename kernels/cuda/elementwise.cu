@@ -430,7 +430,7 @@ struct Draw {
 
 // found [2, rows, k]: the k best of each row in descending order, from n_keys = k * (blocks of `top_parts`) keys;
 // unused ids are -1.  chosen [rows], also stored after `found`: the id that the row continues with.  Grid: (rows).  k:
-// 1 ...  SORT_THREADS.
+// 1 ... SORT_THREADS.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
               const float* __restrict__ logits, int stride, const Draw* __restrict__ draws, int* __restrict__ found,
