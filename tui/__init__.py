@@ -1,1 +1,1 @@
-"""The terminal chat: conversations, where they are kept, and what people talk to a model through."""
+"""The terminal chat: conversations, storage, commands, and the Textual and line-mode interfaces."""

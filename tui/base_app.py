@@ -1,4 +1,4 @@
-"""The base of the app, as every screen needs it: work in threads, and a way to tell what went wrong."""
+"""Base class of the chat app: background work, key buffering and error notifications."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from localllm.tui.text import escape_controls, sentence
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: What the library would print on a terminal goes here, for this one is taken.
+#: Receives messages of the library that would otherwise be printed over the app's screen.
 LOG = logging.getLogger("localllm.tui")
 
-#: Seconds that one stays, and how many characters of it people read in a second.
+#: Minimum duration of a notification in seconds, and the reading speed in characters per second for longer ones.
 _NOTICE_SECONDS = 3.5
 _READ_PER_SECOND = 20
-#: Characters of a notification.
+#: Maximum length of a notification in characters.
 _MAX_NOTICE = 600
 
 
 class BaseApp(App[int]):
-    """An app whose thread draws and does nothing else.
+    """A Textual app whose main thread only draws.
 
-    Everything that may take its time (files, SQLite, tokenizing, planning) goes through `offload`, whose one thread
-    does one thing after the other; loading a model and generating have threads of their own.
+    Slow work (files, SQLite, tokenizing, planning) runs through `offload`, on one worker thread. Loading a model and
+    generating text use separate threads.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -48,24 +48,24 @@ class BaseApp(App[int]):
         self._executor = ThreadPoolExecutor(1, "chat")
 
     def key_of(self, name: str) -> str:
-        """How to call a command: its key, or its name where it has none."""
+        """Return the key of a command, or ``/name`` if it has no key."""
         return commands.find(name).shown_key(self.setup.keys) or f"/{name}"
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a function in a thread, after all that were given before it."""
+        """Run ``function`` on the worker thread, after all functions submitted earlier."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, partial(function, *args, **kwargs))
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a function in a thread of its own, whose end nothing waits for when the app ends."""
+        """Run ``function`` in a new daemon thread, which the app does not wait for on exit."""
         return await asyncio.wrap_future(in_thread(partial(function, *args, **kwargs)))
 
     def spawn(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
-        """Has something done while the app goes on; what fails in it is told."""
+        """Start a Textual worker. Exceptions become notifications instead of ending the app."""
         return self.run_worker(work, group=group, exit_on_error=False)
 
     def ask(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
-        """The same for what may open a dialog: keys that are typed ahead wait for that."""
+        """Start a worker that may open a dialog. Keys typed before the dialog opens are delivered to it."""
         worker = self.spawn(work, group)
         self.keys.wait_for(worker)
         return worker
@@ -84,7 +84,7 @@ class BaseApp(App[int]):
             self.notify_error(event.worker.error)
 
     def notify(self, message: str, **options: Any) -> None:
-        """Shows a notification, long enough to be read; not one that is there already."""
+        """Show a notification for as long as it takes to read. Duplicates of a visible notification are dropped."""
         text = escape_controls(message)
         if len(text) > _MAX_NOTICE:  # a longer one would cover the screen
             text = f"{text[:_MAX_NOTICE]}…"
@@ -93,7 +93,7 @@ class BaseApp(App[int]):
             super().notify(text, **{**options, "timeout": options.get("timeout") or seconds, "markup": False})
 
     def notify_error(self, error: BaseException) -> None:
-        LOG.debug("told to the user", exc_info=error)
+        LOG.debug("error shown as a notification", exc_info=error)
         self.notify(sentence(error), severity="warning" if isinstance(error, UsageError) else "error")
 
     def copy_to_clipboard(self, text: str) -> None:
@@ -101,5 +101,5 @@ class BaseApp(App[int]):
         self.spawn(self.in_thread(copy_text, text))
 
     def end(self) -> None:
-        """Lets the thread of `offload` finish what it has begun."""
+        """Wait for functions submitted to `offload`."""
         self._executor.shutdown()

@@ -1,7 +1,7 @@
-"""Keys that are typed faster than the screen follows: each waits till the one before has had its effect.
+"""Buffering of keys that arrive faster than the screen changes: a key waits until the effect of the last one is done.
 
-Textual hands a key on at once, to what has the focus then.  But what the key before it does may still be under way: a
-dialog opens, or closes, and letters meant for its search would be commands to the screen below, or be lost.
+Textual delivers a key at once to the focused widget, while the previous key may still be opening or closing a dialog.
+Letters typed for the dialog would then act as commands on the screen below it, or be lost.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from textual.worker import Worker
 
 Typed = events.Key | events.Paste
 
-#: Seconds between two looks at whether the screen has followed.
+#: Interval in seconds between checks whether the screen is ready.
 _PERIOD = 0.01
-#: Looks, half a second of them, that keys which end something wait for what was begun before them.  No time: where
-#: the app itself stood still, what was begun did so too.
+#: Number of checks (half a second in all) before Esc, Ctrl+C and Ctrl+Q interrupt work that has not finished. Checks
+#: are counted instead of time, because the work also makes no progress while the app is blocked.
 _PATIENCE = 50
 _ENDING = ("escape", "ctrl+c", "ctrl+q")
-#: Seconds after which a key counts as handled, whatever the widget that it went to is doing.
+#: Seconds until a key counts as handled even if its widget is still busy.
 _TRIP_SECONDS = 5.0
 
 
 class KeyHandled(Message, bubble=True):
-    """Follows a key from the widget that it went to up to the app: there, the key has been handled."""
+    """Sent to the widget that received a key. When it bubbles up to the app, the widget has handled the key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,23 +42,23 @@ class KeyHandled(Message, bubble=True):
 
 
 class KeyBuffer:
-    """Gives keys to an app one after the other."""
+    """Delivers keys to an app in order."""
 
     def __init__(
         self, app: App[Any], give: Callable[[Typed], Awaitable[None]], fail: Callable[[Exception], None]
     ) -> None:
-        """Gives the keys of ``app`` to ``give``; an error of a key's action goes to ``fail``."""
+        """Deliver keys of ``app`` through ``give``, and report exceptions of key actions through ``fail``."""
         self._app = app
         self._give = give
         self._fail = fail
         self._waiting: deque[Typed] = deque()
         self._task: asyncio.Task[None] | None = None
-        #: The editor that the last one went to, if it was a letter; and whether letters followed unawaited.
+        #: The editor that received the last key, if the key was a letter; and whether more letters followed directly.
         self._written_to: MessagePump | None = None
         self._was_followed = False
-        #: Work that opens a dialog or ends soon, and the screen on which it was begun.
+        #: Workers that will open a dialog or end soon, with the screen on which they were started.
         self._begun: list[tuple[Worker[object], Screen[Any]]] = []
-        #: Screens that have taken keys: what has no focus there any more was clicked away.
+        #: Screens that have received keys. If such a screen has no focus, the user clicked outside its widgets.
         self._known: WeakSet[Screen[Any]] = WeakSet()
 
     @property
@@ -67,7 +67,7 @@ class KeyBuffer:
         return not self._waiting and (self._task is None or self._task.done())
 
     async def take(self, event: Typed) -> None:
-        """Hands a key on, now or when its turn has come."""
+        """Deliver a key now, or queue it until the screen is ready."""
         if self.is_done and self._has_followed():
             self._task = asyncio.create_task(self._pass_on(await self._given(event)))
             return
@@ -81,17 +81,17 @@ class KeyBuffer:
             self._task = asyncio.create_task(self._pass_on(None))
 
     def wait_for(self, worker: Worker[object]) -> None:
-        """Lets keys wait till a worker has opened a screen above the one that is there now, or has ended."""
+        """Hold keys until ``worker`` has opened a screen above the current one, or has ended."""
         self._begun.append((worker, self._app.screen))
 
     def go_on(self) -> None:
-        """Lets keys wait for nothing any more that was begun."""
+        """Stop waiting for the workers passed to `wait_for`."""
         self._begun.clear()
 
     async def _pass_on(self, target: MessagePump | None) -> None:
-        """Hands on what waits, beginning when a key that went to ``target`` has been handled."""
+        """Deliver the queued keys, after the previous key has been handled by ``target``."""
         while True:
-            # What a key does in a widget may be a message to another one: the second trip comes after it.
+            # A key's handler may post a message to another widget. The second round waits for that message.
             for _ in range(2):
                 await _passed(target)
             if self._was_followed:
@@ -104,14 +104,14 @@ class KeyBuffer:
                 continue
             try:
                 target = await self._given(self._waiting.popleft())
-            except Exception as error:  # of an action; the keys after it are taken all the same
+            except Exception as error:  # a failed key action must not block later keys
                 self._fail(error)
 
     async def _follow(self) -> None:
-        """Waits till the screen has followed, or somebody wants an end.
+        """Wait until the screen is ready for the next key.
 
-        Where what was begun takes its time, Esc ends it, and Ctrl+C and Ctrl+Q go through; what was typed for it
-        before these goes with it.
+        If that takes too long, Esc cancels the running work, and Ctrl+C and Ctrl+Q are delivered at once. Keys queued
+        before them are discarded.
         """
         looks = 0
         while not self._has_followed():
@@ -141,7 +141,7 @@ class KeyBuffer:
         self._begun = [(worker, screen) for worker, screen in self._begun if not worker.is_finished]
         try:
             screen = self._app.screen
-        except ScreenStackError:  # the app begins, or ends
+        except ScreenStackError:  # the app is starting or ending
             return False
         is_ready = screen in self._known or _is_ready(screen)
         return is_ready and all(begun_on is not screen for _, begun_on in self._begun)
@@ -152,12 +152,12 @@ def _key(event: Typed) -> str:
 
 
 def _is_letter(event: Typed) -> bool:
-    """Whether an editor only writes it: the next letter need not wait then, as the editor takes both in turn."""
+    """Whether the key only inserts text. An editor handles such keys in order, so the next one need not wait."""
     return isinstance(event, events.Key) and event.is_printable
 
 
 async def _passed(target: MessagePump | None) -> None:
-    """Waits till what waits in a widget, and in those around it, has been handled."""
+    """Wait until ``target`` and its ancestors have handled all queued messages."""
     passed = KeyHandled()
     if target is None or not target.post_message(passed):
         return
@@ -165,12 +165,12 @@ async def _passed(target: MessagePump | None) -> None:
     while target.is_running and target.app.is_running and asyncio.get_running_loop().time() < end:
         if passed.arrived.is_set():
             return
-        with suppress(TimeoutError):  # the widget may have gone meanwhile
+        with suppress(TimeoutError):  # check again: the widget may have been removed
             await asyncio.wait_for(passed.arrived.wait(), 0.5)
 
 
 def _is_ready(screen: Screen[Any]) -> bool:
-    """Whether keys reach what they are meant for: an app begins with an empty screen, and dialogs take their time."""
+    """Whether keys would reach their widget. The app starts with an empty screen, and dialogs need time to mount."""
     if not screen.is_mounted:
         return False
     return screen.focused is not None or (isinstance(screen, ModalScreen) and not screen.focus_chain)

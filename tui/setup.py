@@ -1,4 +1,4 @@
-"""The parts of a chat: given by the command line, and by tests with a model of their own."""
+"""Configuration of a chat, built by the command line, or by tests with a fake model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Toolbox
 from localllm.tui.storage.chats import Store
 
-#: Loads a model by the name that commands take, empty for the demo model, and tells a `LoadProgress` how far it is;
-#: what that raises ends it.
+#: Loads the model with the given name, or the demo model if the name is empty. Progress is passed to a
+#: `LoadProgress`; an exception raised there cancels loading.
 Loader = Callable[..., ChatModel]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model to choose; ``path`` is what `Loader` takes; a field that is not known is empty."""
+    """A model in the list of models. ``path`` is the argument of `Loader`; unknown fields are empty."""
 
     name: str
     path: str
@@ -36,29 +36,29 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a `localllm.tui.app.ChatApp`, and of line mode.  The functions may take their time."""
+    """Configuration of a `localllm.tui.app.ChatApp` or of line mode. Its functions may be slow."""
 
     store: Store
     load: Loader
     conversation: Conversation = field(default_factory=Conversation)
-    first_model: str | None = None  # what replies at first, as `Loader` takes it; None is the conversation's
-    # reads as much of a model's file as tells whether it can be loaded, and raises where it cannot
+    first_model: str | None = None  # name of the first model; None: the model of the conversation
+    # reads as much of a model file as is necessary to decide whether it can be loaded; raises if it cannot
     check: Callable[[str], None] = lambda name: None
     list_models: Callable[[], Iterable[ModelEntry]] = tuple
-    memory: Callable[[], int] = lambda: 0  # bytes that are in use, GPUs' aside
-    # keywords of `LLM.stream_chat` beside the conversations' settings
+    memory: Callable[[], int] = lambda: 0  # bytes in use, without GPU memory
+    # keyword arguments of `LLM.stream_chat` in addition to the conversation's settings
     more: Mapping[str, Any] = field(default_factory=dict)
-    when_full: Choice | None = None  # what is done when the context is full; None asks
-    # the file with what was typed before, of which line mode has another one beside it; None for no file
+    when_full: Choice | None = None  # action when the context is full; None: ask the user
+    # file with the input history, or None; line mode uses a second file next to it
     history: Path | None = None
-    notices: Sequence[str] = ()  # what there is to tell at first
+    notices: Sequence[str] = ()  # messages shown at the start
     theme: str = "dark"
-    question: str = ""  # the first message; empty for none
+    question: str = ""  # the first message; empty: no message
     toolbox: Toolbox = field(default_factory=Toolbox)
     rank: Rank = ranked
-    # of commands, by their names, where they are not the table's
+    # changed key bindings: command name to key
     keys: Mapping[str, str] = field(default_factory=dict)
 
     def session(self, model: ChatModel | None, conversation: Conversation) -> ChatSession:
-        """The session that continues a conversation."""
+        """Return a session for ``conversation``."""
         return ChatSession(model, self.store, conversation, self.more, self.toolbox, self.rank)

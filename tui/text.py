@@ -1,7 +1,7 @@
-"""Control characters in a model's text: shown, never obeyed.
+"""Text for the screen: control characters become visible symbols, and long texts are shortened or folded.
 
-What a model writes may hold escape sequences, which a terminal would execute: move the cursor, set the title, put
-text on the clipboard.  Here each control character becomes a symbol for it.
+A model's text may contain escape sequences. A terminal would execute them: move the cursor, set the window title,
+write to the clipboard.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from localllm.errors import Argument, LocalLLMError
 from localllm.options.declared import in_flags
 from localllm.tui.chat.settings import READERS
 
-#: The key that selects a message, in words and in the footer.  macOS keeps Ctrl+Up for its own.
+#: The key that selects a message, in words and as a symbol. On macOS the system uses Ctrl+Up itself.
 SELECT_KEY, SELECT_SIGN = ("Shift+Tab", "⇧⇥") if sys.platform == "darwin" else ("Ctrl+Up", "^↑")
 
-# Unicode's Control Pictures have symbols for the first 32 characters and for DEL.
+# Unicode's block "Control Pictures" has symbols for the first 32 characters and for DEL.
 _PICTURES = {i: chr(0x2400 + i) for i in range(0x20) if chr(i) not in "\t\n"} | {0x7F: "\u2421"}
-# These make what stands beside them read in another order than it is written; right-to-left text does without.
+# Explicit marks of direction, which reorder surrounding characters. Right-to-left text does not need them.
 _PICTURES |= {i: f"\\u{i:04x}" for i in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 _NOTHING = dict.fromkeys(
     [*(i for i in range(0x20) if chr(i) != "\n"), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
@@ -31,21 +31,22 @@ _NOTHING = dict.fromkeys(
 
 
 def without_controls(text: str) -> str:
-    """``text`` without what a terminal would obey, and without marks that reorder it."""
+    """Return ``text`` without control characters and without marks that reorder text."""
     return text.translate(_NOTHING)
 
 
 def escape_controls(text: str) -> str:
-    """``text`` with symbols for control characters: ESC as ``␛``, those without a symbol as ``\\x9b`` or ``\\u202e``.
+    """Return ``text`` with symbols for control characters.
 
-    Tabs and line feeds stay, and so do CR LF, as a line feed.
+    ESC becomes ``␛``; characters without a symbol become ``\\x9b`` or ``\\u202e``. Tabs and line feeds are unchanged;
+    CR LF becomes a line feed.
     """
     return visible(text.replace("\r\n", "\n").translate(_PICTURES))
 
 
-#: Characters that are neither a line end nor plain ASCII: most are shown unchanged.
+#: Characters outside printable ASCII, except line feeds. Most are shown unchanged.
 _UNUSUAL = re.compile(r"[^\n -~]")
-#: Letters, marks and symbols that have no visible shape, which `str.isprintable` does not exclude.
+#: Letters, marks and symbols without a visible shape. `str.isprintable` is true for them.
 _SHAPELESS = frozenset(
     map(chr, (0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0xFE00, 0xFE10)))
 ) | frozenset(map(chr, (*range(0x180B, 0x1810), *range(0xE0100, 0xE01F0))))
@@ -69,17 +70,17 @@ def _spelled(match: re.Match[str]) -> str:
 
 
 def storable(text: str) -> str:
-    """A text with lone surrogates spelled out, which UTF-8 does not have, but names of files do."""
+    """Return ``text`` with lone surrogates escaped. File names may contain them, but UTF-8 cannot encode them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _word(argument: Argument) -> str:
-    """An argument's name in the chat: of a setting as in /set, of an option of loading as on the command line."""
+    """Return an argument's name for the user: settings as in /set, loading options as on the command line."""
     return argument.name if argument.name in READERS else in_flags(argument)
 
 
 def sentence(error: BaseException) -> str:
-    """The message of an error, in one line that is safe in a terminal."""
+    """Return the message of an error as one line that is safe in a terminal."""
     text = f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"
     if isinstance(error, LocalLLMError):
         text = error.worded(_word)
@@ -95,7 +96,7 @@ _AUTOMATIC_TITLE = 50
 
 
 def shortened(text: str, length: int) -> str:
-    """``text`` in one line, cut between words if it is longer than ``length``."""
+    """Return ``text`` as one line, cut between words if it is longer than ``length``."""
     line = visible_line(" ".join(text.split()))
     if len(line) <= length:
         return line
@@ -104,18 +105,18 @@ def shortened(text: str, length: int) -> str:
 
 
 def clean_title(title: str) -> str:
-    """A title in one line, without control characters, and of bounded length."""
+    """Return a title as one line without control characters, with at most 200 characters."""
     return shortened(title, _MAX_OF_A_TITLE)
 
 
 def automatic_title(text: str) -> str:
-    """A title for a conversation that begins with ``text``: its first line, without marks of Markdown, cut short."""
+    """Return the first line of ``text`` as a title, without Markdown marks, with at most 50 characters."""
     line = next((line.strip("#>*-`~ \t") for line in text.splitlines() if line.strip("#>*-`~ \t")), "")
     return shortened(line, _AUTOMATIC_TITLE)
 
 
 def parser() -> MarkdownIt:
-    """A parser for replies: HTML is text, as it is not shown otherwise, and a line that ends has ended."""
+    """Return a Markdown parser for replies. HTML is shown as text, and each line break in the source is kept."""
     made = MarkdownIt("gfm-like", {"html": False})
     made.core.ruler.push("breaks", _keep_breaks)
     return made
@@ -129,7 +130,7 @@ def _keep_breaks(state: StateCore) -> None:
 
 
 def code_blocks(text: str) -> list[tuple[str, str]]:
-    """The languages and texts of the blocks of code in a text; one that was cut off, as far as it came."""
+    """Return the language and the text of each code block. A code block without an end is included."""
     return [
         (token.info.split()[0] if token.info.split() else "", token.content)
         for token in parser().parse(text)
@@ -137,7 +138,7 @@ def code_blocks(text: str) -> list[tuple[str, str]]:
     ]
 
 
-#: Texts with more lines or characters than these are folded.
+#: Pasted texts with more lines or characters are folded.
 MAX_LINES = 40
 MAX_CHARACTERS = 4000
 
@@ -145,13 +146,13 @@ _MARK = re.compile(r"\[pasted text #(\d+): [\d,]+ (?:lines|characters)\]")
 
 
 class Pastes:
-    """The texts that marks in one message stand for."""
+    """Pasted texts of one message. Large texts are folded into placeholders."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
 
     def fold(self, text: str) -> str:
-        """The text for the editor: itself, or a mark if it is large."""
+        """Return the text for the editor: ``text``, or a placeholder if it is large."""
         n_lines = text.removesuffix("\n").count("\n") + 1
         if n_lines <= MAX_LINES and len(text) <= MAX_CHARACTERS:
             return text
@@ -161,7 +162,7 @@ class Pastes:
         return f"[pasted text #{number}: {size}]"
 
     def unfold(self, text: str) -> str:
-        """A message with the texts in the place of their marks."""
+        """Return ``text`` with each placeholder replaced by its pasted text."""
         return _MARK.sub(lambda match: self._texts.get(int(match[1]), match[0]), text)
 
     def clear(self) -> None:
