@@ -1,1 +1,1 @@
-"""Conversations and what happens in them; nothing here knows of a screen."""
+"""Conversations and generation, without any user interface."""

@@ -1,4 +1,4 @@
-"""From a path of a conversation to the messages that the model gets."""
+"""Builds the messages that the model receives from a path of the conversation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from localllm.loading.model_info import ModelInfo
     from localllm.options.keywords import Options
 
-#: A message as `LLM.chat` takes it, and several.
+#: A message in the format of `LLM.chat`.
 Sent = dict[str, Any]
 Messages = Sequence[Mapping[str, object]]
 
 
 class ChatModel(Protocol):
-    """The part of `localllm.LLM` that a chat uses, or a model of tests."""
+    """The part of `localllm.LLM` that a chat uses. Tests use a fake model."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -59,28 +59,28 @@ class ChatModel(Protocol):
 
 
 def name_of(model: ChatModel) -> str:
-    """A model's own name, else that of its file."""
+    """Return the model's name, or the name of its file."""
     return model.info.name or model.info.path.name
 
 
 def window_of(path: Sequence[Message]) -> Window | None:
-    """The window that holds at the end of a path: the last one that begins on it."""
+    """Return the window that applies at the end of a path: the last window that starts on the path."""
     ids = {message.id for message in path}
     return next((m.window for m in reversed(path) if m.window is not None and m.window.first in ids), None)
 
 
 def visible_part(path: Sequence[Message], window: Window | None) -> Sequence[Message]:
-    """The messages from the window's first one on."""
+    """Return the messages from the first message of the window on."""
     if window is None:
         return path
     return path[next((i for i, message in enumerate(path) if message.id == window.first), 0) :]
 
 
 def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[Sent]:
-    """The messages that the model gets, with a summary of those before.
+    """Return the messages for the model, with a summary of earlier messages.
 
-    Replies without an answer are left out, and messages of a user that follow one another joined, for many templates
-    insist on turns.
+    Replies without an answer are omitted. Consecutive user messages are joined, because many chat templates require
+    alternating roles.
     """
     sent: list[Sent] = []
     if summary:
@@ -98,7 +98,7 @@ def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[
 
 
 def _say(sent: list[Sent], role: str, text: str, media: Sequence[Sent] = ()) -> None:
-    """Goes on with messages by pictures, sounds and a text, in the last one where that is of the same role."""
+    """Append images, audio and text to the messages. They join the last message if it has the same role."""
     last: Sent | None = sent[-1] if sent and sent[-1]["role"] == role else None
     if last is None:
         last = {"role": role, "content": ""}
@@ -114,7 +114,7 @@ def _say(sent: list[Sent], role: str, text: str, media: Sequence[Sent] = ()) -> 
 
 
 def texts_alone(messages: Sequence[Sent]) -> list[Sent]:
-    """The same messages without pictures and sounds, which `ChatTemplate.render` does not take."""
+    """Return the messages without images and audio, which `ChatTemplate.render` does not accept."""
 
     def text_of(content: Any) -> Any:
         return [part for part in content if part["type"] == "text"] if isinstance(content, list) else content
@@ -123,19 +123,19 @@ def texts_alone(messages: Sequence[Sent]) -> list[Sent]:
 
 
 def media_part(file: bytes) -> Sent:
-    """The part of a message that a picture or a sound is."""
+    """Return an image or audio file as a part of a message."""
     kind = kind_of(file)
     return {"type": kind, kind: file}
 
 
 def tokens_of_media(model: ChatModel, file: bytes) -> int:
-    """How many a picture or a sound becomes: their ids are below 0."""
+    """Return the number of tokens of an image or audio file. Their token ids are negative."""
     ids = model.tokenize_chat([{"role": "user", "content": [media_part(file)]}])
     return sum(id_ < 0 for id_ in ids)
 
 
 def _calls(message: Message, content: str) -> list[Sent]:
-    """A reply that calls tools, with the reasoning that led to the calls, and their results."""
+    """Return a reply with tool calls, including the reasoning that led to the calls, and the results of the calls."""
     calls = [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in message.calls]
     said = {"role": "assistant", "content": content, "reasoning_content": message.thinking, "tool_calls": calls}
     results = [
@@ -145,7 +145,7 @@ def _calls(message: Message, content: str) -> list[Sent]:
 
 
 def whole_prompt(path: Sequence[Message], system: str) -> list[Sent]:
-    """The messages of a path that the model gets, by the window that holds at its end."""
+    """Return the messages that the model receives for a path, using the window that applies at its end."""
     window = window_of(path)
     return prompt(visible_part(path, window), system, "" if window is None else window.summary)
 
@@ -157,23 +157,23 @@ INSTRUCTION = (
 
 
 class ContextTrimmer:
-    """Where the prompt of a reply can begin."""
+    """Finds the first message of a prompt that fits the context."""
 
     def __init__(
         self, model: ChatModel, conversation: Conversation, question: str, begun: str, tools: Mapping[str, Any]
     ) -> None:
-        """For the reply to ``question``, of which ``begun`` is there already; ``tools`` are keywords of the model."""
+        """Trim for the reply to ``question``. ``begun`` is the unfinished reply; ``tools`` are model keywords."""
         self._model = model
         self._tools = tools
         self._system = conversation.system
         self._begun = begun
         self._settings = chat_settings.generation(conversation.settings)
         self._context = model.info.context
-        # the messages up to the one that is replied to; the model gets it from the place ``start`` on
+        # messages up to the question; the model receives the messages from index ``start`` on
         self.path = conversation.path(question)
         window = window_of(self.path)
         self.start = len(self.path) - len(visible_part(self.path, window))
-        # of the messages before; a new one may have ``summary_tokens``
+        # summary of the messages before ``start``; a new summary may have ``summary_tokens``
         self.summary = "" if window is None else window.summary
         self.summary_tokens = max(1, self._context // 8)
 
@@ -186,9 +186,10 @@ class ContextTrimmer:
         return ("drop", "summarise", "stop") if is_short else ("drop", "stop")
 
     def first(self, reserve: int) -> int | None:
-        """The place of the turn from which on the path fits, with room for an answer and ``reserve`` tokens.
+        """Return the index of the first user message at which a prompt can start and leave room for an answer.
 
-        The last turn is taken even if there is little room for an answer; None if it does not fit at all.
+        ``reserve`` tokens stay free as well. If no start leaves enough room, return the last user message; None if
+        that message alone does not fit.
         """
         starts = [i for i, message in enumerate(self.path) if message.role == "user" and i > self.start]
         wanted = self._settings.options.get("max_tokens") or self._context // 4
@@ -204,7 +205,7 @@ class ContextTrimmer:
         return len(self._model.tokenize_chat(sent, **given))
 
     def request(self, first: int) -> list[Sent]:
-        """The prompt for a summary of the messages before ``first``."""
+        """Return the prompt for a summary of the messages before index ``first``."""
         sent = prompt(self.path[self.start : first], self._system, self.summary)
         _say(sent, "user", INSTRUCTION)
         return sent

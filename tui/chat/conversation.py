@@ -1,7 +1,7 @@
-"""A conversation as a tree of messages: what was edited or answered again stays, as a branch beside the new one.
+"""A conversation as a tree of messages. Edited messages and regenerated replies are kept as branches.
 
-The path from the first message to the *leaf* is what is being talked about now.  Messages are values: a change makes
-a new one in the old one's place, so that one thread may read a conversation while another one writes to it.
+The current path runs from the first message to the *leaf*. Messages are immutable: a change replaces a message by a
+new one, so that one thread can read a conversation while another thread changes it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 Role = Literal["user", "assistant"]
 
-#: How far a reply came: it is being written; the model ended it; it was stopped, reached ``max_tokens`` or the end
-#: of the context, or failed; the program was killed while it was written; or people have written its end.  What users
-#: say is complete.
+#: State of a reply: the model is writing it; the model ended it; it was stopped; it reached ``max_tokens`` or the end
+#: of the context; it failed; the program was killed during the reply; or the user has edited its end. Messages of
+#: users are complete.
 State = Literal["streaming", "complete", "stopped", "length", "context", "failed", "killed", "edited"]
 
 
-# Bounds of what comes from files: numbers that JSON keeps exactly, and times up to the year 9999.
+# Limits for values from files: integers that JSON represents exactly, and times up to the year 9999.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Time = Annotated[float, Meta(ge=0, lt=253_402_300_799)]
@@ -43,24 +43,27 @@ Id = Annotated[str, Meta(min_length=1, max_length=100)]
 class Stats:
     """The cost of a reply."""
 
-    prompt_tokens: Count = 0  # all tokens of the prompt
-    cached_tokens: Count = 0  # those of them that were in the cache, and cost nothing
+    prompt_tokens: Count = 0  # tokens of the prompt, including cached tokens
+    cached_tokens: Count = 0  # tokens of the prompt that were in the cache and cost nothing
     new_tokens: Count = 0  # tokens of the reply
     first_token_s: Seconds = 0.0  # seconds to the first token
-    rate: Seconds = 0.0  # tokens a second after it
-    model: str = ""  # which model replied
-    # seconds that it thought before it answered; None if it did not, or that is not known
+    rate: Seconds = 0.0  # tokens per second after the first token
+    model: str = ""  # name of the model
+    # thinking time in seconds; None if the model did not think, or the time is unknown
     thinking_s: Seconds | None = None
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of context that the prompt and the reply take."""
+        """Tokens of context that the prompt and the reply occupy."""
         return self.prompt_tokens + self.new_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """From its message on, the model gets the messages from the id ``first`` on, and a summary of the others."""
+    """The part of the path that the model receives: messages from id ``first`` on, and a summary of earlier messages.
+
+    It applies from the message that contains it.
+    """
 
     first: Id
     summary: str = ""
@@ -68,26 +71,26 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A text file, a piece of it, a picture or a sound, sent with a message; ``name`` is its path as it was typed."""
+    """A text file, a piece of one, an image or audio. ``name`` is its path as the user typed it."""
 
     name: str
     text: str
     n_tokens: Count
-    picture: bytes = b""  # the file of a picture, or of a sound
+    picture: bytes = b""  # content of the image or audio file
 
     @property
     def is_sound(self) -> bool:
         return bool(self.picture) and kind_of(self.picture) == "audio"
 
     def is_of(self, name: str) -> bool:
-        """Whether it is the file of a name, a piece of it, or in the folder of that name."""
+        """Whether ``name`` is this file, the file that contains this piece, or the folder that contains the file."""
         name = name.rstrip("/\\")
         return self.name == name or self.name.startswith((f"{name}, ", f"{name}/", f"{name}\\"))
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool, with its arguments as JSON; ``result`` is None until it has been run."""
+    """A tool call, with its arguments as JSON. ``result`` is None until the tool has run."""
 
     name: str
     arguments: str
@@ -99,30 +102,30 @@ class Message:
     """One message."""
 
     id: Id  # unique among all messages of all conversations
-    parent: Id | None  # the id of the message before it; None for a first one
+    parent: Id | None  # id of the previous message; None for a first message
     role: Role
-    text: str  # what was said; of a reply all that the model wrote, thinking and tags as well
-    created: Time  # in seconds since 1970
+    text: str  # full text; for a reply including thinking and tags
+    created: Time  # seconds since 1970
     state: State = "complete"
-    opened: str = ""  # the tag of thinking that the prompt ended with; see `localllm.chat.thinking`
+    opened: str = ""  # thinking tag at the end of the prompt; see `localllm.chat.thinking`
     stats: Stats | None = None
-    window: Window | None = None  # what the model gets of the conversation from here on, where it did not fit
+    window: Window | None = None  # set if the whole path did not fit the context
     attachments: tuple[Attachment, ...] = ()
-    calls: tuple[Call, ...] = ()  # of tools, with which a reply ends; another reply follows them
+    calls: tuple[Call, ...] = ()  # tool calls at the end of a reply; another reply follows
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it is a reply whose end the model did not write, so that it can be continued."""
+        """Whether this is a reply that can be continued, because the model did not write its end."""
         return self.state not in ("complete", "streaming")
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is a reply that ended before the model was done."""
+        """Whether this is a reply that ended before the model was finished."""
         return self.can_go_on and self.state != "edited"
 
     @property
     def content(self) -> str:
-        """The text without reasoning."""
+        """The text without thinking."""
         return self._parts[1]
 
     @property
@@ -130,7 +133,7 @@ class Message:
         """The reasoning."""
         return self._parts[0]
 
-    # msgspec leaves out what begins with an underscore.
+    # msgspec ignores attributes whose names start with an underscore.
     @cached_property
     def _parts(self) -> tuple[str, str]:
         return split(self.text, self.opened) if self.role == "assistant" else ("", self.text)
@@ -141,28 +144,28 @@ def new_id() -> str:
 
 
 def short_id() -> str:
-    """An id that hardly anything else has, for people to type."""
+    """Return a short id that users can type. Collisions are unlikely."""
     return new_id()[:10]
 
 
 @dataclass
 class Conversation:
-    """A tree of messages, and what belongs to it as a whole."""
+    """A tree of messages, with the properties of the whole conversation."""
 
     id: str = field(default_factory=short_id)
     title: str = ""
     system: str = ""
-    # how replies are generated; see `localllm.tui.chat.settings`
+    # settings of generation; see `localllm.tui.chat.settings`
     settings: dict[str, Any] = field(default_factory=dict)
-    model: str = ""  # the path of the model's file; empty is the demo model
-    # created, updated: in seconds since 1970
+    model: str = ""  # path of the model file; empty: the demo model
+    # created, updated: seconds since 1970
     created: float = field(default_factory=time.time)
     updated: float = field(default_factory=time.time)
-    # whether it was ever saved: where it is gone from the store then, somebody has deleted it
+    # whether it was ever saved; if the store no longer contains it, the chat was deleted
     is_saved: bool = field(default=False, compare=False)
     _messages: dict[str, Message] = field(default_factory=dict, repr=False)
     _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)
-    #: Of the children of a message the one that was looked at last.
+    #: For each message, the child that was viewed last.
     _chosen: dict[str | None, str] = field(default_factory=dict, repr=False, compare=False)
     _leaf: str | None = None
 
@@ -185,16 +188,16 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages of all branches, those before others first."""
+        """All messages of all branches, parents before children."""
         return list(self._messages.values())
 
     @property
     def leaf(self) -> Message | None:
-        """The last message of the branch that is being talked about."""
+        """The last message of the current path."""
         return None if self._leaf is None else self._messages[self._leaf]
 
     def path(self, to: str | None = None) -> list[Message]:
-        """The messages from the first one to ``to``, by default to the leaf."""
+        """Return the messages from the first one to ``to``, which defaults to the leaf."""
         found: list[Message] = []
         at = self._leaf if to is None else to
         while at is not None:
@@ -204,30 +207,33 @@ class Conversation:
         return found[::-1]
 
     def children(self, id_: str | None) -> list[Message]:
-        """The replies to a message; with None, first messages."""
+        """Return the children of a message, or the first messages if ``id_`` is None."""
         return [self._messages[child] for child in self._children.get(id_, ())]
 
     def siblings(self, id_: str) -> list[Message]:
-        """The messages that stand in the same place, it among them, oldest first."""
+        """Return all messages with the same parent, including this message, oldest first."""
         return self.children(self[id_].parent)
 
     def was_replied_to(self, id_: str) -> bool:
-        """Whether anything follows a message, in whatever branch, or it is a reply itself."""
+        """Whether the message has children in any branch, or is a reply itself."""
         return self[id_].role == "assistant" or bool(self._children.get(id_))
 
     def branch_of(self, id_: str) -> tuple[int, int]:
-        """The number of a message among its siblings, from 1, and how many there are."""
+        """Return the number of a message among its siblings, from 1, and the number of siblings."""
         siblings = self._children[self[id_].parent]
         return siblings.index(id_) + 1, len(siblings)
 
     # -- Writing ---------------------------------------------------------------------------------------------------
 
     def add(self, role: Role, text: str, *, parent: str | None = None, **fields: Any) -> Message:
-        """Says something to ``parent``, by default to the leaf; it becomes the leaf.  ``fields`` are of `Message`."""
+        """Add a message to ``parent``, which defaults to the leaf. The message becomes the leaf.
+
+        ``fields`` are fields of `Message`.
+        """
         return self._append(role, text, self._leaf if parent is None else self[parent].id, fields)
 
     def add_sibling(self, id_: str, text: str, **fields: Any) -> Message:
-        """Says something else in the place of a message, which stays as a branch; it becomes the leaf."""
+        """Add an alternative to a message, which stays as a branch. The alternative becomes the leaf."""
         message = self[id_]
         return self._append(message.role, text, message.parent, fields)
 
@@ -247,7 +253,7 @@ class Conversation:
         return message
 
     def switch(self, id_: str) -> Message:
-        """Goes to the branch that a message is in, and there to the end that was looked at last; returns the leaf."""
+        """Switch to the branch of a message, down to its leaf that was viewed last. Returns the leaf."""
         at = self[id_].id
         while children := self._children.get(at):
             at = self._chosen.get(at, children[-1])
@@ -255,15 +261,15 @@ class Conversation:
         return self._messages[at]
 
     def delete(self, id_: str) -> list[str]:
-        """Removes a message and all that follows it; returns their ids.
+        """Delete a message and all its descendants. Returns the deleted ids.
 
-        If the leaf was among them, the branch beside it that is nearest is gone to, else the message before.
+        If the leaf is deleted, the nearest sibling branch becomes current, or the parent if there are no siblings.
         """
         message = self[id_]
         siblings = self._children[message.parent]
         place = siblings.index(id_)
         doomed = [id_]
-        for at in doomed:  # which grows meanwhile
+        for at in doomed:  # the list grows during the iteration
             doomed += self._children.pop(at, [])
         siblings.remove(id_)
         for at in doomed:
@@ -280,9 +286,9 @@ class Conversation:
         return doomed
 
     def restore(self, messages: Iterable[Message], leaf: str | None) -> None:
-        """Takes in messages that were kept, those before others first.
+        """Add stored messages, parents before children.
 
-        One whose parent is missing becomes a first message; without a ``leaf`` of theirs, the newest is the leaf.
+        A message whose parent is missing becomes a first message. Without a ``leaf``, the newest message is the leaf.
         """
         for message in messages:
             orphaned = message.parent is not None and message.parent not in self._messages
@@ -300,11 +306,11 @@ class Conversation:
             at = parent
 
 
-# -- Values of files and of the database: anybody may have written them ----------------------------------------------
+# -- Untrusted values from files and the database --------------------------------------------------------------------
 
 
 def parsed(text: str | bytes) -> Any:
-    """The values of a JSON text.  Raises StoreError if it is not valid."""
+    """Parse JSON. Raises StoreError if it is invalid."""
     try:
         check_nesting(text)
         return msgspec.json.decode(text)
@@ -315,7 +321,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def converted(values: object, type_: type[T], where: str) -> T:
-    """JSON values as a class, unknown ones left out.  Raises StoreError, which names ``where``, if one is wrong."""
+    """Convert JSON values to ``type_``, ignoring unknown fields. Raises StoreError, with ``where`` in its message."""
     try:
         return msgspec.convert(values, type_)
     except msgspec.ValidationError as error:
@@ -323,7 +329,7 @@ def converted(values: object, type_: type[T], where: str) -> T:
 
 
 def to_message(values: object, where: str) -> Message:
-    """A message of its values; see `converted`."""
+    """Convert JSON values to a message; see `converted`."""
     if isinstance(values, Mapping):
         values = {"parent": None, "created": 0.0, **values}
     message = converted(values, Message, where)

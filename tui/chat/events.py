@@ -1,4 +1,4 @@
-"""Events while a reply is generated: `localllm.tui.chat.session.ChatSession` emits it, screens show it."""
+"""Events during the generation of a reply. `localllm.tui.chat.session.ChatSession` emits them; screens show them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from localllm.tui.chat.tools import Permission
 if TYPE_CHECKING:
     from localllm.generation.completion import Stream
 
-#: What can be done where the context is full: leave out the oldest turns, put a summary in their place, or nothing.
+#: Actions when the context is full: drop the oldest turns, replace them with a summary, or stop.
 Choice = Literal["drop", "summarise", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A reply begins, or is continued; it stands in the conversation from now on."""
+    """A reply starts or is continued. Its message is already part of the conversation."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The prompt is being evaluated: tokens done, what was cached among them, and all."""
+    """Progress of evaluating the prompt, in tokens. ``done`` includes cached tokens."""
 
     done: int
     total: int
@@ -35,7 +35,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of the reply."""
+    """New text of the reply."""
 
     text: str
     thinking: bool = False
@@ -43,31 +43,31 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The reply is as it will stay; None if there is none, for it was stopped before its first word."""
+    """The reply is complete. ``message`` is None if the reply was stopped before its first word."""
 
     message: Message | None
 
 
 @dataclass(frozen=True, slots=True)
 class ContextFull:
-    """The last event where the context is full: `ChatSession.free_context` goes on, with one of ``choices``."""
+    """The context is full. The last event of the turn; call `ChatSession.free_context` with one of ``choices``."""
 
-    needed: int  # tokens of the prompt, and of the reply so far
-    context: int  # the model's context in tokens
-    in_reply: bool  # whether a reply was cut off by it; else there is none yet
-    choices: tuple[Choice, ...]  # what can be done; "stop" alone where the last message does not fit by itself
+    needed: int  # tokens of the prompt plus tokens of the unfinished reply
+    context: int  # context length of the model in tokens
+    in_reply: bool  # whether a reply was cut off; False: the prompt itself is too long
+    choices: tuple[Choice, ...]  # possible actions; only "stop" if the last message alone is too long
 
 
 @dataclass(frozen=True, slots=True)
 class Summarising:
-    """A piece of a summary that the model writes."""
+    """New text of the summary that the model writes."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContextTrimmed:
-    """From now on the model does not get the first ``n_left_out`` messages of the path any more, but ``summary``."""
+    """The model no longer receives the first ``n_left_out`` messages of the path; it receives ``summary`` instead."""
 
     n_left_out: int
     summary: str
@@ -75,14 +75,14 @@ class ContextTrimmed:
 
 @dataclass(frozen=True, slots=True)
 class ChatWarning:
-    """Something to tell, after which the chat goes on: it cannot be saved, a word with an @ names no file."""
+    """A problem that does not end the chat: it cannot be saved, or a word with an @ names no file."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolApprovalRequest:
-    """The model wants to use a tool, and waits for ``answer`` to be called, by any thread."""
+    """The model requests a tool call and waits until ``answer`` is called, from any thread."""
 
     name: str
     arguments: str
@@ -91,7 +91,7 @@ class ToolApprovalRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallsDone:
-    """Something came of the calls of a reply."""
+    """Some tool calls of a reply have results."""
 
     message: Message
 
@@ -111,10 +111,10 @@ Event = (
 
 
 class EventQueue:
-    """Events that wait.  Any thread may put, and any may take.
+    """A thread-safe queue of events.
 
-    A model writes hundreds of pieces a second, and a screen takes what is there some times a second: texts that wait
-    are joined, and of the progress of a prompt only the newest is kept.
+    A model emits hundreds of text pieces per second, and a screen reads the queue only a few times per second. The
+    queue therefore joins consecutive texts, and keeps only the newest progress of a prompt.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class EventQueue:
 
 
 def _joined(last: Event, event: Event) -> Event | None:
-    """One event that says as much as both; None if there is none."""
+    """Return one event that replaces both, or None if they cannot be joined."""
     if isinstance(last, Delta) and isinstance(event, Delta) and last.thinking == event.thinking:
         return Delta(last.text + event.text, event.thinking)
     if isinstance(last, Summarising) and isinstance(event, Summarising):
@@ -147,11 +147,11 @@ def _joined(last: Event, event: Event) -> Event | None:
 
 
 class Turn:
-    """Something that is being generated: where its events go, and whether somebody wants no more of it."""
+    """One generation: the receiver of its events, and whether it was stopped."""
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
-        self.emit = emit  # takes its events, on the thread that generates
-        self.question: str | None = None  # the id of the message that was said in it; None as long as none was
+        self.emit = emit  # called on the generating thread
+        self.question: str | None = None  # id of the user's message; None before it is added
         self._stopped = threading.Event()
         self._stream: Stream | None = None
 
@@ -160,14 +160,14 @@ class Turn:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Ends it soon; what was said is kept.  Any thread may call it, at any time, also before it has begun."""
+        """End the generation soon and keep the generated text. Safe from any thread, also before the start."""
         self._stopped.set()
         if (stream := self._stream) is not None:
             stream.cancel()
 
     @property
     def stream(self) -> Stream | None:
-        """The reply being read; `stop` ends it, even if it came before."""
+        """The reply being read. If `stop` was called earlier, a new stream is cancelled at once."""
         return self._stream
 
     @stream.setter
@@ -178,27 +178,27 @@ class Turn:
 
 
 class ThinkingClock:
-    """Tells how long a model thinks, from its first thought to its first word of an answer."""
+    """Measures the thinking time of a reply, from the first thought to the first word of the answer."""
 
     def __init__(self, before: float | None = None) -> None:
-        """``before`` are the seconds of a reply that goes on; None if it has no thought yet."""
+        """``before`` is the earlier thinking time in seconds of a continued reply; None if it has no thoughts."""
         self._before = before
         self._began: float | None = None
 
     @property
     def seconds(self) -> float:
-        """How long it has thought by now."""
+        """The thinking time up to now, in seconds."""
         return (self._before or 0.0) + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def see(self, *, thinking: bool) -> None:
-        """Takes note of a piece that has just come."""
+        """Record the kind of a new piece of text."""
         if not thinking:
             self.stop()
         elif self._began is None:
             self._began = time.monotonic()
 
     def stop(self) -> float | None:
-        """Ends a thought that is under way; returns the seconds of all; None if there was none."""
+        """End the current thought. Returns the total in seconds, or None if the reply has no thoughts."""
         if self._began is not None:
             self._before, self._began = self.seconds, None
         return self._before

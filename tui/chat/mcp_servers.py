@@ -1,7 +1,7 @@
-"""MCP servers: programs or addresses whose tools a model may call, talked with by the official client.
+"""MCP servers: programs or URLs whose tools a model may call. Uses the official MCP client.
 
-Source: https://modelcontextprotocol.io/specification.  A server may be hostile: what it writes is bounded in time and
-length, its process gets no secrets of the environment, and nothing of it reaches the terminal.
+Source: https://modelcontextprotocol.io/specification. A server may be hostile: its messages are limited in time and
+length, its process gets no secrets from the environment, and its output never reaches the terminal.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 from localllm.errors import LocalLLMError, UsageError
 from localllm.shell import found_program, kill_tree, own_group
 
-#: Seconds that a server has to start in, and to answer a call in.
+#: Time limits in seconds for starting a server and for a tool call.
 START_SECONDS, CALL_SECONDS = 30.0, 120.0
-#: Bytes of a message, tools of a server, and characters of a description.
+#: Maximum bytes of a message, number of tools per server, and characters of a description.
 MAX_BYTES, MAX_TOOLS, MAX_CHARACTERS = 8 << 20, 100, 2000
-#: Seconds that one has to end in.
+#: Seconds to wait for a server to end.
 _END_SECONDS = 5.0
-#: Seconds between two looks at whether somebody still waits.
+#: Interval in seconds between checks whether the call was stopped.
 _PERIOD = 0.05
 
 
 class Server:
-    """One server on a thread of its own; ``tools`` are names, descriptions and JSON schemas of arguments."""
+    """One MCP server, run by a separate thread. ``tools`` are names, descriptions and parameter schemas."""
 
     def __init__(self, command: Sequence[str] = (), url: str = "", env: Mapping[str, str] | None = None) -> None:
-        """Begins to start it: a program that talks over stdio, or an address of streamable HTTP."""
+        """Start a server: a program that uses stdio, or a URL of streamable HTTP."""
         self.tools: list[tuple[str, str, dict[str, Any]]] = []
         self._command, self._url, self._env = list(command), url, dict(env or {})
         self._loop = asyncio.new_event_loop()
@@ -42,11 +42,11 @@ class Server:
         self._thread.start()
 
     def wait(self, is_stopped: Callable[[], bool]) -> None:
-        """Waits until it has told its tools.  Raises UsageError if it cannot be started."""
+        """Wait until the list of tools has arrived. Raises UsageError if the server cannot be started."""
         wait_for(self._started, START_SECONDS, is_stopped)
 
     def call(self, name: str, arguments: Mapping[str, Any], is_stopped: Callable[[], bool]) -> str:
-        """A tool's result, as text.  Raises UsageError if it fails, takes too long, or was stopped."""
+        """Return a tool's result as text. Raises UsageError if the call fails, takes too long or was stopped."""
         if self._client is None:
             raise UsageError("the server has ended")
         future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
@@ -55,7 +55,7 @@ class Server:
         return ("error: " if result.is_error else "") + "\n".join(parts)
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # it has ended already
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
         self._thread.join(_END_SECONDS)
 
@@ -63,7 +63,7 @@ class Server:
         try:
             self._task = self._loop.create_task(self._serve())
             self._loop.run_until_complete(self._task)
-        except BaseException as error:  # also what the client groups, and cancelling: whoever waits is told
+        except BaseException as error:  # also exception groups and cancellation: `wait` must end
             if not self._started.done():
                 self._started.set_exception(UsageError(f"it cannot be used ({_reason(error)})"))
         finally:
@@ -76,7 +76,7 @@ class Server:
             from mcp import Client
         except ImportError:
             raise UsageError('MCP servers need the package mcp: pip install "localllm[mcp]"') from None
-        logging.getLogger("mcp").propagate = False  # it would write over the screen
+        logging.getLogger("mcp").propagate = False  # the log would be written over the screen
         logging.getLogger("mcp").addHandler(logging.NullHandler())
         target = _over_http(self._url) if self._url else _over_stdio(self._command, self._env)
         async with Client(target, read_timeout_seconds=CALL_SECONDS) as client:
@@ -96,21 +96,21 @@ class Server:
 
 
 def wait_for(future: concurrent.futures.Future[Any], seconds: float, is_stopped: Callable[[], bool]) -> Any:
-    """The result of what is done in another thread.  Raises UsageError if it fails, is stopped or takes too long."""
+    """Return the result of another thread. Raises UsageError if it fails, was stopped or takes too long."""
     for _ in range(int(seconds / _PERIOD)):
         try:
             return future.result(_PERIOD)
         except concurrent.futures.CancelledError:
             raise UsageError("the server has ended") from None
         except TimeoutError:
-            if future.done():  # its own
+            if future.done():  # TimeoutError of the function itself
                 raise UsageError("it takes too long") from None
             if is_stopped():
                 future.cancel()
                 raise UsageError("stopped") from None
         except LocalLLMError:
             raise
-        except Exception as error:  # whatever the client raises
+        except Exception as error:  # the client may raise any exception
             raise UsageError(_reason(error)) from None
     future.cancel()
     raise UsageError("it takes too long")
@@ -124,7 +124,7 @@ def _reason(error: BaseException) -> str:
 
 @asynccontextmanager
 async def _over_http(url: str) -> AsyncIterator[Any]:
-    """Yield the streams of a server at an address, whose messages have up to `MAX_BYTES`."""
+    """Yield the streams of an HTTP server. Messages are limited to `MAX_BYTES`."""
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
@@ -137,16 +137,16 @@ async def _over_http(url: str) -> AsyncIterator[Any]:
             async for chunk in self._stream:
                 n_bytes += len(chunk)
                 if n_bytes > MAX_BYTES:
-                    raise httpx2.StreamError(f"the answer has more than {MAX_BYTES:,} bytes")
+                    raise httpx2.StreamError(f"the response has more than {MAX_BYTES:,} bytes")
                 yield chunk
 
         async def aclose(self) -> None:
             await self._stream.aclose()
 
     async def bound(response: Any) -> None:
-        response.headers.pop("content-encoding", None)  # a short body could unpack to any length
+        response.headers.pop("content-encoding", None)  # a short compressed body could expand to any length
         if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-            response.stream = Bounded(response.stream)  # in an event stream the client bounds each event
+            response.stream = Bounded(response.stream)  # the client itself limits the events of a stream
 
     timeout = httpx2.Timeout(START_SECONDS, read=CALL_SECONDS)
     hooks, headers = {"response": [bound]}, {"Accept-Encoding": "identity"}
@@ -159,7 +159,7 @@ async def _over_http(url: str) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[tuple[Any, Any]]:
-    """The streams of a program, as the client's own; but lines are of bounded length, and errors are not shown."""
+    """Yield a program's streams, like the client's `stdio_client`, with limited line length and hidden stderr."""
     import anyio
     from mcp.client.stdio import get_default_environment
     from mcp.shared.message import SessionMessage
@@ -183,11 +183,11 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
 
     async def read() -> None:
         async with received:
-            with suppress(ValueError, anyio.BrokenResourceError):  # too long a line; nobody reads any more
+            with suppress(ValueError, anyio.BrokenResourceError):  # the line is too long, or the reader has ended
                 while line := await stdout.readline():
                     try:
                         message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    except ValueError:  # no message: what a program prints
+                    except ValueError:  # not a message, but output of the program
                         continue
                     await received.send(SessionMessage(message))
 
@@ -207,7 +207,7 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
         for stream in (received, to_read, to_write, sent):
             stream.close()
         kill_tree(process)
-        # Only the end of all output closes the transport otherwise, and a child in another group may keep it open.
+        # Otherwise the transport closes only at the end of all output, and a child in another group may keep it open.
         process._transport.close()  # type: ignore[attr-defined]
         with anyio.CancelScope(shield=True):
             await process.wait()

@@ -1,4 +1,4 @@
-"""PDF files: the text of their pages, or images of pages without text.  Read in worker processes."""
+"""The text of PDF pages, or images of pages without text. Worker processes read the files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import math
 from localllm.errors import UsageError
 from localllm.models.vision import isolation
 
-#: Pages of a PDF file that are sent as images, and their dots per inch.
+#: Maximum number of PDF pages sent as images, and their resolution in dots per inch.
 MAX_PAGES, _PAGE_DPI = 20, 150
-#: Pixels of a page's image.
+#: Maximum number of pixels of a page image.
 _MAX_PIXELS = 20_000_000
 
 
@@ -40,7 +40,7 @@ def decode_texts(data: bytes, name: str) -> isolation.Decoded:
 
 
 def decode_images(data: bytes, name: str) -> isolation.Decoded:
-    """Return PNG files, one after the other; see `page_images`."""
+    """Return PNG files, concatenated; see `page_images`."""
     try:
         import pypdfium2
     except ImportError:

@@ -1,4 +1,4 @@
-"""Pieces of files that are larger than the context: those that match a message, by BM25 or by an embedding model.
+"""Pieces of files that are larger than the context: selects the best matches, by BM25 or with an embedding model.
 
 Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
 """
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-#: Characters of a piece, at least: it ends with a line.  Where few tokens are left, it has fewer.
+#: Minimum length of a piece in characters, normally and for small token budgets. A piece ends at a line end.
 _LENGTH, _SHORTEST = 1500, 200
-#: The constants of BM25: how soon more of a word says nothing more, and how much long pieces are held back.
+#: Constants of BM25: saturation of the word count, and penalty for long pieces.
 _K1, _B = 1.5, 0.75
-#: Texts that an embedding model is given: on a CPU each takes its time.
+#: Maximum number of texts to embed. Embedding is slow on a CPU.
 _MAX_EMBEDDED = 100
-#: Tokens of what stands around a piece in the prompt.
+#: Tokens for the markup around a piece in the prompt.
 _AROUND = 16
 
 
-#: Gives the places of texts, the one that matches a question best first.
+#: Returns the indices of texts, best match of the question first.
 Rank = Callable[[Sequence[str], str], list[int]]
 
 
 class Piece(NamedTuple):
-    """A part of a file; its place is, for example, "line" 1 to 30 or "page" 3 to 3."""
+    """A part of a file. Its place is, for example, "line" 1 to 30 or "page" 3 to 3."""
 
     name: str
     unit: str
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
-    """The pieces of a file; where it has pages, each of which ends with a form feed, no piece goes over one's end."""
+    """Yield the pieces of a file. Pages end with a form feed; a piece never crosses the end of a page."""
     pages = text.split("\f")
     for page, content in enumerate(pages, 1):
         first, lines, size = 1, list[str](), 0
@@ -63,7 +63,7 @@ def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
 def best(
     texts: Mapping[str, str], question: str, count: Callable[[str], int], budget: int, rank: Rank
 ) -> list[Attachment]:
-    """The pieces of files that match a question best and have ``budget`` tokens at most; neighbours are joined."""
+    """Return the pieces that match the question best, with at most ``budget`` tokens. Adjacent pieces are joined."""
     length = min(max(budget, _SHORTEST), _LENGTH)
     pieces = [piece for name, text in texts.items() for piece in cut(name, text, length)]
     taken: dict[int, int] = {}
@@ -89,7 +89,7 @@ def _joined(pieces: Sequence[Piece], n_tokens: int) -> Attachment:
 
 
 def ranked(texts: Sequence[str], question: str) -> list[int]:
-    """The places of texts, the one that matches a question best first; those that match as well stay in order."""
+    """Return the indices of texts by BM25 score, best first. Texts with equal scores stay in order."""
     wanted = set(_words(question))
     lengths, counts = list[int](), list[Counter[str]]()
     for text in texts:
@@ -108,7 +108,10 @@ def ranked(texts: Sequence[str], question: str) -> list[int]:
 
 
 def ranked_by_vectors(embed: Callable[[list[str]], NDArray[np.float32]]) -> Rank:
-    """Ranks by vectors of length 1, which ``embed`` gives; of many texts, those that BM25 ranks first."""
+    """Return a `Rank` by cosine similarity. Only the first texts by BM25 are embedded, at most `_MAX_EMBEDDED`.
+
+    ``embed`` must return vectors of length 1.
+    """
 
     def rank(texts: Sequence[str], question: str) -> list[int]:
         places = ranked(texts, question)

@@ -1,4 +1,4 @@
-"""The history of prompts, to be called up again with the arrow keys: kept on disk, a line of JSON each."""
+"""The history of prompts for the arrow keys, stored on disk as one JSON string per line."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import msgspec
 
 from localllm.files import private_opener
 
-#: Entries that are kept.
+#: Maximum number of entries.
 MAX_ENTRIES = 500
-#: Longer texts are not kept: nobody looks for a pasted book here.
+#: Maximum length of an entry. Longer texts are usually pasted and not worth recalling.
 MAX_CHARACTERS = 20_000
 
 
 class PromptHistory:
-    """Messages that were typed, oldest first, and a place among them.
+    """Typed messages, oldest first, and the current position among them.
 
-    Files are read and written by `load` and `save`, which may take their time; the rest is for the thread
-    that draws.  A file that cannot be read or written is done without: nothing here is worth an error.
+    `load` and `save` access the file and may be slow; call the other methods on the drawing thread. File errors are
+    ignored, because the history is not important enough to report them.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Without a ``path`` it is gone with the process."""
+        """If ``path`` is None, the history is not saved."""
         self.path = path
         self._entries: list[str] = []
         self._place: int | None = None
         self._draft = ""
 
     def load(self) -> list[str]:
-        """The file's prompts, for `restore`."""
+        """Return the prompts of the file, for `restore`."""
         if self.path is None:
             return []
         try:
@@ -48,7 +48,7 @@ class PromptHistory:
         return entries
 
     def restore(self, entries: list[str]) -> None:
-        """Puts what `load` gave before what was typed since."""
+        """Insert the loaded entries before the entries that were typed since."""
         self._entries = entries + self._entries
 
     def save(self, text: str) -> None:
@@ -60,7 +60,7 @@ class PromptHistory:
                 file.write(json.dumps(text).encode() + b"\n")
 
     def add(self, text: str) -> bool:
-        """Remembers a text, and leaves the past; returns whether it is to be saved."""
+        """Add an entry and leave the history. Returns whether the text must be saved."""
         self._place = None
         if not text.strip() or len(text) > MAX_CHARACTERS or self._entries[-1:] == [text]:
             return False
@@ -68,7 +68,7 @@ class PromptHistory:
         return True
 
     def older(self, current: str) -> str | None:
-        """The entry before, when ``current`` is in the editor; None if there is none."""
+        """Return the previous entry that differs from ``current``, the text in the editor, or None."""
         if self._place is None:
             self._draft = current
         place = (len(self._entries) if self._place is None else self._place) - 1
@@ -80,7 +80,7 @@ class PromptHistory:
         return self._entries[place]
 
     def newer(self) -> str | None:
-        """The entry after, at the end what was in the editor first; None while no entry is."""
+        """Return the next entry, or the draft after the last entry. None if no entry is shown."""
         if self._place is None:
             return None
         self._place += 1
@@ -91,7 +91,7 @@ class PromptHistory:
 
 
 def _rewrite(path: Path, entries: list[str], size: int) -> None:
-    """Makes a file shorter, unless another terminal has just added to it."""
+    """Shorten the file, unless another terminal has just added to it."""
     aside = path.with_suffix(".new")
     with contextlib.suppress(OSError):
         with open(aside, "wb", opener=private_opener) as file:
