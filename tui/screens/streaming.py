@@ -1,4 +1,4 @@
-"""Text that one thread generates and another shows: some times a second the screen takes what has come."""
+"""Turns whose text is generated on one thread and shown on another: the screen polls a queue of events."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ from localllm.tui.widgets.message import MessageView
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
 
-#: Seconds between two looks into the queue, at least.
+#: Minimum interval in seconds between reads of the queue.
 PERIOD = 1 / 20
-#: Where drawing takes long, this many times as long is left to keys and all else.
+#: If drawing was slow, the next pause is this many times the drawing time, so that keys are handled.
 _REST = 3.0
-#: Seconds between two looks, at most.
+#: Maximum interval in seconds between reads of the queue.
 _LONGEST = 0.25
-#: Tokens of a prompt below which its progress is not worth a word.
+#: No progress is shown for prompts with fewer tokens.
 _SHORT_PROMPT = 64
 
 
 class Draft(NamedTuple):
-    """A message as it was typed, and the id of the one that it takes the place of."""
+    """A message as the user typed it, and the id of the message that it replaces."""
 
     text: str
     replaced: str | None
 
 
 class StreamedTurn(Turn):
-    """A turn whose events wait for the screen."""
+    """A turn that queues its events for the screen."""
 
     def __init__(self, start: Callable[[Turn], None], draft: Draft | None = None) -> None:
         """``start`` is a method of a `localllm.tui.chat.session.ChatSession`."""
         self._queue = EventQueue()
         super().__init__(self._queue.put)
-        self.draft = draft  # what was sent; it goes back into the editor if it never became a message
-        self.has_ended = False  # whether all is generated, and in the queue; the screen may be about to draw it
-        self.error: BaseException | None = None  # what ended it; None if nothing went wrong
-        self.full: events.ContextFull | None = None  # tells that the context is full, with which it ended then
-        self.is_drawn = asyncio.Event()  # whether the message and the beginning of the reply are on the screen
+        self.draft = draft  # the sent draft; restored to the editor if it never became a message
+        self.has_ended = False  # whether generation has ended; queued events might not be drawn yet
+        self.error: BaseException | None = None  # the exception that ended the turn, or None
+        self.full: events.ContextFull | None = None  # the last event if the turn ended because the context is full
+        self.is_drawn = asyncio.Event()  # set when the message and an empty reply are on the screen
         self._start = start
         self._view: MessageView | None = None
         self._summary_words = 0
 
     def run(self) -> None:
-        """Generates, on the thread that calls."""
+        """Generate the reply, on the calling thread."""
         try:
             self._start(self)
-        except BaseException as error:  # the screen's to tell
+        except BaseException as error:  # the screen reports it
             self.error = error
         self.has_ended = True
 
     async def follow(self, screen: ChatScreen, session: ChatSession) -> None:
-        """Shows what is generated, to its end."""
+        """Show events until the turn ends."""
         status = screen.status
         status.change(activity="waiting for the model", progress=None)
         pause, has_ended = PERIOD, False
         while not has_ended:
             before = time.monotonic()
             await asyncio.sleep(pause)
-            # What the loop is late by it was drawing, or reading keys.
+            # The delay of the loop is the time spent on drawing and on keys.
             late = max(0.0, time.monotonic() - before - pause)
             pause = min(PERIOD + _REST * late, _LONGEST)
             has_ended = self.has_ended
@@ -77,7 +77,7 @@ class StreamedTurn(Turn):
         status.change(activity="", progress=None)
 
     async def _finish(self, session: ChatSession) -> None:
-        """Draws the reply as it stays; one that failed has no `Finished`."""
+        """Draw the final reply. This also covers failed turns, which emit no `Finished` event."""
         view, self._view = self._view, None
         if view is not None and (message := session.conversation.get(view.message.id)) is not None:
             await view.finish(message)

@@ -1,4 +1,4 @@
-"""The editor of messages, and the list of ways to go on with what is being typed."""
+"""The message editor and its list of completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from localllm.tui.text import Pastes, escape_controls
 
 
 class Suggestions(OptionList, can_focus=False):
-    """The choices; the editor keeps the focus, and tells this which one is meant."""
+    """The list of completions. The editor keeps the focus and moves the highlight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Suggestions(OptionList, can_focus=False):
         self.display = False
 
     def offer(self, choices: Sequence[Completion], line: str = "") -> None:
-        """Shows choices for a line; none hides the list."""
+        """Show completions for ``line``. An empty list hides the widget."""
         self._line = line
         if list(choices) == self.choices:
             return
@@ -44,14 +44,16 @@ class Suggestions(OptionList, can_focus=False):
             self.highlighted = 0
 
     def is_complete(self, typed: str) -> bool:
-        """Whether a word is sent as it is: a name that is offered, or a folder whose files are, while the arrows have
-        not chosen another."""
+        """Whether Enter sends the word ``typed`` instead of completing it.
+
+        That is so if the word is a completion or a folder, and the user has not moved the highlight.
+        """
         names = [choice.text.rstrip() for choice in self.choices]
         is_folder = typed.startswith("@") and typed.endswith(("/", os.sep))
         return self.highlighted == 0 and (typed in names or is_folder)
 
     def chosen(self, line: str) -> Completion | None:
-        """The choice that is highlighted; None while the list is hidden, or was made for another line than this."""
+        """Return the highlighted completion. None if the list is hidden or was built for another line."""
         fits = self.display and line == self._line
         return self.choices[self.highlighted] if fits and self.highlighted is not None else None
 
@@ -65,7 +67,7 @@ PLACEHOLDER = "Message · Enter sends · Ctrl+J line · / command · @ file"
 
 
 class Composer(TextArea):
-    """A message that is being typed: Enter sends it, the arrows at its edges call up earlier ones (``typed``)."""
+    """The editor of a message. Enter sends; Up and Down at the edges recall earlier messages (``typed``)."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send"),
@@ -80,13 +82,13 @@ class Composer(TextArea):
 
     @dataclass
     class Sent(Message):
-        """Somebody sends what was typed."""
+        """The user sends the message."""
 
         text: str
 
     @dataclass
     class Typed(Message):
-        """The line to the cursor has changed: other ways to go on may fit."""
+        """The line before the cursor has changed, so other completions may apply."""
 
         line: str
         is_first: bool
@@ -105,7 +107,7 @@ class Composer(TextArea):
         return self.pastes.unfold(self.text)
 
     def put(self, text: str) -> None:
-        """Puts a text in the place of what is there, and the cursor at its end."""
+        """Replace the text, and move the cursor to the end."""
         self.text = self.pastes.fold(text)
         self.move_cursor(self.document.end)
 
@@ -114,17 +116,17 @@ class Composer(TextArea):
         self.pastes.clear()
 
     def action_copy(self) -> None:
-        """Ctrl+C without a selection is for the app."""
+        """Copy the selection. Without a selection, the app handles Ctrl+C."""
         if self.selected_text:
             super().action_copy()
         else:
             raise SkipAction
 
     async def on_key(self, event: events.Key) -> None:
-        # No binding with priority: that would overtake letters that wait, of one who types fast.
+        # A binding with priority would overtake letters that are still queued when the user types quickly.
         if event.key == "enter":
             self.action_send()
-        elif event.key == "ctrl+d" and not self.text:  # elsewhere it deletes a character
+        elif event.key == "ctrl+d" and not self.text:  # with text, Ctrl+D deletes a character
             await self.run_action("app.quit")
         else:
             return
@@ -136,13 +138,13 @@ class Composer(TextArea):
         event.stop()
         if (reference := picture_reference(event.text)) is not None:
             self.insert(reference)
-        elif not event.text:  # as some terminals send for a clipboard without text
+        elif not event.text:  # some terminals send an empty paste if the clipboard has no text
             self.action_paste()
         else:
             self._insert_pasted(event.text)
 
     def action_paste(self) -> None:
-        """Attaches the picture on the system's clipboard, or inserts what was copied in the app."""
+        """Attach the image on the system's clipboard, or insert the text that was copied in the app."""
         self.run_worker(self._paste(), exit_on_error=False)
 
     async def _paste(self) -> None:
@@ -156,11 +158,11 @@ class Composer(TextArea):
         typed = "" if chosen is None else self.line_to_cursor[chosen.start :]
         if chosen is not None and not self.suggestions.is_complete(typed):
             self.complete(chosen)
-        elif self.line_to_cursor.endswith("\\"):  # for terminals that know Enter alone
+        elif self.line_to_cursor.endswith("\\"):  # newline for terminals that cannot report Shift+Enter
             self.action_delete_left()
             self.action_new_line()
         else:
-            if typed.startswith('@"') and not typed.endswith('"'):  # a folder, whose name has no end yet
+            if typed.startswith('@"') and not typed.endswith('"'):  # a folder, whose quotation mark is still open
                 self.insert('"')
             self.post_message(self.Sent(self.message))
 
@@ -168,14 +170,14 @@ class Composer(TextArea):
         self.insert("\n")
 
     def action_history(self, by: int) -> None:
-        """Goes through suggestions, through lines, and at the first or last line through earlier messages."""
+        """Move through completions, then lines, and from the first or last line through earlier messages."""
         is_at_edge = self.cursor_at_first_line if by < 0 else self.cursor_at_last_line
         if self.suggestions.display:
             move = self.suggestions.action_cursor_up if by < 0 else self.suggestions.action_cursor_down
             move()
         elif is_at_edge and (text := self.typed.older(self.text) if by < 0 else self.typed.newer()) is not None:
             self.put(text)
-            self._called_up = self.text  # for which nothing is suggested: the arrows would go through that
+            self._called_up = self.text  # no completions here: they would capture the arrow keys
         elif by < 0:
             self.action_cursor_up()
         else:
@@ -188,7 +190,7 @@ class Composer(TextArea):
             self.screen.focus_next()
 
     def complete(self, choice: Completion) -> None:
-        """Goes on with a choice."""
+        """Insert a completion."""
         row, column = self.cursor_location
         text = choice.text if choice.goes_on or choice.text.endswith(" ") else f"{choice.text} "
         self.replace(text, (row, choice.start), (row, column))
@@ -203,12 +205,12 @@ class Composer(TextArea):
             return
         self._called_up = ""
         told = (self.line_to_cursor, self.cursor_location[0] == 0)
-        if told != self._told:  # a key may change the text, and then the cursor
+        if told != self._told:  # one key may cause both events
             self._told = told
             self.post_message(self.Typed(*told))
 
     @property
     def line_to_cursor(self) -> str:
-        """The text before the cursor in its line."""
+        """The text of the current line before the cursor."""
         row, column = self.cursor_location
         return self.document.get_line(row)[:column]

@@ -1,4 +1,4 @@
-"""The field that searches the text of the chat that is shown."""
+"""The field that searches the text of the visible chat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures drawn with characters."""
+"""Images drawn with characters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from textual.style import Style
 from localllm.errors import UsageError
 from localllm.models.vision.pictures import open_picture
 
-#: Columns and lines that a picture has at most.
+#: Maximum number of columns and lines of an image.
 _COLUMNS, _LINES = 40, 14
 
 
 def half_blocks(picture: bytes) -> Content:
-    """A picture in its proportions: each character has two pixels, one above the other."""
+    """Return an image with its aspect ratio. Each character shows two pixels, one above the other."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its warnings were shown when it was attached
+            warnings.simplefilter("ignore")  # warnings were shown when the image was attached
             image = open_picture(picture)
     except UsageError as error:
         return Content(f"({error})")

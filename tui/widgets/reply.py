@@ -16,24 +16,24 @@ from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from localllm.tui.text import escape_controls, parser
 
-#: Characters of a reply that are drawn at a time, at least.
+#: Minimum number of characters drawn at a time.
 _PIECE_LENGTH = 500
-#: Seconds between two pieces, for the handling of keys.
+#: Pause in seconds between two pieces, so that keys are handled.
 _REST = 0.01
 #: Blocks at the end of a reply whose heights are not fixed.
 _UNSETTLED = 2
 #: The beginning of a line without a letter.
 _UNCERTAIN = re.compile(r"\W{0,80}+\d{0,9}+\W{0,80}+")
-#: Characters of a plain block, which ends where a line does if it can.
+#: Maximum characters of a plain block, which ends at a line end if possible.
 _BLOCK_LENGTH = 2000
 
-#: Characters of a code block that is highlighted.
+#: Maximum characters of a highlighted code block.
 _MAX_HIGHLIGHTED = 10_000
-#: Tokens of a list, table or quote that is drawn as one.  Each token may become a widget.
+#: Maximum tokens of a list, table or quote that is drawn as Markdown. Each token may become a widget.
 _MAX_TOKENS = 800
-#: Levels of nested tokens; a list or quote takes one or two.  The parser omits text that is nested deeper than 20.
+#: Maximum nesting of tokens; a list or quote takes one or two levels. The parser omits text nested deeper than 20.
 _MAX_LEVEL = 16
-#: Blocks of a reply that are drawn as Markdown, and characters of its last block.
+#: Maximum number of blocks drawn as Markdown, and of characters in the last block.
 _MAX_BLOCKS = 200
 _MAX_LAST_BLOCK = 30_000
 
@@ -137,7 +137,7 @@ class Reply(Markdown):
                 await self.mount(self._plain)
             self._settle()
             if self._plain is None:
-                # The last block is parsed anew with each piece.
+                # The last block is parsed again with each piece.
                 piece = _first_piece(text, max(_PIECE_LENGTH, n_last // 2))
                 await self._append(piece)
             else:
@@ -149,7 +149,7 @@ class Reply(Markdown):
     async def _append(self, piece: str) -> None:
         last = self.children[-1] if self.children else None
         await self.append(piece)
-        # The style sheet's :last-child would have all blocks styled anew for each that comes.
+        # A rule with :last-child would restyle all blocks for each new block.
         if last is not None:
             last.remove_class("last")
         if self.children:

@@ -1,4 +1,4 @@
-"""The foot of the screen: how full the context is, how fast the model writes, what runs where, and keys."""
+"""The status line (context, speed, model, memory) and the footer with keys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.session import Meter
 from localllm.tui.text import escape_controls
 
-#: From this share of the context on the meter warns.
+#: Share of the context at which the meter turns to the warning colour.
 _NEARLY_FULL = 0.85
 _BAR_WIDTH = 10
 
 
 @dataclass(frozen=True)
 class Status:
-    """The content of the status line: what goes on, the share (0 to 1) that is done, counters, bytes in use."""
+    """Content of the status line: activity, its progress (0 to 1), counters, and memory in bytes."""
 
     activity: str = ""
     progress: float | None = None
@@ -36,12 +36,12 @@ class Status:
 
 
 class StatusLine(Widget):
-    """One line; what matters least is left out where it is too narrow."""
+    """One line. If it is too narrow, the least important items are omitted."""
 
     status = reactive(Status())
 
     def change(self, **changes: Any) -> None:
-        """Changes what it tells; see `Status`."""
+        """Change fields of `Status`."""
         self.status = replace(self.status, **changes)
 
     def render(self) -> Content:
@@ -49,7 +49,7 @@ class StatusLine(Widget):
 
 
 def line(status: Status, width: int) -> Content:
-    """The line of a status in so many columns."""
+    """Return the status line for ``width`` columns."""
     parts = _parts(status)
     while len(parts) > 1 and sum(part.cell_length + 3 for _, part in parts) - 3 > width:
         parts.remove(min(parts, key=lambda part: part[0]))
@@ -57,7 +57,7 @@ def line(status: Status, width: int) -> Content:
 
 
 def _parts(status: Status) -> list[tuple[int, Content]]:
-    """The status items, each with its priority."""
+    """Return the items with their priorities."""
     parts: list[tuple[int, Content]] = []
     if status.activity:
         done = ""
@@ -84,7 +84,7 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
 
 
 class KeyFooter(Footer):
-    """A footer in which no key is cut: where it is too narrow for all, the last ones are left out."""
+    """A footer that never cuts a key. If it is too narrow, the last keys are omitted."""
 
     _offered: list[tuple[Binding, bool]] | None = None
 
@@ -92,7 +92,7 @@ class KeyFooter(Footer):
         if not self.is_attached:
             return
         offered = [(active.binding, active.enabled) for active in self.screen.active_bindings.values()]
-        if offered != self._offered:  # what Textual reports is mostly another focus, with the same keys
+        if offered != self._offered:  # most focus changes do not change the keys
             self._offered = offered
             await super().recompose()
             self._fit()
@@ -102,7 +102,7 @@ class KeyFooter(Footer):
 
     def _fit(self) -> None:
         width = self.size.width
-        # The palette, from which all else can be reached, stands last, but stays.
+        # The key of the palette is last but always shown, because the palette lists all commands.
         for key in sorted(self.children, key=lambda child: not child.has_class("-command-palette")):
             margin = key.styles.margin.width
             width -= key.get_content_width(self.size, self.size) + key.gutter.width + margin
