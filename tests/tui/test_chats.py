@@ -213,7 +213,7 @@ def test_a_damaged_file_is_refused_and_stays(path: Path, damage: str) -> None:
     data = path.read_bytes()
     damaged = b"not a database" * 100 if damage == "garbage" else data[:8192] + b"\xff" * 20_000 + data[28_192:]
     path.write_bytes(damaged)
-    with pytest.raises(StoreError, match="damaged: move the file away"):
+    with pytest.raises(StoreError, match="damaged: move the file and"):
         Store(path)
     assert path.read_bytes() == damaged
 
@@ -239,7 +239,9 @@ def test_a_newer_file_is_refused(path: Path) -> None:
         connection.execute("PRAGMA user_version=99")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"written by a newer localllm \(schema 99, this one knows 3\): update"):
+    with pytest.raises(
+        StoreError, match=r"written by a newer localllm \(schema 99, this version supports 3\): update"
+    ):
         Store(path)
     assert path.read_bytes() == before
 
@@ -311,7 +313,7 @@ def test_a_read_only_database_can_be_read(store: Store) -> None:
     store._connection.execute("PRAGMA query_only=1")
     assert store.load(conversation.id) == conversation
     assert len(store.search("hello")) == 1
-    with pytest.raises(StoreError, match="cannot be written: check the rights"):
+    with pytest.raises(StoreError, match="cannot be written: check the permissions"):
         store.save(conversation, conversation.messages)
 
 
@@ -424,7 +426,7 @@ def test_the_database_of_another_program_is_left_alone(path: Path, change: str) 
     other = sqlite3.connect(path)
     other.execute(change)
     other.close()
-    with pytest.raises(StoreError, match="is a database of another program: move it away"):
+    with pytest.raises(StoreError, match="is a database of another program: move the file"):
         Store(path)
     other = sqlite3.connect(path)
     assert {name for (name,) in other.execute("SELECT name FROM sqlite_master")} <= {"theirs"}

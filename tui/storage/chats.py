@@ -1,4 +1,4 @@
-"""Chats on disk: kept as they are written, listed, searched, renamed, archived and deleted."""
+"""The store of chats on disk: saves, lists, searches, renames, archives and deletes chats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from localllm.tui.chat.conversation import Conversation, Message, parsed, to_mes
 from localllm.tui.storage import schema
 from localllm.tui.text import clean_title, shortened, storable
 
-#: Environment variable with the folder that chats are kept in.
+#: Environment variable with the folder of the chats.
 DATA_VARIABLE = "LOCALLLM_DATA"
 
 _PREVIEW = 80
@@ -45,7 +45,7 @@ _SUMMARY = """
 
 @dataclass(frozen=True, slots=True)
 class ChatSummary:
-    """A chat in a list; ``updated`` in seconds since 1970; the preview is its last message, or where it was found."""
+    """A chat in a list. ``updated`` is in seconds since 1970; the preview is from the last message or the match."""
 
     id: str
     title: str
@@ -56,7 +56,7 @@ class ChatSummary:
 
 
 def default_path() -> Path:
-    """Where chats are kept: in ``LOCALLLM_DATA``, or the platform's folder for the data of programs."""
+    """Return the path of the chats: in ``LOCALLLM_DATA``, or in the platform's folder for user data."""
     folder = os.environ.get(DATA_VARIABLE)
     if folder:
         return expanded(folder) / "chats.sqlite3"
@@ -66,24 +66,24 @@ def default_path() -> Path:
 
 
 class ChatDeletedError(StoreError):
-    """A chat that is to be saved was deleted."""
+    """The chat to save was deleted."""
 
 
 class Store:
-    """The chats in one SQLite file, or in memory.  Any number of threads and of processes may use it at once.
+    """The chats in one SQLite file, or in memory. Threads and processes may share the file.
 
-    Everything raises `StoreError` where the file cannot be read or written.
+    All methods raise `StoreError` if the file cannot be read or written.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Opens a file, or makes it; without one, all is gone with the process."""
+        """Open or create the file. If ``path`` is None, chats are stored in memory only."""
         self.path = path
-        #: What tells this from other stores, of which several may be in one process: unique, host, process, its time.
+        #: Identifies this store among the stores of all processes: unique id, host, process id, process start time.
         self._marks = (uuid.uuid4().hex, socket.gethostname(), os.getpid(), psutil.Process().create_time())
         self._lock = threading.RLock()
         self._connection = schema.connect(path)
         self._connection.row_factory = sqlite3.Row
-        # One byte that is wrong on the disk shall not hide all chats.
+        # A single invalid byte on disk must not hide all chats.
         self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
         self._connection.create_function("folded", 1, str.casefold, deterministic=True)
         self._connection.create_function("content", 3, _content, deterministic=True)
@@ -97,9 +97,9 @@ class Store:
     # -- Writing ---------------------------------------------------------------------------------------------------
 
     def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
-        """Keeps messages of a conversation, new ones and changed ones, and which of them is its leaf.
+        """Save new and changed messages of a conversation, and its leaf.
 
-        The conversation itself is taken in with its first messages; see `set` for what changes in it later.
+        The conversation itself is saved with its first messages. `set` saves later changes of its properties.
         """
         leaf = None if conversation.leaf is None else conversation.leaf.id
         conversation.updated = time.time()
@@ -125,7 +125,7 @@ class Store:
         c.is_saved = True
 
     def set(self, id_: str, **changes: str | bool | dict[str, Any] | None) -> None:
-        """Changes title, system, settings, model, archived or leaf of a conversation, unless it was never saved."""
+        """Change title, system, settings, model, archived or leaf of a conversation, if it was saved before."""
         with self._writing() as execute:
             for name, value in changes.items():
                 if name not in ("title", "system", "settings", "model", "archived", "leaf"):
@@ -135,7 +135,7 @@ class Store:
                 execute(f"UPDATE sessions SET {name} = ? WHERE id = ?", (kept, id_))
 
     def rename(self, id_: str, title: str) -> str:
-        """Gives a conversation a title; returns it as it is kept, in one line."""
+        """Rename a conversation. Returns the saved title, which is one line."""
         title = clean_title(title)
         self.set(id_, title=title)
         return title
@@ -153,7 +153,7 @@ class Store:
     # -- Other terminals -------------------------------------------------------------------------------------------
 
     def mark_open(self, *ids: str) -> None:
-        """Notes which conversations are open here, and that no others are; forgets terminals that were killed."""
+        """Record the conversations that are open here, and only these. Removes terminals whose process has ended."""
         own, here, *process = self._marks
         with self._writing() as execute:
             for id_, host, pid, began in execute("SELECT id, host, pid, began FROM terminals").fetchall():
@@ -164,7 +164,7 @@ class Store:
                 execute("INSERT INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)", values)
 
     def others_with_open(self, id_: str) -> list[str]:
-        """The other terminals that have a conversation open, such as "process 123"."""
+        """Return the other terminals that have opened a conversation, such as "process 123"."""
         own, here, *_ = self._marks
         with self._reading():
             rows = self._connection.execute(
@@ -173,16 +173,16 @@ class Store:
         return [
             f"process {pid}" if host == here else f"process {pid} on {host}"
             for host, pid, began in rows
-            # Whether one on another machine lives cannot be known: that it may is the safer guess.
+            # A process on another machine cannot be checked. Assume that it is alive.
             if host != here or _is_alive(pid, began)
         ]
 
     # -- Reading ---------------------------------------------------------------------------------------------------
 
     def load(self, id_: str) -> Conversation:
-        """A conversation; a reply that was being written is marked as cut off by the end of its program.
+        """Load a conversation. An unfinished reply gets the state "killed", because its program has ended.
 
-        One that another terminal is writing now is left out: it will have it.
+        If another terminal has opened the conversation, it may still be writing that reply, so the reply is omitted.
         """
         with self._reading():
             row = self._connection.execute("SELECT * FROM sessions WHERE id = ?", (id_,)).fetchone()
@@ -209,7 +209,7 @@ class Store:
         return conversation
 
     def find(self, beginning: str) -> str:
-        """The id that begins so.  Raises StoreError if there is none, or several."""
+        """Return the id that starts with ``beginning``. Raises StoreError if no id or several ids match."""
         with self._reading():
             rows = self._connection.execute(
                 "SELECT id FROM sessions WHERE substr(id, 1, length(?1)) = ?1 ORDER BY id = ?1 DESC LIMIT 2",
@@ -218,17 +218,17 @@ class Store:
         if not beginning or not rows:
             raise _no_chat(beginning)
         if len(rows) > 1 and rows[0]["id"] != beginning:
-            raise StoreError(f"there are several chats whose id begins with {beginning!r}: give more of it")
+            raise StoreError(f"there are several chats whose id starts with {beginning!r}: give more characters")
         return str(rows[0]["id"])
 
     def sessions(self, *, archived: bool = False, limit: int = -1) -> list[ChatSummary]:
-        """Conversations, the ones that were talked in last first: those that are archived, or those that are not."""
+        """Return the archived or the other conversations, most recently updated first."""
         return self._summaries("WHERE archived = ? ORDER BY updated DESC, s.rowid DESC LIMIT ?", (archived, limit))
 
     def search(self, text: str, *, limit: int = 100) -> list[ChatSummary]:
-        """Conversations, archived ones too, with all words of ``text`` in their title or in one of their messages.
+        """Return conversations whose title or one of whose messages contains all words of ``text``.
 
-        Words are found inside of words, whatever their case.
+        Case is ignored, and a word may be part of a longer word. Archived conversations are included.
         """
         words = text.casefold().split()
         if not words:
@@ -236,7 +236,7 @@ class Store:
         titled = self._summaries("WHERE " + " AND ".join(["folded(title) GLOB ?"] * len(words)), _patterns(words))
         found = {summary.id: summary for summary in titled}
         condition = " AND ".join(["folded(content(role, text, opened)) GLOB ?"] * len(words))
-        with self._reading():  # of each conversation the newest message with all words
+        with self._reading():  # per conversation, the newest message with all words
             rows = self._connection.execute(
                 "SELECT session, content(role, text, opened), max(seq) FROM messages"
                 f" WHERE {condition} AND session IN (SELECT id FROM sessions) GROUP BY session",
@@ -262,7 +262,7 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
-        """A transaction; gives what executes statements in it."""
+        """Run a transaction. Yields the function that executes its statements."""
         with self._reading(), schema.transaction(self._connection):
             yield self._connection.execute
 
@@ -272,7 +272,7 @@ def _no_chat(id_: str) -> StoreError:
 
 
 def _time(value: object) -> float:
-    """A time of the file; 1970 where it is none that a date could be made of."""
+    """Return a time from the file, or 1970 if it is not a valid time."""
     return float(value) if isinstance(value, int | float) and 0 <= value < 253_402_300_799 else 0.0
 
 
@@ -293,7 +293,7 @@ def _content(role: str, text: str, opened: str) -> str:
 
 
 def _patterns(words: Iterable[str]) -> list[str]:
-    """Words as GLOB patterns, in which only letters of their own match."""
+    """Return GLOB patterns that match the words literally."""
     return ["*" + "".join(f"[{c}]" if c in "*?[" else c for c in word) + "*" for word in words]
 
 
@@ -304,13 +304,13 @@ def _preview(role: str | None, text: str | None, opened: str | None) -> str:
 
 def _excerpt(text: str, word: str) -> str:
     found = text.casefold().find(word)
-    # Letters before the word: case folding makes two of some, as of "ß".
+    # Number of letters before the word. Case folding can expand one letter to two, such as "ß".
     n_before = bisect(list(accumulate(len(letter.casefold()) for letter in text[:found])), found)
     place = max(0, n_before - _PREVIEW // 4)
     return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)
 
 
-#: Seconds by which the time that a process began may seem to move, when the clock is set.
+#: Tolerance in seconds for the start time of a process, which may shift when the clock is set.
 _TOLERANCE_SECONDS = 5.0
 
 

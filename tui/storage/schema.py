@@ -1,7 +1,7 @@
-"""The SQLite file that chats are kept in: opened with care, brought up to date, and its errors put into words.
+"""The SQLite file of the chats: opens and migrates the file, and converts its errors to clear messages.
 
-It is in write-ahead mode, in which a process that is killed loses nothing it has committed, and several processes
-read while one writes.  (``synchronous=NORMAL``: a power failure may take the last transactions, never more.)
+The file is in write-ahead mode: a killed process loses no committed data, and several processes can read while one
+process writes. With ``synchronous=NORMAL``, a power failure may lose the last transactions but nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from localllm.errors import StoreError
 from localllm.files import create_private
 
-#: How many of the migrations a file has seen is its ``user_version``.
+#: ``user_version`` of a file is the number of migrations that it has run.
 MIGRATIONS = (
     (
         """CREATE TABLE sessions (
@@ -62,11 +62,11 @@ BUSY_SECONDS = 2.0
 
 
 def connect(path: Path | None) -> sqlite3.Connection:
-    """Opens the file, or memory, and migrates it.  Raises StoreError if it is damaged, newer or cannot be written."""
+    """Open and migrate the file (or memory). Raises StoreError if it is damaged, newer or cannot be written."""
     with in_words(path):
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Others cannot read it; SQLite gives those beside it its rights.
+            # Other users cannot read the file. SQLite creates the files next to it with the same permissions.
             create_private(path)
         connection = sqlite3.connect(
             ":memory:" if path is None else path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -83,7 +83,7 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     version = _version(connection)
     if version > len(MIGRATIONS):
         raise StoreError(
-            f"the chats in {path} were written by a newer localllm (schema {version}, this one knows "
+            f"the chats in {path} were written by a newer localllm (schema {version}, this version supports "
             f"{len(MIGRATIONS)}): update localllm, or set LOCALLLM_DATA to another folder"
         )
     if (report := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
@@ -92,9 +92,9 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
     if version < len(MIGRATIONS):
         with transaction(connection):
-            version = _version(connection)  # another process may have been faster
+            version = _version(connection)  # another process may have migrated the file
             if version < 0 or (version == 0 and connection.execute("SELECT 1 FROM sqlite_master").fetchone()):
-                raise StoreError(f"{path} is a database of another program: move it away, or set LOCALLLM_DATA")
+                raise StoreError(f"{path} is a database of another program: move the file, or set LOCALLLM_DATA")
             for number in range(version, len(MIGRATIONS)):
                 for statement in MIGRATIONS[number]:
                     connection.execute(statement)
@@ -102,7 +102,7 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """Waits for a process that writes, which SQLite itself does not here, unlike for other statements."""
+    """Enable write-ahead mode. Retry while another process writes: SQLite's busy timeout does not apply here."""
     end = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -120,20 +120,20 @@ def _version(connection: sqlite3.Connection) -> int:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All of what is written in the block, or nothing."""
+    """Run the block as a transaction: all changes are saved, or none."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # a full disk has ended it already
+        with contextlib.suppress(sqlite3.Error):  # SQLite has already rolled back, for example if the disk is full
             connection.execute("ROLLBACK")
         raise
 
 
 @contextlib.contextmanager
 def in_words(path: Path | None) -> Iterator[None]:
-    """Turns what SQLite and the system complain of into `StoreError`."""
+    """Convert errors of SQLite and the system to `StoreError`."""
     where = "in memory" if path is None else f"in {path}"
     try:
         yield
@@ -146,14 +146,14 @@ def in_words(path: Path | None) -> Iterator[None]:
         ) from error
 
 
-_DAMAGED = "are damaged: move the file away, and the -wal beside it, and a new one is begun"
+_DAMAGED = "are damaged: move the file and its -wal file away, and localllm creates a new one"
 _COMPLAINTS = {
     sqlite3.SQLITE_CORRUPT: _DAMAGED,
     sqlite3.SQLITE_NOTADB: _DAMAGED,
     sqlite3.SQLITE_BUSY: "are locked by another program: close it, or wait",
     sqlite3.SQLITE_LOCKED: "are locked by another program: close it, or wait",
-    sqlite3.SQLITE_READONLY: "cannot be written: check the rights of the file and its folder",
-    sqlite3.SQLITE_FULL: "cannot be written, for the disk is full: make room",
-    sqlite3.SQLITE_CANTOPEN: "cannot be opened: check the rights of the file and its folder",
+    sqlite3.SQLITE_READONLY: "cannot be written: check the permissions of the file and its folder",
+    sqlite3.SQLITE_FULL: "cannot be written, because the disk is full: make room",
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened: check the permissions of the file and its folder",
     sqlite3.SQLITE_IOERR: "cannot be read or written: check the disk",
 }
