@@ -31,13 +31,15 @@ from localllm.tui.screens.models import ModelLoader
 from localllm.tui.setup import Setup
 from localllm.tui.text import without_controls
 
-#: Seconds after which a thread that computes has to let the one that draws go on; by default 0.005.
+#: Interpreter switch interval in seconds (Python's default is 0.005). A short interval keeps drawing responsive
+#: while other threads compute.
 _SWITCH_SECONDS = 0.001
-#: Collections of younger garbage before one of all, which takes a tenth of a second where much is drawn; else 10.
+#: Threshold of the garbage collector's oldest generation (Python's default is 10). A full collection takes about
+#: 0.1 s when many widgets exist.
 _COLLECTIONS = 300
 
 
-#: Of each colour the dark one and the light one.
+#: Colour names with their values in the dark and in the light theme.
 _COLOURS = {
     "primary": ("#7aa2f7", "#2e5aac"),
     "secondary": ("#9d7cd8", "#7847bd"),
@@ -57,9 +59,9 @@ THEMES = [
 
 
 class ControlFilter(LineFilter):
-    """Keeps control characters from the terminal, whatever widget draws them: editors show texts as they are.
+    """Removes control characters from all output, because text editors draw them unchanged.
 
-    They take no width in a line, so that leaving them out moves nothing.
+    Control characters have no width, so the layout of a line does not change.
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
@@ -67,7 +69,7 @@ class ControlFilter(LineFilter):
 
 
 class CommandsProvider(Provider):
-    """The command palette: finds commands by their title and by what they do."""
+    """The command palette: searches commands by title and by help text."""
 
     async def discover(self) -> Hits:
         for command in PALETTE:
@@ -89,7 +91,7 @@ class CommandsProvider(Provider):
 
 
 class ChatApp(BaseApp):
-    """The app; `run` runs it."""
+    """The chat application. Use `run` to start it."""
 
     TITLE = "localllm"
     CSS_PATH = "chat.tcss"
@@ -108,12 +110,12 @@ class ChatApp(BaseApp):
 
     @property
     def session(self) -> ChatSession:
-        """The chat that is shown."""
+        """The visible chat."""
         return self._chat.session
 
     @property
     def sessions(self) -> list[ChatSession]:
-        """The chats that were open and could not be saved, and those that are open; the one that is shown is last."""
+        """Sessions of closed chats that could not be saved, then of open chats. The visible chat is last."""
         chats = sorted(self.models.chats, key=lambda chat: chat is self._chat)
         return [session for chat in chats for session in (*chat.unsaved, chat.session)]
 
@@ -121,18 +123,18 @@ class ChatApp(BaseApp):
         self.install_screen(self._chat, "1")
         self._chat.seen.set()
         await self.push_screen(self._chat)
-        # Windows' loops, and those of threads, take no signals.
+        # Event loops on Windows, and loops outside the main thread, do not support signal handlers.
         with suppress(NotImplementedError, RuntimeError, ValueError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
 
     async def open_tab(self, conversation: Conversation) -> None:
-        """Opens a chat beside those that are open, and shows it."""
+        """Open ``conversation`` in a new tab and show it."""
         chat = ChatScreen(self.setup, self.models, conversation)
         self.install_screen(chat, uuid.uuid4().hex)
         await self.show_tab(len(self.models.chats) - 1)
 
     async def show_tab(self, place: int) -> None:
-        """Shows another one of the chats that are open."""
+        """Show the open chat with index ``place``."""
         chat = self.models.chats[place]
         if chat is not self._chat:
             self._chat.seen.clear()
@@ -143,10 +145,10 @@ class ChatApp(BaseApp):
             chat.set_focus(chat.composer)
 
     async def close_tab(self) -> None:
-        """Closes the chat that is shown, and shows the one beside it.  Raises UsageError if there is no other."""
+        """Close the visible chat and show its neighbour. Raises UsageError if only one chat is open."""
         chat, chats = self._chat, self.models.chats
         if len(chats) == 1:
-            raise UsageError(f"this is the only chat that is open: {self.key_of('quit')} quits")
+            raise UsageError(f"this is the only open chat: {self.key_of('quit')} quits")
         await chat.end_turn()
         place = chats.index(chat)
         await self.show_tab(place - 1 if place else 1)
@@ -158,7 +160,7 @@ class ChatApp(BaseApp):
         await self._chat.mark_open()
 
     def _terminated(self) -> None:
-        """Quits, so that the terminal is left as it was; at once, should it be asked again."""
+        """Quit and restore the terminal. A second SIGTERM ends the process at once."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         self.spawn(self._chat.quit(), group="quit")
 
@@ -167,7 +169,7 @@ class ChatApp(BaseApp):
         self.spawn(self._chat.quit(), group="quit")
 
     def action_help_quit(self) -> None:
-        """Ctrl+C, where nothing is selected that could be copied: stops a reply; a second one quits."""
+        """Handle Ctrl+C when no text is selected: stop the reply, or quit. Warn first if a draft would be lost."""
         turn = self._chat.turn
         if turn is not None and not turn.is_stopped:
             turn.stop()
@@ -180,7 +182,7 @@ class ChatApp(BaseApp):
             self.spawn(self._chat.quit(), group="quit")
 
     def end(self) -> None:
-        """Lets the threads end, and closes the model."""
+        """Wait for the chat thread, then close the model."""
         super().end()
         gc.unfreeze()
         if self.models.model is not None:
@@ -188,7 +190,7 @@ class ChatApp(BaseApp):
 
 
 def run(setup: Setup, sessions: list[ChatSession]) -> int:
-    """Runs the chat in the terminal; returns the exit code, and puts the chats that were open into ``sessions``."""
+    """Run the chat in the terminal and return the exit code. The open sessions are appended to ``sessions``."""
     app = ChatApp(setup)
     _teach_alt_enter()
     take_any_bytes()
@@ -201,7 +203,7 @@ def run(setup: Setup, sessions: list[ChatSession]) -> int:
 
 @contextmanager
 def responsive() -> Iterator[None]:
-    """Lets the thread that draws have its turn soon: while others compute, and before all garbage is collected."""
+    """Keep drawing responsive: switch threads more often, and run full garbage collections less often."""
     before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.set_threshold(*thresholds[:2], _COLLECTIONS)
@@ -214,7 +216,7 @@ def responsive() -> Iterator[None]:
 
 @contextmanager
 def _warnings_shown(app: BaseApp) -> Iterator[None]:
-    """Shows warnings as notifications, where they would be written over the screen."""
+    """Show warnings as notifications, because text on stderr would overwrite the screen."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         if app.is_running:
@@ -226,10 +228,10 @@ def _warnings_shown(app: BaseApp) -> Iterator[None]:
 
 
 def take_any_bytes() -> None:
-    """Has Textual read bytes that are not UTF-8 as U+FFFD: one that is pasted would end the app with an error."""
+    """Make Textual decode invalid UTF-8 as U+FFFD. Otherwise a pasted invalid byte would crash the app."""
     try:
         from textual.drivers import linux_driver
-    except ImportError:  # Windows, whose consoles give characters
+    except ImportError:  # Windows consoles deliver characters, not bytes
         return
     if hasattr(linux_driver, "getincrementaldecoder"):
         tolerant = partial(codecs.getincrementaldecoder("utf-8"), errors="replace")
@@ -237,10 +239,10 @@ def take_any_bytes() -> None:
 
 
 def _teach_alt_enter() -> None:
-    """Has Textual know Alt+Enter in terminals without newer protocols: it would take it for Enter, and send."""
+    """Register Alt+Enter as a newline for terminals without newer protocols. Textual would read it as Enter."""
     try:
         from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
-    except ImportError:  # another version: Ctrl+J is there
+    except ImportError:  # another version of Textual: Ctrl+J still works
         return
     if isinstance(ANSI_SEQUENCES_KEYS, dict):
         ANSI_SEQUENCES_KEYS.setdefault("\x1b\r", (Keys.ControlJ,))

@@ -1,7 +1,7 @@
-"""Slash commands: one table of what people may type, for the app and for line mode.
+"""Slash commands: one table of commands, shared by the app and line mode.
 
-The palette, completion, help and the app's keys read it.  A command's function works on a session, and on the `UI`
-that it was typed in.
+The palette, completion, help and the app's key bindings read this table. A command's function receives the session
+and the `UI` of the user who typed the command.
 """
 
 from __future__ import annotations
@@ -29,64 +29,64 @@ from localllm.tui.text import shortened
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NO_BRANCHES = "there are no branches: /edit and /regen make them"
+NO_BRANCHES = "this chat has no branches: /edit and /regen create them"
 
 
 class UI(Protocol):
-    """The user interface as commands use it.
+    """The operations of a user interface that commands use.
 
-    What is asked of somebody is None where it is given up; without a screen nobody is asked: "" stands for that.
+    `ask` and `choose` return None if the user cancels. In line mode they return "", and `confirm` returns True.
     """
 
-    #: Whether somebody can be asked.
+    #: Whether the interface can question the user.
     has_screen: bool = False
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls what may take its time."""
+        """Call a function that may be slow."""
         return function(*args, **kwargs)
 
     async def until_esc(self, activity: str, function: Callable[..., str], *arguments: object) -> str:
-        """Calls what may take long; where Esc ends it, one more argument tells whether it was pressed."""
+        """Call a function that may be slow. If Esc can cancel it, it gets ``is_stopped`` as its last argument."""
         return function(*arguments)
 
     async def tell(self, text: str) -> None:
-        """Tells something, and shows what was changed."""
+        """Show a message, and redraw the changed parts of the screen."""
 
     async def show(self) -> None:
-        """Shows the conversation as it is now."""
+        """Redraw the conversation."""
 
     async def play(self, start: Callable[[Turn], None]) -> None:
-        """Has something generated."""
+        """Generate a reply: call ``start`` with a new turn."""
 
     async def edit(self, message: Message) -> None:
-        """Has a message changed by whoever sits there."""
+        """Let the user edit a message."""
 
     async def put(self, draft: str) -> None:
-        """Sends a text; where it can be changed first, puts it into the editor."""
+        """Insert a draft into the editor, or send it if the interface has no editor."""
 
     async def open(self, conversation: Conversation, told: str = "") -> None:
-        """Goes on with another conversation."""
+        """Switch to another conversation, and show the message ``told``."""
 
     async def use_model(self, name: str) -> None:
-        """Loads another model."""
+        """Load another model."""
 
     async def quit(self) -> None:
-        """Ends the program."""
+        """End the program."""
 
     async def ask(self, title: str, text: str = "", value: str = "", example: str = "") -> str | None:
-        """A line of text."""
+        """Prompt for a line of text."""
         return ""
 
     async def choose(self, title: str, choices: Sequence[tuple[str, str]], at: int) -> str | None:
-        """One of the choices, which are names and what is shown for them."""
+        """Prompt for one of ``choices``, pairs of value and label. The choice with index ``at`` is selected first."""
         return ""
 
     async def confirm(self, question: str, text: str) -> bool:
-        """Whether something is to be deleted."""
+        """Return whether the user confirms a deletion."""
         return True
 
     async def on_screen(self, name: str, argument: str) -> bool:
-        """Does what the app does with a screen of its own; False where there is none."""
+        """Open the app's screen for a command. Returns False if the command has no screen."""
         return False
 
 
@@ -98,10 +98,10 @@ class Command:
     """A slash command.
 
     Attributes:
-        arguments: what follows the name, for people.
-        run: does it, given what was typed after the name; None where only the app knows how.
-        title: its name in the palette; empty for what says nothing without arguments.
-        key: that calls it in the app, as Textual names it; empty if none does.
+        arguments: syntax of the arguments, for help texts.
+        run: executes the command; its last parameter is the text after the name. None if only the app supports it.
+        title: name in the palette; empty if the palette omits the command.
+        key: default key in the app, in Textual's notation; empty if it has no key.
     """
 
     name: str
@@ -117,24 +117,24 @@ class Command:
         return f"/{self.name} {self.arguments}".rstrip()
 
     def help_and_key(self, keys: Mapping[str, str]) -> str:
-        """Its help, and its key if it has one."""
+        """Return the help text, followed by the key in brackets if the command has a key."""
         key = self.shown_key(keys)
         return f"{self.help} ({key})" if key else self.help
 
     def shown_key(self, keys: Mapping[str, str]) -> str:
-        """Its key as people read it, where ``keys`` has those that were changed; empty if it has none."""
+        """Return the key as shown to users, or an empty string. ``keys`` contains the keys that the user changed."""
         return "+".join(part.capitalize() for part in keys.get(self.name, self.key).split(",")[0].split("+"))
 
 
 class Call(NamedTuple):
-    """A command that was typed, and what stood after its name."""
+    """A command and its argument, which is the text after the name."""
 
     command: Command
     argument: str
 
 
 def parse(text: str) -> Call | str:
-    """A command, or a message, of which ``//`` and ``!!`` begin one with / or !.  Raises UsageError; see `find`."""
+    """Parse a command or a message. ``//`` and ``!!`` start a message with / or !. Raises UsageError; see `find`."""
     if text.startswith("!") and not text.startswith("!!"):
         return Call(find("run"), text[1:].strip())
     if not text.startswith("/") or text.startswith("//"):
@@ -144,16 +144,16 @@ def parse(text: str) -> Call | str:
 
 
 def find(name: str) -> Command:
-    """The command of a name.  Raises UsageError if there is none; names the one that was meant."""
+    """Return the command with this name or alias. Raises UsageError, with the closest name, if it is unknown."""
     if (command := _BY_NAME.get(name)) is not None:
         return command
     near = difflib.get_close_matches(name, _BY_NAME, n=1)
-    hint = f"did you mean /{near[0]}?" if near else "/help lists them; // begins a message with a slash"
+    hint = f"did you mean /{near[0]}?" if near else "/help lists them; // starts a message with a slash"
     raise UsageError(f"there is no command /{name}: {hint}")
 
 
 async def run(session: ChatSession, ui: UI, call: Call) -> None:
-    """Does what a command says, or says what is to be done.  Raises LocalLLMError if it cannot be done."""
+    """Execute a command. Raises LocalLLMError if it fails, and UsageError if it needs the app."""
     command, argument = call
     if command.run is not None:
         await command.run(session, ui, argument)
@@ -162,7 +162,7 @@ async def run(session: ChatSession, ui: UI, call: Call) -> None:
 
 
 def _telling(function: Callable[[ChatSession, str], str], screen: str = "") -> Run:
-    """A command that tells what a function says, which may take its time; in the app it may have a screen."""
+    """Return a `Run` that shows the text returned by ``function``. The app may open ``screen`` instead."""
 
     async def run(session: ChatSession, ui: UI, argument: str) -> None:
         if not screen or not await ui.on_screen(screen, argument):
@@ -172,7 +172,7 @@ def _telling(function: Callable[[ChatSession, str], str], screen: str = "") -> R
 
 
 def completions(line: str) -> list[Completion]:
-    """The commands that begin with what stands in a line; none unless it is one word after a slash."""
+    """Return the commands that complete ``line``. Empty unless the line is a single word after a slash."""
     if not line.startswith("/") or not (line[1:].replace("-", "").isalnum() or line == "/"):
         return []
     return [Completion(f"/{c.name}", 0, c.help) for c in COMMANDS if c.name.startswith(line[1:].lower())]
@@ -182,17 +182,20 @@ def completions(line: str) -> list[Completion]:
 
 
 def numbered(conversation: Conversation, number: str) -> Message:
-    """The message of the path that ``3`` or ``#3`` stands for.  Raises UsageError if there is none."""
+    """Return the message with number ``3`` or ``#3`` on the current path. Raises UsageError if it does not exist."""
     path = conversation.path()
     digits = number.removeprefix("#")
     if not digits.isdecimal() or not 0 < int(digits) <= len(path):
-        numbers = f"they have numbers from 1 to {len(path)}" if path else "nothing was said yet"
+        numbers = f"messages have numbers from 1 to {len(path)}" if path else "this chat has no messages yet"
         raise UsageError(f"there is no message {number}: {numbers}")
     return path[int(digits) - 1]
 
 
 class Fork(NamedTuple):
-    """Message ``number`` of the path has ``branches``, oldest first; it is branch ``at``; both count from 1."""
+    """A message that has siblings. ``branches`` are oldest first; ``number`` and ``at`` count from 1.
+
+    Message ``number`` of the current path is branch ``at``.
+    """
 
     number: int
     branches: list[Message]
@@ -200,7 +203,7 @@ class Fork(NamedTuple):
 
 
 def forks(conversation: Conversation) -> list[Fork]:
-    """Where a conversation branches, first to last."""
+    """Return the forks on the current path, first to last."""
     return [
         Fork(number, conversation.siblings(message.id), conversation.branch_of(message.id)[0])
         for number, message in enumerate(conversation.path(), 1)
@@ -209,7 +212,7 @@ def forks(conversation: Conversation) -> list[Fork]:
 
 
 def branch_meant(conversation: Conversation, argument: str) -> Message:
-    """The branch ``next``, ``prev`` or of a number, at the last fork or a message.  Raises UsageError."""
+    """Return the branch for ``next``, ``prev`` or a number, at the last fork or at a message. Raises UsageError."""
     found = forks(conversation)
     if not found:
         raise UsageError(NO_BRANCHES)
@@ -231,7 +234,7 @@ async def _edit(session: ChatSession, ui: UI, argument: str) -> None:
     conversation = session.conversation
     first, *rest = argument.split(maxsplit=1) or [""]
     message: Message | None
-    if first.removeprefix("#").isdecimal():  # a number is always that of a message
+    if first.removeprefix("#").isdecimal():  # a number always names a message
         message, text = numbered(conversation, first), rest[0] if rest else ""
     else:
         message = next((m for m in reversed(conversation.path()) if m.role == "user"), None)
@@ -268,7 +271,7 @@ async def _remove(session: ChatSession, ui: UI, argument: str) -> None:
     if not argument:
         raise UsageError("name the message: /remove 3 deletes it and all that follows it")
     message = numbered(session.conversation, argument)
-    if await ui.confirm("Delete this message?", "It goes for good, and so does all that follows it."):
+    if await ui.confirm("Delete this message?", "The message and everything after it are deleted for good."):
         await ui.call(session.delete, message.id)
         await ui.show()
 
@@ -280,18 +283,18 @@ def transcript(session: ChatSession, argument: str) -> str:
         branch = f", branch {at} of {n}" if n > 1 else ""
         cut = ", cut off" if message.is_cut else ", edited" if message.state == "edited" else ""
         parts.append(f"#{number} {message.role}{branch}{cut}\n{message.content}")
-    return "\n\n".join(parts) or "nothing was said yet"
+    return "\n\n".join(parts) or "this chat has no messages yet"
 
 
 class Match(NamedTuple):
-    """A place where a text was found: a message's id, and the number of the place in its content, from 0."""
+    """A search result: the message's id, and the index of the match within the message, from 0."""
 
     id: str
     number: int
 
 
 def matches(conversation: Conversation, text: str) -> list[Match]:
-    """Return the places of the path whose text is ``text``, in upper or lower case; none for an empty text."""
+    """Return all matches of ``text`` on the current path, ignoring case. Empty for an empty text."""
     text = text.casefold()
     if not text:
         return []
@@ -340,7 +343,7 @@ def _settings(session: ChatSession, argument: str) -> str:
         settings = chat_settings.with_setting(settings, name, rest[0])
         session.set_options(settings)
     elif name:
-        chat_settings.with_setting(settings, name, "default")  # complains where there is none
+        chat_settings.with_setting(settings, name, "default")  # raises UsageError for an unknown name
     defaults = vars(Sampling())
     lines = []
     for each in [chat_settings.full_name(name)] if name else chat_settings.READERS:
@@ -359,37 +362,40 @@ def _format(session: ChatSession, argument: str) -> str:
         schema = "default" if argument == "none" else read_text(path_of(argument), "the schema")
         session.set_options(chat_settings.with_setting(settings, "json_schema", schema))
     held_to = session.conversation.settings.get("json_schema")
-    return "replies are free text" if held_to is None else f"replies are JSON, by the schema {json.dumps(held_to)}"
+    return "replies are free text" if held_to is None else f"replies are JSON by the schema {json.dumps(held_to)}"
 
 
 def _detach(session: ChatSession, argument: str) -> str:
     if argument:
         n = session.detach(argument)
         if not n:
-            raise UsageError(f"nothing is attached by the name {argument!r}: /detach lists what is")
-        return f"the model does not get {argument} any more"
+            raise UsageError(f"there is no attached file {argument!r}: /detach lists the attached files")
+        return f"the model no longer gets {argument}"
     files = [file for message in session.conversation.path() for file in message.attachments]
-    return "\n".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) or "nothing is attached"
+    return "\n".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) or "no files are attached"
 
 
 async def _compare(session: ChatSession, ui: UI, argument: str) -> None:
     if not await ui.on_screen("compare", argument):
         if argument:
-            raise UsageError("in lines, ask the other model yourself: /model FILE, /regen, and then /compare")
+            raise UsageError("only the app runs the other model for you: use /model FILE, /regen, and then /compare")
         await ui.tell("\n\n".join(f"{who(reply)}\n{reply.content}" for reply in compared(session.conversation)))
 
 
 def who(reply: Message) -> str:
-    """The name of the model that wrote a reply."""
+    """Return the name of the model that wrote a reply."""
     return (reply.stats and reply.stats.model) or "Reply"
 
 
 def compared(conversation: Conversation) -> list[Message]:
-    """The last reply, and before it the newest beside it, of another model if any.  Raises UsageError if alone."""
+    """Return the last reply and the reply to compare it with, which comes first.
+
+    The second reply is the newest sibling, preferably by another model. Raises UsageError if there is no sibling.
+    """
     reply = next((m for m in reversed(conversation.path()) if m.role == "assistant"), None)
     others = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
     if reply is None or not others:
-        raise UsageError("there is one reply alone: /compare FILE has another model reply too, /regen the same one")
+        raise UsageError("there is only one reply: /compare FILE lets another model reply too, /regen the same model")
     return [max(others, key=lambda other: (who(other) != who(reply), other.created)), reply]
 
 
@@ -422,14 +428,14 @@ def _save(session: ChatSession, argument: str) -> str:
     check_begun(session.conversation)
     if argument:
         session.set_title(argument)
-    where = "in memory alone" if session.store.path is None else f"in {session.store.path}"
+    where = "only in memory" if session.store.path is None else f"in {session.store.path}"
     return f"{session.conversation.id}  {session.conversation.title}, saved {where}"
 
 
 def check_begun(conversation: Conversation) -> None:
-    """Complains where nothing was said: such a chat is not kept."""
+    """Raise UsageError if the chat has no messages: empty chats are not saved."""
     if not len(conversation):
-        raise UsageError("there is nothing to save yet: chats are saved as they are written")
+        raise UsageError("there is nothing to save yet: chats are saved automatically")
 
 
 async def _load(session: ChatSession, ui: UI, argument: str) -> None:
@@ -441,7 +447,7 @@ async def _load(session: ChatSession, ui: UI, argument: str) -> None:
             raise UsageError("name a chat, or a file: /load ID, or /load FILE.json; /sessions lists chats")
         id_ = await ui.call(session.store.find, argument)
     except (StoreError, UsageError):
-        if not await ui.on_screen("sessions", argument):  # which searches for words
+        if not await ui.on_screen("sessions", argument):  # this screen searches chats for words
             raise
     else:
         await ui.open(await ui.call(session.store.load, id_))
@@ -449,11 +455,11 @@ async def _load(session: ChatSession, ui: UI, argument: str) -> None:
 
 async def _import(session: ChatSession, ui: UI, argument: str) -> None:
     example = "for example ~/Downloads/chat.json"
-    name = argument or await ui.ask("Import", "A .json file that was exported", example=example)
+    name = argument or await ui.ask("Import", "An exported .json file", example=example)
     if name is None:
         return
     if not name:
-        raise UsageError("name a file that was exported, or a folder of such files: /import FILE.json")
+        raise UsageError("name an exported file, or a folder of exported files: /import FILE.json")
     path = path_of(name)
     if path.is_dir():
         await ui.tell(f"{await ui.call(import_all, session.store, path):,} chats imported from {path}")
@@ -510,7 +516,7 @@ async def _delete(session: ChatSession, ui: UI, argument: str) -> None:
         await ui.call(session.store.delete, id_)
         await ui.tell(f"deleted {id_}")
     elif await ui.confirm("Delete this chat for good?", session.conversation.title or "It has no title yet."):
-        await ui.open(new_chat(session))  # which ends a reply that would be saved
+        await ui.open(new_chat(session))  # ends a running reply, which would save the chat again
         await ui.call(session.store.delete, id_)
 
 
@@ -520,7 +526,7 @@ async def _archive(archived: bool, session: ChatSession, ui: UI, argument: str) 
     if is_open:
         check_begun(session.conversation)
     await ui.call(partial(session.store.set, id_, archived=archived))
-    told = f"archived {id_}: /unarchive {id_} brings it back" if archived else f"{id_} is among the chats again"
+    told = f"archived {id_}: /unarchive {id_} brings it back" if archived else f"{id_} is in the list of chats again"
     await (ui.open(new_chat(session), told) if archived and is_open else ui.tell(told))
 
 
@@ -529,7 +535,7 @@ def _chosen(session: ChatSession, argument: str) -> str:
 
 
 def new_chat(session: ChatSession) -> Conversation:
-    """A new chat, with what the one before was set to."""
+    """Return a new chat with the system prompt, settings and model of the current chat."""
     old = session.conversation
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
 
@@ -550,16 +556,16 @@ async def _prompt(session: ChatSession, ui: UI, argument: str) -> None:
     files = {path.stem: path for path in sorted(folder.glob("*.*")) if path.suffix in (".md", ".txt")}
     name, *rest = argument.split(maxsplit=1) or [""]
     if not name:
-        await ui.tell("\n".join(files) or f"there are no prompts yet: put texts into {folder}, as NAME.md")
+        await ui.tell("\n".join(files) or f"there are no prompts yet: save texts in {folder} as NAME.md")
         return
     if name not in files:
         near = difflib.get_close_matches(name, files, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"put it into {folder}, as {name}.md"
+        hint = f"did you mean {near[0]}?" if near else f"save it in {folder} as {name}.md"
         raise UsageError(f"there is no prompt {name!r}: {hint}")
     try:
         text = files[name].read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{files[name]} cannot be read ({error}): check that it is a text in UTF-8") from None
+        raise UsageError(f"{files[name]} cannot be read ({error}): check that it is UTF-8 text") from None
     await ui.put(filled(text.strip(), rest[0] if rest else ""))
 
 
@@ -568,7 +574,10 @@ async def _run(session: ChatSession, ui: UI, argument: str) -> None:
 
 
 def filled(prompt: str, argument: str) -> str:
-    """A prompt with the words of an argument for ``$1`` to ``$9``, and all of it for ``$ARGUMENTS``, or below it."""
+    """Fill in a prompt. ``$1`` to ``$9`` become words of ``argument``; ``$ARGUMENTS`` becomes ``argument``.
+
+    If the prompt has no placeholder, ``argument`` is appended.
+    """
     words = argument.split()
     found = re.sub(
         r"\$([1-9]|ARGUMENTS\b)",
@@ -586,13 +595,13 @@ async def _tools(session: ChatSession, ui: UI, argument: str) -> None:
 
 
 def tools_text(session: ChatSession, argument: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """Switches tools on or off, and lists those that there are then; starts servers."""
+    """Change which tools are enabled, start their servers, and list the enabled tools."""
     toolbox = session.toolbox
     if argument:
         toolbox.change(argument)
     tools = toolbox.tools(is_stopped)
     lines = [
-        f"{tool.name:<24} {'always allowed' if toolbox.is_allowed(tool) else 'asked for'}: "
+        f"{tool.name:<24} {'always allowed' if toolbox.is_allowed(tool) else 'asks first'}: "
         f"{shortened(tool.description, 60)}"
         for tool in tools.values()
     ]
@@ -625,34 +634,34 @@ COMMANDS = [
             title="Branches"),
     Command("show", "", "show the conversation, with numbers", _telling(transcript), ("history",)),
     Command("remove", "N", "delete message N and everything after it", _remove),
-    Command("drop", "", "when the context is full: leave out the oldest turns", partial(_free_context, "drop")),
-    Command("summarise", "", "when the context is full: replace the oldest turns by a summary",
+    Command("drop", "", "when the context is full: omit the oldest turns", partial(_free_context, "drop")),
+    Command("summarise", "", "when the context is full: replace the oldest turns with a summary",
             partial(_free_context, "summarise"), ("summarize",)),
     Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
     Command("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",
             "ctrl+t"),
-    Command("prefix", "[TEXT|none]", "begin replies with this text", _telling(partial(_set_one, "reply_prefix"))),
-    Command("stop-strings", "[TEXT … |none]", "texts that end a reply; in quotes if they have spaces",
+    Command("prefix", "[TEXT|none]", "start replies with this text", _telling(partial(_set_one, "reply_prefix"))),
+    Command("stop-strings", "[TEXT … |none]", "strings that end a reply; quote strings with spaces",
             _telling(partial(_set_one, "stop"))),
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
-    Command("compare", "[FILE]", "have another model reply too, side by side", _compare, title="Compare"),
+    Command("compare", "[FILE]", "let another model reply too, side by side", _compare, title="Compare"),
     Command("format", "[FILE.json|none]", "make replies JSON that follows the schema in a file", _telling(_format)),
     Command("detach", "[NAME]", "list attached files, or remove one", _telling(_detach)),
     Command("stats", "", "tokens, cache and speed", _telling(stats_text, "stats"), title="Statistics"),
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _telling(_sessions, "sessions"), ("list",),
             "Chats", "ctrl+o"),
-    Command("find", "[TEXT]", "find a text in this chat", _telling(_found, "find"), ("search",), "Find in this chat",
+    Command("find", "[TEXT]", "search this chat for text", _telling(_found, "find"), ("search",), "Find in this chat",
             "f5"),
     Command("fork", "[N]", "continue in a new chat, with everything up to message N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
-    Command("run", "COMMAND", "put the output of a shell command into the message, as !COMMAND does", _run),
+    Command("run", "COMMAND", "insert the output of a shell command into the message; short form: !COMMAND", _run),
     Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
             "list the tools that the model may call, or switch them on", _tools, title="Tools"),
-    Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (), "Allow a tool", "f3"),
+    Command("allow", "[no|once|chat|always]", "answer a request to use a tool", None, (), "Allow a tool", "f3"),
     Command("editor", "", "write the message in $EDITOR", None, (), "Write in your editor", "ctrl+e"),
     Command("save", "[TITLE]", "show where this chat is saved, and name it", _telling(_save)),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
-    Command("import", "FILE.json|FOLDER", "import an exported chat, or a folder of them", _import,
+    Command("import", "FILE.json|FOLDER", "import an exported chat, or all chats in a folder", _import,
             title="Import a chat"),
     Command("export", "[FILE.md|FILE.json|all FOLDER]", "write this chat to a file, or all chats to a folder",
             _export, title="Export the chat"),
@@ -661,7 +670,7 @@ COMMANDS = [
             title="Archive the chat"),
     Command("unarchive", "[ID]", "show an archived chat in the list again", partial(_archive, False)),
     Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
-    Command("clear", "", "begin a new chat; this one stays saved",
+    Command("clear", "", "start a new chat; this one stays saved",
             lambda session, ui, _: ui.open(new_chat(session)), ("new",), "New chat", "ctrl+n"),
     Command("tab", "[N|next|prev]", "open a new chat in a tab, or switch tabs", None, (), "New tab", "f4"),
     Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
@@ -672,7 +681,7 @@ COMMANDS = [
 ]
 # fmt: on
 
-#: Those of the palette that people need first; the others follow as they stand in the table.
+#: The first commands of the palette. Other commands follow in the order of the table.
 _FIRST = ("clear", "sessions", "model", "system", "set", "regen", "continue", "edit", "branch", "copy")
 _RANKS = {name: rank for rank, name in enumerate(_FIRST)}
 PALETTE = sorted((each for each in COMMANDS if each.title), key=lambda each: _RANKS.get(each.name, len(_RANKS)))

@@ -1,6 +1,7 @@
-"""Input that people type, or programs pipe in: messages of a line, or of several.
+"""The chat without a screen, for users in a terminal and for input from a pipe.
 
-A backslash at the end of a line goes on with the next one; three quotation marks begin and end a block.
+A message is one line, or several: a backslash at the end of a line continues it on the next line, and three quotation
+marks start and end a block.
 """
 
 from __future__ import annotations
@@ -33,22 +34,25 @@ from localllm.tui.text import escape_controls, spelled_out
 
 BLOCK = '"""'
 
-#: A message of more bytes than this fits into no context.
+#: Maximum size of a line in bytes. No context is long enough for a longer message.
 _MAX_BYTES = 64 << 20
 _MAX_HISTORY = 1000
 
 
 class InputReader:
-    """Standard input; ``interactive`` if somebody types."""
+    """Reads messages from standard input. ``interactive`` is True if it is a terminal."""
 
     def __init__(self, history: Path | None = None) -> None:
-        """``history`` is the file of what was typed on terminals, where Python has readline; None keeps nothing."""
+        """``history`` is the file of the input history, used if Python has readline; None: no history."""
         self.interactive = is_terminal(sys.stdin)
         self._history = history
         self._edits = self.interactive and is_terminal(sys.stdout) and _load_history(history)
 
     def read(self) -> str | None:
-        """The next message; None where the input ends.  Raises UsageError if it is not valid UTF-8, or too long."""
+        """Return the next message, or None at the end of the input.
+
+        Raises UsageError if the input is not valid UTF-8 or a line is too long.
+        """
         line = self._line("> ")
         if line is None:
             return None
@@ -65,18 +69,18 @@ class InputReader:
         return text
 
     def answer(self, question: str) -> str:
-        """An answer from the user; nothing in a pipe."""
+        """Return the user's answer, or an empty string if the input is a pipe."""
         return (self._line(question) or "").strip() if self.interactive else ""
 
     def edit(self, text: str) -> str | None:
-        """A text that somebody changes: in its line, where that can be done; None where the input ends."""
+        """Let the user edit ``text``, in place if possible. Returns None at the end of the input."""
         if self._edits and "\n" not in text and text.isprintable():
             return self._changed(text)
-        say(f"{escape_controls(text)}\n(type all of the new text; an empty line leaves it as it is)")
+        say(f"{escape_controls(text)}\n(type all of the new text; an empty line keeps the old text)")
         return self.read()
 
     def _changed(self, text: str) -> str | None:
-        if sys.platform == "win32":  # where no line is edited
+        if sys.platform == "win32":  # without readline
             return None
         import readline
 
@@ -87,7 +91,7 @@ class InputReader:
             readline.set_startup_hook()
 
     def _joined(self, line: str, end: str | None) -> str:
-        """A line and those that follow it: till one ends with ``end``, or as long as they end with a backslash."""
+        """Join ``line`` with the next lines, up to ``end``; if ``end`` is None, while lines end with a backslash."""
         parts = []
         while (not line.rstrip().endswith(end)) if end else line.endswith("\\"):
             parts.append(line if end else line[:-1])
@@ -107,14 +111,14 @@ class InputReader:
                 print(flush=True)
                 return None
             except UnicodeEncodeError:
-                raise UsageError("what was typed is not valid UTF-8: check the terminal's character set") from None
+                raise UsageError("the input is not valid UTF-8: check the terminal's character set") from None
         if self.interactive:
             print(prompt, end="", file=sys.stderr, flush=True)
         if sys.stdin is None or sys.stdin.closed:
             return None
         data = sys.stdin.buffer.readline(_MAX_BYTES)
         if len(data) == _MAX_BYTES:
-            raise UsageError(f"a line has more than {_MAX_BYTES >> 20} MiB, the most a message may have: shorten it")
+            raise UsageError(f"a line has more than {_MAX_BYTES >> 20} MiB, which is the maximum: shorten it")
         if not data:
             return None
         try:
@@ -124,12 +128,12 @@ class InputReader:
 
 
 def _load_history(history: Path | None) -> bool:
-    """Makes ``input`` edit lines and remember them; returns whether it can."""
+    """Load the history, so that `input` supports line editing. Returns whether readline is available."""
     if sys.platform == "win32":
         return False
     try:
         import readline
-    except ImportError:  # Python was built without
+    except ImportError:  # Python was built without readline
         return False
     readline.set_history_length(_MAX_HISTORY)
     if history is not None:
@@ -138,24 +142,24 @@ def _load_history(history: Path | None) -> bool:
     return True
 
 
-#: Lines are not folded to fewer columns than these.
+#: Lines are not wrapped on terminals with fewer columns.
 _NARROWEST = 20
 
 LoadModel = Callable[[str], ChatModel]
 
 _FULL = (
-    "the context is full ({needed:,} of {context:,} tokens): /drop leaves out the oldest turns, /summarise puts a "
-    "summary in their place, /edit changes your message, /remove {number} takes it back"
+    "the context is full ({needed:,} of {context:,} tokens): /drop omits the oldest turns, /summarise replaces "
+    "them with a summary, /edit changes your message, /remove {number} deletes it"
 )
 _TOO_LONG = (
     "the message is too long for the context ({needed:,} of {context:,} tokens): /edit makes it shorter, "
-    "/remove {number} takes it back"
+    "/remove {number} deletes it"
 )
-_REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and nothing older is left to be dropped"
+_REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and there are no older turns to drop"
 
 
 class LineChat(commands.UI):
-    """A chat of lines."""
+    """The chat without a screen."""
 
     def __init__(
         self,
@@ -167,7 +171,7 @@ class LineChat(commands.UI):
         when_full: Choice | None = None,
         quiet: bool = False,
     ) -> None:
-        """``load``, ``check`` and ``when_full`` as in `Setup`; ``quiet`` tells nothing of how replies went."""
+        """``load``, ``check`` and ``when_full`` as in `Setup`. ``quiet`` hides status lines and remarks."""
         self.session = session
         self.unsaved: list[ChatSession] = []
         self._load = load
@@ -181,7 +185,7 @@ class LineChat(commands.UI):
         self._turn: Turn | None = None
 
     def run(self, question: str = "") -> None:
-        """Talks until the input ends, beginning with a question.  A pipe raises errors."""
+        """Chat until the input ends, starting with ``question``. Errors are raised only if the input is a pipe."""
         impatience = 0
         with self._interrupts():
             while not self._ended:
@@ -209,7 +213,7 @@ class LineChat(commands.UI):
         if isinstance(typed, str):
             self._play(partial(self.session.send, typed))
             return
-        with contextlib.suppress(StopIteration):  # nothing in it waits
+        with contextlib.suppress(StopIteration):  # no command awaits anything in line mode
             commands.run(self.session, self, typed).send(None)
         if warning := self.session.saver.take_warning():
             warn(warning)
@@ -227,7 +231,7 @@ class LineChat(commands.UI):
         self._ended = True
 
     def _say(self, text: str) -> None:
-        """Tells something, of one line or several; on a terminal, in lines that end between words."""
+        """Print ``text``; on a terminal, wrap its lines between words."""
         lines = escape_controls(text).split("\n")
         width = shutil.get_terminal_size().columns if is_terminal(sys.stderr) else 0
         if width >= _NARROWEST:
@@ -239,7 +243,7 @@ class LineChat(commands.UI):
         self._play(start)
 
     def _play(self, start: Callable[[Turn], None]) -> None:
-        """Has something generated, and prints it as it comes."""
+        """Generate a reply and print it during the generation."""
         printer = _Printer(self._show, self._status)
         full: list[events.ContextFull] = []
 
@@ -266,11 +270,11 @@ class LineChat(commands.UI):
             raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
         text = self._lines.edit(message.text)
         if text is None or not text.strip() or text == message.text:
-            self._say("(it stays as it is)")
+            self._say("(unchanged)")
         else:
             self._play(partial(self.session.edit, message.id, text))
             if message.role == "assistant":
-                self._remark("edited: /continue goes on")
+                self._remark("edited: /continue continues the reply")
 
     async def open(self, conversation: Conversation, told: str = "") -> None:
         old = self.session
@@ -282,7 +286,7 @@ class LineChat(commands.UI):
         self._say(told or "a new chat") if told or not len(conversation) else await self.show()
 
     async def use_model(self, path: str) -> None:
-        """Loads another model in the place of the one before, which stays if the new file cannot be read."""
+        """Replace the model. The old model stays loaded if the new file cannot be read."""
         self._check(path)
         self.close()
         self.session.use_model(self._load(path), path)
@@ -300,13 +304,13 @@ class LineChat(commands.UI):
         elif isinstance(event, events.Prefill):
             self._status.show(f"reading the prompt: {event.done:,} of {event.total:,} tokens")
         elif isinstance(event, events.Summarising):
-            self._status.show("the model summarises what was said before …")
+            self._status.show("the model summarises the earlier messages …")
         elif isinstance(event, events.ChatWarning):
             warn(event.text)
         elif isinstance(event, events.ToolApprovalRequest):
             printer.end()
             self._say(spelled_out(f"the model wants to use {event.name} {event.arguments}"))
-            answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}  # nothing, in a pipe
+            answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}  # no answer in a pipe
             answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")
             event.answer(answers.get(answer[:1].lower(), "no"))
         elif isinstance(event, events.ToolCallsDone):
@@ -315,13 +319,13 @@ class LineChat(commands.UI):
         elif isinstance(event, events.ContextTrimmed):
             self._status.clear()
             instead = f", but this summary: {event.summary}" if event.summary else ""
-            self._remark(f"the model does not get the first {event.n_left_out} messages any more{instead}")
+            self._remark(f"the model no longer gets the first {event.n_left_out} messages{instead}")
         elif isinstance(event, events.Finished):
             printer.end()
             if event.message is None or event.message.state == "stopped":
-                self._remark("stopped" if event.message is None else "stopped: /continue goes on")
+                self._remark("stopped" if event.message is None else "stopped: /continue continues the reply")
             elif event.message.state == "length":
-                self._remark("cut off by max_tokens: /continue goes on")
+                self._remark("cut off by max_tokens: /continue continues the reply")
 
     def _remark(self, text: str) -> None:
         if not self._quiet and self._lines.interactive:
@@ -342,7 +346,7 @@ class LineChat(commands.UI):
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
-        """Ctrl-C stops a reply, which is kept; a second one during it, or one at another time, is an exception."""
+        """Make Ctrl-C stop a reply, which is kept. At other times, or a second time, it raises KeyboardInterrupt."""
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or before == signal.SIG_IGN:
             yield
@@ -360,7 +364,7 @@ class LineChat(commands.UI):
 
 
 class _Printer:
-    """Prints a reply; thinking only on a terminal, and apart."""
+    """Prints a reply. Thinking is printed only on a terminal, separately from the answer."""
 
     def __init__(self, show: Callable[[str], str], status: StatusLine) -> None:
         self._show = show

@@ -108,7 +108,7 @@ async def test_esc_stops_and_keeps_what_was_said() -> None:
         await chat.sees("writing · ")
         await chat.press("escape")
         await chat.rest()
-        assert "stopped · Ctrl+G goes on" in chat.screen
+        assert "stopped · Ctrl+G continues" in chat.screen
         assert "writing" not in chat.screen
         (_, reply) = chat.app._chat.session.conversation.path()
         assert reply.state == "stopped"
@@ -117,7 +117,7 @@ async def test_esc_stops_and_keeps_what_was_said() -> None:
         await chat.press("ctrl+g")
         await chat.sees("one twosix seven")
         await chat.rest()
-        assert "goes on" not in chat.screen
+        assert "continues" not in chat.screen
         assert model.asked[1].reply_prefix == "one two"
         assert chat.app._chat.session.conversation.path()[1].text == reply.text + "six seven"
 
@@ -194,7 +194,7 @@ async def test_one_thing_at_a_time() -> None:
         steps.allow(1)
         await chat.sees("one")
         await chat.say("second")
-        await chat.hears("a reply is under way: Esc stops it")
+        await chat.hears("a reply is in progress: Esc stops it")
         assert chat.app._chat.composer.text == "second"
         await chat.press("escape", "enter")  # what is sent while a reply ends waits for its end
         steps.set()
@@ -256,7 +256,7 @@ async def test_a_store_that_fails_is_told_and_the_chat_goes_on(monkeypatch: pyte
     monkeypatch.setattr(store, "save", fail)
     async with chatting(setup(AppModel(["one", "two"]), store)) as chat:
         await chat.ask("hi")
-        await chat.hears("the disk is full; the chat goes on, but is not saved")
+        await chat.hears("the disk is full; the chat continues, but is not saved")
         await chat.ask("and now")
         assert "two" in chat.screen
 

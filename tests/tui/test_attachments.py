@@ -144,9 +144,9 @@ def test_of_a_file_larger_than_the_context_pieces_are_sent(tmp_path: Path) -> No
     names = commands._detach(session, "")
     assert f"{path}, lines " in names
     commands._detach(session, str(path))
-    assert commands._detach(session, "") == "nothing is attached"
+    assert commands._detach(session, "") == "no files are attached"
     assert session.store.load(session.conversation.id).path()[0].attachments == ()
-    with pytest.raises(UsageError, match="nothing is attached by the name"):
+    with pytest.raises(UsageError, match="there is no attached file"):
         commands._detach(session, "x")
 
 
@@ -188,7 +188,7 @@ async def test_the_app_tells_what_fits(folder: Path) -> None:
     (folder / "docs" / "d.md").write_text("more")
     async with chatting(setup(AppModel(context=4000)), (100, 30)) as chat:
         await chat.type("@docs/ ")
-        await chat.sees("4 files: 8 tokens; 1 that are not text are left out")
+        await chat.sees("4 files: 8 tokens; 1 that are not text are skipped")
         await chat.type("@big.txt ")
         await chat.sees("the pieces that match your message best are sent")
 
@@ -246,7 +246,7 @@ def test_pictures_go_with_a_message_and_are_there_after_a_restart(folder: Path) 
 
 def test_pictures_are_refused_where_they_cannot_go(folder: Path) -> None:
     write_picture(folder / "docs" / "cat.png")
-    with pytest.raises(UsageError, match=r"docs/cat\.png cannot be attached: the model sees no pictures"):
+    with pytest.raises(UsageError, match=r"docs/cat\.png cannot be attached: the model cannot process images"):
         attach("@docs/cat.png", count)
     assert attach("@docs", count).skipped == ("docs/cat.png", "docs/z.bin")
     with pytest.raises(UsageError, match=r"there is no room for docs/cat\.png, which has 70 tokens"):
@@ -286,7 +286,7 @@ def test_sounds_go_with_a_message(folder: Path) -> None:
     again = store.load(session.conversation.id)
     assert f"\n[talk.WAV](data:;base64,{base64.b64encode(data).decode()})" in to_markdown(again)
     assert picture_reference("talk.WAV") == "@talk.WAV "
-    with pytest.raises(UsageError, match=r"talk\.WAV cannot be attached: the model hears no sounds"):
+    with pytest.raises(UsageError, match=r"talk\.WAV cannot be attached: the model cannot process audio"):
         attach("@talk.WAV", count)
 
 
@@ -331,7 +331,7 @@ def test_pages_of_a_pdf_without_text_are_pictures(folder: Path) -> None:
     assert [(file.name, file.n_tokens, file.picture[:4]) for file in found.files] == [
         (f"scan.pdf, page {i}", 7, b"\x89PNG") for i in (1, 2)
     ]
-    with pytest.raises(UsageError, match=r"scan\.pdf cannot be attached: it has no text, only pictures"):
+    with pytest.raises(UsageError, match=r"scan\.pdf cannot be attached: its pages are images without text"):
         attach("@scan.pdf", count)
 
 

@@ -208,26 +208,26 @@ def test_settings(front: Notebook) -> None:
         ("/set temperature hot", "temperature cannot be 'hot': give a number, or default"),
         ("/set top_p 3", "top_p is 3.0, but must be a number from 0 to 1"),
         ("/set xyzzy", "there is no setting 'xyzzy'"),
-        ("/stop-strings 'a", "in quotes that are closed"),
+        ("/stop-strings 'a", "with closed quotation marks"),
         ('/stop-strings ""', "must be a text that is not empty"),
         ("/edit x", "there is nothing to edit yet"),
-        ("/edit #9 x", "there is no message #9: nothing was said yet"),
+        ("/edit #9 x", "there is no message #9: this chat has no messages yet"),
         ("/edit", "nothing to edit"),
         ("/remove", "name the message"),
-        ("/branch next", "there are no branches"),
+        ("/branch next", "this chat has no branches"),
         ("/regen x", "there is no message x"),
         ("/load", "name a chat"),
         ("/load xyz", "there is no chat 'xyz'"),
         ("/load no.json", "no.json cannot be read"),
-        ("/import ~nobody-of-this-name/a.json", "is not a path here: check its beginning"),
-        ("/export ~nobody-of-this-name/a.md", "is not a path here: check its beginning"),
+        ("/import ~nobody-of-this-name/a.json", "is not a valid path: check the part before the first slash"),
+        ("/export ~nobody-of-this-name/a.md", "is not a valid path: check the part before the first slash"),
         ("/delete", "name the chat"),
         ("/rename", "give a title"),
         ("/save", "nothing to save"),
         ("/theme dark", "/theme is for the app"),
         ("/editor", "/editor is for the app"),
         ("/fork", "nothing to save yet"),
-        ("/prompt none", "there is no prompt 'none': put it into"),
+        ("/prompt none", "there is no prompt 'none': save it in"),
         ("!", "give a command: !ls"),
         ("/drop", "the context is not full"),
         ("/continue", "not a reply that can be continued"),
@@ -321,12 +321,12 @@ def test_all_chats_are_exported(front: Notebook, tmp_path: Path) -> None:
     (tmp_path / "backup" / "z.json").unlink()
     kept = [json.loads(path.read_text())["title"] for path in (tmp_path / "backup").iterdir()]
     assert sorted(kept) == ["first", "second"]
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         front.type("/export all backup")
 
 
 def test_prompts_of_a_folder(front: Notebook, tmp_path: Path) -> None:
-    assert f"put texts into {tmp_path / 'prompts'}" in front.type("/prompt")
+    assert f"save texts in {tmp_path / 'prompts'}" in front.type("/prompt")
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / "short.md").write_text("Say it in $1 words, $2: $ARGUMENTS\n")
     (tmp_path / "prompts" / "plain.txt").write_text("Summarise this.")
@@ -354,7 +354,7 @@ def test_what_a_command_prints(front: Notebook, monkeypatch: pytest.MonkeyPatch)
 def test_replies_are_held_to_a_schema(front: Notebook, model: FakeModel, tmp_path: Path) -> None:
     assert front.type("/format") == "replies are free text"
     (tmp_path / "s.json").write_text('{"type": "object"}')
-    assert front.type("/format s.json") == 'replies are JSON, by the schema {"type": "object"}'
+    assert front.type("/format s.json") == 'replies are JSON by the schema {"type": "object"}'
     front.type("hi")
     assert model.asked[-1].options["json_schema"] == {"type": "object"}
     kept = front.session.store.load(front.session.conversation.id)
@@ -368,7 +368,7 @@ def test_replies_are_held_to_a_schema(front: Notebook, model: FakeModel, tmp_pat
 
 
 def test_replies_are_compared(front: Notebook, model: FakeModel) -> None:
-    with pytest.raises(UsageError, match="there is one reply alone"):
+    with pytest.raises(UsageError, match="there is only one reply"):
         front.type("/compare")
     front.type("hi")
     model.name = "Other"

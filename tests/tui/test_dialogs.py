@@ -83,7 +83,7 @@ async def test_archived_chats_are_listed_and_searched() -> None:
         await chat.sees("Archived chats")
         await chat.sees("second  archived")
         await chat.type("r")  # it is in the others
-        await chat.sees("no chat has these words")
+        await chat.sees("no chat contains these words")
         await chat.press("f6")
         await chat.sees("third  just now")
 
@@ -98,7 +98,7 @@ async def test_chats_are_exported_and_imported(tmp_path: Path) -> None:
         await chat.press("enter")
         await chat.until((tmp_path / "chat.md").exists)
         await chat.say("/import")
-        await chat.sees("that was exported")
+        await chat.sees("An exported .json file")
         chat.app.screen.query_one("Input").value = f"{tmp_path}/chat.json"  # type: ignore[attr-defined]
         await chat.press("enter")
         await chat.hears("imported: hello (copy)")
@@ -112,7 +112,7 @@ async def test_chats_are_exported_and_imported(tmp_path: Path) -> None:
         await chat.sees("for example ~/")
         await chat.press("escape")
         await chat.say(f"/export {tmp_path}/chat.json")
-        await chat.hears("is there already: choose another name")
+        await chat.hears("already exists: choose another name")
     assert [m.text for m in read_export(tmp_path / "chat.json").path()] == ["hello", "one"]
     assert "## User\n\nhello" in (tmp_path / "chat.md").read_text()
 
@@ -129,7 +129,7 @@ async def test_a_full_context_is_asked_about() -> None:
         await chat.rest()
         await chat.sees("the answer")
         await chat.press("ctrl+up", "up", "up", "up")
-        await chat.sees("messages that the model does not get any more")
+        await chat.sees("messages that the model no longer gets")
 
 
 async def test_a_summary_makes_room_or_nothing_does() -> None:
@@ -144,7 +144,7 @@ async def test_a_summary_makes_room_or_nothing_does() -> None:
         await chat.press("ctrl+r")
         await chat.sees("The context is full")
         await chat.press("down", "enter")
-        await chat.sees("4 messages that the model does not get any more, but a summary of them")
+        await chat.sees("4 messages that the model no longer gets, replaced by a summary")
         await chat.sees("at last")
         assert "in short" in str(model.asked[-1].messages)
 
@@ -321,12 +321,12 @@ async def test_another_model_replies_and_both_are_compared() -> None:
         await chat.hears("there is nothing to reply to yet")
         await chat.ask("hi")
         await chat.say("/compare b.gguf")
-        await chat.sees("Go on with the left one")
+        await chat.sees("Continue with the left one")
         assert all(text in chat.screen for text in ("Fake", "left", "Second", "right"))
         await chat.press("1")
         await chat.until(lambda: chat.app.session.conversation.path()[-1].text == "left")
         await chat.say("/compare")
-        await chat.sees("Go on with the left one")
+        await chat.sees("Continue with the left one")
         await chat.press("1")
         await chat.until(lambda: chat.app.session.conversation.path()[-1].text == "right")
 
@@ -345,7 +345,7 @@ async def test_a_message_that_is_sent_while_the_other_model_loads_waits_for_the_
         await chat.until(lambda: chat.app._chat.models.state == "loading")
         await chat.say("and then?")
         may_load.set()
-        await chat.sees("Go on with the left one")
+        await chat.sees("Continue with the left one")
         assert "right" in chat.screen
         await chat.press("1")
         await chat.until(lambda: len(chat.app.session.conversation.path()) == 4 and chat.app._chat.turn is None)
@@ -358,9 +358,9 @@ async def test_keys_are_as_the_settings_say() -> None:
     cut = talk("hi", "a reply")
     cut.update(cut.path()[-1].id, state="stopped")
     async with chatting(setup(AppModel(), keys=keys, conversation=cut), (100, 30)) as chat:
-        await chat.sees("stopped · F7 goes on")
+        await chat.sees("stopped · F7 continues")
         await chat.press("ctrl+up", "e")
-        await chat.sees("Editing the reply; F7 continues it then")
+        await chat.sees("Editing the reply; F7 continues it afterwards")
         await chat.press("escape", "f9")
         await chat.until(lambda: len(chat.app.session.conversation) == 0)
         await chat.hears("has 'nothing', which is not a command")
@@ -409,7 +409,7 @@ async def test_after_a_comparison_the_model_of_before_replies() -> None:
     async with chatting(setup(first, load=lambda name, progress: models[name]), (100, 30)) as chat:
         await chat.ask("hi")
         await chat.say("/compare b.gguf")
-        await chat.sees("Go on with the left one")
+        await chat.sees("Continue with the left one")
         await chat.press("2")
         await chat.until(lambda: chat.app._chat.models.name == "" and chat.model_is_settled)
         await chat.until(lambda: chat.app.session.conversation.path()[-1].text == "right")

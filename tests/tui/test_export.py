@@ -69,7 +69,7 @@ def test_files(conversation: Conversation, tmp_path: Path) -> None:
     write_export(conversation, tmp_path / "chat.md")
     assert shape(read_export(tmp_path / "chat.json")) == shape(conversation)
     assert (tmp_path / "chat.md").read_text(encoding="utf-8") == to_markdown(conversation)
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         write_export(conversation, tmp_path / "chat.md")
     with pytest.raises(UsageError, match="cannot be written"):
         write_export(conversation, tmp_path / "no" / "chat.md")
@@ -126,7 +126,7 @@ def test_any_value_anywhere_is_taken_or_refused(key: str, value: Any) -> None:
 
 
 def test_the_home_of_nobody_is_said() -> None:
-    with pytest.raises(UsageError, match="is not a path here"):
+    with pytest.raises(UsageError, match="is not a valid path"):
         path_of("~nobody-of-this-name/chat.json")
 
 

@@ -111,7 +111,7 @@ def test_a_person_is_told_and_goes_on(give: Give, store: Store, capfd: pytest.Ca
     out, err = capfd.readouterr()
     assert out == "so far\nwell\n"
     assert [line for line in err.splitlines() if "error" in line] == [
-        "> localllm: error: there is no command /nothing: /help lists them; // begins a message with a slash",
+        "> localllm: error: there is no command /nothing: /help lists them; // starts a message with a slash",
         "> localllm: error: gone",
     ]
 
@@ -135,7 +135,7 @@ def test_a_full_context(give: Give, store: Store, capfd: pytest.CaptureFixture[s
     chat(store, model(), interactive=True).run()
     err = capfd.readouterr().err
     assert "the context is full" in err
-    assert "the model does not get the first" in err
+    assert "the model no longer gets the first" in err
 
 
 def test_another_model_takes_the_place_of_the_one_before(give: Give, store: Store) -> None:
@@ -162,9 +162,9 @@ def test_a_message_is_edited(give: Give, store: Store, capfd: pytest.CaptureFixt
     plain = chat(store, model, interactive=True)
     plain.run()
     err = capfd.readouterr().err
-    assert "hi\n(type all of the new text; an empty line leaves it as it is)" in err
-    assert "(it stays as it is)" in err
-    assert "(edited: /continue goes on)" in err
+    assert "hi\n(type all of the new text; an empty line keeps the old text)" in err
+    assert "(unchanged)" in err
+    assert "(edited: /continue continues the reply)" in err
     assert [message.text for message in plain.session.conversation.path()] == ["Hi", "Well,\nso more"]
     give("hi\n/edit\n")
     with pytest.raises(UsageError, match="give the new text"):
@@ -176,7 +176,7 @@ def test_a_message_that_is_too_long(give: Give, store: Store, capfd: pytest.Capt
     plain = chat(store, FakeModel(context=40), interactive=True)
     plain.run()
     err = capfd.readouterr().err
-    assert "/edit makes it shorter, /remove 3 takes it back" in err
+    assert "/edit makes it shorter, /remove 3 deletes it" in err
     assert [m.text for m in plain.session.conversation.path()] == ["hi", "ok", "you", "ok", "me", "ok"]
 
 

@@ -85,7 +85,7 @@ async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> Non
                 await chat.say(f"/model {number}")
             await chat.until(halt.came.is_set)
             await chat.say(f"hello {number}")
-            await chat.sees("The model is being loaded: your message is sent as soon as it is there")
+            await chat.sees("The model is being loaded: your message will be sent afterwards")
             assert chat.app._chat.composer.text == ""
             # Whoever sees the device may have a reply continued, which would be refused now.
             assert not chat.app._chat.status.status.device
@@ -111,7 +111,7 @@ async def test_esc_takes_back_what_waits_for_the_model() -> None:
     async with starting(ChatApp(setup(model, load=load))) as chat:
         await chat.sees("loading the model")
         await chat.say("hi")
-        await chat.sees("sent as soon as it is there")
+        await chat.sees("will be sent afterwards")
         await chat.press("escape")
         await chat.until(lambda: "as soon as it is there" not in chat.screen)
         there.set()
@@ -336,8 +336,8 @@ async def test_a_chat_whose_model_is_another_or_gone() -> None:
         assert (await chat.app.offload(store.load, kept.id)).model == "other.gguf"
         assert chat.notices == []
         for name, said in (
-            ("gone.gguf", "the model of this chat, gone.gguf, is not here: here.gguf replies now"),
-            ("other.gguf", "this chat was with other.gguf: here.gguf replies now, /model changes that"),
+            ("gone.gguf", "the model of this chat, gone.gguf, is not available: here.gguf replies now"),
+            ("other.gguf", "this chat used other.gguf: here.gguf replies now, /model changes that"),
         ):
             await chat.press("ctrl+o")
             await chat.type(name)

@@ -81,7 +81,7 @@ async def test_a_reply_is_regenerated_and_branched_from() -> None:
         await chat.until(lambda: said(chat) == ["a", "two"])
     async with chatting(setup(AppModel(["three"]), conversation=talk("a", "one", "b", "two"))) as chat:
         await chat.press("ctrl+up", "up", "up", "b")
-        await chat.sees("A new branch:")
+        await chat.sees("New branch:")
         await chat.ask("c")
         assert said(chat) == ["a", "one", "c", "three"]
         assert len(leaves(chat.app._chat.session.conversation)) == 2
@@ -102,7 +102,7 @@ async def test_copying() -> None:
         await chat.say("/copy")
         await chat.until(lambda: chat.app.clipboard == reply)
         await chat.say("/copy code 3")
-        await chat.hears("there are 2 blocks of code")
+        await chat.hears("this message has 2 code blocks")
         await chat.say("/copy 1")
         await chat.until(lambda: chat.app.clipboard == "a")
 

@@ -128,7 +128,7 @@ def test_a_chat_that_another_terminal_deletes_does_not_come_back(stores: tuple[S
     play(one.send, "hello")
     stores[1].delete(one.conversation.id)
     warnings = [e.text for text in ("again", "and again") for e in play(one.send, text) if isinstance(e, ChatWarning)]
-    assert warnings == ["this chat was deleted: what is said here is not saved; /export writes it into a file"]
+    assert warnings == ["this chat was deleted: new messages are not saved; /export writes the chat to a file"]
     assert [m.text for m in one.conversation.path()][-2:] == ["and again", "and more"]
     assert not one.saver.is_saved
     assert one.saver.flush(0.0) is None
@@ -165,7 +165,7 @@ async def test_the_app_tells(tmp_path: Path) -> None:
     built = setup(AppModel(), second, conversation=second.load(one.conversation.id))
     async with chatting(built) as chat:
         await chat.hears("open in another terminal too")
-        await chat.sees("Open in another terminal too: what both say is kept")
+        await chat.sees("Also open in another terminal")
         await chat.press("ctrl+o")
         await chat.sees("hello  open")
         await chat.press("delete")

@@ -76,7 +76,7 @@ async def test_what_is_sent_while_a_reply_stops_is_sent_as_it_was(notes: str) ->
         await chat.say(notes)
         await chat.until(model.came.is_set)
         await chat.say("too early")  # nothing is stopped yet
-        await chat.hears("a reply is under way: Esc stops it")
+        await chat.hears("a reply is in progress: Esc stops it")
         assert chat.app._chat.composer.text == "too early"
         chat.app._chat.composer.empty()
         await chat.press("escape")

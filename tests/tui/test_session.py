@@ -228,7 +228,7 @@ def test_stopping_before_the_first_word_leaves_no_reply(store: Store) -> None:
             lambda: play(session.send, "b"),
             lambda: session.switch("x"),
         ):
-            with pytest.raises(UsageError, match="a reply is under way"):
+            with pytest.raises(UsageError, match="a reply is in progress"):
                 act()  # type: ignore[no-untyped-call]
             refused.append(act)
         threading.Timer(0.05, turn.stop).start()
@@ -354,7 +354,7 @@ def test_files_go_with_a_message(store: Store, tmp_path: Path, monkeypatch: pyte
     session, model = begin(store)
     events = play(session.send, 'see @notes.txt, @"my notes.md" and @nobody or me@notes.txt')
     assert [e.text for e in events if isinstance(e, ChatWarning)] == [
-        "there is no file 'nobody': @nobody is sent as it stands"
+        "there is no file 'nobody': @nobody is sent as text"
     ]
     message = session.conversation.path()[0]
     assert [(file.name, file.n_tokens) for file in message.attachments] == [("notes.txt", 3), ("my notes.md", 3)]
@@ -493,7 +493,7 @@ def test_a_message_too_long_by_itself(store: Store) -> None:
     (full,) = play(session.send, "x " * 80)
     assert isinstance(full, ContextFull)
     assert full.choices == ("stop",)
-    with pytest.raises(UsageError, match="drop would not help here"):
+    with pytest.raises(UsageError, match="drop does not help here"):
         play(session.free_context, "drop")
 
 

@@ -35,7 +35,7 @@ async def test_a_reply_goes_on_while_another_chat_is_shown() -> None:
         assert "2 " not in chat.screen.splitlines()[0]
         chat.app._chat.composer.empty()
         await chat.say("/close")
-        await chat.hears("this is the only chat that is open")
+        await chat.hears("this is the only open chat")
         store: Store = chat.app.setup.store
         assert isinstance(store, AppStore)
         store.watched = False

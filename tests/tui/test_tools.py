@@ -190,7 +190,7 @@ def test_files_outside_the_folder_are_not_read(folder: Path) -> None:
 
 @pytest.mark.parametrize("odd", ["~nobody-of-this-name/notes", "a\0b"])
 def test_a_folder_that_cannot_be_is_told(odd: str) -> None:
-    with pytest.raises(UsageError, match="is not a path here"):
+    with pytest.raises(UsageError, match="is not a valid path"):
         Toolbox({"read": odd}).tools()
 
 
@@ -548,7 +548,7 @@ async def test_nothing_of_a_hostile_server_reaches_the_terminal(hostile: Any) ->
         await chat.press("ctrl+up", "up", "t")
         seen.append(chat.screen)
         await chat.press("i", *"/tools", "enter")
-        await chat.sees("asked for")
+        await chat.sees("asks first")
         seen.append(chat.screen)
         for text in seen:
             assert not {c for c in text if c in "\x1b\x07\u202e"}, repr(text)

@@ -1,6 +1,6 @@
-"""Files that are sent with a message: ``@notes.txt``, ``@folder``, ``@src/*.py``, in quotes if there are spaces.
+"""Files that are sent with a message: ``@notes.txt``, ``@folder``, ``@src/*.py``, in quotes if the name has spaces.
 
-A picture, or a sound, goes with a message if it is named itself, or by a pattern, and those of folders do not.
+Images and audio are attached only if the message names the file or a matching pattern, not if it names a folder.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from localllm.tui.chat import pdf, pieces
 from localllm.tui.chat.conversation import Attachment, Message
 from localllm.tui.text import storable
 
-#: Bytes of a file, of what a command prints, and files of a folder.
+#: Maximum size of a file in bytes, of a command's output in bytes, and maximum number of files per folder or pattern.
 MAX_BYTES, MAX_OUTPUT, MAX_FILES = 32 << 20, 1 << 20, 500
-#: Seconds that a shell command may take.
+#: Time limit of a shell command in seconds.
 COMMAND_SECONDS = 30.0
-#: Seconds between two looks at whether it is to end.
+#: Interval in seconds between checks whether a command must stop.
 _WATCH_SECONDS = 0.05
 
-#: Endings of names of pictures, and of sounds.
+#: File name extensions of images and of audio.
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 SOUNDS = (".wav", ".mp3", ".flac", ".ogg")
 
-#: Gives the tokens that a model makes of the file of a picture or a sound.
+#: Returns the number of tokens of an image or audio file.
 See = Callable[[bytes], int]
 
-# At the beginning of a word: an address such as me@example.org names no file.
+# Only at the start of a word: an address such as me@example.org is not a file.
 _REFERENCE = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|(\S+))""")
 _PUNCTUATION = ".,;:!?)]}"
 
 
 class Attached(NamedTuple):
-    """The files that a text names."""
+    """The files that a message names."""
 
-    files: tuple[Attachment, ...]  # each of them once, or where they do not fit, the pieces that match the text best
-    unknown: tuple[str, ...] = ()  # what looks like a name but is that of no file; it may be just a word with an @
-    skipped: tuple[str, ...] = ()  # files of folders that are not text
-    n_tokens: int = 0  # of all files, about
-    is_cut: bool = False  # whether these are pieces
+    files: tuple[Attachment, ...]  # every file once, or the best pieces if the files do not fit
+    unknown: tuple[str, ...] = ()  # words with an @ that name no file; they may be plain text
+    skipped: tuple[str, ...] = ()  # files in folders that are not text
+    n_tokens: int = 0  # approximate number of tokens of all files
+    is_cut: bool = False  # whether ``files`` contains pieces
 
 
 def attach(
@@ -68,11 +68,11 @@ def attach(
     rank: pieces.Rank = pieces.ranked,
     see: See | None = None,
 ) -> Attached:
-    """Reads the files that a text names, also by folders and by patterns such as ``@docs/*.md``.
+    """Read the files, folders and patterns (such as ``@docs/*.md``) that ``text`` names.
 
-    ``count`` gives the tokens of a text, ``budget`` those that files may have.  Files that are gone are taken from
-    ``known``, those of an earlier version of the text; ``rank`` ranks pieces of files that do not fit.  ``see`` is
-    None where the model sees no pictures and hears no sounds.
+    ``count`` returns the number of tokens of a string. ``budget`` returns the number of tokens available for files.
+    ``known`` are the attachments of an earlier version of the text; they replace files that no longer exist. ``rank``
+    ranks the pieces of files that do not fit. ``see`` is None if the model accepts neither images nor audio.
     """
     old = tuple(known)
     kept: list[Attachment] = []
@@ -110,10 +110,10 @@ def attach(
 
 
 def _seen(pictures: Mapping[str, bytes], see: See | None, budget: Callable[[], int]) -> list[Attachment]:
-    """Pictures and sounds with their tokens, as far as all of them fit."""
+    """Return images and audio with their token counts. Raises UsageError if they do not all fit."""
     if pictures and see is None:
         name = next(iter(pictures))
-        does = "hears no sounds" if name.lower().endswith(SOUNDS) else "sees no pictures"
+        does = "cannot process audio" if name.lower().endswith(SOUNDS) else "cannot process images"
         raise UsageError(f"{name} cannot be attached: the model {does}; load one with its mmproj file")
     files: list[Attachment] = []
     left = budget() if pictures else 0
@@ -126,7 +126,7 @@ def _seen(pictures: Mapping[str, bytes], see: See | None, budget: Callable[[], i
         left -= files[-1].n_tokens
         if left < 0:
             n = files[-1].n_tokens
-            what = f"{name}, which has {n:,} tokens" if len(files) == 1 else f"{len(pictures)} pictures"
+            what = f"{name}, which has {n:,} tokens" if len(files) == 1 else f"{len(pictures)} images"
             raise UsageError(f"there is no room for {what}: attach fewer, or load the model with a larger context")
     return files
 
@@ -136,7 +136,7 @@ def _is_media(name: str) -> bool:
 
 
 def picture_reference(pasted: str) -> str | None:
-    """The reference to a picture or a sound whose path was pasted, or written by a terminal for a dropped file."""
+    """Return a reference to an image or audio file whose path was pasted. Terminals paste paths of dropped files."""
     path = pasted.strip()
     if len(path) > 4096 or "\n" in path or not _is_media(path.rstrip("\"'")):
         return None
@@ -145,7 +145,7 @@ def picture_reference(pasted: str) -> str | None:
     elif path[0] in "\"'":
         path = path.strip(path[0])
     elif os.sep == "/":
-        path = re.sub(r"\\(.)", r"\1", path)  # as for a shell
+        path = re.sub(r"\\(.)", r"\1", path)  # the terminal escapes the path for a shell
     try:
         is_there = path_of(path).is_file()
     except (OSError, ValueError, UsageError):
@@ -154,9 +154,9 @@ def picture_reference(pasted: str) -> str | None:
 
 
 def clipboard_pictures() -> str:
-    """What attaches the pictures on the system's clipboard, or the files of pictures there; "" where none are.
+    """Return references to the images or image files on the system's clipboard; empty if there are no images.
 
-    A picture gets a temporary file: the chat keeps its bytes once it is sent.
+    An image is written to a temporary file. Once the message is sent, the chat stores the content.
     """
     from PIL import ImageGrab
 
@@ -171,7 +171,7 @@ def clipboard_pictures() -> str:
             with open(handle, "wb") as written:
                 written.write(file.getbuffer())
             found = [path]
-    except (OSError, NotImplementedError):  # damaged, or no program that reads the clipboard
+    except (OSError, NotImplementedError):  # a damaged image, or no program that can read the clipboard
         return ""
     return "".join(picture_reference(path) or "" for path in found)
 
@@ -179,22 +179,25 @@ def clipboard_pictures() -> str:
 def _fitting(
     texts: Mapping[str, str], question: str, count: Callable[[str], int], budget: Callable[[], int], rank: pieces.Rank
 ) -> tuple[list[Attachment], int, bool]:
-    """Files as a whole, or their best pieces; all their tokens, and whether these are pieces."""
+    """Return whole files or their best pieces, the tokens of all files, and whether the result contains pieces."""
     left = budget() if texts else 0
     n_tokens = sum(map(len, texts.values())) // 4
-    if n_tokens <= 4 * left:  # else it need not be counted
+    if n_tokens <= 4 * left:  # otherwise the files are too long for certain
         files = [Attachment(name, content, count(content)) for name, content in texts.items()]
         n_tokens = sum(file.n_tokens for file in files)
         if n_tokens <= left:
             return files, n_tokens, False
     best = pieces.best(texts, question, count, left, rank)
     if not best:
-        raise UsageError(f"there is room for {left:,} tokens of files alone: load the model with a larger context")
+        raise UsageError(f"only {left:,} tokens are available for files: load the model with a larger context")
     return best, n_tokens, True
 
 
 def _files(name: str) -> list[str]:
-    """The files of a name, folder or pattern; hidden ones by name alone.  Raises UsageError if too many or none."""
+    """Return the files for a name, folder or pattern; empty if no file matches.
+
+    Hidden files are included only by name. Raises UsageError if a folder has no files or there are too many.
+    """
     try:
         path = path_of(name)
         if path.is_dir():
@@ -205,7 +208,7 @@ def _files(name: str) -> list[str]:
             has_marks = any(mark in name for mark in "*?[")
             found = (each for each in glob.iglob(str(path), recursive=True) if has_marks and os.path.isfile(each))
         listed = list(itertools.islice(found, MAX_FILES + 1))
-    except (OSError, ValueError, UsageError):  # too long, a NUL, or ~somebody
+    except (OSError, ValueError, UsageError):  # the path is too long, contains a NUL or an unknown ~user
         return []
     if not listed and path.is_dir():
         raise UsageError(f"{name} cannot be attached: it has no files")
@@ -215,7 +218,7 @@ def _files(name: str) -> list[str]:
 
 
 def _folder(names: Iterable[str]) -> Path | None:
-    """Return the folder that one of some names is of; None if there is none."""
+    """Return the folder that one of ``names`` refers to, or None."""
     for name in names:
         with contextlib.suppress(OSError, ValueError, UsageError):
             if (path := path_of(name)).is_dir():
@@ -224,20 +227,20 @@ def _folder(names: Iterable[str]) -> Path | None:
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    """The files in a folder and below it, but for hidden ones."""
+    """Yield all files below a folder, without hidden files and folders."""
     for at, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(at, name) for name in sorted(files) if not name.startswith("."))
 
 
 def with_attachments(message: Message) -> str:
-    """A message as the model reads it: its text, and below it its files of text."""
+    """Return a message as the model receives it: the text, followed by the text files."""
     parts = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments if not file.picture]
     return "\n\n".join([message.content, *parts])
 
 
 def fenced(text: str) -> str:
-    """A text as a block of Markdown, whatever fences are in it."""
+    """Return ``text`` as a Markdown code block. The fence is longer than any fence in the text."""
     fence = "```"
     while fence in text:
         fence += "`"
@@ -245,17 +248,17 @@ def fenced(text: str) -> str:
 
 
 def path_of(name: str) -> Path:
-    """The path that somebody typed.  Raises UsageError if it begins with the home of somebody who is not there."""
+    """Return the path that a user typed. Raises UsageError if it starts with the home folder of an unknown user."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise UsageError(f"{name} is not a path here: check its beginning") from None
+        raise UsageError(f"{name} is not a valid path: check the part before the first slash") from None
 
 
 def read_file(name: str, folder: Path | None = None) -> bytes:
     """Return the bytes of a file.
 
-    Raises UsageError if it cannot be read, is too large, or is a link to a file outside of a ``folder``.
+    Raises UsageError if it cannot be read, is too large, or is a link to a file outside ``folder``.
     """
     try:
         return read_regular(path_of(name), MAX_BYTES, folder=folder)
@@ -265,12 +268,12 @@ def read_file(name: str, folder: Path | None = None) -> bytes:
 
 
 def read_text_file(name: str, folder: Path | None = None) -> str:
-    """Return the text of a file.  Raises UsageError as `read_file`, or if it is no text."""
+    """Return the text of a file. Raises UsageError like `read_file`, or if the file is not text."""
     data = read_file(name, folder)
-    if _is_pdf(name):  # its pages, with form feeds between them
+    if _is_pdf(name):  # pages separated by form feeds
         text = pdf.page_texts(name, data)
         if not text.replace("\f", "").strip():
-            raise UsageError(f"{name} cannot be attached: it has no text, only pictures of it")
+            raise UsageError(f"{name} cannot be attached: its pages are images without text")
         return storable(text)
     try:
         text = data.decode("utf-8-sig")
@@ -286,16 +289,19 @@ def _is_pdf(name: str) -> bool:
 
 
 def _scanned_pages(name: str) -> list[bytes] | None:
-    """Return images of a PDF file's pages; None if it has text."""
+    """Return images of the pages of a PDF file, or None if the file is not a PDF or has text."""
     if not _is_pdf(name) or pdf.page_texts(name, data := read_file(name)).replace("\f", "").strip():
         return None
     return pdf.page_images(name, data)
 
 
 def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """The output of a shell command within `COMMAND_SECONDS`, as a text to send.  Raises UsageError if it fails."""
+    """Return the output of a shell command, formatted for a message. The command is stopped after `COMMAND_SECONDS`.
+
+    Raises UsageError if the command cannot be started.
+    """
     if not command:
-        raise UsageError("give a command: !ls, or /run ls; !! begins a message with an exclamation mark")
+        raise UsageError("give a command: !ls, or /run ls; !! starts a message with an exclamation mark")
     try:
         process = subprocess.Popen(command, shell=True, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, **own_group())
     except (OSError, ValueError) as error:
@@ -308,7 +314,7 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
             while len(data) < MAX_OUTPUT and (more := os.read(output.fileno(), MAX_OUTPUT - len(data))):
                 data.extend(more)
 
-    # In a thread, for a program that has left the shell's group may keep its output open for ever.
+    # Read in a thread: a program that has left the shell's process group may keep the output open forever.
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     end = time.monotonic() + COMMAND_SECONDS
@@ -316,15 +322,15 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
         while reader.is_alive() and time.monotonic() < end and not is_stopped():
             reader.join(_WATCH_SECONDS)
     finally:
-        kill_tree(process)  # also where all is read: of endless output the beginning is enough
+        kill_tree(process)  # also after MAX_OUTPUT bytes: the output may be endless
         process.wait()
     reader.join(_WATCH_SECONDS)
     return f"Output of `{command}`:\n\n{fenced(decoded(bytes(data)))}"
 
 
-# -- Names that are being typed --------------------------------------------------------------------------------------
+# -- Completion of file names ----------------------------------------------------------------------------------------
 
-#: Choices that are offered at once.
+#: Maximum number of completions.
 MOST = 8
 _MAX_SCANNED = 5000
 
@@ -333,7 +339,7 @@ _FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A way to go on: ``text`` for what stands from ``start`` on."""
+    """A completion: ``text`` replaces the line from index ``start`` on."""
 
     text: str
     start: int
@@ -341,12 +347,12 @@ class Completion:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is a folder, after which more can follow."""
+        """Whether this is a folder, so that the user will continue typing."""
         return self.text.endswith(("/", "\\"))
 
 
 def file_completions(line: str) -> list[Completion]:
-    """The files and folders whose names begin as the one at the end of a line; it looks into a folder."""
+    """Return the files and folders that complete the name at the end of a line. Only one folder is read."""
     match = _FILE.search(line)
     if match is None:
         return []

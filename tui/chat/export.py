@@ -1,7 +1,6 @@
-"""Conversations as files: Markdown to read, and JSON to take elsewhere and back.
+"""Conversations as files: Markdown for reading, and JSON for export and import.
 
-Markdown has the path that is being talked about; JSON has all branches, and is checked when it comes back, for
-anybody may have written it.
+Markdown contains the current path. JSON contains all branches. Imported JSON is untrusted and is checked.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MAX_BYTES = 256 << 20
 
 
 def to_markdown(conversation: Conversation) -> str:
-    """The path from the first message to the leaf, as people read it."""
+    """Return the path from the first message to the leaf as Markdown."""
     c = conversation
     date = time.strftime("%Y-%m-%d %H:%M", time.localtime(c.created))
     parts = [f"# {c.title or 'Chat'}", f"*{date}{f' · {c.model}' if c.model else ''}*"]
@@ -52,7 +51,7 @@ def to_markdown(conversation: Conversation) -> str:
     for message in c.path():
         parts.append("## User" if message.role == "user" else "## Assistant")
         if message.window is not None and message.window.summary:
-            parts.append(f"> *Told to the model in place of what came before:* {message.window.summary}")
+            parts.append(f"> *Summary that replaces the earlier messages for the model:* {message.window.summary}")
         if message.thinking.strip():
             parts.append(f"<details><summary>Thinking</summary>\n\n{message.thinking.strip()}\n\n</details>")
         parts.append(message.content)
@@ -89,7 +88,7 @@ def to_json(conversation: Conversation) -> str:
 
 
 class Function(msgspec.Struct):
-    """The function of a tool; its description and parameters are not checked."""
+    """The function of a tool. Its description and parameters are not checked."""
 
     name: str
 
@@ -101,9 +100,9 @@ class ExportedTool(msgspec.Struct):
 
 
 class Exported(msgspec.Struct):
-    """The values of an exported chat; `to_message` checks its messages one by one.
+    """The fields of an exported chat. `to_message` checks its messages separately.
 
-    The web page checks imported chats against the same form, `localllm/server/page/chat_schema.js`.
+    The web page checks imported chats against the same schema, `localllm/server/page/chat_schema.js`.
     """
 
     messages: list[Any]
@@ -111,19 +110,19 @@ class Exported(msgspec.Struct):
     title: str = ""
     system: str = ""
     settings: dict[str, Any] | None = None
-    tools: list[ExportedTool] | None = None  # of a chat of the web page; this chat has its own
+    tools: list[ExportedTool] | None = None  # only in chats of the web page; ignored here
     model: str = ""
     created: Time = msgspec.field(default_factory=time.time)
     updated: Time = msgspec.field(default_factory=time.time)
 
 
 def from_json(text: str | bytes) -> Conversation:
-    """A conversation that was exported, with new ids.  Raises StoreError if anything in it is wrong."""
+    """Return an exported conversation with new ids. Raises StoreError if a value is invalid."""
     values = parsed(text)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise StoreError(f"it is not a chat that localllm exported: 'format' is not {FORMAT!r}")
+        raise StoreError(f"it is not a chat exported by localllm: 'format' is not {FORMAT!r}")
     if values.get("version") != VERSION:
-        raise StoreError(f"it has version {values.get('version')!r:.60}, and this localllm knows {VERSION}: update")
+        raise StoreError(f"it has version {values.get('version')!r:.60}, this localllm supports {VERSION}: update")
     exported = converted(values, Exported, "it")
     messages, ids = _messages(exported.messages)
     if exported.leaf is not None and exported.leaf not in ids:
@@ -146,25 +145,25 @@ def from_json(text: str | bytes) -> Conversation:
 
 
 def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
-    """The messages with new ids, and those by the old ones."""
+    """Return the messages with new ids, and the new ids by old id."""
     ids: dict[str, str] = {}
     messages: list[Message] = []
     for number, value in enumerate(values):
         where = f"message {number}"
         message = to_message(value, where)
         if message.id in ids:
-            raise StoreError(f"{where} has the id of an earlier one")
+            raise StoreError(f"{where} has the id of an earlier message")
         if message.parent is not None and message.parent not in ids:
-            raise StoreError(f"the 'parent' of {where} is not one of the messages before it")
+            raise StoreError(f"the 'parent' of {where} is not an earlier message")
         ids[message.id] = new_id()
         if message.window is not None and message.window.first not in ids:
-            raise StoreError(f"the window of {where} begins at no message before it")
+            raise StoreError(f"the window of {where} does not start at an earlier message")
         messages.append(replace(message, state="killed" if message.state == "streaming" else message.state))
     return [_with_new_id(message, ids) for message in messages], ids
 
 
 def _with_new_id(message: Message, ids: Mapping[str, str]) -> Message:
-    """A message whose id, and those that it names, are replaced; one that is not there begins a path, or a window."""
+    """Replace the ids in a message. A window whose first message is missing starts at this message."""
     return replace(
         message,
         id=ids[message.id],
@@ -174,26 +173,26 @@ def _with_new_id(message: Message, ids: Mapping[str, str]) -> Message:
 
 
 def write_export(conversation: Conversation, path: Path) -> None:
-    """Writes a new file, JSON or Markdown by its suffix.  Raises UsageError if it exists or cannot be written."""
+    """Write a new file, in the format given by its suffix. Raises UsageError if it exists or cannot be written."""
     text = to_json(conversation) if path.suffix.lower() == ".json" else to_markdown(conversation)
-    # What has no place in UTF-8 is of names of files that have none either.
+    # File names that are not UTF-8 contain lone surrogates, which cannot be encoded.
     data = text.encode("utf-8", "replace")
     try:
         file = path.open("xb")
         try:
             with file:
                 file.write(data)
-        except BaseException:  # the next try would find it there already
+        except BaseException:  # an incomplete file would block the next try
             path.unlink(missing_ok=True)
             raise
     except FileExistsError:
-        raise UsageError(f"{path} is there already: choose another name") from None
+        raise UsageError(f"{path} already exists: choose another name") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written ({_reason(error)}): choose another place") from None
 
 
 def read_export(path: Path) -> Conversation:
-    """A conversation of a JSON file.  Raises StoreError if it is not one, UsageError if it cannot be read."""
+    """Read a conversation from a JSON file. Raises StoreError if it is invalid, UsageError if it is unreadable."""
     try:
         with open_regular(path) as file:
             data = file.read(_MAX_BYTES + 1)
@@ -208,7 +207,7 @@ def read_export(path: Path) -> Conversation:
 
 
 def import_chat(store: Store, path: Path) -> Conversation:
-    """Saves the conversation of a file under a new title.  Raises StoreError or UsageError; see `read_export`."""
+    """Save the conversation of a file under a new title. Raises StoreError or UsageError; see `read_export`."""
     conversation = read_export(path)
     titles = {chat.title for archived in (False, True) for chat in store.sessions(archived=archived)}
     title = conversation.title or path.stem
@@ -219,11 +218,11 @@ def import_chat(store: Store, path: Path) -> Conversation:
 
 
 def export_all(store: Store, folder: Path) -> int:
-    """Writes all chats into a folder as ID.json; returns how many.  Raises StoreError or UsageError if one fails."""
+    """Write all chats into a folder as ID.json. Returns their number. Raises StoreError or UsageError on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made ({_reason(error)}): choose another place") from None
+        raise UsageError(f"{folder} cannot be created ({_reason(error)}): choose another place") from None
     chats = [chat for archived in (False, True) for chat in store.sessions(archived=archived)]
     for chat in chats:
         write_export(store.load(chat.id), folder / f"{chat.id}.json")
@@ -231,7 +230,10 @@ def export_all(store: Store, folder: Path) -> int:
 
 
 def import_all(store: Store, folder: Path) -> int:
-    """Saves the chats of a folder's .json files, none if one is wrong; returns how many.  Raises as `import_chat`."""
+    """Save all chats of a folder's .json files, or none if a file is invalid. Returns their number.
+
+    Raises the errors of `import_chat`.
+    """
     paths = sorted(folder.glob("*.json"))
     for path in paths:
         read_export(path)
@@ -241,7 +243,7 @@ def import_all(store: Store, folder: Path) -> int:
 
 
 def copied_path(conversation: Conversation, to: str | None = None) -> Conversation:
-    """A new conversation with what was said up to a message, by default to the leaf."""
+    """Return a new conversation with the messages up to ``to``, which defaults to the leaf."""
     path = conversation.path(to)
     ids = {message.id: new_id() for message in path}
     c = conversation

@@ -1,6 +1,6 @@
-"""A chat with a model: replies go into a conversation, and into the store, while they are generated.
+"""A chat with a model. Replies are added to the conversation and saved in the store during their generation.
 
-What generates works on the thread that calls it, and tells of it by the `emit` of a `localllm.tui.chat.events.Turn`,
+Generation runs on the calling thread. It reports progress through the `emit` of a `localllm.tui.chat.events.Turn`,
 which any other thread may stop.
 """
 
@@ -35,12 +35,12 @@ from localllm.tui.text import automatic_title, clean_title, shortened
 if TYPE_CHECKING:
     from localllm.generation.completion import Stream
 
-#: Seconds between two looks at whether somebody still wants an answer.
+#: Interval in seconds between checks whether a turn was stopped, while it waits for the user's permission.
 _ANSWER_SECONDS = 0.05
 
 
 class Meter(NamedTuple):
-    """Tokens of context that are in use, and that there are."""
+    """Tokens in use, and the context length in tokens."""
 
     used: int
     context: int
@@ -48,7 +48,7 @@ class Meter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Full:
-    """A reply that waits for space in the context: the one to ``question``, or the rest of ``reply``."""
+    """A turn that waits for space in the context: the reply to ``question``, or the rest of ``reply``."""
 
     question: str
     reply: str | None
@@ -57,7 +57,7 @@ class _Full:
 
 @dataclass(eq=False)
 class ChatSession:
-    """One conversation with a model, or with none while none is loaded; ``turn`` is what is being generated."""
+    """One conversation, with its model or None while no model is loaded. ``turn`` is the running generation."""
 
     model: ChatModel | None
     store: Store
@@ -75,29 +75,29 @@ class ChatSession:
         self._full: _Full | None = None
 
     def mark_open(self, beside: Iterable[str] = ()) -> str | None:
-        """Marks the chat as open, and those ``beside`` it; returns a warning if another terminal has it open too."""
+        """Mark this chat and the chats ``beside`` as open. Returns a warning if another terminal has opened it."""
         try:
             self.store.mark_open(self.conversation.id, *beside)
             others = self.store.others_with_open(self.conversation.id)
-        except StoreError:  # told when something cannot be saved
+        except StoreError:  # reported when something cannot be saved
             return None
         if not others:
             return None
         return (
-            f"this chat is open in another terminal too ({', '.join(others)}): what is said there is not shown here, "
-            "and what both say is kept, as branches of the chat"
+            f"this chat is open in another terminal too ({', '.join(others)}): its messages are not shown here, "
+            "and messages from both terminals are saved as branches of the chat"
         )
 
-    # -- What people do --------------------------------------------------------------------------------------------
+    # -- Actions of the user -----------------------------------------------------------------------------------------
 
     def send(self, text: str, turn: Turn) -> None:
-        """Sends a message, with the files named in it; the model replies.  Raises UsageError if it cannot be sent."""
+        """Send a message with the files that it names, and generate a reply. Raises UsageError if that fails."""
         self._ask(text, None, turn)
 
     def edit(self, id_: str, text: str, turn: Turn) -> None:
-        """Puts another text in the place of a message; the old one stays as a branch if it had a reply.
+        """Replace the text of a message. The old message stays as a branch if it had a reply.
 
-        The model replies to a user's message; after a reply nothing is generated until `continue_reply`.
+        After a user's message the model replies. After a reply, generation waits for `continue_reply`.
         """
         old = self.conversation[id_]
         if old.role == "user":
@@ -108,7 +108,7 @@ class ChatSession:
             self.saver.save(edited.id)
 
     def regenerate(self, id_: str | None, turn: Turn) -> None:
-        """Replies again to a message, or the question of a reply, by default the last; the old reply is a branch."""
+        """Reply again to a message, or to the question of a reply (default: the last). The old reply is a branch."""
         with self._taking(turn):
             self._loaded()
             message = self.conversation.leaf if id_ is None else self.conversation[id_]
@@ -119,37 +119,37 @@ class ChatSession:
             self._reply(message.id, None, turn)
 
     def continue_reply(self, turn: Turn) -> None:
-        """Goes on with the last reply.  Raises UsageError if it was not cut off."""
+        """Continue the last reply. Raises UsageError if it was not cut off."""
         with self._taking(turn):
             self._loaded()
             reply = self.conversation.leaf
             parent = None if reply is None else reply.parent
             if reply is None or reply.role == "user" or parent is None:
-                raise UsageError("the last message is not a reply that can be continued: /regen has it replied to")
+                raise UsageError("the last message is not a reply that can be continued: /regen generates a reply")
             if not reply.can_go_on:
-                raise UsageError("the last reply is complete: /regen asks for another one")
+                raise UsageError("the last reply is complete: /regen generates another one")
             is_shared = False
             with suppress(StoreError):
                 is_shared = bool(self.store.others_with_open(self.conversation.id))
-            if is_shared:  # or two terminals might go on with one reply, each in its way
+            if is_shared:  # otherwise two terminals could continue the same reply
                 reply = self.conversation.add_sibling(reply.id, reply.text, state=reply.state, opened=reply.opened)
             self._reply(parent, reply.id, turn)
 
     def free_context(self, choice: Choice, turn: Turn) -> None:
-        """Goes on after `ContextFull`.  Raises UsageError if it was not full, or the choice is not offered."""
+        """Continue after `ContextFull`. Raises UsageError if the context is not full or ``choice`` is not offered."""
         full = self._full
         with self._taking(turn):
-            self._full = full  # till the context has space
+            self._full = full  # until the context has space
             if full is None:
                 raise UsageError("the context is not full: there is nothing to choose")
             if choice not in full.choices:
-                raise UsageError(f"{choice} would not help here: choose {' or '.join(full.choices)}")
+                raise UsageError(f"{choice} does not help here: choose {' or '.join(full.choices)}")
             if choice == "stop":
                 self._full = None
             else:
                 self._trim(full, turn, summarise=choice == "summarise")
 
-    # -- What is known ---------------------------------------------------------------------------------------------
+    # -- State -------------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -157,50 +157,50 @@ class ChatSession:
 
     @property
     def live(self) -> Stats | None:
-        """The counters of the reply that is under way; None if there is none."""
+        """Counters of the reply in progress, or None."""
         stream = None if self.turn is None else self.turn.stream
         return None if stream is None or self.model is None else _stats(stream, self.model)
 
     @property
     def last(self) -> Stats | None:
-        """The counters of the last reply on the path, if the model that is loaded wrote it; else None."""
+        """Counters of the last reply on the path, or None if the loaded model did not write it."""
         stats = next((m.stats for m in reversed(self.conversation.path()) if m.stats is not None), None)
         is_ours = stats is not None and self.model is not None and stats.model == name_of(self.model)
         return stats if is_ours else None
 
     def meter(self) -> Meter:
-        """How full the context is; where this model has not counted it in replying, the path is tokenized."""
+        """Return how full the context is. Tokenizes the path if this model has not yet counted it for a reply."""
         if self.model is None:
             return Meter(0, 0)
         context = self.model.info.context
         leaf = self.conversation.leaf
         counted = self.live or (None if leaf is None or leaf.stats is None else self.last)
-        if counted is not None:  # the last token of a full context is in no cache
+        if counted is not None:  # the last token of a full context is never cached, so cap the count
             return Meter(min(counted.total_tokens, context), context)
         messages = whole_prompt(self.conversation.path(), self.conversation.system)
         return Meter(len(self.model.tokenize_chat(messages)) if messages else 0, context)
 
-    # -- What belongs to the conversation as a whole ---------------------------------------------------------------
+    # -- Properties of the conversation ------------------------------------------------------------------------------
 
     def set_system(self, text: str) -> None:
-        """Sets the system prompt; an empty one takes it away."""
+        """Set the system prompt; an empty text removes it."""
         self.conversation.system = text
         self.saver.set(system=text)
 
     def set_title(self, text: str) -> str:
-        """Gives the conversation a title; returns it as it is kept, in one line."""
+        """Set the title. Returns the saved title, which is one line."""
         self.conversation.title = clean_title(text)
         self.saver.set(title=self.conversation.title)
         return self.conversation.title
 
     def set_options(self, settings: dict[str, Any]) -> None:
-        """Sets how replies are generated.  Raises UsageError if a setting is unknown or out of range."""
+        """Set the generation settings. Raises UsageError if a setting is unknown or out of range."""
         chat_settings.check(settings)
         self.conversation.settings = settings
         self.saver.set(settings=settings)
 
     def use_model(self, model: ChatModel | None, path: str | None) -> None:
-        """Sets the model, or none; a ``path``, empty for the demo model, is saved.  Raises UsageError in a reply."""
+        """Set or remove the model, and save its ``path`` (empty: demo model). Raises UsageError during a reply."""
         self._check_free()
         self.model = model
         if path is not None:
@@ -208,21 +208,21 @@ class ChatSession:
             self.saver.set(model=path)
 
     def switch(self, id_: str) -> None:
-        """Goes to the branch that a message is in."""
+        """Switch to the branch of a message."""
         self._check_free()
         self.conversation.switch(id_)
         self._moved()
 
     def delete(self, id_: str) -> None:
-        """Deletes a message and all that follows it, for good."""
+        """Delete a message and all its descendants for good."""
         self._check_free()
         self.saver.delete(self.conversation.delete(id_))
         self._moved()
 
     def detach(self, name: str) -> int:
-        """Takes an attachment off the messages of the path: the model does not get it any more; returns how many.
+        """Remove an attachment from all messages of the path. Returns the number of removed attachments.
 
-        Pieces of a file, and the files of a folder, go together.
+        All pieces of a file, or all files of a folder, are removed together.
         """
         self._check_free()
         n = 0
@@ -243,7 +243,7 @@ class ChatSession:
 
     def _check_free(self) -> None:
         if self.busy:
-            raise UsageError("a reply is under way: stop it first")
+            raise UsageError("a reply is in progress: stop it first")
 
     def _loaded(self) -> ChatModel:
         if self.model is None:
@@ -252,9 +252,9 @@ class ChatSession:
 
     @contextmanager
     def _taking(self, turn: Turn) -> Iterator[None]:
-        """Lets no other turn begin, and nothing of the conversation be changed."""
+        """Hold the session for one turn: other turns and changes of the conversation raise UsageError."""
         if not self._busy.acquire(blocking=False):
-            raise UsageError("a reply is under way: stop it first")
+            raise UsageError("a reply is in progress: stop it first")
         try:
             self.turn, self._full = turn, None
             yield
@@ -264,14 +264,14 @@ class ChatSession:
             self._busy.release()
 
     def _emit(self, turn: Turn, *told: Event) -> None:
-        """Tells of events, and before them of what could not be saved."""
+        """Emit events, after a warning if something could not be saved."""
         if (warning := self.saver.take_warning()) is not None:
             turn.emit(events.ChatWarning(warning))
         for event in told:
             turn.emit(event)
 
     def _ask(self, text: str, old: Message | None, turn: Turn) -> None:
-        """Says something, at the end or in the place of ``old``, and has it replied to."""
+        """Send a message, at the end or as a replacement of ``old``, and generate the reply."""
         with self._taking(turn):
             model = self._loaded()
             if not text.strip():
@@ -287,20 +287,20 @@ class ChatSession:
             question = self._say(text, old, attached.files)
             turn.question = question.id
             for name in attached.unknown:
-                turn.emit(events.ChatWarning(f"there is no file {name!r}: @{name} is sent as it stands"))
+                turn.emit(events.ChatWarning(f"there is no file {name!r}: @{name} is sent as text"))
             if attached.is_cut:
                 sent = sum(file.n_tokens for file in attached.files)
                 what = f"{sent:,} of about {attached.n_tokens:,} tokens of files fit"
                 turn.emit(events.ChatWarning(f"{what}: the pieces that match the message best are sent"))
             if attached.skipped:
                 names = shortened(", ".join(attached.skipped), 200)
-                turn.emit(events.ChatWarning(f"not sent, as they are not text: {names}"))
+                turn.emit(events.ChatWarning(f"not sent, because they are not text files: {names}"))
             self._reply(question.id, None, turn)
 
     def attach(
         self, text: str, count: Callable[[str], int], old: Message | None = None, rank: Rank = ranked
     ) -> Attached:
-        """The files that a text in the place of ``old`` names, or those of their pieces that fit; see `attach`."""
+        """Return the files (or fitting pieces) that ``text`` names. It replaces ``old``; see `attachments.attach`."""
 
         def budget() -> int:
             context = self._loaded().info.context
@@ -308,7 +308,7 @@ class ChatSession:
             path = [] if old is not None and parent is None else self.conversation.path(parent)
             said = whole_prompt(path, self.conversation.system)
             left = context - count(text) - (len(self._loaded().tokenize_chat(said)) if said else 0)
-            return max(left, context // 2) - context // 4  # of a long past, turns can be dropped
+            return max(left, context // 2) - context // 4  # old turns can be dropped to make room
 
         model = self._loaded()
         see = partial(tokens_of_media, model) if model.sees or model.hears else None
@@ -330,7 +330,7 @@ class ChatSession:
         return question
 
     def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
-        """Generates the reply to a message, or the rest of the reply ``id_``, and runs the tools that it calls."""
+        """Generate the reply to a message, or the rest of the reply ``id_``, and run the tools that it calls."""
         self._tools = self.toolbox.tools(lambda: turn.is_stopped)
         self._emit(turn, *map(events.ChatWarning, self.toolbox.take_warnings()))
         for _ in range(self.toolbox.settings.rounds):
@@ -342,15 +342,15 @@ class ChatSession:
                 return
             question, id_ = reply.id, None
         n = self.toolbox.settings.rounds
-        self._emit(turn, events.ChatWarning(f"stopped after {n} rounds of tools: say what to do next"))
+        self._emit(turn, events.ChatWarning(f"stopped after {n} rounds of tools: send a message to continue"))
 
     @property
     def _told(self) -> dict[str, Any]:
-        """The keywords that tell the model of its tools."""
+        """Keyword arguments that pass the tools to the model."""
         return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
 
     def _run_tools(self, reply: Message, turn: Turn) -> None:
-        """Run the calls of a reply one after the other, each if it is allowed."""
+        """Run the tool calls of a reply in order, if they are allowed."""
         calls = list(reply.calls)
         for i, call in enumerate(calls):
             tool = self._tools.get(call.name)
@@ -366,7 +366,7 @@ class ChatSession:
             self._emit(turn, events.ToolCallsDone(message))
 
     def _may_run(self, tool: Tool, call: Call, turn: Turn) -> bool:
-        """Whether a call is allowed: asks, unless that was said before."""
+        """Return whether a call is allowed. Requests the user's permission unless an earlier one covers the call."""
         if tool.mark in self._allowed or self.toolbox.is_allowed(tool):
             return True
         answers: queue.SimpleQueue[Permission] = queue.SimpleQueue()
@@ -387,7 +387,7 @@ class ChatSession:
         return False
 
     def _reply_once(self, question: str, id_: str | None, turn: Turn) -> Message | None:
-        """Generates one reply, or the rest of it; returns it if it is complete."""
+        """Generate one reply, or the rest of reply ``id_``. Returns the reply if it is complete, otherwise None."""
         model, conversation = self._loaded(), self.conversation
         asked = chat_settings.generation(conversation.settings)
         messages = whole_prompt(conversation.path(question), conversation.system)
@@ -421,7 +421,7 @@ class ChatSession:
         return message if message is not None and message.state == "complete" else None
 
     def _write(self, id_: str, start: Callable[[], Stream], turn: Turn, *, show_begun: bool) -> None:
-        """Writes a reply, or the rest of it, as it comes; whatever ends it, what was said stays."""
+        """Stream a reply, or its rest, into the conversation. After an error, the generated text is kept."""
         model, reply = self._loaded(), self.conversation[id_]
         parser = ReplyParser(self._told.get("tools", ()), reply.opened)
         calls: list[ToolCall] = []
@@ -445,7 +445,7 @@ class ChatSession:
         try:
             tell(parser.feed(reply.text), show=show_begun)
             turn.stream = stream = start()
-            stream.parser = None  # what is kept is the text as it was written
+            stream.parser = None  # the conversation stores the raw text
             with self.saver.saving(id_):
                 for chunk in stream:
                     if chunk.text:
@@ -455,7 +455,7 @@ class ChatSession:
             state = "stopped" if stream.finish_reason == "cancelled" else "complete"
             if stream.finish_reason == "length":
                 state = "context" if stream.usage.total_tokens >= model.info.context else "length"
-            # Calls do not stand in its text, but beside it.
+            # Store complete calls in the message's field ``calls``, not in its text.
             if calls and state == "complete" and all(call.is_whole for call in calls):
                 text = self.conversation[id_].text
                 text = text.removesuffix(split(text, reply.opened, CONTROL_TAGS)[1]) + said.rstrip()
@@ -473,7 +473,7 @@ class ChatSession:
             self._end(id_, state, stats)
 
     def _end(self, id_: str, state: State, stats: Stats | None) -> None:
-        """Keeps a reply as it will stay; one without a word is taken away, unless the model wanted it so."""
+        """Save the final state of a reply. An empty reply is deleted, unless the model itself ended it."""
         if self.conversation[id_].text or state == "complete":
             self.conversation.update(id_, state=state, stats=stats)
             self.saver.save(id_)
@@ -498,7 +498,7 @@ class ChatSession:
         trimmer = self._trimmer(full.question, full.reply)
         first = trimmer.first(trimmer.summary_tokens if summarise else 0)
         if first is None:
-            raise UsageError("the context cannot be freed: the last message alone is too long")
+            raise UsageError("the context cannot be freed: the last message alone is too long; shorten it with /edit")
         summary = self._summarise(trimmer, first, turn) if summarise else trimmer.summary
         if turn.is_stopped:
             return
@@ -509,7 +509,7 @@ class ChatSession:
         self._reply(full.question, full.reply, turn)
 
     def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:
-        """The model's summary of the messages before ``first``."""
+        """Return the model's summary of the messages before index ``first``."""
         model = self._loaded()
         asked = chat_settings.generation(self.conversation.settings)
         given = {**self.more, **asked.options, "max_tokens": trimmer.summary_tokens, "stop": ()}

@@ -1,10 +1,11 @@
-"""Settings of a conversation: how replies are generated, as people type them and as they are kept.
+"""Settings of a conversation, which control how replies are generated: their names, their checks, and their syntax.
 
-They are plain values by name, those of `localllm.options.keywords.Options` that make sense here, and
+Settings are plain values by name. They are the options of `localllm.options.keywords.Options` that are useful in a
+chat, and
 
-    thinking      whether a model that can think first shall do so; left out, its template decides
-    reply_prefix  what every reply begins with
-    json_schema   what every reply is held to
+    thinking      whether a model that can think first does so; without it, the chat template decides
+    reply_prefix  first text of every reply
+    json_schema   schema of every reply
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _count(text: str) -> int | None:
 
 
 def _texts(text: str) -> list[str]:
-    """Texts in quotes, or one word each; ``\\n`` is a line's end."""
+    """Split a list of strings: quoted strings or single words. ``\\n`` is a line feed."""
     return [each.replace("\\n", "\n") for each in shlex.split(text)]
 
 
@@ -49,7 +50,7 @@ def _readers() -> dict[str, Callable[[str], object]]:
     return readers
 
 
-#: Settings by name, and what makes a value of what was typed (ValueError or KeyError where it cannot).
+#: Parsers of settings by name. They raise ValueError or KeyError for invalid text.
 READERS = _readers()
 
 #: Settings that may be None.
@@ -57,7 +58,7 @@ NULLABLE = frozenset(name for name, reader in READERS.items() if reader is _coun
 
 
 def typed(value: object) -> str:
-    """A value as it is typed."""
+    """Format a value in the syntax that users type."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):
@@ -81,19 +82,22 @@ def generation(settings: Mapping[str, Any]) -> Generation:
 
 
 def full_name(name: str) -> str:
-    """The name of a setting, as people may type it."""
+    """Return the full name of a setting: ``temp`` and ``n`` are abbreviations, and hyphens become underscores."""
     name = name.replace("-", "_")
     return {"temp": "temperature", "n": "max_tokens"}.get(name, name)
 
 
 def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Settings with one as it was typed; ``default`` removes it.  Raises UsageError if it is unknown or wrong."""
+    """Return ``settings`` with one value parsed from ``text``; ``default`` removes it.
+
+    Raises UsageError if the setting is unknown or the value is invalid.
+    """
     name = full_name(name)
     if name not in READERS:
         near = difflib.get_close_matches(name, READERS, n=1)
         raise UsageError(
             f"there is no setting {name!r}: "
-            + (f"did you mean {near[0]}?" if near else f"there are {', '.join(READERS)}")
+            + (f"did you mean {near[0]}?" if near else f"the settings are {', '.join(READERS)}")
         )
     changed = {other: value for other, value in settings.items() if other != name}
     if text == "default":
@@ -108,24 +112,24 @@ def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str,
 
 def _kind(name: str) -> str:
     kinds = {float: "a number", int: "a whole number", _count: "a whole number or none", _flag: "on or off"}
-    kinds[_texts] = "texts, in quotes that are closed"
-    return "a JSON schema" if name == "json_schema" else kinds.get(READERS[name], "a text")
+    kinds[_texts] = "strings, with closed quotation marks"
+    return "a JSON schema" if name == "json_schema" else kinds.get(READERS[name], "text")
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Checks settings.  Raises UsageError if one is unknown, of the wrong type or out of range."""
+    """Check settings. Raises UsageError if a setting is unknown, has the wrong type or is out of range."""
     for name in settings:
         if name not in READERS:
             raise UsageError(f"there is no setting {name!r:.80}")
     kinds = {"thinking": bool, "reply_prefix": str, "json_schema": dict, "stop": list}
     for name, value in settings.items():
         if not isinstance(value, kinds.get(name, object)) or (value is None and name not in NULLABLE):
-            raise UsageError(f"{name} is {value!r:.80}, which it cannot be")
+            raise UsageError(f"{name} cannot be {value!r:.80}")
     CheckedOptions.of(generation(settings).options)
 
 
 def sound(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings that are good here, of a program that may have had others."""
+    """Return the valid settings. Other programs and other versions may have stored settings that are invalid here."""
     good: dict[str, Any] = {}
     for name, value in settings.items():
         try:

@@ -1,4 +1,4 @@
-"""Tools that a model may call: those of MCP servers, and a few that are built in and off until they are switched on.
+"""Tools that a model may call: tools of MCP servers, and three built-in tools that are off by default.
 
 Settings are the table ``[tools]`` of the settings file::
 
@@ -6,7 +6,7 @@ Settings are the table ``[tools]`` of the settings file::
     read = "~/notes"      # files under this folder may be read
     run = true            # shell commands
     fetch = true          # web pages
-    rounds = 10           # times that a reply may call tools before it stops
+    rounds = 10           # maximum number of rounds of tool calls in a reply
 
     [tools.servers.clock]
     command = ["python", "clock.py"]      # or url = "http://localhost:8000/mcp"
@@ -38,12 +38,12 @@ from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for
 from localllm.tui.text import storable
 from localllm.web import fetch, is_web
 
-#: What somebody says of a call: no, this one, all of this tool in this chat, or from now on.
+#: The user's answer to a tool call. "chat" and "always" allow later calls of the tool, in this chat or everywhere.
 Permission = Literal["no", "once", "chat", "always"]
 IsStopped = Callable[[], bool]
 T = TypeVar("T")
 
-#: Characters of a result that the model gets.
+#: Maximum length of a tool's result in characters. The model gets a longer result cut to this length.
 MAX_RESULT = 20_000
 
 
@@ -51,8 +51,8 @@ MAX_RESULT = 20_000
 class Tool:
     """A tool that models can call; ``parameters`` is a JSON schema.
 
-    A server's name is in its tools' names, so that none takes another one's place.  ``run`` gives the result of the
-    arguments, and ends soon where its second argument says that it is stopped.
+    Names of MCP tools start with the name of their server, so that no server can replace another tool. ``run``
+    returns the result of a call, and ends soon when its second argument returns True.
     """
 
     name: str
@@ -62,18 +62,18 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As OpenAI's API describes functions."""
+        """The tool in OpenAI's format for functions."""
         told = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": told}
 
     @property
     def mark(self) -> str:
-        """What a permission is kept by: where a server changes what a tool is said to do, it is asked for anew."""
+        """The key of a stored permission. Includes a hash, so that a changed description needs new permission."""
         return f"{self.name} {hashlib.sha256(json.dumps(self.schema, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 class ServerSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """Where an MCP server is: a command that starts it, or an address."""
+    """An MCP server: a command that starts it, or its URL."""
 
     command: list[str] = []
     url: str = ""
@@ -81,7 +81,7 @@ class ServerSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """The table ``[tools]``, see above."""
+    """The table ``[tools]`` of the settings file."""
 
     read: str = ""
     run: bool = False
@@ -91,10 +91,13 @@ class ToolSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Toolbox:
-    """The tools of one program, for all its chats; ``settings`` may be changed."""
+    """The tools of one process, shared by all chats. ``settings`` may be changed at any time."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None, allowed: Path | None = None) -> None:
-        """The table ``[tools]``, and the file of what is always allowed.  Raises SettingsError if one is wrong."""
+        """``settings`` is the table ``[tools]``; ``allowed`` is the file of permanent permissions.
+
+        Raises SettingsError if a setting is wrong.
+        """
         try:
             self.settings = msgspec.convert(settings or {}, ToolSettings)
         except msgspec.ValidationError as error:
@@ -110,7 +113,7 @@ class Toolbox:
         self._failed: dict[str, str] = {}
 
     def tools(self, is_stopped: IsStopped = lambda: False) -> dict[str, Tool]:
-        """The tools by name; starts servers that have not been started."""
+        """Return the enabled tools by name, and start MCP servers that are not running."""
         settings = self.settings
         found = [_reader(settings.read)] if settings.read else []
         found += [_RUN] if settings.run else []
@@ -123,7 +126,7 @@ class Toolbox:
             server = self._servers[name]
             try:
                 server.wait(is_stopped)
-            except BaseException as error:  # also Ctrl-C, as one types lines
+            except BaseException as error:  # also KeyboardInterrupt, in line mode
                 self._end(name)
                 if not isinstance(error, UsageError):
                     raise
@@ -136,7 +139,7 @@ class Toolbox:
         return {tool.name: tool for tool in found}
 
     def take_warnings(self) -> list[str]:
-        """Why servers could not be started, once."""
+        """Return the reasons why servers could not be started. Each reason is returned once."""
         told = [text for text in self._failed.values() if text]
         self._failed = dict.fromkeys(self._failed, "")
         return told
@@ -145,7 +148,7 @@ class Toolbox:
         return tool.mark in self._allowed
 
     def allow(self, tool: Tool) -> None:
-        """Allows it from now on, in later chats as well.  Raises StoreError if that cannot be kept."""
+        """Allow a tool from now on, in later chats as well. Raises StoreError if the permission cannot be stored."""
         self._allowed.add(tool.mark)
         if self._path is not None:
             try:
@@ -155,7 +158,7 @@ class Toolbox:
                 raise StoreError(f"{self._path} cannot be written ({error.strerror}): later chats ask") from None
 
     def change(self, text: str) -> None:
-        """Switches tools on and off until the program ends: ``read FOLDER``, ``run on``.  Raises UsageError."""
+        """Enable or disable tools until the program ends, for example ``run on``. Raises UsageError."""
         what, _, value = text.partition(" ")
         name, _, where = value.strip().partition(" ")
         if what == "read" and value:
@@ -168,7 +171,7 @@ class Toolbox:
             try:
                 server = ServerSettings(url=where) if is_web(where) else ServerSettings(command=split_command(where))
             except ValueError:
-                raise UsageError("a quotation mark in the command is open: close it") from None
+                raise UsageError("the command has an unclosed quotation mark: close it") from None
             _check_server(name, server)
             self._end(name)
             self.settings.servers[name] = server
@@ -196,24 +199,24 @@ def _check_server(name: str, server: ServerSettings) -> None:
 
 
 def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
-    """A tool's result or error, cut to a length that fits the context."""
+    """Return a tool's result or error message, cut to `MAX_RESULT` characters."""
     try:
         text = tool.run(arguments, is_stopped)
-    except Exception as error:  # of a tool, whatever it is, the model is told
+    except Exception as error:  # the model gets every error of a tool as text
         text = f"error: {error}"
     text = storable(text)
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}\n(cut off: it has {len(text):,} characters)"
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Calls a function in a thread of its own, whose end nothing waits for when the program ends."""
+    """Run a function in a new daemon thread, which the program does not wait for on exit."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # the caller's to handle
+        except BaseException as error:  # the caller handles it
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -224,7 +227,7 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
 
 
 def _stoppable(run: Callable[[Mapping[str, Any], IsStopped], str]) -> Callable[[Mapping[str, Any], IsStopped], str]:
-    """What reads, in a thread: looking up a name, and a damaged PDF, know of no stop."""
+    """Run a tool in a thread, because name lookups and reading damaged PDFs cannot be cancelled."""
 
     def run_in_thread(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
         text: str = wait_for(in_thread(partial(run, arguments, is_stopped)), CALL_SECONDS, is_stopped)
@@ -234,7 +237,7 @@ def _stoppable(run: Callable[[Mapping[str, Any], IsStopped], str]) -> Callable[[
 
 
 def _object(name: str, description: str) -> dict[str, Any]:
-    """The schema of an object with one text."""
+    """Return the JSON schema of an object with one string."""
     text = {"type": "string", "description": description}
     return {"type": "object", "properties": {name: text}, "required": [name]}
 
@@ -242,13 +245,13 @@ def _object(name: str, description: str) -> dict[str, Any]:
 def _reader(root: str) -> Tool:
     try:
         folder = path_of(root).resolve()
-    except (OSError, ValueError, RuntimeError):  # a NUL in it, or links in a circle
-        raise UsageError(f"the folder that may be read, {root!r}, is not a path here: give another one") from None
+    except (OSError, ValueError, RuntimeError):  # the path contains a NUL, or links form a cycle
+        raise UsageError(f"the folder that may be read, {root!r}, is not a valid path: give another folder") from None
 
     def read(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
         path = (folder / str(arguments["path"])).resolve()
-        if not path.is_relative_to(folder):  # also where a link leads away
-            raise UsageError("it is not in the folder that may be read")
+        if not path.is_relative_to(folder):  # also if a link points outside
+            raise UsageError("the path is outside the folder that may be read")
         if path.is_dir():
             return "\n".join(sorted(f"{each.name}/" if each.is_dir() else each.name for each in path.iterdir()))
         return read_text_file(str(path))
@@ -266,7 +269,7 @@ _RUN = Tool(
 
 
 class _Text(HTMLParser):
-    """The text of a page."""
+    """Extracts the text of an HTML page."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -40,22 +40,22 @@ from localllm.tui.widgets.message import MessageView
 from localllm.tui.widgets.status import KeyFooter, StatusLine
 from localllm.tui.widgets.transcript import Transcript
 
-#: Commands whose keys stand in the footer.
+#: Commands whose keys are in the footer.
 _SHOWN = ("clear", "sessions")
-#: Seconds between two looks at the memory in use.
+#: Interval in seconds between samples of the memory in use.
 _MEMORY_SECONDS = 3.0
-#: Seconds without a key after which the size of a file that was named is counted.
+#: Seconds without a key before the tokens of a named file are counted.
 _TYPING_SECONDS = 0.15
-#: Characters of a tool's arguments that are shown above the editor.
+#: Maximum characters of a tool call above the editor.
 _MAX_OF_A_CALL = 120
-#: Seconds that selecting waits for what was just sent to be drawn.
+#: Maximum seconds that selecting waits until a sent message is drawn.
 _DRAWN_SECONDS = 0.5
-#: Seconds that a reply has to end in when the program does.
+#: Seconds for replies to end when the program quits.
 _PATIENCE_SECONDS = 5.0
 
 
 class ChatScreen(Screen[None]):
-    """The chat."""
+    """One chat: heading, messages, editor, status line and footer."""
 
     app = getters.app(BaseApp)
 
@@ -66,7 +66,7 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+pagedown", "command('tab next')", "Next tab", show=False),
         Binding("ctrl+pageup", "command('tab prev')", "Previous tab", show=False),
         Binding("f1", "command('help')", "Help", id="help"),
-        # What has no key can be given one by the settings file.
+        # Commands without a key still need an id, so that the settings file can bind a key.
         *(
             Binding(c.key or f"none-{c.name}", f"command({c.name!r})", c.title, show=c.name in _SHOWN, id=c.name)
             for c in sorted(commands.COMMANDS, key=lambda command: command.name != "clear")
@@ -80,24 +80,24 @@ class ChatScreen(Screen[None]):
         self.turn: StreamedTurn | None = None
         self.models = models
         models.chats.append(self)
-        self.replacing: str | None = None  # the id of the message that the next one takes the place of
-        self.unsaved: list[ChatSession] = []  # sessions of chats that were left while they could not be saved
-        self.asked: ToolApprovalRequest | None = None  # the tool call that waits for an answer
+        self.replacing: str | None = None  # id of the message that the next message replaces
+        self.unsaved: list[ChatSession] = []  # sessions of closed chats that could not be saved
+        self.asked: ToolApprovalRequest | None = None  # the tool call that waits for permission
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self._heading, self._hint = Static(id="heading"), Static(id="hint")
         self.transcript = Transcript()
         self.finder = Finder()
-        self._match: commands.Match | None = None  # the match of the finder's text that is shown
+        self._match: commands.Match | None = None  # the match of the finder's text on the screen
         self.status = StatusLine()
-        #: Whether it is the chat that is shown; dialogs may be above it.
+        #: Set while this is the visible chat; dialogs may cover it.
         self.seen = asyncio.Event()
-        #: Whether nothing is generated, and all of it is drawn.
+        #: Set while no reply is generated or drawn.
         self.ended = asyncio.Event()
         self.ended.set()
-        #: Comparisons (/compare) under way: messages wait for their end.
+        #: Number of running comparisons (/compare). New messages wait until they end.
         self.n_comparisons = 0
-        #: Pending messages: sent once a model is loaded, or the reply that was stopped has ended.
+        #: The pending message. It is sent once a model is loaded, or the stopped reply has ended.
         self._pending: Draft | None = None
 
     def compose(self) -> ComposeResult:
@@ -125,7 +125,7 @@ class ChatScreen(Screen[None]):
             return
         first, saved = self.app.setup.first_model, self.session.conversation.model
         name = saved if first is None else first
-        # Before any key is handled: a /model that is typed ahead comes after it, and Ctrl+Q finds it to cancel.
+        # Start loading before any key is handled: a /model typed ahead must come later, and Ctrl+Q must cancel it.
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         if self.app.setup.question:
             self._send(self.app.setup.question)
@@ -141,7 +141,7 @@ class ChatScreen(Screen[None]):
         await self._sample_memory()
 
     async def open(self, conversation: Conversation) -> None:
-        """Shows a conversation in the place of the one before."""
+        """Show ``conversation`` instead of the current one."""
         await self.end_turn()
         self._take_back_pending()
         if await self.app.offload(self.session.saver.flush, 0.0) is not None:
@@ -158,21 +158,21 @@ class ChatScreen(Screen[None]):
         self.transcript.anchor()
         if (warning := await self.mark_open()) is not None:
             self.app.notify(warning, severity="warning")
-            self.hint("Open in another terminal too: what both say is kept, as branches.")
+            self.hint("Also open in another terminal: messages from both are saved as branches.")
 
     async def mark_open(self) -> str | None:
-        """Tells other terminals which chats are open here; returns what there is to tell of this one."""
+        """Record which chats are open, for other terminals. Returns a warning if this chat is open elsewhere."""
         ids = [chat.session.conversation.id for chat in self.models.chats]
         return await self.app.offload(self.session.mark_open, ids)
 
     async def end_turn(self) -> None:
-        """Stops what is generated, and waits for its end."""
+        """Stop the current turn, and wait until it has ended."""
         if self.turn is not None:
             self.turn.stop()
             await self.ended.wait()
 
     async def quit(self) -> None:
-        """Ends the program; replies that are under way are kept as far as they came."""
+        """Quit the program. Replies in progress are stopped, and their text is kept."""
         self.models.cancel()
         self.status.change(activity="ending", progress=None)
         try:
@@ -180,7 +180,7 @@ class ChatScreen(Screen[None]):
         finally:
             self.app.exit(0)
 
-    # -- What is shown ---------------------------------------------------------------------------------------------
+    # -- Display -----------------------------------------------------------------------------------------------------
 
     async def refresh_all(self) -> None:
         session = self.session
@@ -195,12 +195,12 @@ class ChatScreen(Screen[None]):
 
     @property
     def title_line(self) -> str:
-        """Its title, and before it what goes on in it."""
+        """The title, after a mark if a reply is in progress or waits for permission."""
         mark = "? " if self.asked else "… " if self.turn else ""
         return mark + (escape_controls(self.session.conversation.title) or "New chat")
 
     def draw_heading(self) -> None:
-        """Draws the titles of the chats that are open, in all of them."""
+        """Draw the titles of the open chats, on the screens of all open chats."""
         titles = [shortened(chat.title_line, 30) for chat in self.models.chats]
         for at, chat in enumerate(self.models.chats):
             parts: list[str | tuple[str, str]] = [f" {chat.title_line}"]
@@ -209,7 +209,7 @@ class ChatScreen(Screen[None]):
             chat._heading.update(Content.assemble((" localllm ", "bold"), *parts))
 
     def hint(self, text: str) -> None:
-        """Says something above the editor; an empty text says nothing."""
+        """Show ``text`` above the editor, or nothing if it is empty."""
         self._hint.update(Content(escape_controls(text)))
         self._hint.display = bool(text)
 
@@ -219,11 +219,11 @@ class ChatScreen(Screen[None]):
     # -- Turns -----------------------------------------------------------------------------------------------------
 
     def begin(self, start: Callable[[Turn], None], draft: Draft | None = None) -> None:
-        """Has something generated.  Raises UsageError during a reply, or while a model is being loaded."""
+        """Start a turn. Raises UsageError during a reply, or while a model is being loaded."""
         if self.turn is not None:
-            raise UsageError("a reply is under way: Esc stops it")
+            raise UsageError("a reply is in progress: Esc stops it")
         if self.models.state == "loading":
-            raise UsageError("the model is being loaded: wait until it is there")
+            raise UsageError("the model is being loaded: wait until it is loaded")
         self.turn = StreamedTurn(start, draft)
         self.ended.clear()
         self.refresh_bindings()
@@ -247,7 +247,7 @@ class ChatScreen(Screen[None]):
             self.app.notify_error(turn.error)
         if session is self.session:
             await self.refresh_all()
-        # A context that was full says nothing of the model that is being loaded in the place of this one.
+        # While another model is loading, the full context of the old model does not matter.
         if turn.full is not None and session is self.session and self.models.state == "loaded":
             self._take_back_pending()
             await self.seen.wait()
@@ -255,7 +255,7 @@ class ChatScreen(Screen[None]):
         self.send_pending()
 
     def ask_for_tool(self, asked: ToolApprovalRequest | None) -> None:
-        """Asks in a line above the editor: a dialog would take the keys of who is typing."""
+        """Show a tool call above the editor. A dialog would capture the keys of a user who is typing."""
         self.asked = asked
         text = ""
         if asked is not None:
@@ -268,7 +268,7 @@ class ChatScreen(Screen[None]):
         self.draw_heading()
 
     async def _free_context(self, session: ChatSession, full: ContextFull) -> None:
-        """Does what is to be done about a full context; asks, unless that was said before."""
+        """Free the context by the setting, or let the user choose."""
         choice = self.app.setup.when_full
         question = session.conversation.leaf
         if choice is None or choice not in full.choices:
@@ -284,11 +284,11 @@ class ChatScreen(Screen[None]):
 
     @property
     def is_ending(self) -> bool:
-        """Whether what is generated has ended, or was stopped, and is about to be drawn as it stays."""
+        """Whether the turn has ended or was stopped, but is not completely drawn."""
         return self.turn is not None and (self.turn.is_stopped or self.turn.has_ended)
 
     def action_stop(self) -> None:
-        """Esc: closes what is open, stops what is generated, or goes back to the editor."""
+        """Handle Esc: close the completions, stop the reply, or return to the editor."""
         if self.suggestions.display:
             self.suggestions.offer([])
         elif self.turn is not None and not self.turn.is_stopped:
@@ -310,35 +310,35 @@ class ChatScreen(Screen[None]):
         self._send(event.text)
 
     def _send(self, text: str) -> None:
-        """Submits a text, or tells why it cannot be sent."""
+        """Submit ``text``, and show a notification if it cannot be sent."""
         try:
             self.submit(text)
         except UsageError as error:
             self.app.notify_error(error)
 
     def submit(self, text: str) -> None:
-        """Sends a message, or runs a command.  Raises UsageError if it cannot be sent now; it stays in the editor."""
+        """Send a message or run a command. Raises UsageError, and keeps the text in the editor, if that fails."""
         if not text.strip():
             return
-        typed = commands.parse(text)  # what is not a command stays where it can be mended
+        typed = commands.parse(text)  # an unknown command raises, and stays in the editor
         if not isinstance(typed, str):
             self._remember(text)
             self.run_command(text)
             return
         if self.turn is not None and not self.is_ending:
-            raise UsageError("a reply is under way: Esc stops it")
+            raise UsageError("a reply is in progress: Esc stops it")
         if self._pending is not None:
-            raise UsageError("a message is already waiting to be sent: Esc takes it back")
+            raise UsageError("a message is already waiting to be sent: Esc returns it to the editor")
         if self.models.state == "none":
             raise UsageError("no model is loaded: choose one with /model")
         self._pending, self.replacing = Draft(text, self.replacing), None
         self._remember(text)
         if self.models.state != "loaded":
-            self.hint("The model is being loaded: your message is sent as soon as it is there. Esc takes it back.")
+            self.hint("The model is being loaded: your message will be sent afterwards. Esc cancels.")
         self.send_pending()
 
     def send_pending(self) -> None:
-        """Sends the message that waits, if it can be sent now; where no model could be loaded, takes it back."""
+        """Send the pending message if possible. If no model could be loaded, return it to the editor."""
         draft, state = self._pending, self.models.state
         if draft is None or self.turn is not None or state == "loading" or self.n_comparisons:
             return
@@ -361,7 +361,7 @@ class ChatScreen(Screen[None]):
             self._take_back(draft)
 
     def _take_back(self, draft: Draft) -> None:
-        """Puts a message that was not sent into the editor again, before what was typed since."""
+        """Return an unsent message to the editor, before the text that was typed since."""
         since = self.composer.message
         self.composer.put(f"{draft.text}\n{since}" if since else draft.text)
         if self.replacing is None and draft.replaced in self.session.conversation:
@@ -376,7 +376,7 @@ class ChatScreen(Screen[None]):
 
     def on_composer_typed(self, event: Composer.Typed) -> None:
         event.stop()
-        # Not a coroutine: one that is cancelled before it begins would never be awaited.
+        # A partial instead of a coroutine: a worker cancelled before its start would never await the coroutine.
         work = partial(self._suggest, event.line, event.is_first)
         _: Worker[None] = self.run_worker(work, group="suggestions", exclusive=True, exit_on_error=False)
 
@@ -389,14 +389,14 @@ class ChatScreen(Screen[None]):
         await self._tell_size(line)
 
     async def _tell_size(self, line: str) -> None:
-        """Says how many tokens the file has that has just been named, where a model is there to count them."""
+        """Show the tokens of the files named in ``line``, if a model is loaded that can count them."""
         model = self.session.model
         if model is None or self.replacing is not None or self._pending is not None or self.asked is not None:
             return
         if not line.endswith(" ") or "@" not in line:
             self.hint("")
             return
-        await asyncio.sleep(_TYPING_SECONDS)  # what is typed next cancels it
+        await asyncio.sleep(_TYPING_SECONDS)  # the next key cancels this worker
         is_wanted = threading.Event()
         is_wanted.set()
         try:
@@ -411,17 +411,17 @@ class ChatScreen(Screen[None]):
         event.stop()
         self.composer.complete(self.suggestions.choices[event.option_index])
 
-    # -- The message that is selected -------------------------------------------------------------------------------
+    # -- The selected message ----------------------------------------------------------------------------------------
 
     @property
     def selected(self) -> MessageView | None:
-        """The message that is selected; None if the editor has the focus."""
+        """The selected message, or None if the editor has the focus."""
         focused = self.focused
         nodes = () if focused is None else focused.ancestors_with_self
         return next((node for node in nodes if isinstance(node, MessageView)), None)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys for what cannot be done are not shown."""
+        """Hide the keys of actions that are not possible."""
         if action not in ("on_message", "branch", "step", "unfold"):
             return True
         view = self.selected
@@ -444,11 +444,11 @@ class ChatScreen(Screen[None]):
     # -- Selecting -------------------------------------------------------------------------------------------------
 
     def action_select(self, by: int) -> None:
-        """Selects the message before or after; from the editor, the last one."""
+        """Select the previous or next message; from the editor, the last one."""
         self.app.ask(self._select(by), group="select")
 
     async def _select(self, by: int) -> None:
-        # What was just sent may take the place of what is there.
+        # A message that was just sent may replace drawn messages.
         if self.turn is not None and not self.turn.has_ended:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.turn.is_drawn.wait(), _DRAWN_SECONDS)
@@ -467,7 +467,7 @@ class ChatScreen(Screen[None]):
             self.set_focus(views[place])
 
     def action_select_first(self) -> None:
-        """Selects the first message that is drawn, and draws earlier ones where there are any."""
+        """Select the first drawn message, and draw earlier messages if there are any."""
         views = self.transcript.views
         if views:
             self.set_focus(views[0])
@@ -499,7 +499,7 @@ class ChatScreen(Screen[None]):
         self.app.spawn(self._find(self.finder.text, event.step), group="find")
 
     async def _find(self, text: str, step: int) -> None:
-        """Shows a match of a text: ``step`` matches after the one that is shown, or the last one."""
+        """Show the match ``step`` matches after the current one. If there is no current match, show the last one."""
         conversation = self.session.conversation
         matches = await self.app.offload(commands.matches, conversation, text)
         if text != self.finder.text:
@@ -511,32 +511,32 @@ class ChatScreen(Screen[None]):
         self.finder.count(at + 1, len(matches))
         await self.transcript.show_match(conversation, text, self._match)
 
-    # -- Doing -----------------------------------------------------------------------------------------------------
+    # -- Actions -----------------------------------------------------------------------------------------------------
 
     def action_on_message(self, command: str, more: str = "") -> None:
         if (view := self.selected) is not None:
             self.run_command(f"/{command} {view.place.number} {more}")
 
     def edit(self, message: Message) -> None:
-        """Puts a message into the editor; what is sent next takes its place, as another branch."""
+        """Load a message into the editor. The next message replaces it, in another branch."""
         self.replacing = message.id
         self.composer.put(message.text)
-        reply = f"the reply; {self.app.key_of('continue')} continues it then"
+        reply = f"the reply; {self.app.key_of('continue')} continues it afterwards"
         what = "your message" if message.role == "user" else reply
         is_kept = self.session.conversation.was_replied_to(message.id)
         stays = "keeps the old one as a branch" if is_kept else "sends it"
-        self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
+        self.hint(f"Editing {what}: Enter {stays}, Esc cancels.")
         self.set_focus(self.composer)
 
     def action_branch(self) -> None:
-        """Has the next message go on from this one, beside what follows it now."""
+        """Make the next message a reply to the selected message, as a new branch."""
         if (view := self.selected) is None:
             return
         id_ = view.message.id
         after = next((later for later in self.session.conversation.path() if later.parent == id_), None)
         self.replacing = None if after is None else after.id
         self.composer.empty()
-        self.hint("A new branch: what you send goes on from the selected reply. Esc leaves it.")
+        self.hint("New branch: your message continues from the selected reply. Esc cancels.")
         self.set_focus(self.composer)
 
     def action_step(self, by: int) -> None:
@@ -544,16 +544,16 @@ class ChatScreen(Screen[None]):
             self.action_step_message(view.message.id, by)
 
     def action_step_message(self, id_: str, by: int) -> None:
-        """For clicks."""
+        """Switch branches after a click."""
         self.app.ask(self.step(id_, by), group="step")
 
     async def switch(self, id_: str) -> None:
-        """Goes to the branch that a message is in."""
+        """Switch to the branch of a message."""
         await self.app.offload(self.session.switch, id_)
         await self.refresh_all()
 
     async def step(self, id_: str, by: int) -> None:
-        """Goes to another branch, and selects the message there."""
+        """Switch to a sibling branch, and select its message."""
         branches = [message.id for message in self.session.conversation.siblings(id_)]
         place = branches.index(id_) + by
         if not 0 <= place < len(branches):
@@ -570,7 +570,7 @@ class ChatScreen(Screen[None]):
     # -- Commands, links -------------------------------------------------------------------------------------------
 
     def run_command(self, text: str) -> None:
-        """Runs a command as it is typed, with its slash."""
+        """Run a command in typed form, with its slash."""
         self.app.ask(self._run_command(text), group="command")
 
     async def _run_command(self, text: str) -> None:
@@ -586,18 +586,18 @@ class ChatScreen(Screen[None]):
         self.app.spawn(open_link(self.app, event.href), group="link")
 
 
-#: More files than these are not named one by one.
+#: Maximum number of files that are named separately.
 _MAX_NAMED = 3
 
 
 def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threading.Event) -> str:
-    """The files that a line names, and their tokens; counting ends where nobody waits for it any more."""
+    """Return the files that a line names with their tokens. Counting stops when ``is_wanted`` is cleared."""
 
     def count(text: str) -> int:
         return len(model.tokenize(text, add_special=False)) if is_wanted.is_set() else 0
 
     files, _, skipped, n_tokens, is_cut = session.attach(line, count)
-    left_out = f"; {len(skipped):,} that are not text are left out" if skipped else ""
+    left_out = f"; {len(skipped):,} that are not text are skipped" if skipped else ""
     if is_cut:
         sent = sum(file.n_tokens for file in files)
         return f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {sent:,} fit{left_out}"

@@ -17,7 +17,10 @@ from localllm.tui.text import escape_controls
 
 
 class ChatsScreen(Find[ChatSummary]):
-    """The saved chats; the result is the id of one to open.  It notes ``deleted`` ids, and new ``titles`` by id."""
+    """The saved chats. The result is the id of the chat to open.
+
+    ``deleted`` contains the ids of deleted chats, and ``titles`` the new titles by id.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Open", priority=True),
@@ -28,7 +31,7 @@ class ChatsScreen(Find[ChatSummary]):
     ]
 
     def __init__(self, store: Store, open_ids: Set[str], search: str = "", *, archived: bool = False) -> None:
-        """``open_ids`` are those of the chats that are open here."""
+        """``open_ids`` are the ids of the chats that are open in this app."""
         super().__init__(_title(archived), "Search titles and messages", search)
         self._store = store
         self._open_ids = open_ids
@@ -54,8 +57,8 @@ class ChatsScreen(Find[ChatSummary]):
         if entry is not None:
             return ""
         if self._field.value.strip():
-            return "no chat has these words"
-        return "no chat is archived" if self._archived else "no chat is kept yet"
+            return "no chat contains these words"
+        return "no chat is archived" if self._archived else "no chat is saved yet"
 
     def result(self, entry: ChatSummary | None) -> str | None:
         return None if entry is None else entry.id
@@ -85,7 +88,7 @@ class ChatsScreen(Find[ChatSummary]):
 
     def action_delete(self) -> None:
         if not self._field.cursor_at_end or not self._field.selection.is_empty:
-            raise SkipAction  # there is something to delete in the field
+            raise SkipAction  # let the field delete text
         self.action_on_highlighted("delete")
 
     async def _delete(self, chosen: ChatSummary) -> None:
@@ -110,7 +113,7 @@ def _messages(summary: ChatSummary) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago something was, roughly."""
+    """Return an approximate age, such as "3 hours ago"."""
     for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if (n := int(seconds // length)) >= 1:
             return f"{n:,} {name}{'s' * (n != 1)} ago"

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
     from localllm.tui.screens.chat import ChatScreen
 
-#: Lines and characters of a notification; a dialog shows longer texts.
+#: Maximum lines and characters of a notification. A dialog shows longer texts.
 _MAX_LINES = 3
 _MAX_LENGTH = 400
 
 
-#: Answers to a tool call, and their labels, which fit into a line of 32 columns.
+#: Answers to a tool call, with labels that fit on a line of 32 columns.
 PERMISSIONS = {
-    "no": "No: the model is told so",
+    "no": "No: refuse this call",
     "once": "Yes, this time",
     "chat": "Yes, from now on in this chat",
     "always": "Yes, always, with any arguments",
@@ -54,7 +54,7 @@ PERMISSIONS = {
 
 
 class ScreenUI(commands.UI):
-    """The app, as commands know it; `on_screen` calls the method ``on_NAME`` of a command."""
+    """The app's user interface for commands. `on_screen` calls the method ``on_NAME`` for command NAME."""
 
     has_screen = True
 
@@ -69,7 +69,7 @@ class ScreenUI(commands.UI):
         return self._screen.session
 
     async def run(self, text: str) -> None:
-        """Runs a command as it is typed.  Raises LocalLLMError if there is none of this name, or it fails."""
+        """Run a command in typed form. Raises LocalLLMError if the command is unknown or fails."""
         call = commands.parse(text)
         if not isinstance(call, str):
             self._command = call.command.name
@@ -188,9 +188,9 @@ class ScreenUI(commands.UI):
         self._screen.finder.open(text)
 
     async def on_compare(self, name: str) -> None:
-        """Shows two replies side by side, of which another model writes the second one if it is named.
+        """Show two replies side by side. If a model is named, it first writes the second reply.
 
-        The model of before is loaded again while the replies are read.
+        The previous model is loaded again while the user reads the replies.
         """
         screen = self._screen
         screen.n_comparisons += 1
@@ -207,7 +207,7 @@ class ScreenUI(commands.UI):
             before = screen.models.name
             await screen.models.change(name)
             if screen.models.name != name:
-                return  # which was told
+                return  # loading failed, and the user was notified
             self._app.keys.go_on()
             screen.begin(partial(session.regenerate, None))
             await screen.ended.wait()
@@ -235,10 +235,10 @@ class ScreenUI(commands.UI):
             self._app.notify(f"copied {len(message.content):,} characters")
 
     async def _copy_code(self, message: Message, number: str | None = None) -> None:
-        """Puts a block of code on the clipboard: the one of a number, from 1, or one that is chosen."""
+        """Copy a code block to the clipboard: block ``number``, counted from 1, or a block that the user chooses."""
         blocks = {str(i): block for i, block in enumerate(await self.call(code_blocks, message.content), 1)}
         if not blocks:
-            raise UsageError("there is no block of code in this message")
+            raise UsageError("this message has no code block")
         if number is None and len(blocks) > 1:
             labels = []
             for i, (language, text) in blocks.items():
@@ -249,13 +249,13 @@ class ScreenUI(commands.UI):
                 return
         number = number or "1"
         if number not in blocks:
-            raise UsageError(f"there are {len(blocks)} blocks of code: give a number from 1 to {len(blocks)}")
+            raise UsageError(f"this message has {len(blocks)} code blocks: give a number from 1 to {len(blocks)}")
         _, text = blocks[number]
         self._app.copy_to_clipboard(text)
         self._app.notify(f"copied {_lines(text.splitlines())} of code")
 
     async def on_editor(self, argument: str) -> None:
-        """Opens the message in $VISUAL or $EDITOR.  Raises UsageError if that fails; the message stays as it was."""
+        """Edit the message in $VISUAL or $EDITOR. If that fails, raises UsageError and keeps the message."""
         command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
         if not command:
             advice = set_variable("EDITOR", "notepad" if sys.platform == "win32" else "nano")
@@ -309,7 +309,7 @@ class ScreenUI(commands.UI):
             app.theme = argument
         else:
             themes = ", ".join(sorted(app.available_themes))
-            raise UsageError(f"there is no theme {argument!r:.40}: there are {themes}")
+            raise UsageError(f"there is no theme {argument!r:.40}: the themes are {themes}")
 
     async def on_help(self, argument: str) -> None:
         await self._ask(HelpScreen())

@@ -28,21 +28,21 @@ Result = TypeVar("Result")
 Entry = TypeVar("Entry")
 
 
-#: Characters of a dialog's text.  The middle of a longer text is omitted: 40,000 short lines take a second to draw.
+#: Maximum characters of a dialog's text. The middle of a longer text is omitted: 40,000 short lines take 1 s to draw.
 _MAX_TEXT = 40_000
-#: Lines of a dialog's text that are visible on the smallest screen.
+#: Minimum number of visible lines of a dialog's text, on the smallest screen.
 _MIN_LINES = 2
 
 
 class DialogText(VerticalScroll, can_focus=False):
-    """The text of a dialog, which scrolls; `fit` bounds its height."""
+    """The scrollable text of a dialog. `fit` limits its height."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Static(Content(text)), classes="text")
 
     @property
     def n_below(self) -> int:
-        """The number of lines below the visible ones."""
+        """The number of lines below the visible lines."""
         return max(0, self.max_scroll_y - self.scroll_offset.y)
 
     def fit(self, height: int) -> None:
@@ -64,9 +64,9 @@ class DialogText(VerticalScroll, can_focus=False):
 
 
 class Dialog(ModalScreen[Result | None]):
-    """A box above the conversation; Esc closes it without a result.
+    """A box above the conversation. Esc closes it without a result.
 
-    Its text scrolls if it is long, so that the widgets below the text are always visible.
+    A long text scrolls, so that the widgets below the text are always visible.
     """
 
     app = getters.app(BaseApp)
@@ -101,7 +101,7 @@ class Dialog(ModalScreen[Result | None]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """Give the text the height that the widgets below it leave."""
+        """Give the text the height that remains after the other widgets."""
         box = self.query_one(".box")
         if self._text is None or not self._text.is_attached or box.styles.max_height is None:
             return
@@ -118,7 +118,7 @@ class Dialog(ModalScreen[Result | None]):
         self._text.fit(max(_MIN_LINES, limit - below))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Whether a key does something: keys that scroll the text do if it is longer than its area."""
+        """Enable the scroll keys only if the text is longer than its area."""
         return action != "scroll_text" or (self._text is not None and self._text.max_scroll_y > 0)
 
     def action_scroll_text(self, direction: str) -> None:
@@ -126,7 +126,7 @@ class Dialog(ModalScreen[Result | None]):
             getattr(self._text, f"scroll_{direction}")(animate=False)
 
     def content(self) -> ComposeResult:
-        """Widgets in the box, below its text."""
+        """Yield the widgets of the box, below its text."""
         yield from ()
 
     def action_close(self) -> None:
@@ -134,19 +134,19 @@ class Dialog(ModalScreen[Result | None]):
 
 
 class Choose(Dialog[str]):
-    """One of several things; the result is its id."""
+    """A list of choices. The result is the id of the selected choice."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", "Choose", priority=True)]
 
     def __init__(self, title: str, text: str, choices: Iterable[tuple[str, str]], at: int = 0) -> None:
-        """``choices`` are ids and what is shown for them; the one at place ``at`` is highlighted first."""
+        """``choices`` are pairs of id and label. The choice with index ``at`` is highlighted first."""
         super().__init__(title, text)
         self._at = at
         self._choices = list(choices)
 
     def content(self) -> ComposeResult:
         options = OptionList(*(Option(Content(escape_controls(label)), id=id_) for id_, label in self._choices))
-        options.highlighted = self._at  # before any key comes
+        options.highlighted = self._at  # set before the first key is handled
         yield options
 
     def action_choose(self) -> None:
@@ -158,7 +158,7 @@ class Choose(Dialog[str]):
 
 
 class Find(Dialog[str], Generic[Entry]):
-    """One of a list that is searched: letters go into the field above it, arrows move in the list."""
+    """A searchable list. Letters go to the field above the list, and arrow keys move in the list."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Choose", priority=True),
@@ -171,39 +171,39 @@ class Find(Dialog[str], Generic[Entry]):
     ]
 
     def __init__(self, title: str, placeholder: str, text: str = "", note: str = "") -> None:
-        """``note`` is shown until the list is there."""
+        """``note`` is shown until the list is loaded."""
         super().__init__(title)
         self.found: list[Entry] = []
         self._found_for: object = None
         self._field = Input(text, placeholder=placeholder, id="search")
         self._list = OptionList(classes="found")
-        self._list.can_focus = False  # it is looked at from the field
+        self._list.can_focus = False  # the field keeps the focus
         self._note = Static(note, classes="empty", markup=False)
         self.add_class("large")
 
     async def find(self, text: str) -> list[Entry]:
-        """The entries for a text in the field."""
+        """Return the entries that match the text in the field."""
         raise NotImplementedError
 
     def options(self) -> list[Option]:
-        """The list's options for the entries found."""
+        """Return the options for `found`."""
         raise NotImplementedError
 
     def first(self, before: int) -> int:
-        """The place that is highlighted in a new list, where it was ``before`` in the last one."""
+        """Return the index to highlight in a new list. ``before`` is the index in the previous list."""
         return before
 
     def note(self, entry: Entry | None) -> str:
-        """The note on the highlighted entry, or where nothing was found."""
+        """Return the note for the highlighted entry, or for an empty list."""
         raise NotImplementedError
 
     def result(self, entry: Entry | None) -> str | None:
-        """The result of choosing an entry; None for nothing yet."""
+        """Return the result of choosing an entry, or None to keep the dialog open."""
         raise NotImplementedError
 
     @property
     def wanted(self) -> object:
-        """The list's key; where it changes, another list is wanted."""
+        """The key of the list. When it changes, the list must be searched again."""
         return self._field.value
 
     def content(self) -> ComposeResult:
@@ -218,7 +218,7 @@ class Find(Dialog[str], Generic[Entry]):
         self.app.spawn(self.search(), group="find")
 
     async def search(self) -> None:
-        """Finds what is wanted now, and shows it."""
+        """Search for the current key, and show the result."""
         wanted = self.wanted
         try:
             found = await self.find(self._field.value)
@@ -234,7 +234,7 @@ class Find(Dialog[str], Generic[Entry]):
         self._explain()
 
     async def highlighted(self) -> Entry | None:
-        """The highlighted entry, once the search is over."""
+        """Return the highlighted entry, after the search is complete."""
         if self._found_for != self.wanted:
             await self.search()
         place = self._list.highlighted
@@ -274,12 +274,12 @@ class Find(Dialog[str], Generic[Entry]):
 
 
 def confirm(title: str, text: str, yes: str) -> Choose:
-    """A question; the result is "yes" if it was answered so."""
+    """Return a dialog with a question. Its result is "yes" if the user confirms."""
     return Choose(title, text, [("no", "Cancel"), ("yes", yes)])
 
 
 class TextDialog(Dialog[str]):
-    """A line of text."""
+    """A dialog for one line of text."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK", priority=True)]
 
@@ -296,15 +296,15 @@ class TextDialog(Dialog[str]):
 
 
 class CompareScreen(Dialog[str]):
-    """Two replies side by side; the result is the id of the one to go on with."""
+    """Two replies side by side. The result is the id of the reply to continue with."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("1,left", "pick(0)", "Go on with the left one", key_display="1"),
+        Binding("1,left", "pick(0)", "Continue with the left one", key_display="1"),
         Binding("2,right", "pick(1)", "With the right one", key_display="2"),
     ]
 
     def __init__(self, replies: Sequence[tuple[str, str, str]]) -> None:
-        """``replies`` are ids, the models' names and texts."""
+        """``replies`` are tuples of id, model name and text."""
         super().__init__("Compare")
         self._replies = replies
         self._views = [Reply() for _ in replies]
@@ -326,7 +326,7 @@ class CompareScreen(Dialog[str]):
 
 
 def rows(cells: Sequence[Sequence[str]]) -> list[Content]:
-    """Lines of cells, in columns of equal width."""
+    """Return lines of cells, aligned in columns."""
     columns = [[Content(escape_controls(cell)) for cell in column] for column in zip(*cells, strict=True)]
     widths = [max(cell.cell_length for cell in column) for column in columns]
     return [
@@ -336,12 +336,12 @@ def rows(cells: Sequence[Sequence[str]]) -> list[Content]:
 
 
 class SystemScreen(Dialog[str]):
-    """Edits the system prompt; the result is the new text."""
+    """The editor of the system prompt. The result is the new text."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "save", "Save", priority=True)]
 
     def __init__(self, prompt: str) -> None:
-        super().__init__("System prompt", "What the model is told before the conversation begins. Empty: nothing.")
+        super().__init__("System prompt", "Instructions for the model, before the conversation. May be empty.")
         self._prompt = prompt
         self.add_class("large")
 
@@ -356,19 +356,19 @@ class SystemScreen(Dialog[str]):
         self.dismiss(self.query_one(TextArea).text)
 
 
-#: Choices for a message that does not fit, beside those of `ContextFull`.
+#: Choices for a message that does not fit, in addition to the choices of `ContextFull`.
 EDIT, TAKE_BACK = "edit", "take back"
 
 _CHOICES = {
-    "drop": "Drop the oldest turns: the model does not get them any more; they stay here",
-    "summarise": "Summarise: the model writes down what was said, and goes on with that",
-    "stop": "Stop: the reply is left as it is",
+    "drop": "Drop the oldest turns: the model no longer gets them; they stay in this chat",
+    "summarise": "Summarise: a summary by the model replaces the oldest turns",
+    "stop": "Stop: the reply stays incomplete",
 }
 
 
 def ask_when_full(event: ContextFull) -> Choose:
-    """The dialog; its result is a `localllm.tui.chat.events.Choice`, `EDIT` or `TAKE_BACK`."""
-    what = "the conversation and the reply so far have" if event.in_reply else "the conversation has"
+    """Return the dialog. Its result is a `localllm.tui.chat.events.Choice`, `EDIT` or `TAKE_BACK`."""
+    what = "the conversation and the unfinished reply have" if event.in_reply else "the conversation has"
     text = f"{what[0].upper()}{what[1:]} {event.needed:,} tokens, and the context holds {event.context:,}."
     if event.choices == ("stop",):
         too_long = "reply is too long: ask for a shorter one"
@@ -386,7 +386,7 @@ def ask_when_full(event: ContextFull) -> Choose:
 
 
 async def open_link(app: BaseApp, address: str) -> None:
-    """Asks whether to open a link, with all of its address, and does so."""
+    """Show the full address of a link, and open or copy it if the user agrees."""
     text = spelled_out(address).replace("\n", "")
     choices = [("no", "Cancel"), ("copy", "Copy the address")]
     title = "Not a link to a web page"
@@ -405,18 +405,18 @@ def _placeholder(name: str, help_: str) -> str:
     return help_ if value is None else f"{value:g} by default; {help_}"
 
 
-#: The settings that the form has: their labels, and what a field without a value means.
+#: Labels and placeholders of the settings in the form. The placeholder explains an empty field.
 _FIELDS = {
     **{name: (o.label, _placeholder(name, o.brief)) for name, o in declared(Sampling).items() if o.label},
     "max_tokens": ("Longest reply", "tokens; none for no limit"),
     "thinking": ("Thinking", "on or off, for models that can"),
-    "reply_prefix": ("Reply begins with", "every reply goes on from it"),
-    "stop": ("Stop at", r"texts in quotes; \n is a line end"),
+    "reply_prefix": ("Reply starts with", "first text of every reply"),
+    "stop": ("Stop at", r"strings in quotes; \n is a line end"),
 }
 
 
 class SamplingScreen(Dialog[dict[str, Any]]):
-    """The settings of a chat; the result has all of them."""
+    """The form with the settings of a chat. The result contains all settings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+s", "save", "Save", priority=True),

@@ -19,12 +19,12 @@ from localllm.tui.screens.dialogs import Dialog
 
 _TYPING = (
     ("Enter", "sends"),
-    ("Ctrl+J", "begins a new line, as do Alt+Enter, Shift+Enter, and \\ before Enter"),
+    ("Ctrl+J", "starts a new line, as do Alt+Enter, Shift+Enter, and \\ before Enter"),
     ("↑ ↓", "in the first or last line: earlier messages"),
     ("/ @", "a command; a file or folder to attach. Tab completes"),
-    ("Ctrl+V", "attaches a picture from the clipboard, if the model sees"),
+    ("Ctrl+V", "attaches an image from the clipboard, if the model accepts images"),
     ("!", "a shell command; its output goes into the editor"),
-    ("Esc", "stops the reply; what was written is kept"),
+    ("Esc", "stops the reply; its text is kept"),
     ("Page ↑ ↓", "scrolls the conversation"),
     ("Ctrl+P", "searches the commands"),
     ("Ctrl+Page ↑ ↓", "switches between open chats"),
@@ -33,9 +33,9 @@ _TYPING = (
 )
 _ON_A_MESSAGE = (
     ("Ctrl+↑ Ctrl+↓", "select one, as do Shift+Tab and a click. Then:"),
-    ("e", "edits it: the chat continues from there; what followed stays as a branch"),
+    ("e", "edits it: the chat continues from there; later messages stay as a branch"),
     ("r", "regenerates the reply"),
-    ("b", "begins a new branch from this reply"),
+    ("b", "starts a new branch from this reply"),
     ("← →", "other branches, if it shows ‹ 2/3 ›"),
     ("c", "continues a reply that was cut off"),
     ("y, k", "copies it, or one of its code blocks (in tmux after: set -s set-clipboard on)"),
@@ -43,16 +43,14 @@ _ON_A_MESSAGE = (
     ("d", "deletes it and everything after it"),
     ("Esc, Enter", "back to the input"),
 )
-_COMMANDS_NOTE = (
-    "Commands missing an argument ask for it. N is the number of a message. // begins a message with a slash."
-)
+_COMMANDS_NOTE = "Commands ask for missing arguments. N is the number of a message. // starts a message with a slash."
 
-#: From so many columns on, keys and commands stand side by side.
+#: Minimum number of columns to show keys and commands side by side.
 _WIDE = 104
 
 
 class HelpScreen(Dialog[None]):
-    """All there is."""
+    """The help screen: all keys and commands."""
 
     def __init__(self) -> None:
         super().__init__("Help")
@@ -64,14 +62,14 @@ class HelpScreen(Dialog[None]):
 
 
 class _Help(Static):
-    """One text, for drawing many widgets takes its time."""
+    """The help as one widget, because drawing many widgets is slow."""
 
     def on_resize(self, event: events.Resize) -> None:
         self.update(help_text(event.size.width, cast(BaseApp, self.app).setup.keys))
 
 
 def help_text(width: int, changed: Mapping[str, str]) -> RenderableType:
-    """Keys and commands, in so many columns; some keys may be changed."""
+    """Return keys and commands for ``width`` columns. ``changed`` contains the keys that the user changed."""
     keys = Group(_part("Typing", _TYPING), "", _part("On a message", _ON_A_MESSAGE))
     rows = [(command.usage, command.help_and_key(changed)) for command in COMMANDS]
     commands = _part("Commands", rows, _COMMANDS_NOTE)

@@ -1,4 +1,4 @@
-"""Models: which are on this machine and whether they fit, and the one that is being loaded, by its own thread."""
+"""The list of models on this machine, and the loading of one model by a separate thread."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from localllm.tui.text import sentence
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
 
-#: Columns that are cut where the screen is narrow stand last.
+#: Columns of the list, most important first: a narrow screen cuts the last columns.
 _HEAD = ("model", "fits", "size", "format", "params", "context")
 
 
-#: Characters of a model's name that are shown on the narrowest screen.
+#: Minimum number of characters of a model's name on the narrowest screen.
 _SHORTEST_NAME = 12
 
 
 def _cut_middle(name: str, length: int) -> str:
-    """Return a name of at most ``length`` characters; names of models often differ at the end."""
+    """Return a name of at most ``length`` characters, cut in the middle: names of models often differ at the end."""
     if len(name) <= length:
         return name
     end = length // 2
@@ -40,10 +40,10 @@ def _cut_middle(name: str, length: int) -> str:
 
 
 class ModelsScreen(Find[ModelEntry]):
-    """The models to choose from; the result is the path of one, or what was typed."""
+    """The list of models. The result is the path of the selected model, or the typed text."""
 
     def __init__(self, list_models: Callable[[], Iterable[ModelEntry]], current: str | None) -> None:
-        """``current`` is the path of the model that is loaded."""
+        """``current`` is the path of the loaded model."""
         field = "Search, or a path to a GGUF file, or ORG/REPO[:QUANT]"
         super().__init__("Models", field, note="looking for models …")
         self._list_models = list_models
@@ -66,7 +66,7 @@ class ModelsScreen(Find[ModelEntry]):
     def options(self) -> list[Option]:
         cells = [_HEAD, *map(self._row, self.found)]
         fits, size = (max(len(row[column]) for row in cells) for column in (1, 2))
-        # Name, fit and size are visible in any width; an option has a column of padding on both sides.
+        # Name, fit and size are visible at any width. An option has one column of padding on both sides.
         room = self._list.scrollable_content_region.width - fits - size - 6
         lines = rows([(_cut_middle(name, max(_SHORTEST_NAME, room)), *row) for name, *row in cells])
         self._head.update(lines[0])
@@ -90,28 +90,28 @@ class ModelsScreen(Find[ModelEntry]):
         )
 
     def note(self, entry: ModelEntry | None) -> str:
-        return entry.error if entry else "no model here: type a path, or get one with localllm pull ORG/REPO"
+        return entry.error if entry else "no model here: type a path, or download one with localllm pull ORG/REPO"
 
     def result(self, entry: ModelEntry | None) -> str | None:
         return entry.path if entry else self._field.value.strip() or None
 
 
 class Cancelled(Exception):
-    """Loading was ended by whoever began it."""
+    """Loading was cancelled."""
 
 
 class Loading:
-    """How far loading one model is."""
+    """The progress of loading one model."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # what is being done, and the share that is done if it is known; any thread may read it
+        # activity, and its share of completion or None; read by any thread
         self.progress: tuple[str, float | None] = ("loading the model", None)
-        self.cancelled = threading.Event()  # any thread may set it: loading ends at its next report
+        self.cancelled = threading.Event()  # set by any thread; loading stops at its next progress report
         self.formats = ""  # see `localllm.loading.progress.ShowsFormats`
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """The progress callback of loading.  Raises Cancelled."""
+        """Record progress, as the callback of loading. Raises Cancelled."""
         if self.cancelled.is_set():
             raise Cancelled
         if stage == "weights":
@@ -121,23 +121,23 @@ class Loading:
             self.progress = (f"compiling kernels{what}: {total - done} left", None)
 
 
-#: Seconds between two looks at how far loading is.
+#: Interval in seconds between updates of the loading progress.
 _PERIOD = 0.1
 
 
-#: A message that is sent now waits for the model, is replied to, or is refused as loading failed.
+#: New messages wait for the model ("loading"), are sent ("loaded"), or are refused because loading failed ("none").
 ModelState = Literal["loading", "loaded", "none"]
 
 
 class ModelLoader:
-    """One model at a time for all chats, for two may not fit."""
+    """Loads the model that all chats share. Only one model is loaded at a time, because two may not fit in memory."""
 
     def __init__(self, app: BaseApp) -> None:
         self.state: ModelState = "loading"
-        # model, name: the one that is loaded, and its name, empty for the demo model; None if none is
+        # the loaded model and its name, or None; the name of the demo model is empty
         self.model: ChatModel | None = None
         self.name: str | None = None
-        self.chats: list[ChatScreen] = []  # those that are open
+        self.chats: list[ChatScreen] = []  # the open chats
         self._app = app
         self._loading: Loading | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -147,9 +147,9 @@ class ModelLoader:
             self._loading.cancelled.set()
 
     async def change(self, name: str) -> None:
-        """Loads a model in the place of the one before, which stays where the file of the new one cannot be read."""
+        """Replace the model. The old model stays loaded if the new file cannot be read."""
         if self.model is not None and self.name == name:
-            self._app.notify(f"{_title(name)} is loaded already")
+            self._app.notify(f"{_title(name)} is already loaded")
             return
         if self.state != "none":
             try:
@@ -163,9 +163,9 @@ class ModelLoader:
         await self.load(name)
 
     async def load(self, name: str, *, keeps: bool = True) -> None:
-        """Loads a model in the place of the one before, or of one that is being loaded; where that fails, asks.
+        """Replace the loaded or loading model. If that fails, let the user choose what to do.
 
-        ``name`` is as a command takes it, empty for the demo model; it is saved with the chats if ``keeps``.
+        ``name`` is the argument of a command, empty for the demo model. It is saved with the chats if ``keeps``.
         """
         self.cancel()
         loading = self._loading = Loading(name)
@@ -181,7 +181,7 @@ class ModelLoader:
             self._go_on()
 
     async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
-        """Loads a model and lets it reply; returns why it cannot be loaded, unless that was cancelled."""
+        """Load a model and pass it to all chats. Returns the error if loading fails, otherwise None."""
         if loading.cancelled.is_set():
             return None
         thread = asyncio.create_task(self._app.in_thread(self._app.setup.load, loading.name, loading))
@@ -201,7 +201,7 @@ class ModelLoader:
             await self._app.offload(model.close)
             return None
         self.model, self.name = model, loading.name
-        # It has a million objects that stay: to look through all of them takes a tenth of a second without a key.
+        # The model has a million permanent objects. Without freezing, a full collection would block keys for 0.1 s.
         gc.freeze()
         for chat in self.chats:
             await self._app.offload(chat.session.use_model, model, kept)
@@ -209,10 +209,10 @@ class ModelLoader:
             for chat in self.chats:
                 await chat.refresh_all()
         finally:
-            if not loading.cancelled.is_set():  # else the app ends, or another model is to be loaded
+            if not loading.cancelled.is_set():  # otherwise the app is quitting, or another model is loading
                 self.state, info = "loaded", model.info
                 shown = {"model": name_of(model), "device": info.device, "gpu_memory": info.gpu_bytes}
-                self._show(activity="", progress=None, **shown)  # only now, as /continue is refused before
+                self._show(activity="", progress=None, **shown)  # only now: earlier, /continue would be refused
                 self._go_on()
         return None
 
@@ -236,13 +236,13 @@ class ModelLoader:
     async def _ask_after_failure(self, name: str, before: str | None, error: Exception) -> None:
         can_go_back = before is not None and before != name
         back = [("back", f"Back to {_title(before)}")] if can_go_back else []
-        none = ("none", "Go on without a model: the chat can be read")
+        none = ("none", "Continue without a model: the chat can be read")
         chosen = await self._ask(name, error, *back, _OTHER, ("again", "Try again"), none)
         if chosen == "other":
             await self.choose()
         elif chosen == "again":
             await self.change(name)
-        elif before is not None and can_go_back and chosen != "none":  # Esc goes back as well
+        elif before is not None and can_go_back and chosen != "none":  # Esc also restores the old model
             await self.load(before)
 
     async def _ask(self, name: str, error: Exception, *choices: tuple[str, str]) -> str | None:
@@ -250,16 +250,16 @@ class ModelLoader:
         return await self._app.push_screen_wait(Choose(title, sentence(error), choices))
 
     async def tell_difference(self, saved: str) -> None:
-        """Says so where a chat that is opened was with another model than the one that is loaded."""
+        """Notify the user if an opened chat was saved with another model."""
         if self.name is None or self.name == saved:
             return
         try:
             await self._app.in_thread(self._app.setup.check, saved)
         except LocalLLMError:
-            here = f"the model of this chat, {saved}, is not here: {_title(self.name)} replies now"
+            here = f"the model of this chat, {saved}, is not available: {_title(self.name)} replies now"
             self._app.notify(here, severity="warning")
         else:
-            what = f"this chat was with {_title(saved)}: {_title(self.name)} replies now"
+            what = f"this chat used {_title(saved)}: {_title(self.name)} replies now"
             self._app.notify(f"{what}, /model changes that")
 
     async def choose(self) -> None:

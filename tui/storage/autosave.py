@@ -1,4 +1,4 @@
-"""Keeps a conversation in the store while it goes on, whatever becomes of the store."""
+"""Saves a conversation in the store while it changes, and tolerates errors of the store."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from localllm.errors import StoreError
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.storage.chats import ChatDeletedError, Store
 
-#: Seconds between two times that a reply is saved while it is written.
+#: Seconds between two saves of a reply during its generation.
 SAVE_SECONDS = 0.5
 
 
 class AutoSaver:
     """Saves one conversation.
 
-    Where the store fails, the chat goes on without it: that is told once, and what is not saved is tried again with
-    what comes next.
+    If the store fails, the chat continues without it. The failure is reported once. Unsaved changes are retried with
+    the next change.
     """
 
     def __init__(self, store: Store, conversation: Conversation) -> None:
@@ -36,7 +36,7 @@ class AutoSaver:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the store has the conversation, and all that was said in it."""
+        """Whether the store contains the conversation with all its messages."""
         return self._conversation.is_saved and not self._is_pending
 
     @property
@@ -44,7 +44,7 @@ class AutoSaver:
         return bool(self._unsaved or self._unset or self._undeleted) and not self._is_deleted
 
     def flush(self, seconds: float) -> str | None:
-        """Tries to save what is not saved yet, for so long; returns why that fails, or None."""
+        """Retry unsaved changes for up to ``seconds``. Returns the reason if that fails, otherwise None."""
         end = time.monotonic() + seconds
         while self._is_pending:
             with self._lock:
@@ -56,15 +56,15 @@ class AutoSaver:
         return None
 
     def save(self, *ids: str) -> None:
-        """Saves messages as they are now, and those that could not be saved before."""
+        """Save messages in their current state, together with all unsaved changes."""
         with self._lock:
             for id_ in ids:
                 self._unsaved[id_] = self._conversation[id_]
-            self._unset.pop("leaf", None)  # which is saved with messages, as it is now
+            self._unset.pop("leaf", None)  # saving messages also saves the current leaf
             self._try()
 
     def set(self, **changes: Any) -> None:
-        """Saves what belongs to the conversation as a whole; see `Store.set`."""
+        """Save properties of the conversation; see `Store.set`."""
         with self._lock:
             self._unset |= changes
             self._try()
@@ -78,7 +78,7 @@ class AutoSaver:
 
     @contextmanager
     def saving(self, id_: str) -> Iterator[None]:
-        """Saves a message again and again while the block runs, in a thread: a slow disk holds nothing up."""
+        """Save a message repeatedly while the block runs, in a thread: a slow disk must not delay generation."""
         ended = threading.Event()
 
         def run() -> None:
@@ -98,12 +98,12 @@ class AutoSaver:
             thread.join()
 
     def take_warning(self) -> str | None:
-        """The pending warning, once."""
+        """Return the pending warning and clear it, or None."""
         warning, self._warning = self._warning, None
         return warning
 
     def _try(self) -> None:
-        """Does all that is still to be done, in an order in which it can be done again."""
+        """Apply all unsaved changes, in an order that can be repeated after a failure."""
         if self._is_deleted:
             self._unsaved.clear()
             return
@@ -117,12 +117,12 @@ class AutoSaver:
             if self._unsaved:
                 self._store.save(self._conversation, self._unsaved.values())
                 self._unsaved.clear()
-        except ChatDeletedError as error:  # it does not come back, least of all halved
-            self._warning = f"{error}: what is said here is not saved; /export writes it into a file"
+        except ChatDeletedError as error:  # never recreate a deleted chat from its unsaved part
+            self._warning = f"{error}: new messages are not saved; /export writes the chat to a file"
             self._is_deleted, self._conversation.is_saved = True, False
         except StoreError as error:
             if self._failure is None:
-                self._warning = f"{error}; the chat goes on, but is not saved"
+                self._warning = f"{error}; the chat continues, but is not saved"
             self._failure = str(error)
         else:
             self._failure = None

@@ -1,4 +1,4 @@
-"""A message of the conversation as it stands on the screen."""
+"""The widget of one message."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from localllm.tui.widgets.reply import Reply, block_end
 
 
 class Thinking(Collapsible):
-    """A thinking section, drawn only while it is open, in blocks, of which only the last one changes."""
+    """The model's thinking. It is drawn only while expanded, in blocks; only the last block changes."""
 
     def __init__(self, text: str, seconds: float | None) -> None:
         self.text = escape_controls(text)
-        self._n_drawn = 0  # characters of blocks that stay as they are
+        self._n_drawn = 0  # characters of finished blocks
         self._last = Static(classes="thought")
         self._body = Vertical(self._last, classes="thoughts")
         super().__init__(self._body, title=_title(self.text, seconds, False), collapsed=True)
 
     def write(self, text: str, seconds: float) -> None:
-        """Adds a piece, after so many seconds of thinking."""
+        """Append text. ``seconds`` is the thinking time up to now."""
         self.text += escape_controls(text)
         self.title = _title(self.text, seconds, True)
         self._draw()
 
     def show(self, text: str, seconds: float | None) -> None:
-        """Shows what was thought in the end; how long it took, if that is known."""
+        """Show the complete thinking. ``seconds`` is the thinking time, or None if it is unknown."""
         whole = escape_controls(text)
         if not whole.startswith(self.text[: self._n_drawn]):
             self._n_drawn = 0
@@ -79,26 +79,29 @@ def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
     return f"Thought in {n_words:,} word{'s' * (n_words != 1)}"
 
 
-#: Characters of a call's arguments that are shown before it is unfolded.
+#: Characters of a call's arguments in its title.
 _MAX_OF_A_CALL = 200
-#: Characters of a call's arguments, and of its result, that are shown after it is unfolded.
+#: Maximum characters of a call's arguments, and of its result, in the expanded section.
 _MAX_UNFOLDED = 20_000
-#: Lines and characters of a user's message that are shown before it is unfolded.
+#: Maximum lines and characters of a user's message before it is folded.
 _MAX_LINES = 30
 _MAX_CHARACTERS = 5000
 
 _ENDS = {
     "stopped": "stopped",
-    "length": "cut off at the most tokens that a reply may have",
+    "length": "cut off at the maximum number of tokens",
     "context": "cut off: the context is full",
     "failed": "cut off by an error",
-    "killed": "cut off: the program was ended",
+    "killed": "cut off: the program ended",
     "edited": "edited",
 }
 
 
 class Place(NamedTuple):
-    """A message of the path: its number and its branch (which, of how many), from 1, and the ``divider`` above it."""
+    """The place of a message on the path: its number and branch (number and total), and the ``divider`` above it.
+
+    Numbers count from 1.
+    """
 
     message: Message
     number: int
@@ -108,7 +111,7 @@ class Place(NamedTuple):
 
 
 class MessageView(Vertical, can_focus=True):
-    """A message, which can be selected, and then be edited, copied, …"""
+    """A message that can be selected, and then edited, copied and so on."""
 
     app = getters.app(BaseApp)
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -139,12 +142,12 @@ class MessageView(Vertical, can_focus=True):
         self._is_unfolded = False
         self._writer = ""
         self._clock = ThinkingClock()
-        # What streams in comes as pieces, from the first one on.
+        # A streaming reply starts empty: all its text arrives as pieces.
         self._thinking = Thinking("" if is_streaming else self.message.thinking, _seconds(self.message))
         self._thinking.display = bool(self._thinking.text.strip())
         self._reply = Reply()
         self._shown_calls: tuple[Call, ...] = ()
-        # Not looked for by their classes: they may not be there yet, or not any more where the app ends.
+        # Attributes instead of queries by class: children might not be mounted yet, or be gone when the app ends.
         self._divider, self._head = Static(classes="divider"), Static(classes="head")
         self._said, self._foot = Static(classes="said"), Static(classes="foot")
         self._calls, self._pictures = Vertical(classes="calls"), Static(classes="said")
@@ -164,13 +167,13 @@ class MessageView(Vertical, can_focus=True):
 
     @property
     def can_unfold(self) -> bool:
-        """Whether something is folded in it: thinking, calls of tools, or the end of a user's long message."""
+        """Whether the message has foldable parts: thinking, tool calls, or a long text of the user."""
         text = self.message.text
         is_long = self.message.role == "user" and (text.count("\n") >= _MAX_LINES or len(text) > _MAX_CHARACTERS)
         return bool(self._thinking.display) or is_long or bool(self.message.calls)
 
     def show(self, place: Place) -> None:
-        """Shows the same message as it is now, its text aside."""
+        """Update everything except the text."""
         if place != self.place or place.message != self.message:
             self.place, self.message = place, place.message
             self._draw()
@@ -186,7 +189,7 @@ class MessageView(Vertical, can_focus=True):
         self._draw()
 
     def locate(self, text: str, number: int) -> tuple[Widget, int]:
-        """Return the widget that shows the place ``number`` of a text, and the place's line in it."""
+        """Return the widget that shows match ``number`` of ``text``, and the line of the match in the widget."""
         if self.message.role == "user" and not self._is_unfolded and self.can_unfold:
             self._is_unfolded = True
             self._draw()
@@ -203,12 +206,12 @@ class MessageView(Vertical, can_focus=True):
         return self, 0
 
     async def fill(self) -> None:
-        """Draws what a reply says, where that is not being written."""
+        """Draw the text of a reply, unless it is still streaming."""
         if self.message.role == "assistant" and not self._is_streaming:
             await self._reply.show(self.message.content)
 
     def begin(self, writer: str) -> None:
-        """The model of a name writes it, or goes on."""
+        """Start or continue streaming by the model named ``writer``."""
         self._is_streaming = True
         self._writer = writer
         self._clock = ThinkingClock(_seconds(self.message))
@@ -251,7 +254,7 @@ class MessageView(Vertical, can_focus=True):
         self._pictures.update(Content("\n\n").join(drawn))
 
     def _draw_calls(self) -> None:
-        """Shows calls of tools, their results folded."""
+        """Show the tool calls as collapsed sections."""
         if self._shown_calls != self.message.calls and self._calls.is_attached:
             self._shown_calls = self.message.calls
             self._calls.remove_children()
@@ -287,12 +290,12 @@ class MessageView(Vertical, can_focus=True):
             return Content("")
         parts = [f"+ {escape_controls(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
         if message.role == "assistant" and message.state in _ENDS:
-            how = f" · {self.app.key_of('continue')} goes on" if self.place.is_last else ""
+            how = f" · {self.app.key_of('continue')} continues" if self.place.is_last else ""
             parts.append(_ENDS[message.state] + how)
         return Content("\n".join(parts))
 
     def _step(self, symbol: str, by: int, is_possible: bool) -> tuple[str, str | Style]:
-        """A symbol that goes to another branch when it is clicked."""
+        """Return a symbol that switches to another branch when clicked."""
         if not is_possible:
             return (symbol, "dim")
         return (symbol, Style.from_meta({"@click": f"screen.step_message({self.message.id!r}, {by})"}))

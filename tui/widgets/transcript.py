@@ -1,4 +1,4 @@
-"""The conversation on the screen: the messages of the path that is being talked about."""
+"""The scrollable list of messages on the current path."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from localllm.tui.commands import Match
 from localllm.tui.text import SELECT_KEY
 from localllm.tui.widgets.message import MessageView, Place
 
-#: Messages that are drawn at first, and how many more each time that earlier ones are asked for.
+#: Number of messages drawn at first, and added each time the user requests earlier messages.
 MAX_DRAWN = 30
 
-#: Seconds between two looks at the place of a match, and looks until it stays.
+#: Interval in seconds between checks of a match's position, and maximum number of checks until it is stable.
 _LAYOUT_SECONDS = 0.03
 _MAX_LOOKS = 30
 
 WELCOME = f"""\
 Type a message, and press Enter.
 
-/ begins a command: /help lists them; Ctrl+P finds them
+/ starts a command: /help lists them; Ctrl+P finds them
 @ attaches a file or a folder: @notes.txt
 {SELECT_KEY} selects a message: to edit, regenerate, branch or copy it\
 """
 
 
 class Transcript(VerticalScroll, can_focus=False):
-    """The messages.  It follows its end unless somebody scrolls away from there."""
+    """The messages. The view follows the end until the user scrolls up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._n_drawn = MAX_DRAWN
         self._conversation: str | None = None
         self._match: Match | None = None  # the match on the screen
-        # Several tasks may want it drawn, and drawing waits for widgets.
+        # Several tasks may draw, and drawing awaits widgets.
         self._drawing = asyncio.Lock()
 
     @property
@@ -47,14 +47,14 @@ class Transcript(VerticalScroll, can_focus=False):
         return [child for child in self.children if isinstance(child, MessageView)]
 
     def view(self, id_: str) -> MessageView | None:
-        """The view of a message; None if it is not drawn."""
+        """Return the view of a message, or None if it is not drawn."""
         return next((view for view in self.views if view.message.id == id_), None)
 
     def on_mount(self) -> None:
         self.anchor()
 
     async def show(self, conversation: Conversation, *, streaming: str | None = None, writer: str = "") -> None:
-        """Draws the path; the model named ``writer`` is about to write the reply of the id ``streaming``."""
+        """Draw the path. Reply ``streaming`` is about to be written by the model named ``writer``."""
         async with self._drawing:
             if conversation.id != self._conversation:
                 self._conversation, self._n_drawn = conversation.id, MAX_DRAWN
@@ -72,7 +72,7 @@ class Transcript(VerticalScroll, can_focus=False):
             for id_, view in kept.items():
                 view.show(drawn[id_])
             await self._draw_notices(len(self._places) - len(drawn))
-            # Two paths share their beginning: what is kept stands together, what is new before it or after it.
+            # Both paths share their start, so kept views are contiguous. New views are before or after them.
             first = next(iter(kept.values()), None)
             new = []
             for id_, place in drawn.items():
@@ -81,7 +81,7 @@ class Transcript(VerticalScroll, can_focus=False):
                     continue
                 new.append(MessageView(place, is_streaming=id_ == streaming))
                 await self.mount(new[-1], before=first)
-        for view in new[::-1]:  # what is seen first, for long ones take their time
+        for view in new[::-1]:  # from the visible end up, because long messages take time
             await view.fill()
         written = None if streaming is None else self.view(streaming)
         if written is not None:
@@ -96,14 +96,14 @@ class Transcript(VerticalScroll, can_focus=False):
             await self.mount(Static(Content.from_markup(text), classes="note earlier"), before=0)
 
     async def show_earlier(self, conversation: Conversation) -> None:
-        """Draws more of the messages before those that are drawn, if there are any."""
+        """Draw more of the earlier messages, if there are any."""
         if len(self._places) > self._n_drawn:
             self.release_anchor()
             self._n_drawn += MAX_DRAWN
             await self.show(conversation)
 
     async def show_match(self, conversation: Conversation, text: str, match: Match | None) -> None:
-        """Scroll to a match of ``text`` and mark its block.  Without a match no block is marked."""
+        """Scroll to a match of ``text`` and mark its block. If ``match`` is None, only remove the mark."""
         self.query(".match").remove_class("match")
         self._match = match
         if match is None:
@@ -114,7 +114,7 @@ class Transcript(VerticalScroll, can_focus=False):
             return
         self.release_anchor()
         tops: list[int] = []
-        # Blocks that were drawn just now move until the layout is done.
+        # New blocks move until the layout is complete.
         while len(tops) < _MAX_LOOKS and (len(set(tops[-3:])) != 1 or len(tops) < 3):
             refreshed = asyncio.Event()
             self.call_after_refresh(refreshed.set)
@@ -135,7 +135,7 @@ def _places(conversation: Conversation) -> list[Place]:
     for i, message in enumerate(path):
         divider = ""
         if window is not None and window.first == message.id and i:
-            divider = f"↑ {i:,} message{'s' * (i != 1)} that the model does not get any more"
-            divider += ", but a summary of them" if window.summary else ""
+            divider = f"↑ {i:,} message{'s' * (i != 1)} that the model no longer gets"
+            divider += ", replaced by a summary" if window.summary else ""
         places.append(Place(message, i + 1, conversation.branch_of(message.id), divider, i == len(path) - 1))
     return places
