@@ -28,8 +28,10 @@ _TYPES_OF_KEYWORDS = {
     **dict.fromkeys(("minimum", "maximum", "multipleOf"), "number"),
 }
 
-#: Quantifiers, which make backtracking slow if a pattern has many or repeats a group.
-_QUANTIFIER, _QUANTIFIED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+#: Quantifiers and alternatives, which make backtracking slow if a pattern has many or repeats a group.
+_QUANTIFIER, _QUANTIFIED_GROUP = re.compile(r"[*+{?|]"), re.compile(r"\)[*+{]")
+#: Characters of a pattern and of a name that are compared.
+_MAX_PATTERN, _MAX_NAME = 256, 64
 
 #: Schemas inside each other that are evaluated.
 _MAX_DEPTH = 50
@@ -113,7 +115,7 @@ class ArgumentTypes:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(target, Mapping):
                 target = target.get(name)
-            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            elif isinstance(target, list) and name.isdecimal() and int(name[:9]) < len(target):
                 target = target[int(name)]
             else:
                 return None
@@ -153,11 +155,13 @@ def _parts(schema: Mapping[str, Any], name: str, with_additional: bool) -> list[
 
 def _may_match(pattern: str, name: str) -> bool:
     """Whether a pattern of ``patternProperties`` matches a name; also True if finding out could take long."""
-    if len(_QUANTIFIER.findall(pattern)) > 2 or _QUANTIFIED_GROUP.search(pattern) or len(name) > 256:
+    if len(pattern) > _MAX_PATTERN or len(name) > _MAX_NAME:
+        return True
+    if len(_QUANTIFIER.findall(pattern)) > 2 or _QUANTIFIED_GROUP.search(pattern):
         return True
     try:
         return re.search(pattern, name) is not None
-    except re.error:  # not every ECMA-262 pattern is valid in Python
+    except (re.error, OverflowError, RecursionError):  # not every ECMA-262 pattern is valid in Python
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from typing import NamedTuple, Self
 
@@ -15,13 +16,15 @@ TOKEN_QUOTE = '<|"|>'
 
 #: Python's names for JSON's words.
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 #: The start of such a word.
 PARTIAL_WORD = re.compile(r"t|tr|tru|true|f|fa|fal|fals|false|n|nu|nul|null|-?\d*\.?\d*(?:[eE][+-]?\d*)?", re.ASCII)
 
 _SPACE = re.compile(r"\s*")
-#: White space that JSON does not allow.
-_OTHER_SPACE = re.compile(r"[^ \t\n\r]")
+#: White space that JSON does not allow between its tokens.
+_OTHER_SPACE = re.compile(r"[^\S \n\r\t]")
+#: White space after a quotation mark or a value, by which it is certain that they have ended.
+_LONGEST_SPACE = 1000
 #: Characters of a string up to its end or an escape, by quotation mark.
 _CHARACTERS = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 #: An escape; surrogates come in pairs.
@@ -31,15 +34,23 @@ _ESCAPE = re.compile(
 )
 #: Length of the longest escape.
 _LONGEST_ESCAPE = 12
-_BARE_KEY = re.compile(r"""[^\s{}\[\]:,"'<=]+""")
+#: A key without quotation marks; a longer one is split.
+_LONGEST_BARE_KEY = 256
+_BARE_KEY = re.compile(rf"""[^\s{{}}\[\]:,"'<=]{{1,{_LONGEST_BARE_KEY}}}+""")
 #: A key and its colon; the start of one. Longer ones are not recognized after a missing comma.
-_KEY = re.compile(r"""\s*(?:"[^"\\]{0,80}"|'[^'\\]{0,80}'|<\|"\|>[^<]{0,80}<\|"\|>|[\w$.-]{1,80})\s*:""")
+_KEY = re.compile(r"""(?:"[^"\\]{0,80}"|'[^'\\]{0,80}'|<\|"\|>[^<]{0,80}<\|"\|>|[\w$.-]{1,80})\s{0,20}:""")
 _PARTIAL_KEY = re.compile(
-    r"""\s*(?:"[^"\\]{0,80}(?:"\s*)?|'[^'\\]{0,80}(?:'\s*)?|<[^<]{0,84}(?:<\|?"?\|?>?\s*)?|[\w$.-]{1,80}\s*)?"""
+    r"""(?:"[^"\\]{0,80}(?:"\s{0,20})?|'[^'\\]{0,80}(?:'\s{0,20})?"""
+    r"""|<(?:\|(?:"(?:\|(?:>[^<]{0,80}(?:<(?:\|(?:"(?:\|(?:>\s{0,20})?)?)?)?)?)?)?)?)?|[\w$.-]{1,80}\s{0,20})\Z"""
 )
 #: Characters that may end a value without quotation marks.
 _BARE_VALUE_END = {"}": re.compile(r"[,}\n]"), "]": re.compile(r"[,\]\n]"), "": re.compile(r"\Z")}
-_BARE_WORD = re.compile(r"[\w.+-]+(?=\s*[,}\]\n])")
+_BARE_WORD = re.compile(r"[\w.+-]{1,100}+(?=\s{0,20}[,}\]\n])")
+
+
+def is_word(text: str) -> bool:
+    """Return whether a text is a word or number of JSON. A number beyond float64 is none."""
+    return bool(_WORD.fullmatch(text)) and (text[0] in "tfn" or math.isfinite(float(text)))
 
 
 class JSONReader:
@@ -200,15 +211,15 @@ class JSONReader:
         """Whether a quotation mark before ``at`` ends a string; None if more text is needed."""
         if self.is_strict or self.quote == TOKEN_QUOTE:
             return True
-        at = _space_end(text, at, end)
-        if at == end:
-            return True if is_whole else None
+        start, at = at, _space_end(text, at, end)
+        if at == end or at - start >= _LONGEST_SPACE:
+            return True if is_whole or at - start >= _LONGEST_SPACE else None
         if self._is_key:
             return text[at] in ":,}="
         if text[at] == "," and self._bracket == "}":
-            at = _space_end(text, at + 1, end)
-            if at == end:
-                return True if is_whole else None
+            start, at = at + 1, _space_end(text, at + 1, end)
+            if at == end or at - start >= _LONGEST_SPACE:
+                return True if is_whole or at - start >= _LONGEST_SPACE else None
             return text[at] in "\"'<}" or self._is_key_at(text, at, end, is_whole)
         if text[at] in "}],":
             return True
@@ -223,7 +234,7 @@ class JSONReader:
         """Whether a key and its colon follow; None if more text is needed."""
         if _KEY.match(text, at, end):
             return True
-        return None if _PARTIAL_KEY.fullmatch(text, at, end) and not is_whole else False
+        return None if not is_whole and _PARTIAL_KEY.match(text, at, end) else False
 
     # -- Tokens ----------------------------------------------------------------------------------------------------
 
@@ -308,7 +319,7 @@ class JSONReader:
         if key is None:
             self.n_repairs += 1
             return "", 1
-        if key.end() == end and not is_whole:
+        if key.end() == end and len(key[0]) < _LONGEST_BARE_KEY and not is_whole:
             return "", 0
         out = self._next_item()
         self._expects = ":"
@@ -317,7 +328,7 @@ class JSONReader:
     def _bare_value(self, text: str, at: int, end: int, is_whole: bool) -> tuple[str, int]:
         """A number or word, or a string without quotation marks, which a comma ends only before the next key."""
         word = _BARE_WORD.match(text, at, end)
-        if word is not None and WORD.fullmatch(PYTHON_WORDS.get(word[0], word[0])):
+        if word is not None and is_word(PYTHON_WORDS.get(word[0], word[0])):
             value_end: int | None = word.end()
         else:
             value_end = self._bare_value_end(text, at, end, is_whole)
@@ -327,7 +338,7 @@ class JSONReader:
         out = self._next_item()
         self._expects = ","
         json_word = PYTHON_WORDS.get(value, value)
-        if WORD.fullmatch(json_word):
+        if is_word(json_word):
             return out + json_word, value_end - at
         self.n_repairs += 1
         return out + json.dumps(value, ensure_ascii=False), value_end - at
@@ -337,6 +348,8 @@ class JSONReader:
             if mark[0] in "}]" or (mark[0] == "," and self._bracket == "]"):
                 return mark.start()
             place = _space_end(text, mark.end(), end)
+            if place - mark.end() >= _LONGEST_SPACE:
+                return mark.start()
             is_end = text[place : place + 1] in ("}", "]", '"', "'") if place < end else is_whole or None
             is_end = is_end or (self._is_key_at(text, place, end, is_whole) if place < end else is_end)
             if is_end is None:

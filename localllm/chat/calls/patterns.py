@@ -92,12 +92,13 @@ NAMED_HEAD = re.compile(r'\s*\{\s*(?P<name>"(?:[^"\\]|\\.)*")\s*:\s*\{')
 
 #: Calls without tags, at the start of a reply: JSON, a list of Python calls, or a name on a separate line.
 BARE = re.compile(
-    r"\[?\s*\{|\[\s*(?P<in_list>[\w.-]+)\((?P<has_keyword>\s*(?:\w+\s*=(?!=)|\)))?|(?P<on_line>[\w.-]+)\n\s*\{"
+    r"\[?\s{0,99}\{|\[\s{0,99}(?P<in_list>[\w.-]{1,256}+)\("
+    r"(?P<has_keyword>\s{0,99}(?:\w{1,256}+\s{0,99}=(?!=)|\)))?|(?P<on_line>[\w.-]{1,256}+)\n\s{0,99}\{"
 )
 BARE_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:(?=\()|\n\s*(?=\{))")
 #: The start of such a call.
-PARTIAL_BARE = re.compile(r"\[?\s*[\w.-]*(?:\n\s*)?")
-PARTIAL_BARE_LIST = re.compile(r"\[\s*[\w.-]*(?:\(\s*(?:\w+\s*)?)?")
+PARTIAL_BARE = re.compile(r"\[?\s{0,99}[\w.-]{0,256}+(?:\n\s{0,99})?")
+PARTIAL_BARE_LIST = re.compile(r"\[\s{0,99}[\w.-]{0,256}+(?:\(\s{0,99}(?:\w{1,256}+\s{0,99})?)?")
 #: A JSON object that cannot be a call, by its first key.
 OTHER_KEY = re.compile(r"""[\s\[]*\{\s*"(?!(?:name|type|id|function|arguments|parameters)")[^"]*\"""")
 

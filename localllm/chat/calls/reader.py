@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Generator
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from localllm.chat.calls.declaration import NestedArguments
 from localllm.chat.calls.formats import ENDS, FORMATS, NAMED_TAG, TAGS, TAGS_IN_CALLS
-from localllm.chat.calls.json_text import JSONReader, repaired
+from localllm.chat.calls.json_text import JSONReader, is_word, repaired
 from localllm.chat.calls.patterns import (
     BARE_HEAD,
     HEADS,
@@ -35,7 +34,7 @@ _PARTIAL_MARK = "|".join([re.escape(_MARK), *(rf"{re.escape(_MARK[:n])}\Z" for n
 _BETWEEN = re.compile(rf"(?:(?!{_PARTIAL_MARK})[\s\[\]}},;]|{'|'.join(map(re.escape, ENDS))})*")
 #: Control tokens that end a call, also if its JSON is not closed.
 _CONTROL_ENDS = tuple(end for end in ENDS if end.startswith(("<|", "<｜")))
-#: Unknown text of this length after an opening tag is no call.
+#: Unknown text of this length after an opening tag is no call; nor are so many spaces and brackets between calls.
 _LONGEST_HEAD = 1000
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -113,6 +112,8 @@ class CallReader:
             assert between is not None
             at = between.end()
             closed = text.find(closing, source.at, at + len(closing)) if closing else -1
+            if (at if closed < 0 else closed) - source.at > _LONGEST_HEAD:
+                raise MalformedError("there is no call")
             if closed >= 0:
                 if not has_call:
                     raise MalformedError("it is empty")
@@ -135,9 +136,12 @@ class CallReader:
             if head is not None:
                 return head
             is_closing = has_call and any(tag.startswith(rest) for tag in (closing, *ENDS))
-            if len(rest) == _LONGEST_HEAD or (closing and text.find(closing, source.at + n_searched) >= 0):
+            n_held = 0 if source.is_whole else n_open(text[max(source.at, len(text) - 50) :], tuple(TAGS))
+            if len(rest) == _LONGEST_HEAD or (
+                closing and text.find(closing, source.at + n_searched, len(text) - n_held) >= 0
+            ):
                 raise MalformedError("it is written in no known way")
-            n_searched = max(0, len(text) - source.at - len(closing))
+            n_searched = max(0, len(text) - source.at - max(len(closing), n_held))
             if not (yield from source.wait()):
                 if not is_closing:
                     raise MalformedError("it is written in no known way")
@@ -200,11 +204,10 @@ class CallReader:
         n_undecided, out = len(self._undecided), list[str]()
         self._undecided.append(source.take(offset))
         pattern = NAMED_HEAD if opening == NAMED_TAG else OBJECT_HEAD
-        state = "paused"
         try:
-            while state == "paused":
-                state, reader = yield from self._read_json(reader, out.append, closing, pause=2)
-                head = pattern.fullmatch("".join(out)) if state == "paused" else None
+            state, reader = yield from self._read_json(reader, out.append, closing, pause=2, is_undecided=True)
+            if state == "paused":
+                head = pattern.fullmatch("".join(out))
                 if head is not None:
                     call = self._begin(json.loads(head["name"]))
                     call.add("{")
@@ -212,6 +215,7 @@ class CallReader:
                     self._end()
                     yield from self._read_json(reader, lambda _: None, closing)
                     return
+                state, reader = yield from self._read_json(reader, out.append, closing, is_undecided=True)
             if state == "cut":
                 raise MalformedError("it ends early")
             if state == "open":
@@ -266,8 +270,11 @@ class CallReader:
         *,
         stop: int = 0,
         pause: int = 0,
+        is_undecided: bool = False,
     ) -> Generator[None, None, tuple[Literal["closed", "paused", "open", "cut"], JSONReader]]:
         """Read JSON and pass it on, until it is closed or paused (`JSONReader.read`) or ends before that.
+
+        ``is_undecided``: whether the text may be no call.
 
         Return how it ends, and the reader, which is another one after a tag in a string.
 
@@ -286,7 +293,7 @@ class CallReader:
                 end -= n_open(text[max(source.at, end - 50) :], tags)
             out, at = reader.read(text, source.at, end, stop=stop, pause=pause, is_whole=is_whole)
             taken = source.take(at - source.at)
-            if pause:
+            if is_undecided:
                 self._undecided.append(taken)
             is_paused = bool(pause) and reader.depth == pause and out.endswith(("{", "["))
             if before_tag is None:
@@ -315,7 +322,7 @@ class CallReader:
             break
         if before_tag is not None:
             source.put_back("".join(text_after_tag))
-            if pause:
+            if is_undecided:
                 del self._undecided[len(self._undecided) - len(text_after_tag) :]
         return "open", before_tag or reader
 
@@ -324,8 +331,8 @@ def _loaded(text: str) -> Any:
     """Parse valid JSON; numbers outside Python's range become strings."""
     return json.loads(
         text,
-        parse_int=lambda digits: int(digits) if len(digits) < 1000 else digits,
-        parse_float=lambda digits: float(digits) if math.isfinite(float(digits)) else digits,
+        parse_int=lambda digits: int(digits) if is_word(digits) else digits,
+        parse_float=lambda digits: float(digits) if is_word(digits) else digits,
     )
 
 

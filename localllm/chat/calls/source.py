@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from localllm.chat.calls.argument_types import ArgumentTypes
-from localllm.chat.calls.json_text import PYTHON_WORDS, WORD, repaired
+from localllm.chat.calls.json_text import PYTHON_WORDS, is_word, repaired
 from localllm.chat.conversation import ToolCall
 from localllm.nesting import MAX_CALL_NESTING
 
@@ -59,7 +58,9 @@ class Source:
         return self.at == len(self.text)
 
     def add(self, text: str) -> None:
-        self.text, self.at = self.text[self.at :] + text, 0
+        """Add text that has arrived. Keep the last character that was read, which tells whether a line begins."""
+        n_kept = min(self.at, 1)
+        self.text, self.at = self.text[self.at - n_kept :] + text, n_kept
 
     def take(self, n: int) -> str:
         """Return the next ``n`` characters as read."""
@@ -129,7 +130,7 @@ class Call:
         if is_string:
             return json.dumps(text, ensure_ascii=False)
         word = PYTHON_WORDS.get(text.strip(), text.strip())
-        if WORD.fullmatch(word) and (word[0] in "tfn" or math.isfinite(float(word))):
+        if is_word(word):
             return word
         # JSON with errors may be a string, unless the schema requires a list or an object.
         max_repairs = None if types & {"array", "object"} else 0

@@ -188,7 +188,7 @@ class _Value:
         if mark.lastgroup == "call_end":
             return _any_begins(rest, tuple((beginning,) for beginning in BEGINNINGS))
         if mark.lastgroup == "key":
-            key = KEYS[self._tag].match(text, mark.start())
+            key = KEYS[self._tag].match(text, mark.start(), mark.end() + _LONGEST_TAG)
             if key is None:
                 last_tag = ">" if "=" in self._arguments.begin else self._arguments.begin.strip().rpartition("<")[2]
                 return None if len(rest) < _LONGEST_TAG and last_tag not in rest else False

@@ -152,6 +152,47 @@ def test_long_arguments_are_read_in_linear_time(name: str) -> None:
         assert calls_of(written(FORMATS[name], *calls), step) == ("", calls, [])
 
 
+@pytest.mark.parametrize(
+    ("start", "repeated"),
+    [
+        ("<tool_call>", " "),
+        ("<tool_call>", "["),
+        ("<tool_call>", "```"),
+        ('<tool_call>{"name": "add", "arguments": {}}', "}"),
+        ('<tool_call>{"name": "add", "arguments": {}}', "</function>"),
+        ('<tool_call>{"name": "add", "arguments": {"note": "x"', " "),
+        ('<tool_call>{"name": "add", "arguments": {"note": "x",', " "),
+        ('<tool_call>{"name": "add", "arguments": {"note": x', "\n"),
+        ('<tool_call>{"name": "add", "arguments": {"note": ', "1"),
+        ('<tool_call>{"name": "add", "arguments": {', "x"),
+        ("<tool_call>{", '"a": {}, '),
+        ("add\n", " "),
+    ],
+)
+def test_endless_repetitions_are_read_in_linear_time(start: str, repeated: str) -> None:
+    parser, reply = ReplyParser(TOOLS), start + repeated * (100_000 // len(repeated))
+    for at in range(0, len(reply), 3):
+        parser.feed(reply[at : at + 3])
+    parser.finish()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        # A tag that is not closed, and the next argument at the start of a line.
+        "<tool_call>later\n<arg_key>note</arg_key>\n<arg_value>x</arg_valu\n<arg_key>b</arg_key>\n<arg_value>1"
+        "</arg_value>\n</tool_call>",
+        '<minimax:tool_call>\n<invoke name="later">\n<parameter name="a>\n<parameter name="b">1</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        'functools[{"name": "later" ":arguments": {"note": later", ":arguments": {"note": "x"}',
+        "[later(a=1), later()</function>] text",
+        'Hi Action: ```json\nHi Action: ```json\n[\n{"tool_name": "add", "parameters": {"a": 1}}\n]```',
+    ],
+)
+def test_damaged_calls_are_the_same_however_they_are_cut(reply: str) -> None:
+    assert calls_of(reply, 1) == calls_of(reply, random.Random(1)) == calls_of(reply)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("step", [1, 10_000])
 def test_white_space_around_calls(name: str, step: int) -> None:
@@ -377,6 +418,10 @@ def test_names_of_tools(name: str, expected: str) -> None:
         ({"properties": {"x": {"type": "null"}}, "additionalProperties": STRING}, {"null"}),
         ({"patternProperties": {"^x": STRING, "^y": {"type": "null"}}}, {"string"}),
         ({"patternProperties": {"(x+)+$": STRING}}, {"string"}),
+        ({"patternProperties": {"(x|x)" * 30 + "y": STRING}}, {"string"}),
+        ({"patternProperties": {"x?" * 30 + "y": STRING}}, {"string"}),
+        ({"patternProperties": {"x{1000000000000}": STRING}}, {"string"}),
+        ({"allOf": [{"$ref": "#/allOf/" + "9" * 5000}, {"properties": {"x": STRING}}]}, {"string"}),
         ({"$ref": "#"}, set()),
         ({"allOf": [{"$ref": "#"}, {"properties": {"x": STRING}}]}, {"string"}),
         ({"$ref": "#/nowhere/0"}, set()),
@@ -453,6 +498,9 @@ def test_any_text_becomes_valid_json(text: str, step: int) -> None:
         ('{"a": , "b": }', {"a": None, "b": None}),
         ('{"a": NaN, "b": -Infinity}', {"a": "NaN", "b": "-Infinity"}),
         ('{"a": "x\ny\t"}', {"a": "x\ny\t"}),
+        ('{\u2028"a":\u3000[1,\xa02]\x0c}', {"a": [1, 2]}),
+        ('{"a": 1e999, "b": [' + "1" * 5000 + "]}", {"a": "1e999", "b": ["1" * 5000]}),
+        ('{"a": "x" ":b": "y"}', {"a": "x", ":b": "y"}),
     ],
 )
 def test_errors_in_json_are_repaired(text: str, expected: object) -> None:
