@@ -68,6 +68,8 @@ def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
         for key, value in section.items():
             if key != "model" and key.replace("-", "_") not in known:
                 raise UsageError(f"[{name}] of {where} has {key!r:.80}, which is not a flag that a model can have")
+            if key == "model" and not isinstance(value, str):
+                raise UsageError(f"[{name}] of {where} has {key} = {value!r:.80}: give the name of a file in quotes")
             if key in _FILES:
                 values = [_resolved(path, each) for each in (value if isinstance(value, list) else [value])]
                 section[key] = values if isinstance(value, list) else values[0]
@@ -77,7 +79,7 @@ def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
 
 def _resolved(path: Path, value: Any) -> Any:
     found = path.parent / str(value).partition("=")[0]
-    return str(path.parent / value) if isinstance(value, str) and found.exists() else value
+    return str(path.parent / value) if isinstance(value, str) and os.path.lexists(found) else value
 
 
 def _keys(parser: Parser) -> Iterator[tuple[str, argparse.Action]]:

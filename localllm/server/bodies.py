@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
-from email import message_from_bytes, message_from_string
+from email.parser import BytesHeaderParser, HeaderParser
 from functools import cache
 from itertools import chain, repeat
 from types import UnionType
@@ -122,7 +122,9 @@ def _check_json(body: bytes) -> None:
 def _form_fields(body: bytes, content_type: str) -> dict[str, Any]:
     """Return the fields of a form by name: strings, and the bytes of files.  Source: RFC 7578."""
     _check_header(len(content_type), "Content-Type")
-    boundary = message_from_string(f"content-type: {content_type}").get_boundary("").encode("latin-1", "replace")
+    # HeaderParser reads no parameters by itself: the codec of a parameter's charset may fail.
+    text = HeaderParser().parsestr(f"content-type: {content_type}").get_param("boundary", "")
+    boundary = text.rstrip().encode("latin-1", "replace") if isinstance(text, str) else b""
     parts = (b"\r\n" + body).split(b"\r\n--" + boundary, MAX_PARTS + 1)
     if len(parts) > MAX_PARTS + 1:
         raise HTTPError(413, f"the form has more than {MAX_PARTS} parts: send fewer fields")
@@ -133,7 +135,7 @@ def _form_fields(body: bytes, content_type: str) -> dict[str, Any]:
         check_cancelled()
         head, _, value = part.partition(b"\r\n\r\n")
         _check_header(len(head), "header of a form's part")
-        headers = message_from_bytes(head.lstrip())
+        headers = BytesHeaderParser().parsebytes(head.lstrip())
         name = headers.get_param("name", "", "content-disposition")
         is_file = headers.get_param("filename", None, "content-disposition") is not None
         fields[str(name)] = value if is_file else value.decode()

@@ -46,7 +46,7 @@ from localllm.server.answers import (
     prompts_of,
     split_begun,
 )
-from localllm.server.bodies import decode
+from localllm.server.bodies import MAX_VALUES, decode
 from localllm.server.dispatcher import Dispatcher, adapter_scales
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
 from localllm.server.models import ServedModel
@@ -265,6 +265,10 @@ class TemplateRequest(ThinkingFields, kw_only=True):
 
 async def tokenize(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TokenizeRequest)
+    if len(body.content) > MAX_VALUES:  # a list of millions of tokens holds up running replies
+        raise HTTPError(
+            413, f"content has {len(body.content):,} characters: send up to {MAX_VALUES:,} in one request"
+        )
 
     def work(llm: LLM) -> list[Any]:
         ids = llm.tokenize(body.content, body.add_special, body.parse_special)

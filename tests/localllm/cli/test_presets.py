@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,19 @@ def test_models_toml_beside_the_settings_is_read(path: Path, monkeypatch: pytest
         ("[a]\ncolour = 1", r"\[a\] of .* has 'colour', which is not a flag that a model can have"),
         ("[a]\nport = 1", "has 'port', which is not"),
         ("[a]\nverbose = true", "has 'verbose', which is not"),
+        ("[a]\nmodel = 5", r"\[a\] of .* has model = 5: give the name of a file in quotes"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(path: Path, text: str, message: str) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         read_presets(path)
+
+
+def test_a_name_that_no_file_can_have_stays_as_it_is(path: Path) -> None:
+    for name in ("a" * 4000, "a\0b"):
+        path.write_text(f"[a]\nmodel = {json.dumps(name)}\n", encoding="utf-8")
+        assert read_presets(path) == {"a": {"model": name}}
 
 
 def test_a_wrong_value_is_told_with_its_section(path: Path) -> None:

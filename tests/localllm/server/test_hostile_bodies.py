@@ -38,6 +38,21 @@ ATTACKS: dict[str, tuple[bytes, dict[str, str], int]] = {
     "a boundary of one character": (b"\r\n---" * 6_000_000, {"content-type": "multipart/form-data; boundary=-"}, 413),
     "semicolons in the Content-Type": (b"", {"content-type": FORM["content-type"] + ";" * 30_000}, 400),
     "a boundary that is not Latin-1": (b"", {"content-type": "multipart/form-data; boundary*=utf-8''%E2%82%AC"}, 400),
+    "a boundary in a charset that cannot be decoded": (
+        b"",
+        {"content-type": "multipart/form-data; boundary*=undefined''a"},
+        400,
+    ),
+    "a boundary in a charset without replacements": (
+        b"",
+        {"content-type": "multipart/form-data; boundary*=idna''a"},
+        400,
+    ),
+    "a part with a charset that cannot be decoded": (
+        PART + b"\r\nContent-Type: multipart/mixed; boundary*=undefined''a\r\n\r\nx\r\n--a--",
+        FORM,
+        400,
+    ),
     "objects in gzip": (gzip.compress(b"[" + b"{}," * 10_000_000 + b"{}]"), GZIP, 413),
     "numbers in gzip": (gzip.compress(b"[" + b"1," * 15_000_000 + b"1]"), GZIP, 413),
     "keys": (json.dumps(dict.fromkeys(map(str, range(1_000_000)))).encode(), JSON, 413),
@@ -125,6 +140,11 @@ def test_other_bodies_wait_for_no_client_that_has_gone(server: Serving, monkeypa
         assert reply.headers["x-ignored-fields"] == "unknown"
     finally:
         may_end.set()
+
+
+def test_a_text_of_millions_of_tokens_is_refused(server: Serving) -> None:
+    for n, status in ((MAX_VALUES // 100, 200), (MAX_VALUES + 1, 413)):
+        assert httpx.post(f"{server.url}/tokenize", json={"content": " " * n}, timeout=LIMIT).status_code == status
 
 
 def test_a_form_may_have_long_values(server: Serving) -> None:
