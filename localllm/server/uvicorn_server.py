@@ -126,6 +126,12 @@ class _Connection(H11Protocol):
         if self.cycle is not before:
             self._stop_head_timer()
 
+    def shutdown(self) -> None:
+        """End the connection when the server stops: at once if the rest of a request has yet to arrive."""
+        super().shutdown()
+        if not self._is_idle and self.cycle.more_body:
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unparsed = b""
         self._stop_head_timer()

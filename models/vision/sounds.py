@@ -76,6 +76,8 @@ def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decod
                 raise UsageError(f"{where} is {file.format}: give a WAV, MP3, FLAC or OGG file")
             if not 1000 <= file.samplerate <= 1_000_000:
                 raise UsageError(f"{where} has {file.samplerate:,} samples a second: give one of 1,000 to 1,000,000")
+            # After a read, soundfile seeks to the next sample, which fails if the header has a wrong length.
+            file.seekable = lambda: False
             resample = soxr.ResampleStream(file.samplerate, RATE, 1, dtype="float32", quality="HQ")
             parts, n = list[Samples](), 0
             while n <= MAX_SECONDS * RATE:
@@ -88,7 +90,8 @@ def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decod
     except UsageError:
         raise
     except Exception as error:  # soundfile.LibsndfileError, and any other error of decoders
-        words = f"{where} cannot be read ({error!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
+        reason = getattr(error, "error_string", error)  # without the stream's address
+        words = f"{where} cannot be read ({reason!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
         raise UsageError(words) from error
     return isolation.Decoded({}, np.concatenate(parts))
 

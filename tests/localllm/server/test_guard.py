@@ -476,6 +476,17 @@ def test_work_ends_with_the_server(stops: bool, monkeypatch: pytest.MonkeyPatch)
     go_on.set()
 
 
+def test_a_request_that_has_yet_to_arrive_does_not_delay_the_end() -> None:
+    with serving(demo(), grace_s=300) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as client:
+            client.sendall(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+            while not any(each.cycle for each in server.server.server_state.connections):
+                time.sleep(0.01)
+            server.server.handle_exit(2, None)
+            client.recv(1000)  # with the grace of running replies it would time out
+
+
 def test_a_load_ends_with_the_server() -> None:
     begun = threading.Event()
 

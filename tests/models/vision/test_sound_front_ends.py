@@ -23,7 +23,7 @@ import localllm
 from localllm import LLM
 from localllm.convert import MmprojCheckpoint
 from localllm.errors import LocalLLMError, TemplateError, UnsupportedArchitectureError, UsageError
-from localllm.models.vision.sounds import RATE, open_sound
+from localllm.models.vision.sounds import RATE, decode_sound, open_sound
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import Serving, demo, serving
@@ -66,6 +66,21 @@ def test_rates_and_channels() -> None:
     np.testing.assert_allclose(open_sound(np.stack([ints, ints], axis=1)), ints / 32768, atol=1e-7)
 
 
+@pytest.mark.parametrize("n_samples", [0, (1 << 36) - 1])
+def test_flac_files_of_unknown_or_too_long_length_are_read(n_samples: int) -> None:
+    """Programs that write FLAC to a pipe leave the number of samples 0."""
+    data = file_of(sound(0.1), "FLAC")
+    expected = open_sound(data)
+    header = int.from_bytes(data[18:26], "big") >> 36 << 36 | n_samples
+    decoded = open_sound(data[:18] + header.to_bytes(8, "big") + data[26:])
+    np.testing.assert_array_equal(decoded, expected)
+
+
+def test_errors_of_sounds_have_no_addresses_of_objects() -> None:
+    with pytest.raises(UsageError, match=r"cannot be read \(Format not recognised\.\)"):
+        open_sound(b"no sound")
+
+
 def test_bad_sounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = file_of(np.zeros(0, np.float32))
     for source, words in (
@@ -91,7 +106,7 @@ def test_bad_sounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("localllm.models.vision.isolation._interpreter", lambda: None)
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(UsageError, match=r'pip install "localllm\[audio\]"'):
-        open_sound(empty)
+        decode_sound(empty, "the sound")  # in this process, whose modules were changed
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
