@@ -104,7 +104,7 @@ class NewFile:
     Args:
         path: its name.  A file of this name stays until the new one is complete.
         n_bytes: its size, which must be free on the disk.
-        is_resumable: keep the bytes so far when Ctrl-C stops the writing, as a kill does anyway.
+        is_resumable: keep the partial file after Ctrl-C, as after a kill.
         is_private: only its owner can read it.
     """
 

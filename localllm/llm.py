@@ -897,7 +897,7 @@ class LLM:
             n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
             ids, pictures = encode(without_turns(chat, n))
         parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
-        # Text after a prefix begins with a space of its own.
+        # The space at the start of text after a prefix belongs to the text.
         stream = self._start(
             ids,
             given,

@@ -77,7 +77,7 @@ def parse_json(text: str | bytes, limit: int = MAX_NESTING, **options: Any) -> A
 
 
 def check_expression(text: str, limit: int = MAX_NESTING) -> None:
-    """Check a Python expression, in which operators nest as brackets do.
+    """Check a Python expression.  An operator counts as a level, because it nests like a bracket.
 
     Raises:
         NestingError: it has more than ``limit`` levels.

@@ -76,7 +76,7 @@ def is_public(address: str) -> bool:
 
 
 class _Limits:
-    """The end of a download: its deadline, or that it is stopped."""
+    """The deadline of a download, which may also be stopped."""
 
     def __init__(self, seconds: float, is_stopped: Callable[[], bool]) -> None:
         self._end, self._is_stopped = time.monotonic() + seconds, is_stopped
@@ -89,7 +89,7 @@ class _Limits:
 
 
 class _Reader(io.RawIOBase):
-    """Bytes from a socket, until the download ends."""
+    """Reads bytes from a socket, within the limits of the download."""
 
     def __init__(self, stream: Any, connection: socket.socket, limits: _Limits) -> None:
         self._stream, self._connection, self._limits = stream, connection, limits
@@ -113,7 +113,7 @@ class _Reader(io.RawIOBase):
 
 
 def _connect(limits: _Limits, address: tuple[str, int], timeout: float, *options: Any) -> socket.socket:
-    """Connect to an address that was checked: a name may mean another address when it is asked for again."""
+    """Resolve a name, check its addresses, and connect: a second look-up could return another address."""
     addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
     if not all(map(is_public, addresses)):
         raise UsageError(f"{address[0]} is not in the Internet")
@@ -124,7 +124,7 @@ def _connect(limits: _Limits, address: tuple[str, int], timeout: float, *options
 
 
 class _Web(urllib.request.HTTPSHandler):
-    """Opens pages, also after redirections."""
+    """Opens web pages of allowed hosts, also after redirections."""
 
     def __init__(self, hosts: Sequence[str], limits: _Limits) -> None:
         super().__init__()
@@ -165,12 +165,12 @@ def fetch(
     Args:
         address: an address on the web.
         max_bytes: the number of bytes; the rest is not read.
-        hosts: names of hosts that may be asked, also by redirections; "*.example.org" allows all hosts below it.
+        hosts: allowed hosts, also of redirections; "*.example.org" allows all hosts below it.
         is_stopped: whether the page is no longer needed.
         seconds: the limit for the whole download.
 
     Raises:
-        UsageError: the address is none of a web page, or its host is not allowed.
+        UsageError: the address is not a web address, or its host is not allowed.
         OSError: the host cannot be reached, or the download is stopped or takes too long.
     """
     if not is_web(address):

@@ -59,7 +59,7 @@ def norm(at: Layer, name: str, x: Tensor) -> Tensor:
 
 
 def layer_norm(at: Layer, name: str, x: Tensor, n_heads: int = 1) -> Tensor:
-    """LayerNorm of whole rows, or of each of ``n_heads`` heads, which have separate weights; the bias is optional."""
+    """LayerNorm of whole rows, or of ``n_heads`` heads with separate weights; the bias is optional."""
     bias = at.weights.find(f"{name}.bias", x.width)
     weight = at.weights.vector(name, x.width, n_heads)
     return at.add(g.LayerNorm(x, weight, bias, at.norm_eps, n_heads))

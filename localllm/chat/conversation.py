@@ -216,7 +216,7 @@ def _media(kind: Literal["image", "audio"], number: int, part: Mapping[str, Any]
 
 
 def source_of_text(text: str, where: str, may_open_files: bool = False, example: str = "image/png") -> Any:
-    """Return the bytes of a data URL, or the path that a ``file:`` URL or a text names."""
+    """Return the bytes of a data URL, or the path that a ``file:`` URL or a plain string names."""
     url = text.strip(_URL_SPACE)
     head, comma, body = url.partition(",") if url[:5].lower() == "data:" else ("", "", "")
     if comma:  # https://fetch.spec.whatwg.org/#data-url-processor
@@ -237,7 +237,7 @@ def source_of_text(text: str, where: str, may_open_files: bool = False, example:
 
 
 def _unquoted(text: str, where: str) -> bytes:
-    """Return the bytes of a percent-encoded text."""
+    """Return the bytes of a percent-encoded string."""
     if text.count("%") > _MAX_PERCENT_SIGNS:
         raise TemplateError(f"{where} has more than {_MAX_PERCENT_SIGNS:,} percent signs: send it in base64")
     return unquote_to_bytes(text)

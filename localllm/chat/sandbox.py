@@ -451,7 +451,7 @@ class _Rewriter(NodeTransformer):
                 name, name.lower()
             )
             raise TemplateSyntaxError(f"{word!r} is not allowed in chat templates", node.lineno)
-        n_branches = len(getattr(node, "elif_", ()))  # Python nests each branch in the one before
+        n_branches = len(getattr(node, "elif_", ()))  # Python nests each branch in the previous branch
         if self._depth + n_branches >= _MAX_NESTED_NODES:
             raise RecursionError
         self._depth += 1

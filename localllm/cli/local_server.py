@@ -22,7 +22,7 @@ SERVER = [
 
 
 def ask(arguments: argparse.Namespace, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the answer of a server, read from JSON.  Raises LocalLLMError if there is none or it refuses."""
+    """Return the JSON value of a server's answer.  Raises LocalLLMError if no server answers or it refuses."""
     import urllib.error  # imported here: this takes as long as the help of a command
     import urllib.request
     from http.client import HTTPException

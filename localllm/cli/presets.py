@@ -34,14 +34,14 @@ _NO_KEYS = {"models", "downloads", "presets", "prompts", "quiet", "verbose", "he
 
 
 def preset_of(name: str, file: Path | None) -> dict[str, Any] | None:
-    """Return the section of a file of presets, or the options of a model of Ollama's; None if there are none."""
+    """Return the section of a file of presets, or else the options of Ollama's model; None if neither exists."""
     if (section := read_presets(file).get(name)) is not None:
         return section
     return None if os.path.lexists(name) else ollama_preset(name)
 
 
 def ollama_preset(name: str) -> dict[str, Any] | None:
-    """Return the options of a model of Ollama's, as a section of a file of presets; None if there are none."""
+    """Return the options of Ollama's model in the form of a section of presets; None if it has no options."""
     from localllm.library.other_programs import ollama_model  # imported here: most command lines name a path
 
     model = ollama_model(name)

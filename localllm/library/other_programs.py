@@ -25,7 +25,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _LAYER = "application/vnd.ollama.image."
 #: Bytes of a manifest, of parameters, or of a system message.
 _MAX_BYTES = 4 << 20
-#: Ollama's parameters that are ours, too, and our names of parameters whose names differ.
+#: Names of options by the names of Ollama's parameters.
 _SAME = "temperature top_k top_p min_p typical_p repeat_penalty repeat_last_n presence_penalty frequency_penalty"
 _PARAMETERS = {name: name for name in (*_SAME.split(), "seed", "stop")}
 _PARAMETERS |= {"num_ctx": "context", "num_predict": "max_tokens"}
@@ -70,7 +70,7 @@ def _lm_studio(home: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class OllamaModel:
-    """A model of Ollama's: its file, and the files of its other layers; None if there are none."""
+    """A model of Ollama: its file, and the files of its other layers; None for a missing layer."""
 
     path: Path
     params: Path | None = None
@@ -80,7 +80,7 @@ class OllamaModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's options as `localllm.cli.presets` takes them: its PARAMETER and SYSTEM lines, and its files.
+        """Options in the form of `localllm.cli.presets`: PARAMETER and SYSTEM lines, and paths of files.
 
         Templates are omitted: Ollama writes them in Go's language, and the GGUF file has its own.
         """
@@ -104,7 +104,7 @@ def _is_option(value: object) -> bool:
 
 
 def ollama_model(name: str) -> OllamaModel | None:
-    """Return the model that Ollama lists by a name; None if there is none."""
+    """Return the model that Ollama lists by a name; None if the name is unknown."""
     return ollama_models().get(name.removesuffix(":latest"))
 
 

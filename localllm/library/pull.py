@@ -98,7 +98,7 @@ class _Puller:
         if not {"config.json"} < files.keys():
             raise HubError(
                 f"{self._name.repo} has no checkpoint with config.json: choose another repository, or download "
-                f"a GGUF file of it with localllm pull {self._name.repo}"
+                f"its GGUF file with localllm pull {self._name.repo}"
             )
         return self._get(list(files.values()), commit)[0].parent
 

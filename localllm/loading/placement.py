@@ -121,7 +121,7 @@ class Placement:
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """The formats of the weights, those with most bytes first."""
+        """Formats of the weights, largest first."""
         return sum_formats(weight for group in self.groups for weight in group.packed)
 
     @property

@@ -25,11 +25,11 @@ def find_projectors(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def projector_names(model: str, names: Iterable[str]) -> list[str]:
-    """Return the projector files that belong to a model: of the longest name first, then F16, then Q8_0.
+    """Return the projector files that belong to a model: the longest name first, then F16, then Q8_0.
 
-    A projector belongs to the models whose names start with its own name, or else are the start of it.  A projector
-    without a name belongs to all models if all names start with the same one.  In a folder of one model, all
-    projectors belong to that model.
+    A projector belongs to the models whose names start with the projector's name.  If there are none, it belongs to
+    the models with the longest name that the projector's name starts with.  A projector without a name belongs to all
+    models of a folder with one family.  All projectors in a folder with one model belong to that model.
 
     Args:
         model: the name of the model's file.

@@ -81,7 +81,7 @@ class VisionEncoder:
     encoders: dict[str, _Encoder]  # by what they encode, "image" or "audio"
     _file: GGUFFile
     backend: Backend | None = None  # what computes
-    image_max_tokens: int | None = None  # of each image; None for as many as the model's processor allows
+    image_max_tokens: int | None = None  # limit for each image; None for the limit of the model's processor
     #: Pictures and sounds by their files' hashes, kinds and bounds of tokens, those that came last.
     _known: dict[tuple[bytes, str, int | None], Picture] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -149,11 +149,14 @@ class VisionEncoder:
     def prepare(
         self, source: Any, max_tokens: int | None = None, where: str = "the picture", kind: str | None = None
     ) -> Prepared:
-        """A picture, or a sound, as the model's own processor prepares it; in any thread.
+        """Return an image or audio file as the model's released processor prepares it.  May be called in any thread.
 
-        ``source`` is a path, the bytes of a file, a Pillow image, or an array: uint8 [height, width, 3], or samples
-        of a sound (`localllm.models.vision.sounds.open_sound`).  A picture becomes at most ``max_tokens`` and
-        ``image_max_tokens`` tokens.  Errors call it ``where`` without a path.
+        Args:
+            source: a path, the bytes of a file, a Pillow image, an array uint8 [height, width, 3], or audio samples
+                (`localllm.models.vision.sounds.open_sound`).
+            max_tokens: maximum tokens of an image; ``image_max_tokens`` applies too.
+            where: name of the source in errors, if it has no path.
+            kind: "image" or "audio"; by default the kind of `model`.
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
@@ -353,7 +356,7 @@ class VisionEncoder:
 
 
 def _in_thread(work: Callable[[], _T], *, is_daemon: bool) -> Generator[None, None, _T]:
-    """Return the result of ``work`` from another thread, and yield until it is there.
+    """Return the result of ``work`` from another thread, and yield until the thread ends.
 
     ``check_cancelled`` ends the work when the generator is closed.  A daemon thread does not delay the end of the
     program; a program that ended while LLVM compiles could crash.

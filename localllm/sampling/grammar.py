@@ -150,14 +150,14 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
 
 @lru_cache(_MAX_KEPT)
 def _enforceable_schema(text: str) -> tuple[str, list[str]]:
-    """A JSON schema as it stands in Lark's notation, and what of it no text is held to."""
+    """Return a JSON schema for Lark's notation, and the keywords that are not enforced."""
     given = parse_json(text, _MAX_SCHEMA_NESTING)
     validate = llguidance.LLMatcher.validate_grammar_with_warnings
     schema, not_held = enforceable_schema(given)
     written = json.dumps(schema)
     is_wrong, messages = validate(f"start: %json {written}")
     if not is_wrong:
-        if '"oneOf"' in text:  # alternatives may exclude each other only as they are closed
+        if '"oneOf"' in text:  # some alternatives exclude each other only because they are closed
             messages += validate(f"start: %json {json.dumps(enforceable_schema(given, may_close=False)[0])}")[1]
         not_held += [words for sign, words in _OF_LLGUIDANCE if any(sign in each for each in messages)]
     return written, not_held

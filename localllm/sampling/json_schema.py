@@ -244,7 +244,7 @@ class _Reader:
             found["patternProperties"] = {pattern: each for pattern, each in held if pattern is not None}
 
     def _pattern(self, pattern: Any) -> Any:
-        """Return a pattern for llguidance; None if no text is held to it."""
+        """Return a pattern for llguidance; None if the pattern is not enforced."""
         if not isinstance(pattern, str):
             return pattern
         translated, has_references = from_ecma(pattern)
@@ -295,7 +295,7 @@ class _Reader:
             self.required_in_branches[id(found)] = required
 
     def _branches(self, schemas: list[Any], resource: Any, base: str) -> list[Node]:
-        """Schemas that are not held, and those that they refer to or combine."""
+        """Return schemas that are not enforced, with all schemas that they refer to or combine."""
         left, found, seen = [(each, resource, base) for each in schemas], list[Node](), set[int]()
         for node, resource, base in left:
             if not isinstance(node, dict) or id(node) in seen:
@@ -364,9 +364,9 @@ class _Closing:
             self._forget_marks(node, closed)
 
     def loosen(self, root: Any) -> None:
-        """Remove ``additionalProperties: false`` from schemas that forbid what a schema beside them requires.
+        """Remove ``additionalProperties: false`` where it forbids a property that a combined schema requires.
 
-        Such schemas exclude each other as the standard reads them. Their authors mean ``unevaluatedProperties``.
+        By the standard no value matches both schemas. Their authors mean ``unevaluatedProperties``.
         """
         groups: list[list[tuple[Node, _Choices]]] = [[(root, {})]] if isinstance(root, dict) else []
         seen: set[frozenset[int]] = set()
@@ -396,7 +396,7 @@ class _Closing:
             groups += places.values()
 
     def _with_siblings(self, group: list[tuple[Node, _Choices]]) -> list[tuple[Node, _Choices]]:
-        """Schemas with all schemas that hold the same value, and with the alternatives that each belongs to."""
+        """Return all schemas that apply to the same value, each with the alternatives that it belongs to."""
         found, seen, left = list[tuple[Node, _Choices]](), set[int](), group.copy()
         for node, choices in left:
             if not isinstance(node, dict) or id(node) in seen:
@@ -498,7 +498,7 @@ class _Closing:
 
 
 def _may_combine(choices: _Choices, others: _Choices) -> bool:
-    """Whether two schemas hold the same value, and are not different alternatives."""
+    """Return whether two schemas apply to the same value, and are not different alternatives."""
     return all(others.get(alternatives, n) == n for alternatives, n in choices.items())
 
 

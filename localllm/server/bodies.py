@@ -77,7 +77,7 @@ def _with_pause(work: Callable[..., _T], *args: Any) -> _T:
 
 
 def _decoded(body: bytes, packing: str, limit: int, form: str = "") -> tuple[Any, int]:
-    """Return the JSON value of a body, or the fields of a ``form`` of that content type; and its unpacked length."""
+    """Return the JSON value of a body, or its fields if ``form`` is its content type, and its unpacked length."""
     body = (body if packing == "identity" else _unpacked(body, packing, limit)) or b"{}"
     if form:
         return _form_fields(body, form), len(body)
@@ -91,7 +91,7 @@ def _float(text: str) -> float:
     return float(text)
 
 
-#: Decodes JSON.  msgspec's own reader of numbers takes 12 µs for some of them, with the interpreter's lock held.
+#: Decodes JSON.  msgspec's own parser takes 12 µs for some numbers, with the interpreter's lock held.
 _decode_json = msgspec.json.Decoder(float_hook=_float).decode
 
 
@@ -120,7 +120,7 @@ def _check_json(body: bytes) -> None:
 
 
 def _form_fields(body: bytes, content_type: str) -> dict[str, Any]:
-    """Return the fields of a form by name: strings, and the bytes of files.  Source: RFC 7578."""
+    """Return the fields of a form by name: strings, and bytes of files.  Source: RFC 7578."""
     _check_header(len(content_type), "Content-Type")
     # HeaderParser reads no parameters by itself: the codec of a parameter's charset may fail.
     text = HeaderParser().parsestr(f"content-type: {content_type}").get_param("boundary", "")
@@ -129,7 +129,7 @@ def _form_fields(body: bytes, content_type: str) -> dict[str, Any]:
     if len(parts) > MAX_PARTS + 1:
         raise HTTPError(413, f"the form has more than {MAX_PARTS} parts: send fewer fields")
     if not boundary or len(parts) < 3 or not parts[-1].startswith(b"--"):
-        raise HTTPError(400, "the form is cut off, or not as its Content-Type says")
+        raise HTTPError(400, "the form is cut off, or its Content-Type names another boundary: send the whole form")
     fields: dict[str, Any] = {}
     for part in parts[1:-1]:
         check_cancelled()
@@ -150,16 +150,16 @@ def _check_header(n_bytes: int, name: str) -> None:
 def _unpacked(body: bytes, packing: str, limit: int) -> bytes:
     """Return the bytes of a gzip body."""
     if packing not in ("gzip", "x-gzip"):
-        raise HTTPError(415, f"the body is in {packing!r:.40}: send it in gzip, or as it is")
+        raise HTTPError(415, f"the body is in {packing!r:.40}: send it with gzip or without compression")
     unpacking = zlib.decompressobj(wbits=31)
     try:
         unpacked = unpacking.decompress(body, limit + 1)
     except zlib.error:
-        raise HTTPError(400, "the body is not gzip, as its Content-Encoding says") from None
+        raise HTTPError(400, "the body is not valid gzip data: compress it, or omit Content-Encoding") from None
     if len(unpacked) > limit:
         raise too_large(limit)
     if not unpacking.eof:
-        raise HTTPError(400, "the body ends in the midst of its gzip data")
+        raise HTTPError(400, "the gzip data of the body is cut off: send the whole body")
     return unpacked
 
 
@@ -200,7 +200,7 @@ _CHANGED = frozenset((float, list, dict))
 
 @cache
 def _field_names(kind: Any) -> dict[str, str]:
-    """The name in JSON of each field by its name here, which is the library's, also of those inside others."""
+    """Return the JSON names of fields by attribute names, including fields of nested structs."""
     names: dict[str, str] = {}
     for each in msgspec.structs.fields(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else ():
         names[each.name] = each.encode_name
@@ -215,7 +215,7 @@ def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
     return {each.encode_name: each.type for each in msgspec.structs.fields(struct)}
 
 
-#: Fields that ask for nothing which could be missed here.
+#: Unsupported fields that are ignored without a warning, because replies do not depend on them.
 _HARMLESS = frozenset(
     """user store metadata service_tier safety_identifier prompt_cache_key cache_control context_management include
     betas cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation""".split()  # noqa: SIM905

@@ -225,7 +225,7 @@ def _seconds(text: str) -> float:
 
 
 def adapter_scales(model: ServedModel, scales: list[LoraScale] | None) -> dict[str, float]:
-    """Return the scale of each of a model's adapters, by its path.
+    """Return the scales of a model's adapters, by path.
 
     Adapters that ``scales`` omits get 0, as in llama.cpp; without ``scales`` every adapter has its default.
     """

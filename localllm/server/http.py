@@ -155,7 +155,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 # -- Requests ------------------------------------------------------------------------------------------------------
 
 
-#: How to get what some fields of Ollama's ask for.
+#: Flags that set what fields of Ollama's requests cannot set.
 _ADVICE = {"num_ctx": "-c", "num_thread": "-t", "num_gpu": "-ngl"}
 
 

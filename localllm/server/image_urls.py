@@ -1,4 +1,4 @@
-"""Images that requests name by addresses on the web, where ``--allow-image-urls`` permits them."""
+"""Downloads of images that requests name by URL, if ``--allow-image-urls`` permits their hosts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from localllm.web import MAX_SECONDS, Page, fetch, is_web
 #: Images that are fetched for a request.
 _MAX_FETCHED = 32
 
-#: A dict and the key of its value that is an address.
+#: A dict, and the key whose value is a URL.
 Place = tuple[dict[str, Any], str]
 
 
 def picture_addresses(body: object) -> list[Place]:
-    """Return the places of pictures' web addresses in any API's JSON."""
+    """Return the places of URLs of images in a request of any API."""
     return [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
 
 
 async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_bytes: int) -> None:
-    """Replace the addresses at ``places`` by data URLs.
+    """Replace the URLs at ``places`` by data URLs.
 
     Args:
         places: as `picture_addresses` returns them.
@@ -54,7 +54,7 @@ async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_byte
 
 
 async def _fetched(address: str, max_bytes: int, hosts: Sequence[str], seconds: float) -> Page:
-    """Fetch an address in a daemon thread, which does not delay the end of the program; stopped when cancelled."""
+    """Fetch a page in a daemon thread, which does not delay the end of the program.  Cancellation stops it."""
     loop, is_stopped = asyncio.get_running_loop(), threading.Event()
     future: asyncio.Future[Page] = loop.create_future()
 
@@ -76,13 +76,13 @@ async def _fetched(address: str, max_bytes: int, hosts: Sequence[str], seconds: 
 
     threading.Thread(target=run, name="localllm-fetch", daemon=True).start()
     try:
-        return await asyncio.wait_for(future, max(0.0, seconds))  # a resolver of names has no limit of its own
+        return await asyncio.wait_for(future, max(0.0, seconds))  # name resolution has no timeout
     finally:
         is_stopped.set()
 
 
 def _places(value: object) -> Iterator[Place]:
-    """Yield the mappings, and their keys, that hold an image as a text, in OpenAI's and Anthropic's APIs."""
+    """Yield the dicts and keys of strings that are images in OpenAI's or Anthropic's API."""
     pending = [value]
     while pending:
         check_cancelled()

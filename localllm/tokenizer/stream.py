@@ -19,11 +19,11 @@ class ReplySplitter(Protocol):
         ...
 
     def segments(self, text: str) -> Sequence[tuple[str, str, bool]]:
-        """Add text. Return the certain characters, the text that they stand for, and whether it is reasoning."""
+        """Add text. Return pieces: certain characters, their text, and whether the piece is reasoning."""
         ...
 
     def last_segments(self) -> Sequence[tuple[str, str, bool]]:
-        """Return the characters that were held back, after the last text."""
+        """Return the pieces of the held characters, after the last text."""
         ...
 
 
@@ -47,13 +47,13 @@ class StreamDecoder:
         continuation: bool = False,
         splitter: ReplySplitter | None = None,
     ) -> None:
-        """Begin a text.
+        """Start a text.
 
         Args:
-            tokenizer: of the model that generates.
-            stop: strings that end the stream, wherever token boundaries fall.
-            special: show control tokens by name instead of leaving them out.
-            continuation: the text continues an earlier one, so its leading space is its own.
+            tokenizer: the model's tokenizer.
+            stop: strings that end the stream, even if they start or end inside a token.
+            special: include the names of control tokens.
+            continuation: the text continues earlier text, so its leading space is kept.
             splitter: separates reasoning from the answer. Stop strings then end only the answer.
         """
         self._tokenizer = tokenizer

@@ -57,13 +57,14 @@ def decode(
 ) -> Decoded:
     """Call ``decoder(source, where, *arguments)`` in a worker process.
 
-    A program without a Python interpreter, such as one of PyInstaller, decodes in its own process, without limits.
+    A program without a Python interpreter, such as an executable of PyInstaller, decodes in its own process without
+    limits.
 
     Args:
-        decoder: a function of a module, which raises UsageError where the file is at fault.
+        decoder: a function of a module; raises UsageError for a damaged file.
         source: the path or the bytes of a file.
         where: the name of the file in errors.
-        arguments: further arguments, as JSON has them.
+        arguments: further arguments, which JSON can represent.
 
     Raises:
         UsageError: the decoder's error, or the file takes too much time or memory.
@@ -77,7 +78,7 @@ def decode(
 
 
 def _interpreter() -> str | None:
-    """The path of a Python interpreter, which `multiprocessing.set_executable` can set; None if there is none.
+    """Return the path of the Python interpreter (`multiprocessing.set_executable`); None if the program has none.
 
     In a program that embeds Python, `sys.executable` may be the program itself.
     """
@@ -88,7 +89,7 @@ def _interpreter() -> str | None:
 
 
 class _Worker:
-    """A process that decodes files, one after the other."""
+    """A process that decodes one file at a time."""
 
     def __init__(self) -> None:
         import subprocess
@@ -140,7 +141,7 @@ class _Worker:
         self._output.close()
 
     def disown(self) -> None:
-        """Close the pipes in a forked process, whose parent has the worker."""
+        """Close the pipes in a forked process; the worker belongs to its parent."""
         self._process.returncode = 0  # it cannot be waited for here
         self._input.close()
         self._output.close()

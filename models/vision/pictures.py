@@ -113,7 +113,7 @@ def _upright(image: Image, where: str) -> Image:
 
 
 def _in_rgb(image: Image, n_bits: int) -> Image:
-    """Return an image in RGB.  Pillow clips values of more than 8 bits, which are scaled here instead.
+    """Return an image in RGB.  Values of more than 8 bits are scaled, because Pillow would clip them.
 
     ``n_bits``: bits of an integer without its sign, or 0 if unknown.
     """

@@ -83,6 +83,7 @@ def attach(
         quoted = match[1] or match[2]
         names = [quoted] if quoted else [match[3], match[3].rstrip(_PUNCTUATION)]
         found = next((found for name in names if (found := _files(name))), [])
+        folder = next((path for name in names if (path := _folder(name)) is not None), None)
         for name in found:
             try:
                 if _is_media(name) and (name in names or "*" in match[0] or "?" in match[0]):
@@ -90,7 +91,7 @@ def attach(
                 elif (pages := _scanned_pages(name) if name in names and see is not None else None) is not None:
                     pictures |= {f"{storable(name)}, page {i}": page for i, page in enumerate(pages, 1)}
                 else:
-                    texts[storable(name)] = read_text_file(name, _folder(names))
+                    texts[storable(name)] = read_text_file(name, folder)
             except UsageError:
                 if name in names:
                     raise
@@ -217,12 +218,11 @@ def _files(name: str) -> list[str]:
     return listed
 
 
-def _folder(names: Iterable[str]) -> Path | None:
-    """Return the folder that one of ``names`` refers to, or None."""
-    for name in names:
-        with contextlib.suppress(OSError, ValueError, UsageError):
-            if (path := path_of(name)).is_dir():
-                return path
+def _folder(name: str) -> Path | None:
+    """Return the folder with a name; None if it is not a folder."""
+    with contextlib.suppress(OSError, ValueError, UsageError):
+        if (path := path_of(name)).is_dir():
+            return path
     return None
 
 

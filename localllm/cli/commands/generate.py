@@ -211,8 +211,8 @@ def _start(
     as_chat = arguments.chat if arguments.chat is not None else bool(prompt) and llm.has_chat_template
     if arguments.chat is None and prompt and not as_chat and not arguments.quiet:
         say(
-            "localllm: this model has no chat template, so it continues the prompt: --no-chat says that it is meant "
-            "so, --chat-template gives one, and an instruct version of the model answers"
+            "localllm: this model has no chat template, so it continues the prompt.  For answers choose an instruct "
+            "version of the model, or add --chat-template; --no-chat hides this message"
         )
     if not as_chat:
         if arguments.system is not None:

@@ -77,9 +77,9 @@ COMMAND = Command(
     """\
 The model is stored in the Hugging Face cache; every command then takes its name in place of a path.  ORG/REPO:Q4_K_M
 selects a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone means the only file, or Q4_K_M.
-Addresses of pages and files on the hub work too.  localllm convert ORG/REPO makes a GGUF file of a repository that
-has none.  The encoder (mmproj) of a model that sees or hears is downloaded
-with it.  An interrupted download resumes where it stopped.
+Addresses of pages and files on the hub work too.  The projector file (mmproj) of a model that sees or hears is
+downloaded too.  An interrupted download resumes where it stopped.  localllm convert ORG/REPO converts a checkpoint in
+a repository without GGUF files.
 """,
     aliases="download",
 )

@@ -149,9 +149,12 @@ def _adapters(arguments: argparse.Namespace) -> dict[str, float]:
 def _ollama(
     names: Container[str], own_loader: Callable[[str, dict[str, Any]], Loader], load: Loader
 ) -> dict[str, Preset]:
-    """Return Ollama's models, except for some names: names of the same file and options are one model's aliases.
+    """Return Ollama's models.  Names with the same file and options become aliases of one model.
 
-    ``own_loader`` makes the loader of a model with options, and ``load`` loads other models.
+    Args:
+        names: names to omit.
+        own_loader: returns the loader of a model with options, by its name and options.
+        load: loads models without options.
     """
     from localllm.library.other_programs import ollama_models
     from localllm.server.models import Preset
@@ -259,7 +262,7 @@ def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stat
 def _api_keys(arguments: argparse.Namespace) -> list[str]:
     """Return the API keys of flags, of the environment and of a file.
 
-    Each of these must have a key: a server without keys is open to everyone.
+    A source without keys is an error, because a server without keys is open to everyone.
     """
     sources = [("--api-key", text.split(",")) for text in arguments.api_keys]
     if KEY_VARIABLE in os.environ:

@@ -20,7 +20,7 @@ _NAME = "localllm"
 _LABEL = "localllm.serve"
 
 
-#: Seconds that a server has to stop, beyond those that its replies have (``--grace``), before it is killed.
+#: Seconds from the end of the last reply (``--grace``) until a server that does not stop is killed.
 _STOP_S = 20
 
 

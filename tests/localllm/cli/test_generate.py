@@ -291,7 +291,7 @@ def test_a_prompt_is_a_message_where_the_model_has_a_template(
 
 def test_a_model_without_a_template_says_that_it_continues(generate: Generate, chatty: Path, plain: Path) -> None:
     flags = ("--temp", 0, "-p", "the day", "-n", 1)
-    hint = "this model has no chat template, so it continues the prompt: --no-chat"
+    hint = "this model has no chat template, so it continues the prompt.  For answers"
     assert generate(*flags, model=plain).err.count(hint) == 1
     for outcome in (
         generate(*flags, model=chatty),
