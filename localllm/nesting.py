@@ -11,7 +11,6 @@ import json
 import keyword
 import re
 import tokenize
-from collections.abc import Mapping
 from typing import Any
 
 #: Levels of lists and objects in a document, and of brackets and operators in an expression.
@@ -50,17 +49,6 @@ def check_nesting(text: str | bytes, limit: int = MAX_NESTING, start: int = 0) -
             depth -= 1
             if depth <= 0:
                 return
-
-
-def check_values(values: object, limit: int = MAX_NESTING) -> None:
-    """Raise NestingError if lists and dicts in ``values`` have more than ``limit`` levels."""
-    level: list[Any] = [values]
-    for _ in range(limit + 1):
-        containers = [value for value in level if isinstance(value, Mapping | list | tuple)]
-        if not containers:
-            return
-        level = [item for value in containers for item in (value.values() if isinstance(value, Mapping) else value)]
-    raise NestingError(limit)
 
 
 def parse_json(text: str | bytes, limit: int = MAX_NESTING, **options: Any) -> Any:

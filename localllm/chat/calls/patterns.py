@@ -99,8 +99,6 @@ BARE_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:(?=\()|\n\s*(?=\{))")
 #: The start of such a call.
 PARTIAL_BARE = re.compile(r"\[?\s{0,99}[\w.-]{0,256}+(?:\n\s{0,99})?")
 PARTIAL_BARE_LIST = re.compile(r"\[\s{0,99}[\w.-]{0,256}+(?:\(\s{0,99}(?:\w{1,256}+\s{0,99})?)?")
-#: A JSON object that cannot be a call, by its first key.
-OTHER_KEY = re.compile(r"""[\s\[]*\{\s*"(?!(?:name|type|id|function|arguments|parameters)")[^"]*\"""")
 
 
 def _key(arguments: TaggedArguments) -> re.Pattern[str]:
