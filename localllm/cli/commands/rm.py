@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -19,24 +20,29 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.yes:
         if not is_terminal(sys.stdin):
             raise UsageError(f"{shown} is removed only after a confirmation: add --yes")
-        if input(f"Remove {shown} ({quantity(n_bytes, 'B')})? [y/N] ").strip().lower() not in ("y", "yes"):
+        answer = ""
+        with contextlib.suppress(EOFError):  # Ctrl-D
+            answer = input(f"Remove {shown} ({quantity(n_bytes, 'B')})? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
             raise LocalLLMError("nothing was removed")
     for path in paths:
         try:
             _remove(path)
         except OSError as error:
-            raise OutputError(f"{path_text(path)} cannot be removed ({error.strerror or error})") from None
+            raise OutputError(
+                f"{path_text(path)} cannot be removed ({error.strerror or error}): check permissions"
+            ) from None
     print(f"removed {shown} ({quantity(n_bytes, 'B')})")
 
 
 def model_files(name: str) -> list[Path]:
-    """Return all files of a model.  Raises LocalLLMError if it is unknown, or belongs to another program."""
+    """Return all files of a model.  Raises UsageError if it is unknown, or belongs to another program."""
     from localllm.library import other_programs
     from localllm.library.hub_names import DEMO, group_files
     from localllm.library.listing import find_models
 
     path = Path(name)
-    if not path.is_file():  # only a whole name: a few words of one may mean another model tomorrow
+    if not path.is_file():  # only a whole name, because a part of a name may select another model after a download
         models = find_models(load_settings().model_folders).models
         path = next((m.path for m in models if name in (m.name, m.name.removesuffix(".gguf"), *m.aliases)), path)
     if not path.is_file() and name != DEMO:
@@ -54,7 +60,7 @@ def model_files(name: str) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file; of a link in Hugging Face's cache also the blob, unless another snapshot links to it."""
+    """Remove a file.  If it is a link in Hugging Face's cache, also remove a blob without further links."""
     target = path.resolve()
     path.unlink()
     snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)

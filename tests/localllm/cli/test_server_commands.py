@@ -85,6 +85,12 @@ def test_rm_removes_a_file_after_a_confirmation(
         shutil.copy(demo_path(), path)
     assert "add --yes" in run_main(capfdbinary, "rm", paths[0]).error()
     monkeypatch.setattr("localllm.cli.commands.rm.is_terminal", lambda stream: True)
+
+    def end_of_input(question: str) -> str:  # Ctrl-D
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end_of_input)
+    assert "nothing was removed" in run_main(capfdbinary, "rm", paths[0]).error()
     for answer, code in (("", 1), ("n", 1), ("y", 0)):
         monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
         assert run_main(capfdbinary, "rm", paths[0]).code == code
