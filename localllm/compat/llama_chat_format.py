@@ -89,12 +89,12 @@ def chat_formatter_to_chat_completion_handler(formatter: ChatFormatter) -> Llama
 
 
 class NotAvailableError(UsageError, NotImplementedError):
-    """llama-cpp-python has it, and this version of localllm does not."""
+    """A function of llama-cpp-python that localllm does not support."""
 
 
 @dataclass(frozen=True)
 class MTMDChatHandler:
-    """As ``chat_handler`` of `Llama`: an encoder of pictures; words around them are the model's own template's.
+    """Argument ``chat_handler`` of `Llama`: names the encoder of images.  The model's chat template is used.
 
     Attributes:
         clip_model_path: the model's ``mmproj`` file.
@@ -107,7 +107,7 @@ class MTMDChatHandler:
     @classmethod
     def from_pretrained(cls, *repo: object, **options: object) -> Never:
         """Raises NotAvailableError: `Llama.from_pretrained` fetches the encoder with its model."""
-        instead = "Llama.from_pretrained fetches the mmproj file beside the model, which then sees without it"
+        instead = "Llama.from_pretrained fetches the mmproj file with the model, which then needs no handler"
         raise NotAvailableError(f"{cls.__name__}.from_pretrained is not available: {instead}")
 
 

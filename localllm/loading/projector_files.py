@@ -27,8 +27,8 @@ def find_projectors(path: Path) -> tuple[list[Path], list[Path]]:
 def projector_names(model: str, names: Iterable[str]) -> list[str]:
     """Return the projector files that belong to a model: the longest name first, then F16, then Q8_0.
 
-    A projector belongs to the models whose names start with the projector's name.  If there are none, it belongs to
-    the models with the longest name that the projector's name starts with.  A projector without a name belongs to all
+    A projector belongs to the models whose names start with the projector's name.  Otherwise it belongs to the models
+    with the longest name that the projector's name starts with.  A projector without a name belongs to all
     models of a folder with one family.  All projectors in a folder with one model belong to that model.
 
     Args:

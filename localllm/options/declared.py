@@ -401,7 +401,7 @@ class LoadOptions(_Checked):
         _TOKENS,
         "maximum number of tokens of an image; larger images are scaled down",
         "--",
-        none="as many as the model's released processor allows",
+        none="the limit of the model's released processor",
     )
     progress: LoadProgress | None = _call_option(
         None,

@@ -364,7 +364,7 @@ class _Closing:
             self._forget_marks(node, closed)
 
     def loosen(self, root: Any) -> None:
-        """Remove ``additionalProperties: false`` where it forbids a property that a combined schema requires.
+        """Remove ``additionalProperties: false`` if it forbids a property that a combined schema requires.
 
         By the standard no value matches both schemas. Their authors mean ``unevaluatedProperties``.
         """

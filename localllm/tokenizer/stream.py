@@ -47,7 +47,7 @@ class StreamDecoder:
         continuation: bool = False,
         splitter: ReplySplitter | None = None,
     ) -> None:
-        """Start a text.
+        """Start the text of a reply.
 
         Args:
             tokenizer: the model's tokenizer.

@@ -60,7 +60,7 @@ COMMAND = Command(
     run,
     """\
 Reads safetensors files of F32, F16, BF16, FP8, MXFP4 and NVFP4, and the INT4 of GPTQ, AWQ and compressed-tensors,
-whose integers become Q4_0 or Q4_1 unless --type says otherwise.  ORG/REPO is downloaded from the hub first (localllm
+whose integers become Q4_0 or Q4_1 unless --type is given.  ORG/REPO is downloaded from the hub first (localllm
 pull downloads GGUF files).  Of a model that sees or hears it converts the language model, and with --mmproj the
 encoder.  An EAGLE-3 or DFlash drafter has no tokenizer: name the model that it drafts for (--target).  A checkpoint
 that would not load is refused before anything is written.  After Ctrl-C or a crash the same command continues where
