@@ -275,21 +275,13 @@ def several_float_tokens(n_tokens, tiles, n_in, slab, sums, x, x_stride):
                 column = tiles + (g * n_in + first + k) * COLUMN_BYTES
                 fetch_ahead(column, COLUMN_BYTES)
                 store_f32x16(slab + 64 * (FLOAT_GROUPS * k + g), LOAD(column))
-        if TILE_TOKENS < TOKENS:  # six tokens divide few batches: the last tile may be half of one
-            for token in range(0, n_tokens, TILE_TOKENS):
-                row, last = x + token * x_stride + 4 * first, n_tokens - 1 - token
-                place = sums + token * (64 * FLOAT_GROUPS)
-                if last < TILE_TOKENS // 2:
-                    multiply_float_slab(TILE_TOKENS // 2, place, slab, n, row, x_stride, last)
-                else:
-                    multiply_float_slab(TILE_TOKENS, place, slab, n, row, x_stride, last)
-        elif n_tokens <= TILE_TOKENS // 2:
-            multiply_float_slab(TILE_TOKENS // 2, sums, slab, n, x + 4 * first, x_stride, n_tokens - 1)
-        else:
-            for token in range(0, n_tokens, TILE_TOKENS):
-                row = x + token * x_stride + 4 * first
-                place = sums + token * (64 * FLOAT_GROUPS)
-                multiply_float_slab(TILE_TOKENS, place, slab, n, row, x_stride, n_tokens - 1 - token)
+        for token in range(0, n_tokens, TILE_TOKENS):
+            row, last = x + token * x_stride + 4 * first, n_tokens - 1 - token
+            place = sums + token * (64 * FLOAT_GROUPS)
+            if last < TILE_TOKENS // 2:
+                multiply_float_slab(TILE_TOKENS // 2, place, slab, n, row, x_stride, last)
+            else:
+                multiply_float_slab(TILE_TOKENS, place, slab, n, row, x_stride, last)
 
 
 @kernel
