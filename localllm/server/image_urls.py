@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from http.client import HTTPException
 from typing import Any
 
@@ -55,28 +55,19 @@ async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_byte
 
 async def _fetched(address: str, max_bytes: int, hosts: Sequence[str], seconds: float) -> Page:
     """Fetch a page in a daemon thread, which does not delay the end of the program.  Cancellation stops it."""
-    loop, is_stopped = asyncio.get_running_loop(), threading.Event()
-    future: asyncio.Future[Page] = loop.create_future()
-
-    def settle(page: Page | None, error: Exception | None) -> None:
-        if not future.done():
-            if page is None:
-                future.set_exception(error or OSError("no page"))
-            else:
-                future.set_result(page)
+    result, is_stopped = Future[Page](), threading.Event()
+    result.set_running_or_notify_cancel()  # cancelling the awaitable no longer cancels this future
 
     def run() -> None:
-        page, failure = None, None
         try:
-            page = fetch(address, max_bytes, hosts=hosts, is_stopped=is_stopped.is_set, seconds=seconds)
+            result.set_result(fetch(address, max_bytes, hosts=hosts, is_stopped=is_stopped.is_set, seconds=seconds))
         except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, page, failure)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="localllm-fetch", daemon=True).start()
     try:
-        return await asyncio.wait_for(future, max(0.0, seconds))  # name resolution has no timeout
+        # The thread has no timeout while it resolves a name.
+        return await asyncio.wait_for(asyncio.wrap_future(result), max(0.0, seconds))
     finally:
         is_stopped.set()
 
