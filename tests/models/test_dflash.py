@@ -210,7 +210,7 @@ def test_a_model_that_is_read_again_is_still_drafted_for(tmp_path: Path, monkeyp
     """One with LongRoPE, of which fewer tokens of context were placed than were read."""
     path, drafts, *_ = with_drafter(tmp_path, "phi3-longrope", few=False)
     fit = load.fit
-    monkeypatch.setattr(load, "fit", lambda planners, available, context, advice: fit(planners, available, 16, advice))
+    monkeypatch.setattr(load, "fit", lambda planners, available, context, more: fit(planners, available, 16, more))
     read_again, contexts = load._ModelSource.read_again, list[int]()
     monkeypatch.setattr(load._ModelSource, "read_again", lambda *args: contexts.append(args[1]) or read_again(*args))
     with localllm.load(path, draft_model=drafts, threads=1, parallel=1) as llm:
