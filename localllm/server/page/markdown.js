@@ -15,6 +15,9 @@ const ALLOWED = {
 // Characters beyond which a text is shown as it is, and a block of code without colours.
 const MAX_MARKDOWN = 300_000, MAX_HIGHLIGHTED = 30_000;
 
+// Cells of a table, beyond which it is shown as plain text.
+const MAX_CELLS = 20_000;
+
 // Blocks inside of blocks, beyond which browsers take seconds to lay them out.
 const MAX_DEPTH = 40;
 
@@ -62,6 +65,14 @@ const reader = new marked.Marked({
     formula("displayFormula", "block", displayStart),
     formula("formula", "inline", inlineStart),
   ],
+  tokenizer: {
+    // Short rows get the header's number of cells, so that a small text may have millions of cells.
+    table(text) {
+      const header = text.slice(0, (text.indexOf("\n") + 1 || text.length + 1) - 1), end = text.indexOf("\n\n");
+      const nRows = (end < 0 ? text : text.slice(0, end)).split("\n").length;
+      return header.split("|").length * nRows > MAX_CELLS ? undefined : false;
+    },
+  },
   renderer: {
     html: ({text}) => /^<br\s*\/?>$/i.test(text.trim()) ? "<br>" : escapeHtml(text),
     code: ({text, lang}) => `<pre><code data-language="${escapeHtml((lang ?? "").split(/\s/)[0])}">${escapeHtml(text)}</code></pre>`,

@@ -698,6 +698,11 @@ def test_markdown_is_drawn_in_a_bounded_time(page: Any, part: str) -> None:
     assert page.evaluate(DRAW, part * (20_000 // len(part))) < 60_000  # about a second
 
 
+def test_a_table_of_millions_of_cells_stays_text(page: Any) -> None:
+    table = "|a" * 1000 + "|\n" + "|-" * 1000 + "|\n" + "|\n" * 8000
+    assert page.evaluate(DRAW, table) < 60_000
+
+
 FORMULAS = {
     "\\[ x_1 * y_1 * z \\]": ["\\[ x_1 * y_1 * z \\]"],
     "a \\(x_1\\) b $$y_2$$": ["\\(x_1\\)", "$$y_2$$"],
