@@ -1,8 +1,8 @@
 """The blocks that architectures are assembled from.
 
-A block is given the layer that is recorded and its input, finds its weights under the names that GGUF files give
-them, and adds its operations in execution order.  It adds no norm before itself and none behind: architectures
-differ there most.  With ``residual``, its output is added to that.  Shapes as in `localllm.kernels.graph`.
+A block takes the current layer and the block's input. It finds its weights by their names in GGUF files and adds its
+operations in execution order. It adds no norm before or after itself, because architectures differ there most. With
+``residual``, the block adds its output to that tensor. `localllm.kernels.graph` defines the letters of shapes.
 """
 
 from __future__ import annotations
@@ -25,58 +25,58 @@ R = TypeVar("R", bound=Any)
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer that is being recorded, or what stands before or behind all of them: number -1."""
+    """The layer that is being recorded. Number -1 is the part of the model before or after all layers."""
 
     number: int  # counted from 0
     graph: Graph
-    weights: Weights  # its tensors, found by their names behind ``blk.{number}.``
+    weights: Weights  # tensors of the layer, by their names without ``blk.{number}.``
     n_embd: int
-    norm_eps: float  # of its norms
-    embedding: Tensor  # what goes into the first layer [T, d]
+    norm_eps: float
+    embedding: Tensor  # input of the first layer [T, d]
     causal: bool = True  # whether tokens attend to earlier tokens only
 
     def add(self, operation: g.Operation[R]) -> R:
-        """Records an operation, and gives what it computes."""
+        """Record an operation, and return its result."""
         return self.graph.add(operation)
 
     def linear(self, x: Tensor, name: str, n_out: int, *, residual: Tensor | None = None) -> Tensor:
-        """x times the matrix ``name``, with its bias if there is one."""
+        """Return x times the matrix ``name``, plus the matrix's bias, if any."""
         return self.add(g.Linear(x, self.weights.matrix(name, x.width, n_out), residual=residual))
 
 
-#: Records one layer: is given it and x [T, d], and gives the next x.
+#: Records one layer with the input x [T, d], and returns the layer's output [T, d].
 RecordLayer = Callable[[Layer, Tensor], Tensor]
-#: Records a norm of a name.
+#: Records the norm with this name.
 RecordNorm = Callable[[Layer, str, Tensor], Tensor]
-#: Chooses the positions that tokens see: is given a layer and the input of its attention, and gives what
-#: `localllm.kernels.graph.IndexSelect` makes, and whether each key/value head has its own; None for all positions.
+#: Selects the positions that tokens see, from a layer and the input of its attention. Returns the result of
+#: `localllm.kernels.graph.IndexSelect` and whether each key/value head has a separate selection. None: all positions.
 Select = Callable[[Layer, Tensor], "tuple[Tensor, bool] | None"]
 
 
 def norm(at: Layer, name: str, x: Tensor) -> Tensor:
-    """RMSNorm of whole rows."""
+    """RMSNorm of complete rows."""
     return at.add(g.RMSNorm(x, at.weights.vector(name, x.width), at.norm_eps))
 
 
 def layer_norm(at: Layer, name: str, x: Tensor, n_heads: int = 1) -> Tensor:
-    """LayerNorm of whole rows, or of ``n_heads`` heads with separate weights; the bias is optional."""
+    """LayerNorm of complete rows, or of ``n_heads`` heads with separate weights. The bias is optional."""
     bias = at.weights.find(f"{name}.bias", x.width)
     weight = at.weights.vector(name, x.width, n_heads)
     return at.add(g.LayerNorm(x, weight, bias, at.norm_eps, n_heads))
 
 
 def add(at: Layer, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
-    """residual + scale * x."""
+    """Return residual + scale * x."""
     return at.add(g.Add(x, residual, scale))
 
 
 def read_softcap(m: Header, key: str) -> float | None:
-    """The soft cap of scores or logits that a key gives; None without one."""
+    """Return the soft-cap of scores or logits from a metadata key, or None if the file has no soft-cap."""
     return m.meta.read(key, float, 0.0, low=0.0, high=1e6) or None
 
 
 def read_q_scale(m: Header) -> g.PositionScale | None:
-    """How queries grow with the logarithm of their position, in Mistral's models; None where they do not."""
+    """Return the factor on queries that grows with the logarithm of the position (Mistral), or None if unused."""
     rate = m.meta.read("attention.temperature_scale", float, 0.0, low=0.0, high=1e3)
     length = m.meta.read("attention.temperature_length", int, m.config.original_context, low=1, high=1 << 31)
     return g.PositionScale(rate, length) if rate else None
@@ -94,10 +94,10 @@ def decoder(
     softcap: float | None = None,
     n_deepstack: int = 0,
 ) -> Graph:
-    """Embedding, layers, final norm and head: from ids to logits [N, n_vocab].
+    """Record a decoder: embedding, layers, final norm and head, from token ids to logits [N, n_vocab].
 
-    Of a model that embeds (`Header.pooling`), without the head: to what is pooled, [N, d].  Behind each of the first
-    ``n_deepstack`` layers, further embeddings of pictures are added, if it sees any.
+    An embedding model (`Header.pooling`) has no head, and its graph ends with the pooling's input [N, d]. If batches
+    contain images, further embeddings of the images are added after the first ``n_deepstack`` layers, one per layer.
     """
     config, weights, graph = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
@@ -133,10 +133,10 @@ def decoder(
 
 
 def position_embedding(m: Header) -> RecordLayer:
-    """Adds the learnt vector of each token's position to its embedding."""
+    """Return a function that adds the learnt vector of each token's position to the token's embedding."""
     n_positions = m.config.context_length
     if m.context > n_positions:
-        raise ModelError(f"the model has no positions beyond {n_positions}: a context of {m.context} is too long")
+        raise ModelError(f"the model has only {n_positions} positions: a context of {m.context} is too long")
     positions = m.weights.require("position_embd.weight", n_positions, m.config.n_embd)
     return lambda at, x: add(at, at.add(g.Embed(positions, by_position=True)), x)
 
@@ -144,7 +144,7 @@ def position_embedding(m: Header) -> RecordLayer:
 def llama_like(
     m: Header, rope: g.Rope | Sequence[g.Rope | None], experts: Experts | None = None, **options: Any
 ) -> Graph:
-    """A model of Llama's layers; ``options`` as `llama_layer` has them."""
+    """Record a decoder with Llama's layers. `llama_layer` documents ``options``."""
     return decoder(m, llama_layer(m, rope, experts, **options))
 
 
@@ -160,22 +160,22 @@ def llama_layer(
     limits: Sequence[tuple[float, float]] | None = None,
     **attention_options: Any,
 ) -> RecordLayer:
-    """Llama's layer: attention and feed-forward one behind the other, an RMSNorm before each.
+    """Llama's layer: attention, then feed-forward, with an RMSNorm before each.
 
     Args:
-        rope: of query and key in every layer, or of each layer.
-        experts: None for an MLP in every layer.
-        windows: of each layer, as `Header.windows` gives them; none by default.
-        ffn_norm: the name of the second norm.
-        post_norm_eps: where there is a norm behind each as well (``post_attention_norm``, ``post_ffw_norm``), its
-            epsilon.
-        limits: of the gates of experts in each layer, as `mixture` has them.
-        attention_options: what else `attention` is given.
+        rope: rotation of query and key, for all layers or one per layer.
+        experts: None if every layer has an MLP.
+        windows: window of each layer, from `Header.windows`; by default, no layer has a window.
+        ffn_norm: name of the second norm.
+        post_norm_eps: epsilon of the norms after attention and feed-forward (``post_attention_norm``,
+            ``post_ffw_norm``); None for a layer without post-norms.
+        limits: limits of experts' gates in each layer, for `mixture`.
+        attention_options: other arguments of `attention`.
     """
     heads, ffn = m.heads_of_layers(), m.feed_forward(experts)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        number = min(at.number, m.config.n_layers - 1)  # a block behind the last layer is as that
+        number = min(at.number, m.config.n_layers - 1)  # a block after the last layer uses its settings
         window = windows[number] if windows else None
         ffn_options: Any = {"activation": activation, "limits": limits[number] if limits else (0.0, 0.0)}
         own_heads, own_rope = heads[number], rope if isinstance(rope, g.Rope) else rope[number]
@@ -222,22 +222,23 @@ def attention(
     """Grouped-query attention with rotary positions.
 
     Args:
-        rope: None where nothing is rotated.
-        window, chunk: what a token sees, as `localllm.kernels.graph.Attention` has it.
-        scale: of scores; by default 1 / √key_dim.
-        qkv_bias: whether query, key and value must have biases; else they may.
-        qkv_by_head: whether rows of ``attn_qkv`` are those of query, key and value for each head.
-        qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights;
-            "layer" for a LayerNorm of whole rows; or "layer by head" for a LayerNorm of each head, with separate
-            weights.
-        norm_last: whether heads are normed behind the rotation.
-        has_sinks: a further score for each head, ``attn_sinks``.
-        has_gate: whether there is a gate, whose σ or other activation the output is multiplied with: ``attn_gate``,
-            of each value or of each head, or in ``attn_q`` behind the query of each head.
-        clamp: what queries, keys and values are clamped to, ±; 0 for nothing.
-        max_bias: of the slopes by which scores fall with the distance (`localllm.models.weights.slopes`); 0 for none.
-        has_spans: whether those of a picture see each other.
-        select: chooses the positions that tokens see.
+        rope: None if query and key are not rotated.
+        window, chunk: limits of the positions that a token sees, see `localllm.kernels.graph.Attention`.
+        scale: factor on scores; by default 1 / √key_dim.
+        qkv_bias: whether query, key and value must have biases; by default, biases are optional.
+        qkv_by_head: whether ``attn_qkv`` contains the rows of query, key and value head by head.
+        qk_norm: norm of query and key. "head": an RMSNorm of each head; "row": an RMSNorm of complete rows;
+            "unweighted": an RMSNorm of each head without weights; "layer": a LayerNorm of complete rows; "layer by
+            head": a LayerNorm of each head, with separate weights.
+        norm_last: whether heads are normed after the rotation.
+        has_sinks: whether each head has an additional score, ``attn_sinks``.
+        has_gate: whether the output is multiplied with the activation of a gate. The gate is ``attn_gate``, with one
+            row per value or per head, or its rows follow the query's rows of each head in ``attn_q``.
+        gate_activation: activation function of the gate.
+        clamp: queries, keys and values are clamped to ± this value; 0 for no limit.
+        max_bias: largest bias of the ALiBi slopes (`localllm.models.weights.slopes`); 0 for no slopes.
+        has_spans: whether tokens of an image see each other.
+        select: selects the positions that tokens see.
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, qkv_by_head=qkv_by_head, has_gate=has_gate)
     if clamp:
@@ -274,7 +275,7 @@ def attention(
 def query_key_value(
     at: Layer, x: Tensor, heads: Heads, *, qkv_bias: bool = False, qkv_by_head: bool = False, has_gate: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Query, key and value, of matrices of their own or of ``attn_qkv``; and the gate, if there is one."""
+    """Return query, key and value, from separate matrices or from ``attn_qkv``, and the gate (None without one)."""
     w, d = at.weights, x.width
     q, k, v = heads.n * heads.key_dim, heads.n_kv * heads.key_dim, heads.n_kv * heads.value_dim
     is_apart = has_gate and "attn_gate.weight" in w
@@ -295,7 +296,7 @@ def query_key_value(
     return query, key, value, gate
 
 
-# -- What stands between attentions --------------------------------------------------------------------------------
+# -- Feed-forward and recurrent blocks -----------------------------------------------------------------------------
 
 
 def gated_mlp(
@@ -309,11 +310,10 @@ def gated_mlp(
     limit: float = 0.0,
     limits_input: bool = False,
 ) -> Tensor:
-    """down(activation(gate(x)) * up(x)); ``suffix`` stands behind the names of its matrices.
+    """Return down(activation(gate(x)) * up(x)). ``suffix`` is appended to the names of the matrices.
 
-    ``limit``, ``limits_input``: as `gated` has them.
-
-    Without a matrix for the gate, it is the first rows of ``ffn_up``.
+    If the file has no matrix for the gate, the first half of the rows of ``ffn_up`` is the gate. `gated` documents
+    ``limit`` and ``limits_input``.
     """
     w, d = at.weights, at.n_embd
     if f"ffn_gate{suffix}.weight" not in w and w.n_rows(f"ffn_up{suffix}.weight") == 2 * n_ff:
@@ -329,9 +329,10 @@ def gated_mlp(
 def gated(
     at: Layer, gate: Tensor, up: Tensor, activation: str, limit: float = 0.0, *, limits_input: bool = False
 ) -> Tensor:
-    """activation(gate) * up; with a ``limit``, the first is at most that, and the other within ± it.
+    """Return activation(gate) * up.
 
-    With ``limits_input``, it is the gate that is at most that, before the activation.
+    With ``limit``, activation(gate) is at most ``limit``, and up is clamped to ± ``limit``. With ``limits_input``,
+    the gate itself is limited instead, before the activation.
     """
     if limit and limits_input:
         gate, up = at.add(g.Clamp(gate, -math.inf, limit)), at.add(g.Clamp(up, -limit, limit))
@@ -344,7 +345,7 @@ def gated(
 def mlp(
     at: Layer, x: Tensor, n_ff: int, *, residual: Tensor | None = None, activation: str, suffix: str = ""
 ) -> Tensor:
-    """down(activation(up(x))); ``suffix`` stands behind the names of its matrices."""
+    """Return down(activation(up(x))). ``suffix`` is appended to the names of the matrices."""
     up = at.linear(x, f"ffn_up{suffix}", n_ff)
     return at.linear(at.add(g.Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
 
@@ -358,7 +359,7 @@ def feed_forward(
     activation: str = "silu",
     limits: tuple[float, float] = (0.0, 0.0),
 ) -> Tensor:
-    """The layer's experts, or its gated MLP; ``limits`` as `mixture` has them."""
+    """Record the layer's experts, or the gated MLP of a layer without experts. `mixture` documents ``limits``."""
     experts = ffn.experts_of(at.number)
     if experts is not None:
         return mixture(at, x, experts, residual=residual, activation=activation, limits=limits)
@@ -377,13 +378,18 @@ def mixture(
     limits: tuple[float, float] = (0.0, 0.0),
     chosen: Tensor | None = None,
 ) -> Tensor:
-    """An MLP for each of several experts, of which every token goes to a few: their weighted sum.
+    """Mixture of experts: each token uses k of the experts' MLPs. Return the weighted sum of their outputs.
 
-    Gates, biases of the router and of the experts, a bias of the selection (``exp_probs_b``), an expert that every
-    token goes to, perhaps weighed by a gate, and matrices into and out of narrower rows that the experts are given
-    (``ffn_latent_down`` and ``ffn_latent_up``) are taken where the file has them.  All is added to ``residual``, if
-    there is one, times ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
-    ``limits``: of the gates of chosen and of shared experts, as `gated` has them.  ``chosen``: as `route` has it.
+    These parts are optional: gates; biases of the router and of the experts; a bias of the selection
+    (``exp_probs_b``); a shared expert for all tokens, with or without a gate; and projections from x to the narrower
+    input of the experts (``ffn_latent_down``) and back (``ffn_latent_up``).
+
+    Args:
+        residual: the result times ``residual_scale`` is added to this tensor.
+        is_weighted_first: whether the weights multiply the experts' inputs instead of their outputs.
+        limits: limits of the gates of selected and of shared experts, see `gated`.
+        chosen: see `route`.
+
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w = at.weights
@@ -415,7 +421,10 @@ def mixture(
 
 
 def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Tensor | None = None) -> g.Routing:
-    """Which experts each token goes to, by default as the router chooses; their weights times ``scale``."""
+    """Return the experts of each token, and their weights times ``scale``.
+
+    The router selects the experts, unless ``chosen`` [T, k] names them.
+    """
     w, n, bias = at.weights, experts.n, None
     is_nvfp4 = w.type_of("ffn_down_exps.weight") is GGMLType.NVFP4
     if chosen is None:
@@ -430,8 +439,8 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Te
             selection_bias=bias,
             n_groups=experts.n_groups,
             n_top_groups=experts.n_top_groups,
-            n_group_best=1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
-            # `Weights.experts` multiplies matrices in NVFP4.
+            n_group_best=1 if experts.gating == "softmax" else 2,  # DeepSeek V2: 1, V3: 2
+            # `Weights.experts` applies the scales of matrices in NVFP4.
             expert_scales=None if is_nvfp4 else w.find("ffn_down_exps.scale", n),
             chosen=chosen,
         )
@@ -449,7 +458,7 @@ def chosen_experts(
     is_weighted_first: bool = False,
     limit: float = 0.0,
 ) -> Tensor:
-    """The weighted sum of what each token's experts make of x."""
+    """Return the weighted sum of the outputs of each token's experts."""
     w, n, n_ff, width = at.weights, experts.n, experts.n_ff, x.width
     if "ffn_gate_up_exps.weight" in w:
         matrices = w.split_experts("ffn_gate_up_exps", n, width, {"gate": n_ff, "up": n_ff})
@@ -469,7 +478,7 @@ def chosen_experts(
 
 @dataclass(frozen=True)
 class Mamba:
-    """A layer of Mamba 2: ``n`` heads of ``dim`` values, with states of ``n_state`` rows; and its convolution."""
+    """Sizes of a Mamba 2 layer: ``n`` heads of ``dim`` values, with states of ``n_state`` rows, and a convolution."""
 
     n: int
     dim: int
@@ -479,7 +488,7 @@ class Mamba:
 
     @classmethod
     def read(cls, meta: Metadata) -> Mamba:
-        """From the keys that llama.cpp has for it."""
+        """Read llama.cpp's keys."""
         n, n_groups, n_state, inner, kernel = (
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
             for key in ("time_step_rank", "group_count", "state_size", "inner_size", "conv_kernel")
@@ -489,7 +498,10 @@ class Mamba:
 
 
 def mamba(at: Layer, x: Tensor, net: Mamba, *, residual: Tensor | None = None) -> Tensor:
-    """Mamba 2: a convolution and a scan, times a gate, and normed in groups if there is a norm; arXiv:2405.21060."""
+    """Mamba 2: a convolution and a scan, times a gate, then, if the file contains it, a norm of each group.
+
+    Source: arXiv:2405.21060.
+    """
     w, d, n = at.weights, at.n_embd, net.n
     inner = n * net.dim
     width = inner + 2 * net.n_groups * net.n_state
@@ -507,7 +519,7 @@ def mamba(at: Layer, x: Tensor, net: Mamba, *, residual: Tensor | None = None) -
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net: ``n_keys`` heads of queries and keys, ``n_values`` of values, and its convolution."""
+    """Sizes of a gated delta net: ``n_keys`` heads of queries and keys, ``n_values`` of values, and a convolution."""
 
     n_keys: int
     n_values: int
@@ -517,7 +529,7 @@ class DeltaNet:
 
     @classmethod
     def read(cls, meta: Metadata) -> DeltaNet:
-        """From the keys that llama.cpp has for it."""
+        """Read llama.cpp's keys."""
         n_keys, n_values, dim, inner, kernel = (
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
             for key in ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
@@ -536,11 +548,13 @@ def delta_net(
     is_grouped: bool = False,
     activation: str = "silu",
 ) -> Tensor:
-    """Linear attention by the gated delta rule, behind a convolution and before a gated norm.
+    """Linear attention by the gated delta rule, after a convolution and before a gated norm.
 
-    The matrices ``ssm_alpha`` and ``ssm_beta`` give decay and β.  A file may contain both in ``ssm_ba``, with their
-    rows grouped by key head.  In the same way, ``ssm_in`` may contain ``attn_qkv`` and ``attn_gate``.
-    ``is_grouped``: see `localllm.kernels.graph.GatedDelta`; ``activation``: of the gate.  Source: arXiv:2412.06464.
+    The matrices ``ssm_alpha`` and ``ssm_beta`` compute decay and β. A file may contain both in ``ssm_ba``, with their
+    rows grouped by key head. In the same way, ``ssm_in`` may contain ``attn_qkv`` and ``attn_gate``.
+    `localllm.kernels.graph.GatedDelta` documents ``is_grouped``; ``activation`` is the gate's activation function.
+
+    Source: arXiv:2412.06464.
     """
     w, d, n = at.weights, at.n_embd, net.n_values
     keys, values = net.n_keys * net.key_dim, n * net.value_dim
@@ -549,7 +563,7 @@ def delta_net(
         beta_alpha = w.split("ssm_ba", d, {"beta": n, "alpha": n}, n_groups=net.n_keys)
     else:
         beta_alpha = w.matrix("ssm_beta", d, n), w.matrix("ssm_alpha", d, n)
-    if "ssm_in.weight" in w:  # llama.cpp's converter wrote Qwen 3 Next so in 2025
+    if "ssm_in.weight" in w:  # in files of Qwen 3 Next that llama.cpp's converter wrote in 2025
         widths = {"query": keys, "key": keys, "value": values, "gate": values}
         matrices = w.split("ssm_in", d, widths, n_groups=net.n_keys)
         *parts, gate, beta, alpha = at.add(g.Linears(x, (*matrices, *beta_alpha)))

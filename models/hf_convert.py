@@ -1,7 +1,7 @@
-"""Conversions of Hugging Face's keys and tensors that architectures share: see `models.registry`.
+"""Conversions of Hugging Face's keys and tensors that several architectures use: see `models.registry`.
 
-``config`` is a `localllm.convert.config.Config`: the values of ``config.json`` as attributes.  Arrays are vectors in
-float32, and matrices as they are stored: to be moved about, or to be computed with as `floats`.
+``config`` is a `localllm.convert.config.Config`, with the values of ``config.json`` as attributes. Vectors are
+float32. Matrices have the type of the checkpoint: rows and columns can be moved, and `floats` returns the values.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SILU, GELU, GELU_TANH = (
     ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
 )
 
-#: Settings that GGUF files have no key for, with the values that they mean; an architecture's ``HF_MEANT`` replaces
-#: them.  Without a value, any is right.
+#: Settings without a key in GGUF files, and the values that a GGUF file implies. An empty tuple accepts any value. An
+#: architecture's ``HF_MEANT`` replaces single settings.
 MEANT: dict[str, tuple[Any, ...]] = {
     "hidden_act": SILU,
     "hidden_activation": SILU,
@@ -87,8 +87,8 @@ MEANT: dict[str, tuple[Any, ...]] = {
     "time_step_limit": ([0.0, math.inf],),
     "use_bidirectional_attention": (False,),
     "is_decoder": (),
-    "num_key_value_heads": (),  # of models whose heads have keys of their own
-    # what follows from other settings, or from the shapes of tensors
+    "num_key_value_heads": (),  # of models with one key/value head per query head
+    # derived from other settings, or from the shapes of tensors
     "expand": (),
     "linear_num_heads": (),
     "mamba_expand": (),
@@ -100,7 +100,7 @@ MEANT: dict[str, tuple[Any, ...]] = {
 
 
 def floats(array: Array) -> NDArray[np.float32]:
-    """A matrix's values: bfloat16 comes as the uint16 that it is stored in."""
+    """Return an array as float32. A uint16 array contains the bits of bfloat16 values."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32, copy=False)
@@ -110,19 +110,19 @@ def floats(array: Array) -> NDArray[np.float32]:
 
 
 def add_one_to_norms(name: str, array: Array, config: Any) -> Array:
-    """Gemma's and Qwen 3.5's norms multiply with 1 + weight, but not the delta net's own."""
+    """Return weight + 1 for norms that multiply with 1 + weight (Gemma, Qwen 3.5 except its delta net's norm)."""
     is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
     return array + 1 if is_norm else array
 
 
 def interleave_pairs(array: Array, n_heads: int) -> Array:
-    """Reorders the rows [n_heads * head_dim] of each head from (0 … n/2 | n/2 … n) to (0, n/2, 1, n/2 + 1, …)."""
+    """Reorder the rows [n_heads * head_dim] of each head from (0 … n/2 | n/2 … n) to (0, n/2, 1, n/2 + 1, …)."""
     halves = array.reshape(n_heads, 2, -1, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def interleave_query_and_key(name: str, array: Array, config: Any) -> Array:
-    """Rows of query and key in the order of rotary pairs, as files of Llama's kin have them."""
+    """Reorder the rows of query and key to rotary pairs, as in the GGUF files of Llama and similar models."""
     if name.endswith(("q_proj.weight", "q_proj.bias")):
         return interleave_pairs(array, config.num_attention_heads)
     if name.endswith(("k_proj.weight", "k_proj.bias")):
@@ -131,7 +131,7 @@ def interleave_query_and_key(name: str, array: Array, config: Any) -> Array:
 
 
 def mamba_tensor(name: str, array: Array, config: Any) -> Array:
-    """Mamba 2's decay as it is multiplied with, and vectors of heads and groups as columns and rows."""
+    """Convert Mamba 2's log decay to the decay's factor, and vectors of heads and groups to columns and rows."""
     if name.endswith(("A_log", ".D")):
         return (-np.exp(floats(array)) if name.endswith("A_log") else array)[:, None]
     if name.endswith("conv1d.weight"):
@@ -158,7 +158,7 @@ def rope_factors(config: Any) -> Mapping[str, Array]:
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"{dim} values of a head are rotated")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    with np.errstate(all="ignore"):  # whoever reads the factors checks them
+    with np.errstate(all="ignore"):  # `models.rope` checks the factors
         wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
         turns = rope["original_max_position_embeddings"] / wavelengths
         ramp = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)  # Llama 4 has no ramp
@@ -166,7 +166,7 @@ def rope_factors(config: Any) -> Mapping[str, Array]:
 
 
 def proportional_factors(config: Any, dim: int) -> dict[str, Array]:
-    """Return the divisors of the frequencies of layers without a window: only the first frequencies turn."""
+    """Return the divisors of the frequencies in layers without a window: only the first frequencies rotate."""
     rope = config.rope_parameters["full_attention"]
     if rope["rope_type"] != "proportional":
         raise ModelError(f"config.json has rope_type = {quoted(rope['rope_type'])}, but GGUF files mean proportional")
@@ -186,18 +186,18 @@ def rotated_part(config: Any) -> dict[str, Any]:
 
 
 def unscaled(config: Any) -> dict[str, Any]:
-    """Return the key that files of some architectures have if nothing scales the rotation."""
+    """Return the key that files of some architectures contain if the rotation is not scaled."""
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     return {"rope.scaling.type": "none"} if rope.peek("rope_type") == "default" else {}
 
 
 def is_classifier(config: Any) -> bool:
-    """Whether an encoder scores a text, or a query and a document, rather than making a vector of it."""
+    """Return whether an encoder is a classifier or reranker, not an embedding model."""
     return any(name.endswith("ForSequenceClassification") for name in getattr(config, "architectures", None) or ())
 
 
 def encoder_keys(config: Any) -> dict[str, Any]:
-    """Those of BERT's kin, which llama.cpp's converter writes fewer for."""
+    """Return the keys of BERT and similar models. As in llama.cpp's converter, some of the usual keys are omitted."""
     left_out = "head_count_kv key_length value_length layer_norm_rms_epsilon"
     keys: dict[str, Any] = {"attention.causal": False} | {f"attention.{name}": None for name in left_out.split()}
     if is_classifier(config):
@@ -213,7 +213,7 @@ def sliding_window(config: Any) -> dict[str, Any]:
 
 
 def gemma_keys(config: Any) -> dict[str, Any]:
-    """Return the keys of Gemma 2 and 3, whose files have no key for the scale of scores."""
+    """Check the scale of scores of Gemma 2 and 3, for which files have no key. Return no keys."""
     n, is_27b = head_dim(config), config.num_hidden_layers in (46, 62)
     expected = config.hidden_size / config.num_attention_heads if is_27b else n
     scalar = getattr(config, "query_pre_attn_scalar", expected)
@@ -236,36 +236,38 @@ def window_keys(config: Any) -> dict[str, Any]:
 
 
 def periodic_windows(config: Any, period: int, *, first: bool = False) -> dict[str, Any]:
-    """Return the keys of windows; with their pattern, if it is not the usual one: that one layer of each ``period``
-    sees all, the last or the ``first``."""
+    """Return the keys of windows. The pattern is omitted if it is the usual one.
+
+    In the usual pattern, the last (or the ``first``) layer of each ``period`` layers has no window.
+    """
     pattern, full = window_pattern(config), 0 if first else period - 1
     is_usual = pattern == [i % period != full for i in range(len(pattern))]
     return sliding_window(config) if is_usual else window_keys(config)
 
 
 def expert_norm(config: Any, usual: bool) -> dict[str, Any]:
-    """Return the key of whether experts' weights are divided by their sum, if it is not as usual."""
+    """Return the key for the division of experts' weights by their sum, if the setting is not the usual one."""
     norm = bool(getattr(config, "norm_topk_prob", usual))
     return {} if norm == usual else {"expert_weights_norm": norm}
 
 
 def n_dense_layers(config: Any) -> int:
-    """Return how many layers have an MLP; those after them have experts."""
+    """Return the number of layers with an MLP. All layers after them have experts."""
     kinds, n = getattr(config, "mlp_layer_types", None), getattr(config, "first_k_dense_replace", None)
     if not kinds:
         return int(n or 0)
     n = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
     if "dense" in kinds[n:]:
-        raise ModelError("config.json has layers with an MLP after one with experts, and GGUF files only before it")
+        raise ModelError("config.json has an MLP layer after a layer with experts, which GGUF files cannot describe")
     return n
 
 
 def routing_keys(config: Any) -> dict[str, Any]:
-    """Return the keys of experts as in DeepSeek's models."""
+    """Return the keys of experts in DeepSeek's models."""
     is_softmax, method = config.model_type == "deepseek_v2", getattr(config, "topk_method", None)
     usual = {"deepseek_v2": "softmax", "deepseek_v4": "sqrtsoftplus"}.get(config.model_type, "sigmoid")
     scoring = getattr(config, "scoring_func", None) or usual
-    scoring = usual if scoring == method == "noaux_tc" else scoring  # dots.llm1
+    scoring = usual if scoring == method == "noaux_tc" else scoring  # as in dots.llm1
     if scoring != usual or method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
         raise ModelError(
             f"config.json has scoring_func = {quoted(scoring)} and topk_method = {quoted(method)}, which "
@@ -299,13 +301,13 @@ def mamba_keys(config: Any) -> dict[str, Any]:
 
 
 def axes_keys(config: Any) -> dict[str, Any]:
-    """How many frequencies turn by each axis of a picture; for text, all axes are the position."""
+    """Return the key for the number of frequencies per axis of an image. In text, all axes are the position."""
     sections = config.rope_parameters.get("mrope_section")
     return {"rope.dimension_sections": (list(sections) + [0] * 4)[:4]} if sections else {}
 
 
 def attention_layers(config: Any, value: int) -> list[int]:
-    """``value`` in layers with attention, 0 in others."""
+    """Return a list with ``value`` for layers with attention and 0 for other layers."""
     return [value if kind in ("full_attention", "attention") else 0 for kind in config.layer_types]
 
 

@@ -1,25 +1,25 @@
-"""Hugging Face's names of tensors, by GGUF's: what most architectures share, for their ``HF_NAMES`` to begin with.
+"""Hugging Face's names of tensors by GGUF's names. The ``HF_NAMES`` of most architectures start with these mappings.
 
-Names of layers' tensors stand without ``blk.{i}.`` and ``model.layers.{i}.``, and those of matrices and norms without
-``.weight`` and ``.bias``, but where one has other suffixes than the other.  ``*`` is the number of an expert, whose
-matrices lie in one tensor.
+Names of tensors in layers omit ``blk.{i}.`` and ``model.layers.{i}.``. Names of matrices and norms omit ``.weight``
+and ``.bias``, unless the suffixes of the two names differ. ``*`` is the number of an expert: GGUF files store the
+matrices of all experts in one tensor.
 """
 
 
 def projections(module: str, suffix: str = "") -> dict[str, str]:
-    """The matrices of a gated MLP; the suffix is GGUF's."""
+    """Return the names of a gated MLP's matrices. ``suffix`` is appended to GGUF's names."""
     return {f"ffn_{name}{suffix}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def w123_experts(module: str) -> dict[str, str]:
-    """Experts with Mixtral's names, and what chooses them."""
+    """Return the names of experts and their router, as in Mixtral."""
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     experts = {f"ffn_{ours}_exps": f"{module}.experts.*.{theirs}" for ours, theirs in names.items()}
     return {"ffn_gate_inp": f"{module}.gate"} | experts
 
 
 def mamba(module: str) -> dict[str, str]:
-    """A layer of Mamba 2."""
+    """Return the names of a Mamba 2 layer."""
     names = {
         "ssm_in": "in_proj",
         "ssm_conv1d": "conv1d",
@@ -45,14 +45,14 @@ COMMON = {
     "ffn_gate_inp": "mlp.gate",
 } | projections("mlp")
 
-#: Experts, each with tensors of its own, or all in one.
+#: Experts: separate tensors for each expert (EXPERTS), or one tensor for all experts (STACKED_EXPERTS).
 EXPERTS = projections("mlp.experts.*", "_exps")
 STACKED_EXPERTS = {
     "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
     "ffn_down_exps.weight": "mlp.experts.down_proj",
 }
 
-#: GPT-2's embedding and norms.
+#: Embedding and norms of GPT-2.
 GPT_2 = {
     "token_embd": "transformer.wte",
     "output_norm": "transformer.ln_f",
@@ -60,7 +60,7 @@ GPT_2 = {
     "attn_norm": "ln_1",
     "ffn_norm": "ln_2",
 }
-#: Mamba's, whose layers have one norm.
+#: Embedding and norms of Mamba, whose layers have one norm.
 BACKBONE = {
     "token_embd": "backbone.embeddings",
     "output_norm": "backbone.norm_f",
@@ -68,20 +68,20 @@ BACKBONE = {
     "attn_norm": "norm",
 }
 
-#: Norms of the heads of query and key, or of their rows.
+#: Norms of query and key, by head or by row.
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
-#: Norms before and behind attention and MLP, as Gemma has them.
+#: Norms before and after attention and MLP, as in Gemma.
 FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-#: The expert that every token goes to.
+#: The shared expert, used by every token.
 SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"} | projections("mlp.shared_expert", "_shexp")
 
-#: The same, and the bias of the selection, as DeepSeek V3 has them.
+#: Shared experts and the bias of the selection, as in DeepSeek V3.
 SHARED_EXPERTS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"} | projections(
     "mlp.shared_experts", "_shexp"
 )

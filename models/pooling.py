@@ -1,8 +1,8 @@
-"""How a text's vector, or a score, is made of what a model that embeds gives for its tokens.
+"""Pooling of an embedding model's token vectors into one vector or a score.
 
-Keys and tensors are llama.cpp's: ``pooling_type``, ``cls*`` of classifiers, ``dense_2`` and ``dense_3`` of
-sentence-transformers.  A model of late interaction (ColBERT, arXiv:2004.12832) pools nothing: it keeps a vector of
-each token.
+Keys and tensors are in llama.cpp's format: ``pooling_type``, ``cls*`` of classifiers, ``dense_2`` and ``dense_3`` of
+sentence-transformers. A late-interaction model (ColBERT, arXiv:2004.12832) has no pooling: its result is one vector
+per token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from localllm.quant.formats import dequantize
 
 Array = NDArray[Any]
 
-#: ``pooling_type``: "rank" is a score of a query and a document.
+#: Kinds by the number in ``pooling_type``. "rank" is a score of a query and a document.
 KINDS = (None, "mean", "cls", "last", "rank")
 
 
 def read_kind(meta: Metadata, weights: Weights) -> str | None:
-    """The kind that the file names; None without one, as of generative models.
+    """Return the file's kind of pooling, or None if it has no pooling, as in generative models.
 
-    "tokens" is that of late interaction: files that pool nothing, but say how wide the vectors of tokens become.
+    "tokens" means late interaction: the file names no pooling, but contains the width of a projection of the token
+    vectors.
     """
     kind = KINDS[meta.read("pooling_type", int, 0, low=0, high=len(KINDS) - 1)]
     width = meta.read("embedding_length_out", int, 0, low=0, high=1 << 20)
@@ -39,22 +40,22 @@ def read_kind(meta: Metadata, weights: Weights) -> str | None:
 
 @dataclass(frozen=True)
 class Pooling:
-    """The pooling behind the graph of a model that embeds."""
+    """Pooling of the output of an embedding model's graph."""
 
-    kind: str  # as `read_kind` gives it
-    rows: str  # which tokens' vectors go into it: "mean" of all, "cls", the first, or "last"; "tokens" for no pooling
-    width: int  # values of the result
-    is_causal: bool  # whether no token sees one behind it
+    kind: str  # result of `read_kind`
+    rows: str  # "mean" of all tokens' vectors, vector of the first token ("cls") or "last" token, or all ("tokens")
+    width: int  # number of values of the result
+    is_causal: bool  # whether tokens see earlier tokens only
     weights: dict[str, Weight]  # by name; a few matrices at most
     is_gelu: bool = False
     is_softmax: bool = False
 
     @classmethod
     def read(cls, meta: Metadata, weights: Weights, kind: str, graph: Graph) -> Pooling:
-        """From a file's keys and tensors."""
+        """Read the pooling from a file's keys and tensors."""
         rank, causal, width = kind == "rank", graph.is_causal, graph.result.width
         widths = (f"dense_{i}_feat_{side}" for i in (2, 3) for side in ("in", "out"))
-        meta.skip("classifier.output_labels", *widths)  # as the tensors say
+        meta.skip("classifier.output_labels", *widths)  # the shapes of the tensors contain the same sizes
         is_modern = meta.architecture == "modern-bert"
         rows = kind if not rank else "last" if causal else "mean" if is_modern else "cls"
         of_class = meta.read("classifier.pooling_type", int, 0, low=0, high=len(KINDS) - 1)
@@ -69,13 +70,14 @@ class Pooling:
                 found |= {name: weight} | ({} if bias is None else {f"{name}.bias": bias})
                 width = shape[0]
         if rank and not any(name.startswith("cls") for name in found):
-            raise ModelError("the file says that it is a reranker, but has no classifier (cls.output.weight)")
+            raise ModelError("the file is for a reranker (pooling_type), but has no classifier (cls.output.weight)")
         is_qwen = meta.architecture.startswith("qwen3")
         return cls(kind, rows, width, causal, found, is_modern, rank and is_qwen)
 
     def head(self) -> Callable[[Array], Array]:
-        """Reads the weights; what it gives makes of a text's vector, or of each of its tokens' [..., d], the result
-        [..., width]."""
+        """Read the weights, and return a function from the pooled vectors, or token vectors [..., d], to the result
+        [..., width].
+        """
         values = {name: dequantize(w.data, w.type).reshape(w.shape) for name, w in self.weights.items()}
 
         def compute(x: Array) -> Array:

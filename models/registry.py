@@ -1,4 +1,4 @@
-"""``general.architecture`` to the module that knows it, and from a file's header to a model."""
+"""Architectures by ``general.architecture``, and `read_model`, which builds a model from a file's header."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from localllm.models.weights import ModelFile, Weights
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a checkpoint becomes a GGUF file.  Of modules, these are ``HF_NAMES``, ``hf_keys``, and so on."""
+    """Conversion of a checkpoint to a GGUF file, from ``HF_NAMES``, ``hf_keys``, … of an architecture's module."""
 
-    names: Mapping[str, str]  # Hugging Face's names of tensors, by GGUF's
-    # of a configuration, the keys beside the usual ones, without the architecture's name, or, with a dot in front, as
-    # they are; None is left out
+    names: Mapping[str, str]  # Hugging Face's names of tensors by GGUF's names
+    # Return the additional keys for a configuration, without the architecture's name. A key that starts with a dot is
+    # written without the dot and without the architecture's name. Keys with the value None are omitted.
     keys: Callable[[Any], Mapping[str, Any]] = lambda config: {}
-    # of a tensor's name in the checkpoint, itself and the configuration, what the file has instead: an array, or
-    # several by GGUF's names.  It may be called with arrays that have only a shape.
+    # Convert a tensor, from its name in the checkpoint, its array and the configuration, to an array or to several
+    # arrays by GGUF's names. It may be called with arrays that have only a shape.
     tensor: Callable[[str, Array, Any], Array | Mapping[str, Array]] = lambda name, array, config: array
-    # of a configuration, tensors that are not in the checkpoint
+    # Return additional tensors for a configuration, which are not in the checkpoint.
     extra: Callable[[Any], Mapping[str, Array]] = rope_factors
-    # settings that GGUF files have no key for, with the values that they mean; see `localllm.models.hf_convert.MEANT`
+    # Settings without a key in GGUF files, and their implied values: see `localllm.models.hf_convert.MEANT`.
     meant: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A module of this folder, and the models that it is for.
+    """A module of this folder, and the models that it supports.
 
-    The module has ``record(m: Header) -> Graph``, ``HF_NAMES`` (see `localllm.models.hf_names`), and what else
-    converting a checkpoint takes, where it does: see `Conversion`.
+    The module contains ``record(m: Header) -> Graph``, ``HF_NAMES`` (see `localllm.models.hf_names`) and, if needed,
+    the other parts of a `Conversion`.
     """
 
     module: str
     models: str
-    # Hugging Face's names of the architecture (``model_type`` in config.json, or of two of one type the class),
-    # separated by spaces; none where it is not converted yet
+    # Hugging Face's names of the architecture, separated by spaces: ``model_type`` in config.json, or the class if
+    # two architectures use the same type. Empty if checkpoints cannot be converted.
     hf_types: str = ""
-    has_block: bool = False  # it can record the block behind the last layer as well (`localllm.models.mtp`)
-    is_encoder: bool = False  # it makes vectors of texts, whatever its file says
-    # whether its checkpoints lack what their file has of the model that it drafts for, such as the vocabulary
+    has_block: bool = False  # whether it can also record the block after the last layer (`localllm.models.mtp`)
+    is_encoder: bool = False  # whether it is always an embedding model, independently of the file's keys
+    # whether a conversion needs the target model, because a drafter's checkpoint lacks parts such as the vocabulary
     takes_target: bool = False
 
     @property
     def record(self) -> Callable[[Header], Graph]:
-        """Records the forward pass."""
+        """Function that records the forward pass."""
         record: Callable[[Header], Graph] = import_module(f"localllm.models.{self.module}").record
         return record
 
     @property
     def conversion(self) -> Conversion:
-        """From Hugging Face's checkpoints to GGUF."""
+        """Conversion from Hugging Face's checkpoints to GGUF."""
         module = import_module(f"localllm.models.{self.module}")
         found = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
         functions = {name: function for name, function in found.items() if function}
@@ -210,7 +210,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-#: Models that draft for others, from their caches or hidden states, and do nothing alone.
+#: Drafters that read the cache or hidden states of a target model. They cannot run alone.
 DRAFTERS = {
     "dflash": Architecture("dflash", "DFlash drafters", "muse_glimmer_assistant DFlashDraftModel", takes_target=True),
     "eagle3": Architecture(
@@ -227,23 +227,23 @@ DRAFTERS = {
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its header, and its forward pass, which refers to the tensors of its file."""
+    """A model's configuration and forward pass. The graph refers to the tensors of the model's file."""
 
     config: ModelConfig
     graph: Graph
-    # whether its graph is for sequences beyond the original context; LongRoPE then rotates otherwise
+    # whether sequences can be longer than the original context; LongRoPE then uses different frequencies
     is_long: bool = False
-    # how a text's vector is made of those that the graph ends with, which are logits without it
+    # pooling of the graph's output; None if the output is logits
     pooling: Pooling | None = None
 
 
 def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
-    """The architecture that ``general.architecture`` names.  Raises UnsupportedArchitectureError."""
+    """Return the architecture named in ``general.architecture``. Raises UnsupportedArchitectureError."""
     architecture = read_architecture(metadata)
     if architecture in DRAFTERS:
         raise UnsupportedArchitectureError(
-            f"the file is of {architecture}, which only drafts for another model: load that one, with this as its "
-            "draft model"
+            f"the file contains a drafter ({architecture}), which cannot run alone: load its target model, with this "
+            "file as the draft model"
         )
     if architecture not in ARCHITECTURES:
         raise UnsupportedArchitectureError(
@@ -254,7 +254,7 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def has_block(file: ModelFile) -> bool:
-    """Whether a file has a block behind the last layer that predicts one token more, which localllm can use."""
+    """Return whether a file has a block for multi-token prediction after the last layer that localllm can use."""
     architecture = ARCHITECTURES.get(read_architecture(file.metadata))
     n_layers = read_general(Metadata(file.metadata, read_architecture(file.metadata)), file.tensors).n_layers
     return (
@@ -271,20 +271,20 @@ def read_model(
     sees: bool = False,
     target: Graph | None = None,
 ) -> Model:
-    """The model in a file, from its header: no weight is read.
+    """Return the model in a file, from the file's header. No weight is read.
 
     Args:
-        context: tokens that a sequence can have, by default as many as the model was trained on.  Models with
-            LongRoPE rotate differently beyond their original context.
-        cache_type: what keys and values are kept in.
-        is_block: whether to read the block behind the last layer, as a model of one layer: `has_block`.
-        sees: whether its batches have embeddings of pictures.
-        target: of one of `DRAFTERS`, the model that it drafts for.
+        context: maximum number of tokens of a sequence; by default the context length of the training. Models with
+            LongRoPE use different frequencies if it is larger than their original context.
+        cache_type: storage type of keys and values.
+        is_block: whether to read the block after the last layer (see `has_block`), as a model of one layer.
+        sees: whether batches contain embeddings of images.
+        target: graph of the target model, for one of `DRAFTERS`.
 
     Raises:
         UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
-        ModelError: a hyper-parameter is missing, of the wrong type, out of range, at odds with the others, or one
-            that nothing here reads; or the tensors are not those of such a model.
+        ModelError: a hyper-parameter is missing, has the wrong type, is out of range, contradicts another one or is
+            not supported; or the tensors do not fit the hyper-parameters.
     """
     drafter = DRAFTERS.get(read_architecture(file.metadata))
     architecture = drafter or find_architecture(file.metadata)
@@ -299,7 +299,7 @@ def read_model(
         graph = architecture.record(header)
         pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
     except KernelError as error:
-        raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
+        raise ModelError(f"{error}: the hyper-parameters contradict each other") from error
     if not is_causal and graph.states:
         raise ModelError(
             f"{meta.architecture}.attention.causal is false, but the model has recurrent layers, which localllm "

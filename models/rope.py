@@ -1,6 +1,6 @@
 """Rotary frequencies from hyper-parameters: plain, linear, YaRN and LongRoPE scaling, and explicit factors.
 
-Llama 3's scaling needs nothing of its own: its files carry the factors, one a frequency.
+Llama 3's scaling needs no code here, because the files contain a factor for each frequency.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Rope
 from localllm.models.config import Header
 
-#: ``rope.scaling.type`` values that are computed here.
+#: Supported values of ``rope.scaling.type``.
 SCALINGS = ("none", "linear", "yarn", "longrope")
 
-#: Frequencies [n_rot / 2]; float64 until they are finished.
+#: Frequencies [n_rot / 2], in radians per position. Intermediate results are float64.
 Frequencies = NDArray[np.float64]
 
 
@@ -30,25 +30,25 @@ class RopeConfig:
     theta: float  # base of the frequencies
     n_rot: int  # values of each head that are rotated
     scaling: str  # one of `SCALINGS`
-    factor: float  # how many times longer the context became by scaling
+    factor: float  # scaled context length / original context length
     original_context: int  # tokens of context before scaling
-    attn_factor: float  # on the magnitude of all rotated values
+    attn_factor: float  # factor on all rotated values
     yarn_ext_factor: float  # weight of extrapolation at high frequencies
-    yarn_attn_factor: float | None  # magnitude that takes the place of YaRN's own, if given
-    # yarn_beta_fast, yarn_beta_slow: turns in the original context above which frequencies are kept, and below which
-    # they are scaled in full
+    yarn_attn_factor: float | None  # replaces YaRN's magnitude if not None
+    # Frequencies with more than yarn_beta_fast turns in the original context are not scaled. Frequencies with fewer
+    # than yarn_beta_slow turns are divided by the full factor.
     yarn_beta_fast: float
     yarn_beta_slow: float
-    yarn_log_multiplier: float  # "mscale_all_dim", 0 if there is none
+    yarn_log_multiplier: float  # "mscale_all_dim" in config.json; 0 if absent
 
 
 def read_rope(m: Header, head_dim: int, scaling: str | None = None) -> RopeConfig:
-    """The rotation that a file's keys describe; ``scaling`` where they name none.  Raises ModelError."""
+    """Read the rotation from a file's keys. ``scaling`` is the default type. Raises ModelError."""
     meta = m.meta
     n_rot = meta.read("rope.dimension_count", int, head_dim, low=2, high=head_dim)
     if n_rot % 2:
         raise ModelError(f"{meta.architecture}.rope.dimension_count is {n_rot}, but must be even: the file is broken")
-    # As in llama.cpp: 0 stands for "no factor", and a factor without a type scales linearly.
+    # As in llama.cpp, 0 means "no factor", and a factor without a type means linear scaling.
     old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
     factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
     if factor < 1e-3:
@@ -57,7 +57,7 @@ def read_rope(m: Header, head_dim: int, scaling: str | None = None) -> RopeConfi
     if scaling not in SCALINGS:
         raise ModelError(
             f"{meta.architecture}.rope.scaling.type is {quoted(scaling)}, which localllm does not support; "
-            f"it knows {', '.join(SCALINGS)}"
+            f"it supports {', '.join(SCALINGS)}"
         )
     return RopeConfig(
         theta=meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15),
@@ -85,15 +85,15 @@ def make_rope(
     has_alpha: bool = False,
     theta: float | None = None,
 ) -> Rope:
-    """The rotation that a file's keys, and its frequency factors if it has any, describe.
+    """Return the rotation from a file's keys and its frequency factors, if any.
 
     Args:
-        interleaved: as `localllm.kernels.graph.Rope` has it.
-        scaling: where the keys do not say what scales the frequencies; by default, a factor does.
-        part: of the values that the keys say, those that rotate.
-        rounds_ramp: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
-        has_alpha: whether ``rope.scaling.alpha`` stretches the base, as `stretched_base` does.
-        theta: the base, by default ``rope.freq_base``.
+        interleaved: see `localllm.kernels.graph.Rope`.
+        scaling: type of scaling if the keys do not name it; by default linear if the keys contain a factor.
+        part: fraction of the values in the keys that is rotated.
+        rounds_ramp: whether YaRN's ramp ends on whole dimensions, as in all implementations except gpt-oss's.
+        has_alpha: whether ``rope.scaling.alpha`` stretches the base, see `stretched_base`.
+        theta: base of the frequencies; by default ``rope.freq_base``.
     """
     rope = read_rope(m, head_dim, scaling)
     rope = replace(rope, theta=theta or rope.theta)
@@ -112,11 +112,11 @@ def make_rope(
 
 
 def with_axes(m: Header, rope: Rope, *, in_turn: bool = False, order: tuple[int, ...] = (0, 1, 2)) -> Rope:
-    """The rotation by a token's place in time, by row and by column, if the file has it and pictures are seen.
+    """Return the rotation with axes (time, row, column) if the file defines them and batches contain images.
 
-    ``rope.dimension_sections`` says how many frequencies turn by each: the first ones by time, and so on; or with
-    ``in_turn``, one by each in turn, as far as there are so many by row or column, and the others by time.  Or they
-    turn by the axes in ``order``.
+    ``rope.dimension_sections`` contains the number of frequencies per axis, in the ``order`` of axes: the first
+    section of frequencies turns by the first axis, and so on. With ``in_turn``, frequencies turn by time, row and
+    column in rotation until the section of rows or columns is used up, and the remaining frequencies turn by time.
     """
     name, n = f"{m.meta.architecture}.rope.dimension_sections", len(rope.frequencies)
     sections: Any = m.meta.find("rope.dimension_sections")
@@ -124,9 +124,9 @@ def with_axes(m: Header, rope: Rope, *, in_turn: bool = False, order: tuple[int,
         m.meta.skip("rope.dimension_sections")
         return rope
     if not isinstance(sections, list | tuple) or any(not isinstance(s, int) or s < 0 for s in sections):
-        raise ModelError(f"{name} is {quoted(sections)}, but must be up to four numbers: the file is broken")
+        raise ModelError(f"{name} is {quoted(sections)}, but must be at most four numbers: the file is broken")
     if sum(sections) != n or any(sections[len(order) :]):
-        raise ModelError(f"{name} is {list(sections)}, but {n} frequencies turn: the file is broken")
+        raise ModelError(f"{name} is {list(sections)}, but the model has {n} frequencies: the file is broken")
     axes = [axis for axis, section in zip(order, sections, strict=False) for _ in range(section)]
     if in_turn:
         time, rows, columns = (*sections, 0, 0, 0)[:3]
@@ -135,9 +135,9 @@ def with_axes(m: Header, rope: Rope, *, in_turn: bool = False, order: tuple[int,
 
 
 def make_local_rope(m: Header, head_dim: int, theta: float | None = None) -> Rope:
-    """The rotation of layers that see a window only, which nothing scales: of base ``rope.freq_base_swa``.
+    """Return the unscaled rotation of layers with a window.
 
-    Where the file has none, it is ``theta``, and without that the other layers'.
+    The base is ``rope.freq_base_swa`` or, if the file has no such key, ``theta``, or else ``rope.freq_base``.
     """
     suffix = "" if m.meta.find("rope.dimension_count_swa") is None else "_swa"
     n_rot = m.meta.read(f"rope.dimension_count{suffix}", int, head_dim, low=2, high=head_dim)
@@ -147,25 +147,25 @@ def make_local_rope(m: Header, head_dim: int, theta: float | None = None) -> Rop
 
 
 def stretched_base(theta: float, alpha: float, n_rot: int) -> float:
-    """The base that makes the context longer by a fixed factor, as Hunyuan's models have it ("NTK-aware")."""
+    """Return the base that extends the context by a fixed factor ("NTK-aware" scaling, in Hunyuan's models)."""
     stretched: float = theta * alpha ** (n_rot / (n_rot - 2))
     return stretched
 
 
 def plain_frequencies(theta: float, n_rot: int) -> Frequencies:
-    """theta^(-2i / n_rot), without any scaling."""
+    """Return the unscaled frequencies theta^(-2i / n_rot)."""
     exponents = np.arange(0, n_rot, 2, dtype=np.float64) / n_rot
     frequencies: Frequencies = theta**-exponents
     return frequencies
 
 
 def _frequency_factors(m: Header, rope: RopeConfig) -> Frequencies:
-    """The divisors of the frequencies: one each if the file has them, else 1.
+    """Return the divisors of the frequencies from the file, or 1.
 
-    Where sequences can pass the original context, LongRoPE takes its long factors, for the whole life of all of
-    them, as llama.cpp: keys that are in the cache were rotated already.
+    If sequences can be longer than the original context, LongRoPE uses its long factors for all sequences from the
+    start, as in llama.cpp, because keys in the cache are already rotated.
 
-    Source: arXiv:2402.13753 (LongRoPE), and Llama 3.1's reference code, whose factors converters write out.
+    Sources: arXiv:2402.13753 (LongRoPE), and Llama 3.1's reference code, whose factors converters write to files.
     """
     weights = m.weights
     if rope.scaling == "longrope":
@@ -177,13 +177,13 @@ def _frequency_factors(m: Header, rope: RopeConfig) -> Frequencies:
         factors = weights.values(names[0], rope.n_rot // 2)
     else:
         return np.ones(1)
-    if not (factors > 1e-6).all():  # NaN is not greater either
-        raise ModelError(f"tensor {names[0]} holds a factor that is not a positive number: the file is broken")
+    if not (factors > 1e-6).all():  # also false for NaN
+        raise ModelError(f"tensor {names[0]} contains a factor that is not a positive number: the file is broken")
     return factors
 
 
 def _yarn_frequencies(rope: RopeConfig, frequencies: Frequencies, *, rounds_ramp: bool) -> Frequencies:
-    """Keeps high frequencies, divides low ones by the factor, and passes from one to the other by a ramp.
+    """Return high frequencies unchanged and low frequencies divided by the factor, with a ramp between them.
 
     Source: arXiv:2309.00071, section 3.2.
     """
@@ -198,17 +198,17 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: Frequencies, *, rounds_ramp
 
 
 def _yarn_dimension(rope: RopeConfig, n_turns: float) -> float:
-    """The (fractional) pair of dimensions that turns ``n_turns`` times within the original context."""
+    """Return the (fractional) number of the pair that turns ``n_turns`` times within the original context."""
     return rope.n_rot * math.log(rope.original_context / (n_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 def _yarn_magnitude(rope: RopeConfig) -> float:
-    """The factor on cosine and sine that sharpens attention over the longer context."""
+    """Return the factor on cosine and sine that sharpens attention in the longer context."""
     if rope.yarn_attn_factor is not None:
         return rope.yarn_attn_factor
     return yarn_mscale(rope.factor, 1.0) / yarn_mscale(rope.factor, rope.yarn_log_multiplier)
 
 
 def yarn_mscale(factor: float, multiplier: float) -> float:
-    """YaRN's magnitude ("mscale") of a context that became so many times longer."""
+    """Return YaRN's magnitude ("mscale") for a context that is ``factor`` times longer than the original context."""
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1

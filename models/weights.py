@@ -1,4 +1,4 @@
-"""The tensors of a file, found by name and checked against the shapes that the hyper-parameters call for."""
+"""Tensors of a model file, by name. Their shapes are checked against the hyper-parameters."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from localllm.quant.lut import LUT_E2M1_16
 from localllm.quant.repack import scaled_nvfp4
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-#: What old converters wrote beside the weights: rotary frequencies, which the hyper-parameters give as well.
+#: Rotary frequencies, which old converters wrote as tensors. The hyper-parameters define them as well.
 _NEEDLESS = re.compile(r"(blk\.\d+\.)?(attn_rot_embd|rope\.freqs|attn\.rotary_emb\.inv_freq)(\.weight)?")
 
 
 class ModelFile(Protocol):
-    """A file that a model is read from (`localllm.gguf.GGUFFile` is one)."""
+    """File that contains a model, such as `localllm.gguf.GGUFFile`."""
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...
     @property
     def tensors(self) -> Mapping[str, Weight]:
-        """By name."""
+        """Tensors by name."""
         ...
 
 
 @dataclass(frozen=True)
 class FileWeight:
-    """A tensor of a file that is open while its data is read: of a closed one, nothing stays mapped.
+    """A tensor of a file. Its data is looked up in the file at each access, so that a closed file stays unmapped.
 
-    A tensor that is found twice is equal to itself, so that it is packed once.
+    Two objects for the same tensor are equal, so that the tensor is packed only once.
     """
 
     name: str
@@ -57,9 +57,10 @@ class FileWeight:
 
 @dataclass(frozen=True, eq=False)
 class RowsOf(WeightView):
-    """A matrix, or its bias, whose rows are some of a tensor's, in which several matrices lie.
+    """A matrix, or its bias, that is stored in some rows of a tensor with several matrices.
 
-    The tensor's rows are ``n_groups`` times as many groups as it has experts; of each, the matrix has ``rows``.
+    The rows of each expert (or all rows, without experts) form ``n_groups`` groups of equal size. The matrix consists
+    of the rows with numbers ``rows`` in every group.
     """
 
     part: str
@@ -81,7 +82,7 @@ class RowsOf(WeightView):
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """Without a copy where the rows lie next to each other."""
+        """A view if the rows are contiguous, else a copy."""
         leading, n_rows = self.whole.shape[: self._row_axis], self.whole.shape[self._row_axis]
         grouped = self.whole.data.reshape(*leading, self.n_groups, n_rows // self.n_groups, -1)
         own = grouped[..., self.rows.start : self.rows.stop, :]
@@ -90,8 +91,10 @@ class RowsOf(WeightView):
 
 @dataclass(frozen=True, eq=False)
 class HeadsOf(WeightView):
-    """Of each head's rows of a matrix [n_heads * n, columns] some, as float32: [n_heads, rows, columns], or the last
-    two in turn."""
+    """The rows with numbers ``rows`` of each head of a matrix [n_heads * n, columns].
+
+    The result is float32 [n_heads, rows, columns], or [n_heads, columns, rows] if ``is_transposed``.
+    """
 
     n_heads: int
     rows: range
@@ -117,7 +120,7 @@ class HeadsOf(WeightView):
 
 @dataclass(frozen=True, eq=False)
 class Numbers(WeightView):
-    """A table of whole numbers from 0 on, below ``n``, as float32; a larger one is an error when they are read."""
+    """A table of integers from 0 to n - 1, as float32. Reading it raises ModelError for other numbers."""
 
     n: int
 
@@ -139,7 +142,7 @@ class Numbers(WeightView):
 
 @dataclass(frozen=True, eq=False)
 class PositionTable:
-    """The embeddings of ``n`` positions: a row of ``table`` and the first row of ``types``, where they are."""
+    """Embeddings of ``n`` positions: a row of ``table`` plus the first row of ``types``. Either table may be None."""
 
     n: int
     table: Weight | None
@@ -172,7 +175,7 @@ class PositionTable:
 
 @dataclass(frozen=True, eq=False)
 class Dilated(WeightView):
-    """A convolution's weight [n, kernel] whose values are ``step`` positions apart, with zeros between them."""
+    """Weight [n, kernel] of a convolution with dilation ``step``, with zeros between its values."""
 
     step: int
     type = GGMLType.F32
@@ -191,7 +194,7 @@ class Dilated(WeightView):
 
 @dataclass(frozen=True, eq=False)
 class ArrayWeight:
-    """A weight in float32 that is in memory, not in a file."""
+    """A float32 weight in memory instead of a file."""
 
     name: str
     values: NDArray[np.float32]
@@ -206,14 +209,16 @@ class ArrayWeight:
         return np.ascontiguousarray(self.values).view(np.uint8)
 
     def drop_pages(self) -> None:
-        """There are none."""
+        """Do nothing, because no file is mapped."""
 
 
 def slopes(n: int, max_bias: float) -> ArrayWeight:
-    """By how much scores of each of ``n`` heads fall with every position between query and key (ALiBi).
+    """Return the ALiBi slopes [n]: the decrease of each head's scores per position between query and key.
 
-    Powers of 2^(-max_bias / P), of as many heads as P, the power of two that is at most ``n``; the others have the
-    odd powers of its root.  Source: arXiv:2108.12409.
+    P is the largest power of two up to ``n``. The slopes of the first P heads are the powers 1 … P of
+    2^(-max_bias / P). The slopes of the remaining heads are the odd powers of the square root of this base.
+
+    Source: arXiv:2108.12409.
     """
     power, heads = 1 << (n.bit_length() - 1), np.arange(n)
     exponents = np.where(heads < power, heads + 1, heads - power + 0.5) / power
@@ -222,10 +227,13 @@ def slopes(n: int, max_bias: float) -> ArrayWeight:
 
 @dataclass(frozen=True)
 class DistanceBiases:
-    """A bias of scores for each head and distance up to where they no longer change, of a table of buckets.
+    """Biases of scores per head and distance, from a table of buckets of distances.
 
-    Half of the buckets are for tokens behind.  Of either half the first half are of one distance each, and the others
-    grow by equal factors up to 128 tokens.  Source: T5, arXiv:1910.10683.
+    The biases are constant for distances above ``reach`` tokens. One half of the buckets is for earlier tokens, the
+    other half for later tokens. In each half, the first half of the buckets contain one distance each. The sizes of
+    the remaining buckets grow by equal factors up to 128 tokens.
+
+    Source: T5, arXiv:1910.10683.
     """
 
     table: Weight  # [buckets, heads]
@@ -243,7 +251,7 @@ class DistanceBiases:
         half = len(table) // 2
         exact, ahead = half // 2, np.arange(-self.reach, self.reach + 1)
         far = np.log(np.maximum(np.abs(ahead), 1).astype(np.float32) / np.float32(exact))
-        # In float32, as T5's own code, which borders between buckets depend on.
+        # T5's code computes in float32, and the borders between buckets depend on the rounding.
         far = far / np.float32(math.log(self.reach / exact)) * np.float32(half - exact)
         bucket = np.where(np.abs(ahead) < exact, np.abs(ahead), np.minimum(exact + far.astype(int), half - 1))
         return np.ascontiguousarray(table[bucket + half * (ahead > 0)].T).reshape(-1).view(np.uint8)
@@ -254,7 +262,7 @@ class DistanceBiases:
 
 @dataclass(frozen=True, eq=False)
 class Scaled(WeightView):
-    """A weight in NVFP4 times a factor, or times a factor for each expert, in the format that kernels read NVFP4 in.
+    """A weight in NVFP4 times one factor, or times one factor per expert, in the kernels' format for NVFP4.
 
     llama.cpp's converter writes the factors of NVFP4 checkpoints as separate tensors.
     """
@@ -278,21 +286,21 @@ class Scaled(WeightView):
 
 
 class Weights:
-    """Finds a model's tensors, and remembers which ones it has found.  None of them is read, but by `values`."""
+    """Looks up a model's tensors, and records which tensors were used. Only `values` reads data."""
 
     def __init__(self, file: ModelFile, prefix: str = "") -> None:
-        """``prefix`` stands before every name."""
+        """``prefix`` is prepended to every name."""
         self._file, self._prefix = file, prefix
         self._found: dict[str, FileWeight] = {}
-        #: Of names that layers may have, one that is there, and one that is not.
+        #: Optional tensors by name without prefix: an existing name with prefix (True), and a missing one (False).
         self._optional: dict[str, dict[bool, str]] = {}
 
     def layer(self, i: int, before: str = "") -> Weights:
-        """The weights of layer ``i``, whose names begin with ``blk.{i}.``, and before that with ``before``."""
+        """Return the weights of layer ``i``, whose names start with ``{before}blk.{i}.``."""
         return self.under(f"{before}blk.{i}.")
 
     def under(self, prefix: str) -> Weights:
-        """Those whose names begin with ``prefix``, without it."""
+        """Return the weights whose names start with ``prefix``, under their names without the prefix."""
         some = Weights(self._file, self._prefix + prefix)
         some._found, some._optional = self._found, self._optional
         return some
@@ -304,7 +312,7 @@ class Weights:
         return is_there
 
     def type_of(self, name: str) -> GGMLType | None:
-        """The type of a tensor, or None if the file has no tensor of that name."""
+        """Return the type of a tensor, or None if the file has no tensor of that name."""
         tensor = self._file.tensors.get(self._prefix + name)
         return None if tensor is None else tensor.type
 
@@ -314,19 +322,20 @@ class Weights:
         return any("_exps." in name for name in self._file.tensors)
 
     def n_rows(self, name: str) -> int:
-        """Rows of a matrix, or 0 if the file has none of that name."""
+        """Return the number of rows of a matrix, or 0 if the file has no matrix of that name."""
         shape = self.shape(name)
         return shape[-2] if len(shape) > 1 else 0
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """That of a tensor, or () if the file has none of that name."""
+        """Return the shape of a tensor, or () if the file has no tensor of that name."""
         tensor = self._file.tensors.get(self._prefix + name)
         return () if tensor is None else tensor.shape
 
     def find(self, name: str, *shape: int) -> Weight | None:
-        """The tensor ``name``, or None if the file has none: then no other layer that asks for it may have one.
+        """Return the tensor ``name``, or None if the file has no such tensor.
 
-        Leading ones of its shape do not count.
+        If one layer has an optional tensor, all layers must have it: `check_all_used` checks this. Leading
+        dimensions of size 1 are ignored when shapes are compared.
         """
         return self._find(name, *shape) if name in self else None
 
@@ -337,23 +346,23 @@ class Weights:
             return None
         if tensor.shape[-len(shape) :] != shape or prod(tensor.shape) != prod(shape):
             raise ModelError(
-                f"tensor {name} has the shape {list(tensor.shape)}, but the hyper-parameters call for "
+                f"tensor {name} has the shape {list(tensor.shape)}, but the hyper-parameters require "
                 f"{list(shape)}: the file's metadata and tensors disagree"
             )
         found = self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
         return found if tensor.shape == shape else Reshaped(found, shape)
 
     def require(self, name: str, *shape: int) -> Weight:
-        """The tensor ``name``."""
+        """Return the tensor ``name``. Raises ModelError if the file does not contain it."""
         tensor = self._find(name, *shape)
         if tensor is None:
             raise ModelError(f"the file has no tensor {self._prefix}{name}: is it complete?")
         return tensor
 
     def vector(self, name: str, n: int, n_groups: int = 1) -> Weight:
-        """The vector ``{name}.weight`` [n], or the concatenated rows of a matrix [n_groups, n / n_groups].
+        """Return the vector ``{name}.weight`` [n], or the concatenated rows of a matrix [n_groups, n / n_groups].
 
-        In Falcon-H1's files, the vector is called ``name``.
+        In Falcon-H1's files, the vector's name is ``name`` without the suffix.
         """
         name = name if name in self else f"{name}.weight"
         if n_groups == 1:
@@ -361,9 +370,9 @@ class Weights:
         return Reshaped(self.require(name, n_groups, n // n_groups), (n,))
 
     def matrix(self, name: str, n_in: int, n_out: int, *, bias: bool = False, tied_to: str | None = None) -> Matrix:
-        """The matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if there is one.
+        """Return the matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if the file contains it.
 
-        With ``bias``, there must be one.  With ``tied_to``, a file without the matrix shares that one.
+        With ``bias``, the bias is required. If the file does not contain the matrix, ``{tied_to}.weight`` is used.
         """
         weight = self._find(f"{name}.weight", n_out, n_in)
         if weight is None:
@@ -372,26 +381,26 @@ class Weights:
         return Matrix(weight, (self.require if bias else self.find)(f"{name}.bias", n_out))
 
     def split(self, name: str, n_in: int, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
-        """Several matrices that lie in the one ``name``: see `split_rows`."""
+        """Return several matrices that are stored in the matrix ``name``: see `split_rows`."""
         return split_rows(self.matrix(name, n_in, sum(parts.values())), parts, n_groups=n_groups)
 
     def split_experts(self, name: str, n_experts: int, n_in: int, parts: Mapping[str, int]) -> tuple[Weight, ...]:
-        """As `split`, of each expert."""
+        """Return the matrices of all experts, split in the same way as in `split`."""
         return _split(self.experts(name, n_experts, n_in, sum(parts.values())), parts, 1)
 
     def row(self, name: str, n_in: int) -> Matrix:
-        """The matrix [1, n_in] that ``{name}.weight`` is, perhaps as a vector."""
+        """Return ``{name}.weight`` as a matrix [1, n_in]. The file may store it as a vector."""
         tensor = self._file.tensors.get(f"{self._prefix}{name}.weight")
         if tensor is None or len(tensor.shape) != 1:
             return self.matrix(name, n_in, 1)
         return Matrix(Reshaped(self.vector(name, n_in), (1, n_in)))
 
     def experts(self, name: str, n_experts: int, n_in: int, n_out: int) -> Weight:
-        """The matrices ``{name}.weight`` [n_experts, n_out, n_in]."""
+        """Return the matrices ``{name}.weight`` [n_experts, n_out, n_in]."""
         return self._scaled(name, self.require(f"{name}.weight", n_experts, n_out, n_in), n_experts)
 
     def _scaled(self, name: str, weight: Weight, n: int) -> Weight:
-        """A weight, times its ``n`` factors if it is in NVFP4 and has any.  Factors of inputs are not used."""
+        """Return the weight, times its ``n`` factors if the type is NVFP4. Factors of inputs are ignored."""
         if weight.type is not GGMLType.NVFP4:
             return weight
         self.skip(f"{name}.input_scale")
@@ -399,23 +408,24 @@ class Weights:
         return weight if factors is None else Scaled(weight, factors)
 
     def skip(self, *names: str) -> None:
-        """Lets be tensors of these names, if the file has them."""
+        """Mark tensors as used, if the file contains them."""
         for name in {self._prefix + name for name in names} & {*self._file.tensors}:
             self._find(name.removeprefix(self._prefix), *self._file.tensors[name].shape)
 
     def skip_layers(self, first: int) -> None:
-        """Lets be the tensors of all layers from number ``first`` on."""
+        """Mark the tensors of layer ``first`` and all later layers as used."""
         numbers = ((re.match(r"blk\.(\d+)\.", name), name) for name in self._file.tensors)
         self.skip(*(name for match, name in numbers if match and int(match[1]) >= first))
 
     def values(self, name: str, n: int) -> NDArray[np.float64]:
-        """The values of the small tensor ``name`` [n], read at once."""
+        """Read the values of the small tensor ``name`` [n]."""
         weight = self.require(name, n)
         return dequantize(weight.data, weight.type).reshape(n).astype(np.float64)
 
     def check_all_used(self) -> None:
-        """To be called at the end: a tensor that nobody asked for, or that some layers lack, means that the model
-        computes something else.
+        """Raise ModelError if a tensor was not used, or if only some layers have an optional tensor.
+
+        Call it last. Such a tensor means that the file contains a different model than the recorded graph computes.
         """
         for asked in self._optional.values():
             if len(asked) == 2:
@@ -431,7 +441,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Reshaped(WeightView):
-    """A tensor in another shape: a vector as a matrix of one row, or groups of values as a vector."""
+    """A tensor in a different shape: a vector as a matrix of one row, or groups of values as a vector."""
 
     shape: tuple[int, ...]
 
@@ -441,28 +451,30 @@ class Reshaped(WeightView):
 
 
 def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
-    """Several matrices [n_out, n_in] that lie in one, with its bias if it has any: ``parts`` are their n_out.
+    """Split a matrix, and its bias if any, into several matrices [n_out, n_in].
 
-    Their rows are one matrix's behind the other's; with ``n_groups``, so they are in each of as many groups of rows,
-    which each have as many of every matrix.
+    Args:
+        parts: name and n_out of each matrix, in the order of the rows.
+        n_groups: the rows form this number of equal groups, and every group contains the same number of rows of each
+            matrix.
     """
     biases = [None] * len(parts) if matrix.bias is None else _split(matrix.bias, parts, n_groups)
     return tuple(map(Matrix, _split(matrix.weight, parts, n_groups), biases))
 
 
 def split_columns(whole: Weight) -> tuple[Weight, Weight]:
-    """The left and the right half of a matrix [n_out, n_in]."""
+    """Return the left and the right half of a matrix [n_out, n_in]."""
     n = whole.shape[1] // 2
     if n % BLOCK_SIZES[whole.type].length:
         raise ModelError(
-            f"tensor {whole.name} is in {whole.type.name}, whose blocks reach from one half to the other"
+            f"tensor {whole.name} is in {whole.type.name}, whose blocks cross the border between the halves"
         )
     return _Half(whole, 0), _Half(whole, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class _Half(WeightView):
-    """The left or the right columns of a matrix."""
+    """The left (``side`` 0) or right half of a matrix's columns."""
 
     side: int
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters that are missing, of the wrong type, out of range, or at odds with each other."""
+"""Hyper-parameters that are missing, of the wrong type, out of range, or contradictory."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_bad_numbers_of_experts_are_refused_by_name(key: str, value: Any) -> Non
 
 
 def test_hyper_parameters_that_no_operation_takes_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"8 experts cannot be 3 groups.*at odds with each other"):
+    with pytest.raises(ModelError, match=r"8 experts cannot be 3 groups.*contradict each other"):
         read_mixture({"llama.expert_group_count": 3})
 
 

@@ -176,7 +176,7 @@ def test_the_file_is_as_llama_cpp_reads_it(tmp_path: Path) -> None:
 
 def test_what_it_does_not_draft_for_is_refused(tmp_path: Path) -> None:
     _, drafts, *_ = with_drafter(tmp_path, "llama")
-    with pytest.raises(UnsupportedArchitectureError, match="only drafts for another model"):
+    with pytest.raises(UnsupportedArchitectureError, match="which cannot run alone"):
         localllm.load(drafts)
     wider = replace(TINY["llama"], config={**TINY["llama"].config, "hidden_size": 96})
     write(tmp_path / "wider.gguf", wider, make_model(wider))

@@ -341,7 +341,7 @@ def test_another_model_is_refused(
 
 def test_it_does_nothing_alone_nor_on_gpus(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path, drafts = files
-    with pytest.raises(UnsupportedArchitectureError, match="only drafts for another model"):
+    with pytest.raises(UnsupportedArchitectureError, match="which cannot run alone"):
         localllm.load(drafts)
     have_gpus(monkeypatch, KernellessDriver(memory=1 << 29))
     with pytest.raises(UsageError, match=r"drafter\.gguf drafts on the CPU alone: load the model with device='cpu'"):
