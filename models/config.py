@@ -1,6 +1,6 @@
-"""A model's hyper-parameters, read from GGUF metadata where they are used: typed, ranged, and none left unread.
+"""Hyper-parameters of a model, read from GGUF metadata with type and range checks. Unread keys are an error.
 
-Keys are those of the GGUF specification (ggml/docs/gguf.md, "LLM" and "RoPE") and of the `gguf` package.
+The keys are from the GGUF specification (ggml/docs/gguf.md, "LLM" and "RoPE") and the `gguf` package.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ T = TypeVar("T", bool, int, float, str)
 
 _REQUIRED: Any = object()
 
-#: Values in a head of attention: real models have at most 256, and kernels keep rows of them on their stack.
+#: Maximum number of values of an attention head. Released models have at most 256. Kernels store a head on the stack.
 MAX_HEAD_DIM = 512
 
-#: Layers of a model.
+#: Maximum number of layers.
 MAX_LAYERS = 1 << 16
 
-#: Keys that may be left unread if they have one of these values, which change nothing; with none given, any value.
+#: Keys that may stay unread if they have one of these values, which change nothing. An empty tuple accepts any value.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "vocab_size": (),
-    "feed_forward_length": (),  # of an MLP; mixtures have none
-    # of a model whose norms are all of the other kind
+    "feed_forward_length": (),  # of an MLP; models with only experts have no MLP
+    # of the kind of norm that the model does not use
     "attention.layer_norm_epsilon": (),
     "attention.layer_norm_rms_epsilon": (),
-    "rope.dimension_sections": (),  # of the axes of pictures, which agree for text
+    "rope.dimension_sections": (),  # of the axes of images, which are equal for text
     "rope.scaling.finetuned": (),
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -61,8 +61,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("reference", "Meta AI original pth"),
 }
 
-#: First letters of keys, and a part of the tensors' names that the keys describe.  Converters write keys for a whole
-#: family: Granite 4 without Mamba layers has keys for them, and dense DeepSeek models have keys for experts.
+#: Prefixes of keys, and a substring in the names of the tensors that the keys describe. Converters write keys for a
+#: model family: Granite 4 without Mamba layers has keys for Mamba, and dense DeepSeek models have keys for experts.
 _PARTS = {"expert_": "_exps.", "ssm.": ".ssm_"}
 
 #: ``expert_gating_func`` (llama.cpp's ``enum llama_expert_gating_func_type``).
@@ -71,20 +71,20 @@ _GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrt_softplus
 
 @dataclass(frozen=True)
 class Metadata:
-    """Typed, ranged reads of one architecture's keys, which remember what was read."""
+    """Reads one architecture's keys with type and range checks, and records which keys were read."""
 
     values: Mapping[str, Any]
     architecture: str
     _read: set[str] = field(default_factory=set)
 
     def find(self, key: str) -> Any:
-        """The value of ``{architecture}.{key}`` in Python's own types, whatever it is; None where there is none."""
+        """Return the value of ``{architecture}.{key}`` as a Python object without checks, or None if missing."""
         full = f"{self.architecture}.{key}"
         self._read.add(full)
         return _plain(self.values.get(full))
 
     def check_multiple(self, key: str, n: int, of_key: str, of: int) -> None:
-        """Makes sure that the value of one key is a multiple of another's."""
+        """Raise ModelError if the value ``n`` of ``key`` is not a multiple of the value ``of`` of ``of_key``."""
         if n % of:
             raise ModelError(
                 f"{self.architecture}.{key} is {n}, which is not a multiple of {self.architecture}.{of_key}, {of}: "
@@ -92,13 +92,13 @@ class Metadata:
             )
 
     def skip(self, *keys: str) -> None:
-        """Lets be keys that change nothing in this architecture."""
+        """Mark keys as read that change nothing in this architecture."""
         self._read.update(f"{self.architecture}.{key}" for key in keys)
 
     def read(
         self, key: str, kind: type[T], default: T = _REQUIRED, *, low: float = -math.inf, high: float = math.inf
     ) -> T:
-        """The value of ``{architecture}.{key}``.  Raises ModelError if missing, mistyped or outside low … high."""
+        """Return ``{architecture}.{key}``. Raises ModelError if missing, of the wrong type or outside low … high."""
         full = f"{self.architecture}.{key}"
         value = self.find(key)
         if value is None:
@@ -107,19 +107,19 @@ class Metadata:
             raise ModelError(f"the file has no {full}, which a {self.architecture} model needs: is it complete?")
         if kind is float and type(value) is int:
             value = float(value)
-        # Not isinstance: a bool is an int to Python, but not in a file.
+        # Not isinstance, because a bool is an int in Python.
         if type(value) is not kind:
             raise ModelError(f"{full} is {quoted(value)}, but must be of type {kind.__name__}: the file is broken")
-        if not isinstance(value, str) and not low <= value <= high:  # also refuses NaN
-            raise ModelError(f"{full} is {value}, but must lie between {low:g} and {high:g}: the file is broken")
+        if not isinstance(value, str) and not low <= value <= high:  # also rejects NaN
+            raise ModelError(f"{full} is {value}, but must be between {low:g} and {high:g}: the file is broken")
         return value
 
     def read_each(
         self, key: str, n_layers: int, kind: type[T], default: T = _REQUIRED, *, low: float, high: float
     ) -> tuple[T, ...]:
-        """Of each layer the value, which stands in the file once for all or once a layer.
+        """Return the value for each layer. The file contains one value for all layers, or a list of one per layer.
 
-        Files may have further values, for the blocks behind the last layer.
+        A list may have additional values for blocks after the last layer.
         """
         full = f"{self.architecture}.{key}"
         values = self.find(key)
@@ -131,7 +131,7 @@ class Metadata:
         return tuple(one.read(key, kind, low=low, high=high) for one in each)
 
     def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
-        """An integer that may stand in the file once a layer, if it is the same for all of them."""
+        """Return an integer that must be the same for all layers. The file may contain a list of one per layer."""
         first, *others = self.read_each(key, n_layers, int, default, low=low, high=high)
         if any(other != first for other in others):
             raise ModelError(
@@ -140,13 +140,13 @@ class Metadata:
         return first
 
     def check_all_read(self, tensors: Iterable[str], *, rotates: bool = True) -> None:
-        """Raises ModelError for a key that no code has read and that may change the model's output.
+        """Raise ModelError for an unread key that may change the model's output.
 
         Call it after the model is recorded.
 
         Args:
-            tensors: the names of the file's tensors.
-            rotates: whether the model has rotary positions.  If not, keys about the rotation are ignored.
+            tensors: names of the file's tensors.
+            rotates: whether the model has rotary positions. If not, keys about the rotation are ignored.
         """
         prefix, names = f"{self.architecture}.", "\n".join(tensors)
         absent = (*(begin for begin, part in _PARTS.items() if part not in names), *([] if rotates else ["rope."]))
@@ -161,32 +161,32 @@ class Metadata:
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar or array as Python's own number or list; anything else as it is."""
+    """Convert a numpy scalar or array to a Python number or list. Return other values unchanged."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The hyper-parameters that every model has; an architecture reads its own where it records its graph."""
+    """Hyper-parameters of every model. An architecture reads further ones when it records its graph."""
 
     architecture: str
-    n_layers: int  # those of the forward pass, not the blocks behind them that predict further tokens
+    n_layers: int  # layers of the forward pass, without the blocks for multi-token prediction after them
     context_length: int  # tokens that the model was trained to see
-    original_context: int  # of these, those before its rotary frequencies were scaled
+    original_context: int  # context length before the rotary frequencies were scaled
     n_embd: int  # hidden width
     n_vocab: int
 
 
 def read_architecture(metadata: Mapping[str, Any]) -> str:
-    """``general.architecture``, the model's family."""
+    """Return ``general.architecture``, the model's family."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        raise ModelError("the file has no general.architecture: it does not hold a model")
+        raise ModelError("the file has no general.architecture: it does not contain a model")
     return architecture
 
 
 def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
-    """The hyper-parameters of every model."""
+    """Read the hyper-parameters of every model."""
     context_length = meta.read("context_length", int, low=1, high=(1 << 31) - 1)
     return ModelConfig(
         architecture=meta.architecture,
@@ -201,8 +201,10 @@ def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
 
 
 def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
-    """``block_count``, less the blocks that predict further tokens, unless all do; the file must have tensors of all
-    layers."""
+    """Return ``block_count`` without the blocks for multi-token prediction, unless all blocks are of this kind.
+
+    Raises ModelError unless the file contains tensors of all layers.
+    """
     n_blocks = meta.read("block_count", int, low=1, high=MAX_LAYERS)
     n_layers = n_blocks - meta.read("nextn_predict_layers", int, 0, low=0, high=n_blocks) or n_blocks
     indices = {int(match[1]) for name in tensors if (match := re.match(r"(?:enc\.)?blk\.(\d{1,9})\.", name))}
@@ -223,8 +225,10 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
 
 
 def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
-    """The rows of the token embedding, which must be as many as the vocabulary has tokens; of a file that takes the
-    embedding of another model, its tokens."""
+    """Return the number of rows of the token embedding, which must be the number of tokens of the vocabulary.
+
+    For a drafter that uses the embedding of its target model, return the number of tokens.
+    """
     embedding, tokens = tensors.get("token_embd.weight"), meta.values.get("tokenizer.ggml.tokens")
     if embedding is None and isinstance(tokens, Sized) and meta.find("target_layers") is not None:
         return len(tokens)
@@ -232,8 +236,8 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
         raise ModelError("the file has no tensor token_embd.weight: is it complete?")
     if len(embedding.shape) != 2:
         raise ModelError(
-            f"tensor token_embd.weight has the shape {list(embedding.shape)}, but must be a matrix with a row for "
-            "each token: the file is broken"
+            f"tensor token_embd.weight has the shape {list(embedding.shape)}, but must be a matrix with one row "
+            "per token: the file is broken"
         )
     n_vocab = embedding.shape[0]
     if tokens is None:
@@ -244,18 +248,18 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
         raise ModelError(f"tokenizer.ggml.tokens is {quoted(tokens)}, but must be a list: the file is broken")
     if n_tokens != n_vocab:
         raise ModelError(
-            f"the token embedding has {n_vocab:,} rows, but by {key} the vocabulary has {n_tokens:,} tokens: "
+            f"the token embedding has {n_vocab:,} rows, but {key} gives the vocabulary {n_tokens:,} tokens: "
             "the file's metadata and tensors disagree"
         )
     return n_vocab
 
 
-# -- What blocks are made with -------------------------------------------------------------------------------------
+# -- Settings of blocks --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention's heads: ``n`` of queries, which share ``n_kv`` of keys and values in equal groups."""
+    """Sizes of attention heads: ``n`` query heads share ``n_kv`` key/value heads in equal groups."""
 
     n: int
     n_kv: int
@@ -267,64 +271,63 @@ class Heads:
 class Experts:
     """A mixture of experts."""
 
-    n: int  # experts in a layer, of which a token goes to ``n_used``
-    n_used: int
-    n_ff: int  # width of each
-    n_ff_shared: int  # width of the one that every token goes to; 0 without
-    # gating, norm_topk_prob, scale, n_groups, n_top_groups: as `localllm.kernels.graph.Route` has them
+    n: int  # experts in a layer
+    n_used: int  # experts per token
+    n_ff: int  # width of an expert
+    n_ff_shared: int  # width of the shared expert; 0 without one
+    # gating, norm_topk_prob, scale, n_groups, n_top_groups: see `localllm.kernels.graph.Route`
     gating: str
     norm_topk_prob: bool
     scale: float
     n_groups: int
     n_top_groups: int
-    limits_input: bool = False  # as `localllm.models.blocks.gated` has it
+    limits_input: bool = False  # see `localllm.models.blocks.gated`
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A gated MLP in each layer, or experts in all of them or in some."""
+    """Feed-forward blocks of all layers: each layer has a gated MLP or experts."""
 
-    n_ff: int  # width of the MLP; 0 where every layer has experts
-    experts: Experts | None  # None without
-    n_dense: int  # layers before the first that may have experts
-    # of the layers from there on, those have experts whose number, counted from 1, is a multiple of it; with 0 none
-    # has
+    n_ff: int  # width of the MLP; 0 if every layer has experts
+    experts: Experts | None  # None if no layer has experts
+    n_dense: int  # number of layers before the first layer that can have experts
+    # After the dense layers, a layer has experts if its number, counted from 1, is a multiple of ``step``. With 0, no
+    # layer has experts.
     step: int
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The experts of a layer, counted from 0; None where it has an MLP."""
+        """Return the experts of a layer, counted from 0, or None if the layer has an MLP."""
         return self.experts if layer >= self.n_dense and self.step and (layer + 1) % self.step == 0 else None
 
 
 @dataclass(frozen=True)
 class Header:
-    """The keys and tensors of a file, of which an architecture records a model; no tensor is read."""
+    """Keys and tensors of a file, from which an architecture records its graph. No tensor is read."""
 
-    meta: Metadata  # the keys
-    config: ModelConfig  # what every model has of them
-    weights: Weights  # the tensors
-    context: int  # tokens that a sequence can have
-    cache_type: CacheType  # what keys and values are kept in
-    # how one vector is made of a text's, if that is what the model is for; see `localllm.models.pooling`
-    pooling: str | None = None
-    # whether the block behind the last layer is recorded in place of the model (`localllm.models.mtp`)
+    meta: Metadata
+    config: ModelConfig
+    weights: Weights
+    context: int  # maximum number of tokens of a sequence
+    cache_type: CacheType  # storage type of keys and values
+    pooling: str | None = None  # kind of pooling of an embedding model, see `localllm.models.pooling`
+    # whether to record the block after the last layer instead of the model (`localllm.models.mtp`)
     is_block: bool = False
-    target: Graph | None = None  # of a model that drafts from another one's caches or hidden states, that one
-    sees: bool = False  # whether batches have embeddings of pictures: without them, nothing is recorded for those
+    target: Graph | None = None  # target model of a drafter that reads the target's cache or hidden states
+    sees: bool = False  # whether batches contain embeddings of images; if not, operations for images are omitted
     is_causal: bool = True  # whether tokens attend to earlier tokens only
 
     @property
     def norm_eps(self) -> float:
-        """Added to the mean square under RMSNorm's root."""
+        """Epsilon of RMSNorm, added to the mean square."""
         return self.meta.read("attention.layer_norm_rms_epsilon", float, low=0.0, high=1.0)
 
     @property
     def layer_norm_eps(self) -> float:
-        """Added to the variance under LayerNorm's root."""
+        """Epsilon of LayerNorm, added to the variance."""
         return self.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
 
     def gate_limits(self) -> list[tuple[float, float]]:
-        """Of each layer, the limits of the gates of chosen and of shared experts; 0 for none."""
+        """Return the limits of the gates of selected and of shared experts in each layer; 0 for no limit."""
         both = (
             self.meta.read_each(f"swiglu_clamp_{name}", self.config.n_layers, float, 0.0, low=0.0, high=1e6)
             for name in ("exp", "shexp")
@@ -335,13 +338,13 @@ class Header:
         return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
 
     def heads(self) -> Heads:
-        """Attention's heads, the same in all layers; by default the hidden width is shared out among them."""
+        """Return the attention heads, which are the same in all layers. By default, they share the hidden width."""
         meta, n_layers = self.meta, self.config.n_layers
         n = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
         return self._heads(n, meta.read_uniform("attention.head_count_kv", n_layers, n, low=1, high=n))
 
     def heads_by_layer(self) -> tuple[Heads | None, ...]:
-        """Attention's heads of each layer; None where ``attention.head_count_kv`` is 0: those have something else."""
+        """Return the attention heads of each layer; None for layers without attention (``head_count_kv`` is 0)."""
         n_layers = self.config.n_layers
         each = self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
         most = max(each)
@@ -349,7 +352,7 @@ class Header:
         return tuple(self._heads(n or most, n_kv) if n_kv else None for n, n_kv in zip(each, each_kv, strict=True))
 
     def heads_of_layers(self) -> tuple[Heads, ...]:
-        """Attention's heads of each layer, of a model with attention in all of them."""
+        """Return the attention heads of each layer. Raises ModelError if a layer has no attention."""
         each = self.heads_by_layer()
         heads = tuple(heads for heads in each if heads is not None)
         if len(heads) != len(each):
@@ -365,7 +368,7 @@ class Header:
         return Heads(n, n_kv, key_dim or n_embd // n, value_dim or n_embd // n)
 
     def head_dims(self, suffix: str = "") -> tuple[int, int]:
-        """Values of a head in keys and in values, 0 where the file does not say; keys may have a suffix."""
+        """Return the values per head in keys and in values; 0 if not in the file. ``suffix`` ends the file's keys."""
         names = f"attention.key_length{suffix}", f"attention.value_length{suffix}"
         lengths = [self.meta.read(name, int, 0, low=0, high=MAX_HEAD_DIM) for name in names]
         for name, length in zip(names, lengths, strict=True):
@@ -376,11 +379,13 @@ class Header:
     def windows(
         self, period: int, default: int | None = 0, *, first: bool = False, kind: type[bool | int] = bool
     ) -> tuple[int | None, ...]:
-        """Of each layer, the tokens that a token sees, itself included; None for all of them.
+        """Return the window of each layer in tokens, including the token itself; None for an unlimited layer.
 
-        By default, one of ``period`` layers sees all, the last of them, or the ``first``; with period 1, every layer
-        does, and with 0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all; with
-        None as the default there must be one.  ``kind``: of what a file says of each layer.
+        Args:
+            period: by default, the last (or the ``first``) of every ``period`` layers is unlimited. With 1 all layers
+                are unlimited, and with 0 no layer is.
+            default: window if the file has no key; 0 for unlimited layers. None means that the key is required.
+            kind: type of the file's value per layer.
         """
         meta, n_layers = self.meta, self.config.n_layers
         least, default = (1, _REQUIRED) if default is None else (0, default)
@@ -400,7 +405,7 @@ class Header:
         return tuple((window or None) if has else None for has in has_window)
 
     def feed_forward(self, experts: Experts | None) -> FeedForward:
-        """Each layer's feed-forward block: an MLP or experts, by default from the first that has a router."""
+        """Return the feed-forward blocks. By default, the first layer with a router is the first with experts."""
         names = (f"blk.{i}.ffn_gate_inp.weight" for i in range(self.config.n_layers))
         first = next((i for i, name in enumerate(names) if name in self.weights), 0)
         n_dense = self.meta.read("leading_dense_block_count", int, first, low=0, high=1 << 16)
@@ -409,10 +414,10 @@ class Header:
         return FeedForward(self.mlp_width() if has_mlp else 0, experts, n_dense, step)
 
     def experts(self, *, norm_topk_prob: bool = True, gating: str = "softmax", n_shared: int = 0) -> Experts | None:
-        """The mixture of experts, if there is one; what the file may leave out is given."""
+        """Return the mixture of experts, or None without one. The arguments are defaults for optional keys."""
         meta = self.meta
         n = meta.read("expert_count", int, 0, low=0, high=1 << 12)
-        if n == 1 and not self.weights.has_experts:  # Jamba Reasoning 3B's is an MLP
+        if n == 1 and not self.weights.has_experts:  # the MLP of Jamba Reasoning 3B
             return None
         if not n:
             if f"blk.{self.config.n_layers - 1}.ffn_gate_inp.weight" in self.weights:
@@ -447,9 +452,9 @@ class Header:
             n_ff=n_ff,
             n_ff_shared=shared,
             gating=_GATING_FUNCTIONS.get(function, gating),
-            # The third function is softmax of the chosen experts' logits.
+            # Function 3 is the softmax of the selected experts' logits.
             norm_topk_prob=function == 3 or meta.read("expert_weights_norm", bool, norm_topk_prob),
-            # 0, as in llama.cpp, for none
+            # 0 means no scale, as in llama.cpp
             scale=meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0,
             n_groups=n_groups,
             n_top_groups=n_top_groups,

@@ -1,8 +1,8 @@
-"""DeepSeek V2 (arXiv:2405.04434), V3 and R1 (arXiv:2412.19437), Kimi K2 and GLM-4.7-Flash: attention over latents
-(MLA), and experts behind a few dense layers.
+"""DeepSeek V2 (arXiv:2405.04434), V3 and R1 (arXiv:2412.19437), Kimi K2 and GLM-4.7-Flash: multi-head latent
+attention (MLA), and experts after a few dense layers.
 
-The cache has one latent and one rotated key of a token for all heads: queries are brought into the latents'
-space, and what attention gives is brought out of it again.
+The cache contains one latent and one rotated key per token, which all heads share. Queries are projected into the
+space of the latents, and the output of attention is projected back.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ HF_MEANT = {"first_k_dense_replace": (), "n_group": (), "topk_group": ()}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    """Return the keys of attention with one head of keys, the latents."""
+    """Return the keys of attention with the latents as the only key/value head."""
     multiplier = _scale_multiplier(config.rope_parameters)
-    has_experts = getattr(config, "n_routed_experts", None) is not None  # Youtu has none
+    has_experts = getattr(config, "n_routed_experts", None) is not None  # Youtu-LLM is dense
     if not has_experts:
         config.skip("moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor")
         config.skip("n_shared_experts", "scoring_func", "topk_method", "mlp_layer_types")
@@ -57,21 +57,23 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def _scale_multiplier(rope: Any) -> float | None:
-    """Return YaRN's "mscale_all_dim", whose square is in the scale of scores.  Raises ModelError where the rotated
-    values have a magnitude too."""
+    """Return YaRN's "mscale_all_dim", whose square is a factor of the scale of scores.
+
+    Raises ModelError if the rotated values have a magnitude as well.
+    """
     first, last = rope.get("mscale"), rope.get("mscale_all_dim")
     if not last or rope["rope_type"] == "default":
         return None
     if rope["rope_type"] != "yarn" or (first or 0) != last or rope.get("attention_factor") not in (None, 1.0):
         raise ModelError(
             f"config.json scales its rotation with mscale = {quoted(first)} and mscale_all_dim = {quoted(last)}: "
-            "GGUF files have a place for YaRN with two equal ones"
+            "GGUF files can only describe YaRN with two equal values"
         )
     return float(last)
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """Of each head, what brings its query into the space of latents, and out of it."""
+    """Split each head's matrix into the projections of queries to latents and of attention's output from latents."""
     if not name.endswith("kv_b_proj.weight"):
         return array
     heads = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
@@ -81,23 +83,22 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Attention over latents."""
+    """Sizes of multi-head latent attention."""
 
-    n_heads: int  # of queries
-    # n_latent, n_rot: values of a latent, and of the rotated key beside it
-    n_latent: int
-    n_rot: int
-    # key_dim, value_dim: of a head, where heads have keys of their own; n_rot values of a key are rotated
+    n_heads: int  # query heads
+    n_latent: int  # values of a latent
+    n_rot: int  # values of the rotated key that follows the latent
+    # Values of a head's key and value before the projection to latents. The last n_rot values of a key are rotated.
     key_dim: int
     value_dim: int
-    n_query: int  # values that queries are made of; 0 where they are made of the hidden state
-    scale: float  # of scores
+    n_query: int  # width of the low-rank input of queries; 0 if queries are computed from the hidden state
+    scale: float  # factor on scores
 
     @classmethod
     def read(cls, m: Header, scale: float = 1.0, *, has_value_length: bool = True) -> Latents:
-        """From a file's keys; those of old files tell of heads with keys of their own.
+        """Read a file's keys. Old files use other keys, which describe separate keys and values for each head.
 
-        Without a length of values, the hidden width is shared out among the heads.
+        Without ``has_value_length``, the heads' values share the hidden width equally.
         """
         meta, n_layers = m.meta, m.config.n_layers
         n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
@@ -115,7 +116,7 @@ class Latents:
         return cls(n_heads, n_latent, n_rot, key_dim, value_dim, n_query, scale * key_dim**-0.5)
 
 
-#: Of a layer, its normed input and what queries are made of, gives the positions that tokens attend to; None for all.
+#: Selects the positions that tokens see, from a layer, its normed input and the queries' input. None: all positions.
 Select = Callable[[Layer, Tensor, Tensor], Tensor | None]
 
 
@@ -133,10 +134,10 @@ def record(m: Header, select: Select | None = None) -> Graph:
 
 
 def make_latent_rope(m: Header) -> tuple[g.Rope, float]:
-    """The rotation of what stands behind the latents, and a factor of scores.
+    """Return the rotation of the values after the latents, and a factor on scores.
 
-    YaRN's magnitude is in that factor, squared, where the file has its logarithm's multiplier, which is written as a
-    tenth of "mscale_all_dim".
+    If the file contains the multiplier of YaRN's logarithm, the factor on scores is the square of YaRN's magnitude.
+    Files store a tenth of "mscale_all_dim" as the multiplier.
     """
     n_rot = m.meta.read("rope.dimension_count", int, low=2, high=128)
     config = read_rope(m, n_rot)
@@ -159,7 +160,7 @@ def latent_attention(
     has_sinks: bool = False,
     select: Select | None = None,
 ) -> Tensor:
-    """Attention over latents, of the positions that ``select`` chooses; without ``rope``, nothing is rotated."""
+    """Latent attention to the positions from ``select``, by default all. Without ``rope``, nothing is rotated."""
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
     keys, selected = w.matrix("attn_kv_a_mqa", d, cached), None

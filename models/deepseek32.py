@@ -1,8 +1,8 @@
-"""DeepSeek V3.2 (arXiv:2512.02556), and GLM-5, 5.1 and 5.2: DeepSeek V3's layers, whose tokens attend to the
-positions that an indexer chooses, at most ``attention.indexer.top_k``.
+"""DeepSeek V3.2 (arXiv:2512.02556), and GLM-5, 5.1 and 5.2: DeepSeek V3's layers, with attention to the positions
+that an indexer selects, at most ``attention.indexer.top_k``.
 
-In GLM-5.2, most layers take the choice of one before them.  Up to a context of so many tokens, all would be chosen:
-there is no indexer then.
+In GLM-5.2, most layers use the selection of an earlier layer. If the context is at most ``top_k`` tokens, all
+positions would be selected, and no indexer is recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ HF_NAMES = deepseek2.HF_NAMES | {
 }
 hf_tensor = deepseek2.hf_tensor
 
-#: GLM-5.2's context: files of it may lack the indexers' types, which are then every fourth from the third on.
+#: Context length of GLM-5.2. If its file lacks the types of indexers, the first three layers have an indexer, and
+#: then every fourth layer.
 _GLM_52_CONTEXT = 1 << 20
 
 
@@ -48,9 +49,12 @@ def record(m: Header) -> Graph:
 
 
 def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool, ...]) -> deepseek2.Select:
-    """The selection of positions, by a rotation and an epsilon of their own, or runs of ``attention.indexer.kpool``.
+    """Return the selection of positions, or of runs of ``attention.indexer.kpool`` positions.
 
-    ``is_full``: by default, of each layer, whether it has an indexer; others take the last choice before them.
+    Args:
+        rope: rotation of the indexers' queries and keys.
+        eps: epsilon of the indexers' norms.
+        is_full: default of the types: whether each layer has an indexer. Other layers use the previous selection.
     """
     meta = m.meta
     n_heads = meta.read("attention.indexer.head_count", int, low=1, high=1 << 10)
@@ -62,11 +66,11 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
     run = meta.read("attention.indexer.kpool", int, 1, low=1, high=64)
     if not meta.read("attention.indexer.kpool_select_tail", bool, True):
         raise ModelError(
-            "the model's indexers leave out positions behind the last run, which localllm does not do yet"
+            "the model's indexers skip positions after the last complete run, which localllm does not support yet"
         )
-    # The block behind the last layer sees all positions where it has no indexer: it has no choice to take.
+    # A block after the last layer without an indexer sees all positions, because there is no selection to reuse.
     is_full = (*is_full, f"blk.{m.config.n_layers}.indexer.attn_k.weight" in m.weights)
-    chosen: list[Tensor] = []  # the last choice
+    chosen: list[Tensor] = []  # selections of earlier layers
 
     def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
         w, matrices = at.weights, {"indexer.attn_k": dim, "indexer.proj": n_heads}
@@ -79,7 +83,7 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
             return None
         if not is_full[at.number]:
             if not chosen:
-                raise ModelError(f"{meta.architecture}.attention.indexer.types begins with another's choice")
+                raise ModelError(f"{meta.architecture}.attention.indexer.types gives the first layer no indexer")
             return chosen[-1]
         if run > 1:
             matrices["indexer_compressor_gate"] = dim
@@ -91,7 +95,7 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
         if run > 1:
             pool, key = w.require("indexer_compressor_ape.weight", run, dim), at.add(SideBySide((key, made[2], key)))
         cache = at.graph.kv_cache(1, key.width, values_in_keys=True, is_index=True, is_exact=run > 1)
-        if run > 1:  # nothing is rotated
+        if run > 1:  # no rotation
             at.add(RopeAppend(key, key, None, cache, None))
         else:
             q = at.add(RopeAppend(q, key, None, cache, rope))

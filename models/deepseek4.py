@@ -1,9 +1,9 @@
-"""DeepSeek V4: attention to a window and, in the same softmax, to what earlier runs of tokens were compressed to.
+"""DeepSeek V4: attention to a window and, in the same softmax, to compressed entries of earlier runs of tokens.
 
-Layers without compression see their window alone.  Those with 128 tokens to an entry see all entries.  Those with 4,
-whose runs overlap, see the entries that an indexer chooses, which compresses runs to keys of its own.  Queries share
-one head of keys that are the values, too: rotated, so that the result is rotated back.  Streams are connected as in
-GLM-5.3 (arXiv:2512.24880), and in the first layers a token's id says which experts it goes to.
+Layers without compression see only their window. Layers with 128 tokens per entry see all entries. Layers with 4
+tokens per entry, whose runs overlap, see the entries that an indexer selects. The indexer compresses runs to separate
+keys. All query heads share one key head. Its rotated keys are also the values, so the output of attention is rotated
+back. Streams are connected as in GLM-5.3 (arXiv:2512.24880). In the first layers, the token's id selects the experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Numbers, Reshaped
 from localllm.quant.types import GGMLType
 
-#: Names as released checkpoints have them.
+#: Names in released checkpoints.
 HF_NAMES = {
     "token_embd": "embed",
     "output_norm": "norm",
@@ -52,10 +52,10 @@ for ours, theirs in (("attn", "attn"), ("indexer", "attn.indexer")):
 HF_NAMES |= hf_names.w123_experts("ffn")
 HF_NAMES |= {f"ffn_{x}_shexp": f"ffn.shared_experts.{y}" for x, y in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
 
-#: Tokens to an entry where runs overlap, and where an indexer chooses; and at most.
+#: Tokens per entry in layers with overlapping runs and an indexer, and the maximum number of tokens per entry.
 _OVERLAPPING, _MOST = 4, 128
 
-#: Names of transformers for layers, and of the tokens to an entry.
+#: Tokens per entry, by transformers' types of layers.
 _KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
 
@@ -67,7 +67,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
     if main is not None:
         theta, compress_theta = main["rope_theta"], rope["rope_theta"]
         if main["rope_type"] != "default" or main.get("partial_rotary_factor") != rope.get("partial_rotary_factor"):
-            raise ModelError("config.json scales the rotation of layers without compression, and GGUF files no such")
+            raise ModelError("config.json scales the rotation of layers without compression, but GGUF files cannot")
     if not config.norm_topk_prob:
         raise ModelError("config.json has norm_topk_prob = false, but GGUF files of DeepSeek V4 mean true")
     names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
@@ -107,14 +107,14 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def _n_hashed(config: Any) -> int:
-    """The first layers, where a token's id chooses."""
+    """Return the number of first layers whose experts are selected by the token's id."""
     if kinds := config.get("mlp_layer_types"):
         return sum(kind == "hash_moe" for kind in kinds)
     return int(config.num_hash_layers)
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """But for a bias of what is not chosen by."""
+    """Omit the router's bias in layers where the token's id selects the experts."""
     if name.endswith("ffn.gate.bias") and int(name.split("layers.")[1].split(".")[0]) < _n_hashed(config):
         return {}
     return array
@@ -122,32 +122,31 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of a model's layers."""
+    """Sizes of the attention of all layers."""
 
-    n: int  # heads of queries
-    dim: int  # of a head, of which the last n_rot values are rotated
-    n_rot: int
-    n_query: int  # values that queries are made of
-    n_groups: int  # of heads, whose results become n_group values each
-    n_group: int
+    n: int  # query heads
+    dim: int  # values of a head
+    n_rot: int  # number of rotated values, at the end of a head
+    n_query: int  # width of the low-rank input of queries
+    n_groups: int  # groups of heads
+    n_group: int  # width of a group's output projection
     window: int
-    ratios: tuple[int, ...]  # of each layer, tokens to an entry; 0 where nothing is compressed
-    # n_index, index_dim: an indexer's heads; top_k: the entries that it chooses
-    n_index: int
-    index_dim: int
-    top_k: int
+    ratios: tuple[int, ...]  # tokens per entry in each layer; 0 without compression
+    n_index: int  # heads of an indexer
+    index_dim: int  # values of an indexer's head
+    top_k: int  # number of entries that an indexer selects
 
     @classmethod
     def read(cls, m: Header) -> Attention:
-        """From the keys that llama.cpp has for it."""
+        """Read llama.cpp's keys."""
         meta, n_layers, heads = m.meta, m.config.n_layers, m.heads()
         ratios = meta.find("attention.compress_ratios")
         known = (0, *(1 << power for power in range(2, _MOST.bit_length())))
         is_known = isinstance(ratios, list) and all(type(ratio) is int and ratio in known for ratio in ratios)
         if not is_known or len(ratios) < n_layers:
             raise ModelError(
-                f"{meta.architecture}.attention.compress_ratios must have for each of {n_layers} layers 0 or a power "
-                f"of two from {_OVERLAPPING} to {_MOST}: the file is broken"
+                f"{meta.architecture}.attention.compress_ratios must contain {n_layers} values, each 0 or a power of "
+                f"two from {_OVERLAPPING} to {_MOST}: the file is broken"
             )
         n_groups = meta.read("attention.output_group_count", int, low=1, high=heads.n)
         meta.check_multiple("attention.head_count", heads.n, "attention.output_group_count", n_groups)
@@ -155,7 +154,7 @@ class Attention:
             name = f"{meta.architecture}.attention"
             raise ModelError(
                 f"{name}.head_count_kv is {heads.n_kv}, {name}.key_length {heads.key_dim} and {name}.value_length "
-                f"{heads.value_dim}, but keys have one head and are the values: the file is broken"
+                f"{heads.value_dim}, but keys must have one head and be equal to the values: the file is broken"
             )
         index_dim = meta.read("attention.indexer.key_length", int, low=2, high=MAX_HEAD_DIM)
         return cls(
@@ -174,7 +173,7 @@ class Attention:
 
     @property
     def kept(self) -> int:
-        """Tokens that are kept of what is not compressed: a window's, and those that become an entry."""
+        """Number of uncompressed tokens in the caches: enough for the window and for the runs of an entry."""
         runs = (ratio * (2 if ratio == _OVERLAPPING else 1) for ratio in self.ratios)
         return max(self.window, *runs)
 
@@ -202,7 +201,7 @@ def record(m: Header) -> Graph:
                     f"tensor {table.name} is in {table.type.name}, but must be in I32: the file is broken"
                 )
             chosen = at.add(g.Embed(Numbers(table, experts.n)))
-        at.weights.skip("exp_probs_b_vl.bias")  # of pictures
+        at.weights.skip("exp_probs_b_vl.bias")  # for images
         y = mixture(at, norm(at, "ffn_norm", x), experts, limits=limits[at.number], chosen=chosen)
         return connections.behind(at, y, streams, more)
 
@@ -214,14 +213,14 @@ def record(m: Header) -> Graph:
 
 
 def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]:
-    """Attention of a layer: is given it and its normed input [T, d]."""
+    """Return the function that records attention, from a layer and its normed input [T, d]."""
     base = m.meta.read("attention.compress_rope_freq_base", float, low=2.0, high=1e15)
-    # Without YaRN's magnitude.
+    # The model does not use YaRN's magnitude.
     scaled = replace(make_rope(m, a.dim, interleaved=True, theta=base), magnitude=1.0)
     local = replace(make_local_rope(m, a.dim), interleaved=True)
 
     def rotating(rope: g.Rope, dim: int, ahead: int = 0) -> g.Rope:
-        """The last values of a head."""
+        """Return a rotation of the last values of a head. ``ahead`` is the position offset."""
         return replace(rope, first=dim - a.n_rot, ahead=ahead)
 
     ratios, dims = {*a.ratios} - {0}, (a.dim, a.index_dim)
@@ -231,7 +230,10 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
     back = {rope: replace(rope, frequencies=-rope.frequencies) for rope in (of_window, of_compressed)}
 
     def compressed(at: Layer, x: Tensor, name: str, dim: int, part: int) -> g.KVCache:
-        """The entries of the layer's runs; ``part``: the first number for their caches."""
+        """Record the compression of the layer's runs, and return the cache of entries.
+
+        ``part`` is the number of the first of its two caches.
+        """
         w, ratio = at.weights, a.ratios[at.number]
         n = (2 if ratio == _OVERLAPPING else 1) * dim
         rows = at.add(
@@ -247,7 +249,7 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
         return entries
 
     def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
-        """The entries that tokens see, of overlapping runs; None for all."""
+        """Return the selection of entries of overlapping runs, or None if tokens see all entries."""
         w = at.weights
         if m.context // _OVERLAPPING <= a.top_k:
             w.skip("indexer.attn_q_b.weight", "indexer.proj.weight")

@@ -1,8 +1,10 @@
-"""DFlash drafters: a few layers that fill in a block of tokens at once.
+"""DFlash drafters: a few layers that predict a block of tokens at once.
 
-What the model's layers make of a token becomes keys and values of the drafter's layers, in the model's own step, and
-lies beside its own in the cache.  The block is the last token and masks behind it: they see those, and each other
-both ways, and of each mask the head makes a draft.
+The target model's step also computes the keys and values of the drafter's layers, from hidden states of the target's
+layers. They are stored in the target's cache, next to the target's keys and values. A block is the last token
+followed by mask tokens. Tokens of the block see the cache and each other in both directions. The head predicts one
+draft token per mask.
+
 Source: transformers' ``muse_glimmer_assistant`` and ``DFlashTokenCandidateGenerator``; llama.cpp's ``dflash``.
 """
 
@@ -42,13 +44,13 @@ from localllm.models.target import before_outputs, check_target, layer_inputs, r
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | {"fc": "fc", "enc.output_norm": "hidden_norm"}
 HF_MEANT = {"num_target_layers": (), "layer_types": ()}
 
-#: What transformers calls otherwise.
+#: Tensors with different names in transformers.
 _ENCODER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "enc.output_norm.weight"}
 
-#: ``hidden_activation``, as checkpoints name it.
+#: Activation functions by their names in ``hidden_activation``.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu"}
 
-#: Tokens of a block, where the file does not say.
+#: Tokens per block if the file has no key for it.
 _BLOCK_SIZE = 16
 
 
@@ -67,7 +69,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         | (rotated_part(config) if "partial_rotary_factor" in config.rope_parameters else {})
         | {
             "block_size": setting("block_size", _BLOCK_SIZE),
-            "target_layers": [i + 1 for i in layers],  # what goes into those layers
+            "target_layers": [i + 1 for i in layers],  # inputs of the layers after them
             "hidden_activation": None if act == "silu" else act,
             "embedding_scale": setting("input_embedding_scale"),
             "attention.value_scale": setting("attention_value_scale"),
@@ -82,21 +84,21 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | Mapping[str, Arra
 
 
 def read_block(meta: Metadata, n_vocab: int) -> tuple[int, int]:
-    """Tokens of a block, and the id of its masks."""
+    """Return the number of tokens per block, and the id of the mask token."""
     mask = Metadata(meta.values, "tokenizer.ggml").read("mask_token_id", int, low=0, high=n_vocab - 1)
     return meta.read("block_size", int, _BLOCK_SIZE, low=2, high=1 << 12), mask
 
 
 def record(m: Header) -> Graph:
-    """A graph from the ids of a block to the logits of drafts.
+    """Record a graph from the token ids of a block to the logits of drafts.
 
-    What makes the drafter's keys and values is recorded in the graph of the model (`Header.target`), whose caches
-    have them.  Without that model it has caches of its own, embeddings that the file lacks are given [T, d], and
-    without a head it ends before it.
+    The computation of the drafter's keys and values is recorded in the target model's graph (`Header.target`), whose
+    caches store them. Without a target, the graph has separate caches. Without an embedding table, its input is the
+    embeddings [T, d]. Without a head, it ends before the head.
     """
     meta, w, d, n_vocab, target = m.meta, m.weights, m.config.n_embd, m.config.n_vocab, m.target
     read_block(meta, n_vocab)
-    # Of text all axes are the position; the head's changes do not change which token is the likeliest.
+    # In text, all axes are the position. Logit scale and soft-cap do not change which token is the most likely.
     meta.skip("logit_scale", "final_logit_softcapping")
     act = meta.read("hidden_activation", str, "silu")
     if act not in _ACTIVATIONS:
@@ -113,7 +115,7 @@ def record(m: Header) -> Graph:
         caches = keys.declare(graph, 0)
         graph.layer = "embedding"
     else:
-        if not target.watched:  # else a drafter that is read again has recorded it already
+        if not target.watched:  # skipped if the drafter is read a second time
             keys.record(target, *fused)
         caches = list(target.caches.values())[-m.config.n_layers :]
         graph.caches, graph.states, graph.windows = dict(target.caches), dict(target.states), list(target.windows)
@@ -145,15 +147,15 @@ def record(m: Header) -> Graph:
 
 @dataclass(frozen=True)
 class _KeysAndValues:
-    """What makes the keys and values of the drafter's layers."""
+    """Computation of the keys and values of the drafter's layers."""
 
     m: Header
     heads: Heads
     rope: Rope
-    windows: tuple[int | None, ...]  # of each layer
+    windows: tuple[int | None, ...]  # one per layer
 
     def matrices(self, i: int, names: str) -> tuple[Matrix, ...]:
-        """Of a layer those of q, k or v."""
+        """Return the layer's matrices with the letters in ``names``: q, k or v."""
         heads, w, d = self.heads, self.m.weights.layer(i), self.m.config.n_embd
         widths = {"q": heads.n * heads.key_dim, "k": heads.n_kv * heads.key_dim, "v": heads.n_kv * heads.value_dim}
         return tuple(w.matrix(f"attn_{name}", d, widths[name]) for name in names)
@@ -162,7 +164,7 @@ class _KeysAndValues:
         return HeadNorm(self.m.norm_eps, self.m.weights.layer(i).vector(f"attn_{name}_norm", self.heads.key_dim))
 
     def declare(self, graph: Graph, first: int) -> list[KVCache]:
-        """The caches of the layers, as those of a graph's from that number on."""
+        """Declare the layers' caches in a graph, as caches of layer ``first`` and the following layers."""
         caches = []
         for i, window in enumerate(self.windows):
             graph.layer = first + i
@@ -170,12 +172,12 @@ class _KeysAndValues:
         return caches
 
     def read_fusion(self) -> tuple[list[int], Matrix, Weight]:
-        """The numbers of the layers that are read, and the matrix and the norm that make one row of them."""
+        """Return the numbers of the layers that are read, and the matrix and norm that fuse them to one row."""
         numbers, d, w = read_layers(self.m.meta), self.m.config.n_embd, self.m.weights
         return numbers, w.matrix("fc", len(numbers) * d, d), w.vector("enc.output_norm", d)
 
     def record(self, target: Graph, numbers: list[int], fc: Matrix, fc_norm: Weight) -> None:
-        """Records it in the model's graph."""
+        """Record the computation in the target model's graph."""
         with before_outputs(target):
             x = layer_inputs(target, numbers, self.m.config.n_embd)
             x = target.add(RMSNorm(target.add(Linear(x, fc)), fc_norm, self.m.norm_eps))
@@ -183,6 +185,6 @@ class _KeysAndValues:
             caches = self.declare(target, target.n_layers)
             target.layer = "output"
             for i, cache in enumerate(caches):
-                # The operation needs queries, which nothing reads.
+                # The operation requires queries, but they are unused here.
                 k, v, q = target.add(Linears(x, self.matrices(i, "kvk")))
                 target.add(RopeAppend(q, k, v, cache, self.rope, k_norm=self.head_norm(i, "k")))

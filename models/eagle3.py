@@ -1,8 +1,10 @@
-"""EAGLE-3 drafters (arXiv:2503.01840): one layer that drafts from hidden states of three of a model's layers.
+"""EAGLE-3 drafters (arXiv:2503.01840): one layer that drafts from hidden states of three layers of the target model.
 
-The model's own step makes one row of them (``fc``).  Of that row and of the embedding of the token that follows, the
-layer makes a hidden state: its head, over a vocabulary of its own, drafts from it, and it stands for the model's row
-in the next draft.  Source: llama.cpp's ``eagle3``, whose converter gives keys and tensors their names.
+The target model's step projects these hidden states to one row (``fc``). From this row and the embedding of the
+following token, the drafter's layer computes a hidden state. The drafter's head, often with a smaller vocabulary,
+predicts a draft from it. For the next draft, the hidden state takes the place of the target's row.
+
+Source: llama.cpp's ``eagle3``, whose converter defines the names of keys and tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from localllm.models.target import before_outputs, check_target, layer_inputs, r
 
 _LAYER = {ours: theirs for ours, theirs in hf_names.COMMON.items() if ours.startswith(("attn_", "ffn_"))}
 _LAYER |= {"attn_norm_2": "hidden_norm"}
-#: Some checkpoints call their layer "midlayer", others "layers.0".
+#: The layer is named "midlayer" in some checkpoints, and "layers.0" in others.
 HF_NAMES = (
     hf_names.COMMON
     | _LAYER
@@ -47,12 +49,12 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | Mapping[str, Array]:
-    # `hf_extra` makes the file's d2t, and t2d says the same the other way round.
+    # `hf_extra` computes the file's d2t. t2d is the inverse mapping.
     return {} if name in ("d2t", "t2d") else interleave_query_and_key(name, array, config)
 
 
 def hf_extra(config: Any) -> Mapping[str, Array]:
-    """The model's ids of the drafter's tokens; checkpoints have how far they are from the drafter's own."""
+    """Return the target's ids of the drafter's tokens. Checkpoints contain their offsets from the drafter's ids."""
     factors = rope_factors(config)
     if "d2t" not in config.tensors:
         return factors
@@ -61,10 +63,11 @@ def hf_extra(config: Any) -> Mapping[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    """A graph from rows [T, d], made of the model's hidden states, and the ids that follow them to logits of drafts.
+    """Record a graph from rows [T, d] of the target's hidden states and the following token ids to logits of drafts.
 
-    What makes those rows is recorded in the graph of the model (`Header.target`), which watches them.  Without that
-    model, embeddings that the file lacks come beside the rows [T, 2 d], and without a head the graph ends before it.
+    The computation of the rows is recorded in the target model's graph (`Header.target`), which watches them. Without
+    a target and without an embedding table, the input also contains the embeddings [T, 2 d]. Without a head, the
+    graph ends before the head.
     """
     w, d = m.weights, m.config.n_embd
     if m.config.n_layers != 1:
@@ -91,13 +94,13 @@ def record(m: Header) -> Graph:
 
 
 def _record_rows(m: Header) -> None:
-    """Records in the model's graph what the drafter reads: a matrix times what goes into several layers, [T, d]."""
+    """Record the drafter's input rows [T, d] in the target's graph: a matrix times the inputs of several layers."""
     w, target, numbers = m.weights, m.target, read_layers(m.meta)
     width = m.meta.read("target_hidden_size", int, low=1, high=1 << 20)
     has_norm = m.meta.read("norm_before_fc", bool, False)
     fc = w.matrix("fc", len(numbers) * width, m.config.n_embd)
     fc_norm = w.vector("enc.output_norm", len(numbers) * width) if has_norm else None
-    if target is None or target.watched:  # to which a drafter that is read again has recorded it already
+    if target is None or target.watched:  # already recorded if the drafter is read a second time
         return
     with before_outputs(target):
         x = layer_inputs(target, numbers, width)

@@ -1,9 +1,10 @@
-"""Gemma 4's assistants: layers of queries alone, which draft from the keys and values of a Gemma 4.
+"""Gemma 4's assistants: drafters whose layers only have queries, and read the keys and values of a Gemma 4 model.
 
-Of the embedding of the last token, which is the model's, and the model's normed hidden state before it, they make
-a hidden state, from which their own head drafts, and which stands for the model's in the next draft.  As nothing is
-appended, all drafts of a round stand where the last token does.  Heads that choose among clusters of tokens (E2B,
-E4B) are left out, as in llama.cpp: the whole head gives the same drafts or better ones.
+From the target model's embedding of the last token and its normed hidden state of the token before, an assistant
+computes a hidden state. The assistant's head predicts a draft from it. For the next draft, the hidden state takes the
+place of the target's. Because nothing is appended to the cache, all drafts of a round have the position of the last
+token. Heads that select clusters of tokens (E2B, E4B) are not used, as in llama.cpp: the complete head gives the same
+or better drafts.
 
 Source: transformers' ``gemma4_assistant``, and ``SinglePositionMultiTokenCandidateGenerator``.
 """
@@ -57,18 +58,18 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    """A graph from normed hidden states [T, n] of the model to the logits of drafts; it watches the next states.
+    """Record a graph from normed hidden states [T, n] of the target to logits of drafts. It watches the next states.
 
-    Without a model that it drafts for, its embeddings come in front of the hidden states [T, 2 n].
+    Without a target, the input consists of the target's embeddings, followed by the hidden states [T, 2 n].
     """
     meta, w, d, n_layers = m.meta, m.weights, m.config.n_embd, m.config.n_layers
     windows, heads, n_ff = m.windows(period=6), gemma4.read_heads(m), m.mlp_width()
     width = meta.read("embedding_length_out", int, low=1, high=1 << 20)
     meta.read("attention.shared_kv_layers", int, n_layers, low=n_layers, high=n_layers)
     meta.read("embedding_length_per_layer_input", int, 0, low=0, high=0)
-    meta.skip("final_logit_softcapping")  # it has the model's, which applies it and not this
+    meta.skip("final_logit_softcapping")  # the target's soft-cap, which is not applied to drafts
     full, local = (m.head_dims(suffix)[0] for suffix in ("", "_swa"))
-    # A query stands behind all that is in the cache.
+    # The position of a query follows the last position in the cache.
     rope, local_rope = (replace(each, ahead=1) for each in (make_rope(m, full), make_local_rope(m, local or full)))
     target = m.target
     if target is None:
@@ -79,7 +80,7 @@ def record(m: Header) -> Graph:
         embed = next(node.operation for node in target.nodes if isinstance(node.operation, Embed))
         if embed.result.width != width:
             raise ModelError(
-                f"it drafts for a model with {width:,} values of a hidden state, and this one has "
+                f"the assistant needs hidden states of {width:,} values, but this model's have "
                 f"{embed.result.width:,}: choose the assistant of this model"
             )
         h = graph.add(Input(Tensor(Rows.TOKENS, width)))
@@ -108,10 +109,10 @@ def record(m: Header) -> Graph:
 
 
 def _cache(graph: Graph, n_heads: int, dim: int, window: int | None, *, is_own: bool) -> KVCache:
-    """The cache of the model's last layer with such a window."""
+    """Return the cache of the target's last layer with this window."""
     if is_own:
         return graph.kv_cache(n_heads, dim, window=window)
     caches = [cache for cache in graph.caches.values() if cache.window == window]
     if not caches or (caches[-1].n_heads, caches[-1].key_dim) != (n_heads, dim):
-        raise ModelError("its attention is not that of the model's last layers: choose the assistant of this model")
+        raise ModelError("its attention does not fit the model's last layers: choose the assistant of this model")
     return caches[-1]

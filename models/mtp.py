@@ -1,8 +1,10 @@
-"""The block behind a model's last layer that predicts one token more (``nextn``, multi-token prediction).
+"""The block for multi-token prediction (``nextn``) after a model's last layer.
 
-Of a token's hidden state, which the model's head reads, and the embedding of the token that follows, it makes the
-hidden state of that one: what its head makes of it is a draft of the next.  Fed with its own hidden states, it drafts
-further ones.  Of several blocks in a file only the first drafts: llama.cpp takes no more of DeepSeek's files either.
+From the hidden state of a token, which is the input of the model's head, and the embedding of the following token,
+the block computes the following token's hidden state. The block's head predicts a draft from it. With its own hidden
+states as input, the block predicts further drafts. If a file contains several blocks, only the first is used, as in
+llama.cpp for DeepSeek's files.
+
 Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
 """
 
@@ -20,13 +22,13 @@ from localllm.models.config import Header
 from localllm.models.weights import split_columns
 from localllm.quant.formats import dequantize
 
-#: Records the layer of a block: is given its number, the graph, the embedding, and x [T, d], and gives the next x.
+#: Records the layer of a block, from its number, the graph, the embedding and x [T, d], and returns the next x.
 RecordBlock = Callable[[int, Graph, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class HiddenNorm:
-    """The RMSNorm between a model's last layer and its head, or a block's."""
+    """The RMSNorm between the last layer and the head of a model or a block."""
 
     weight: NDArray[np.float32]
     eps: float
@@ -38,14 +40,14 @@ class HiddenNorm:
 
 
 def hidden_states(graph: Graph) -> Tensor:
-    """The hidden states [T, d] of a model, before the norm of its head; from now on they can be read after a step."""
+    """Return a model's hidden states [T, d] before the head's norm, and make them readable after a step."""
     x = next(node.operation.x for node in graph.nodes if isinstance(node.operation, Outputs))
     graph.watched.add(x)
     return x
 
 
 def hidden_norm(graph: Graph) -> HiddenNorm:
-    """The norm before a graph's head; reads its weight."""
+    """Return the norm before a graph's head, with its weight read from the file."""
     norms = [node.operation for node in graph.nodes if node.layer == "output" and isinstance(node.operation, RMSNorm)]
     if len(norms) != 1 or norms[0].weight is None:
         raise ModelError("a block that predicts further tokens needs a model with an RMSNorm before its head")
@@ -54,7 +56,7 @@ def hidden_norm(graph: Graph) -> HiddenNorm:
 
 
 def record_block(m: Header, record: RecordBlock, embedding_scale: float, eps: float) -> Graph:
-    """A graph from normed hidden states [T, d] and the ids that follow them to the logits of drafts."""
+    """Record a graph from normed hidden states [T, d] and the following token ids to the logits of drafts."""
     config, number = m.config, m.config.n_layers
     d, w, g = config.n_embd, m.weights.layer(number), Graph(m.cache_type)
     table = w.find("nextn.embed_tokens.weight", config.n_vocab, d)

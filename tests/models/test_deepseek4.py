@@ -91,7 +91,7 @@ def test_without_an_indexer_where_all_entries_would_be_chosen(tmp_path: Path) ->
 
 
 def test_what_a_file_says_wrongly_is_refused(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="compress_ratios must have for each of 5 layers 0 or a power of two"):
+    with pytest.raises(ModelError, match="compress_ratios must contain 5 values, each 0 or a power of two"):
         Runner(
             write(tmp_path / "model.gguf", LONG, model, **{"attention.compress_ratios": [0, 4, 3, 4, 3]}),
             ReferenceOps(),

@@ -327,8 +327,8 @@ def other_model(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"hidden_size": 96}, ModelError, "reads hidden states of 64 values, and this model's have 96: choose"),
-        ({"num_hidden_layers": 1}, ModelError, "reads layer 2 of a model, and this one has 1: choose"),
+        ({"hidden_size": 96}, ModelError, "reads hidden states of 64 values, but this model's have 96: choose"),
+        ({"num_hidden_layers": 1}, ModelError, "reads layer 2, but this model has 1 layers: choose"),
         ({"vocab_size": 310}, UsageError, "has another vocabulary than the model: it has 300 tokens instead of 310"),
     ],
 )
@@ -363,12 +363,12 @@ def with_ids(made: Any, ids: NDArray[Any], type: GGMLType) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda made: made.metadata.update({"eagle3.target_layers": 3}), "must be numbers of layers"),
+        (lambda made: made.metadata.update({"eagle3.target_layers": 3}), "must be a list of layer numbers"),
         (lambda made: made.tensors.pop("output.weight"), r"\(d2t\), but no tensor output\.weight"),
         (lambda made: made.tensors.pop("fc.weight"), r"the file has no tensor fc\.weight"),
-        (lambda made: with_ids(made, IDS.astype(np.int32), GGMLType.I32), "tensor d2t does not hold ids"),
-        (lambda made: with_ids(made, IDS[:32].astype(np.float32), GGMLType.F32), "tensor d2t does not hold ids"),
-        (lambda made: with_ids(made, IDS + 300, GGMLType.I64), "tensor d2t does not hold ids"),
+        (lambda made: with_ids(made, IDS.astype(np.int32), GGMLType.I32), "tensor d2t must contain ids"),
+        (lambda made: with_ids(made, IDS[:32].astype(np.float32), GGMLType.F32), "tensor d2t must contain ids"),
+        (lambda made: with_ids(made, IDS + 300, GGMLType.I64), "tensor d2t must contain ids"),
     ],
 )
 def test_a_broken_file(change: Any, words: str, files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_blocks_that_predict_further_tokens_are_let_be(tmp_path: Path) -> None:
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("olmo3", {"olmo2.attention.sliding_window_pattern": [True, False]}, "has 2 values for 4 layers"),
-    ("gpt-oss", {"gpt-oss.attention.sliding_window": 0}, "sliding_window is 0, but must lie between 1"),
+    ("gpt-oss", {"gpt-oss.attention.sliding_window": 0}, "sliding_window is 0, but must be between 1"),
     ("cohere2", {"cohere2.attention.sliding_window": None}, "no cohere2.attention.sliding_window"),
     ("olmo3", {"olmo2.attention.sliding_window": 0}, "sliding_window_pattern gives layers a window"),
     ("olmo3", {"olmo2.attention.sliding_window_pattern": [1, 1, 1, 0]}, "must be of type bool"),
