@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): what they add to a graph's products, for several of them at once.
+"""Low-rank adapters (LoRA, arXiv:2106.09685). A graph can use several adapters at once.
 
-y = W x + bias becomes y + sum over adapters i of share_i * B_i A_i x.  The matrices of all adapters for one product
-stand side by side, so that a batch whose requests have different ones is still two further products.
+y = W x + bias becomes y + sum over adapters i of share_i * B_i A_i x. The matrices of all adapters for one product
+are concatenated, so that a batch whose requests use different adapters needs only two additional products.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, read into memory."""
+    """An adapter in memory."""
 
     name: str  # for messages
-    # A [r, n_in] and B [n_out, r], scaled already, by the name of the tensor that they are added to
+    # A [r, n_in] and B [n_out, r], already scaled, by the name of the tensor that they change
     parts: dict[str, tuple[Array, Array]]
 
     def of(self, weight: g.Weight) -> tuple[Array, Array] | None:
-        """A and B for a weight, or for those rows of a tensor that it is."""
+        """Return A and B for a weight, or for a weight that consists of rows of a tensor."""
         if not isinstance(weight, RowsOf):
             return self.parts.get(weight.name)
         part = self.parts.get(weight.whole.name)
@@ -42,7 +42,7 @@ class Adapter:
 
 
 def check(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Makes sure that an adapter is for a model with tensors of these shapes."""
+    """Raise ModelError unless the adapter fits a model with tensors of these shapes."""
     for name, (a, b) in adapter.parts.items():
         if shapes.get(name) != (b.shape[0], a.shape[1]) or len(a) != b.shape[1]:
             has = f"is {list(shapes[name])} here" if name in shapes else "this model has not"
@@ -53,7 +53,10 @@ def check(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
-    """The same graph with what adapters add; a batch says how much (`localllm.kernels.backend.Batch.adapters`)."""
+    """Return the graph with the adapters' products added.
+
+    A batch defines the share of each adapter (`localllm.kernels.backend.Batch.adapters`).
+    """
     new = Graph(graph.cache_type, caches=graph.caches, states=graph.states, windows=graph.windows)
     now: dict[g.Value, g.Value] = {}
     shares: dict[tuple[Any, ...], Tensor] = {}
@@ -73,7 +76,7 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
             name = matrix.weight.whole.name if isinstance(matrix.weight, RowsOf) else matrix.weight.name
             left -= {(i, name) for i, _ in found}
             parts = tuple((i, len(a)) for i, (a, _) in found)
-            if (node.layer, parts) not in shares:  # of each layer its own: a model is cut between layers
+            if (node.layer, parts) not in shares:  # separate for each layer, because a model is split between layers
                 shares[node.layer, parts] = new.add(g.AdapterWeights(parts))
             a = ArrayWeight(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
             b = ArrayWeight(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
@@ -84,15 +87,15 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
     if left:
         i, name = min(left)
         raise ModelError(
-            f"the adapter {quoted(adapters[i].name)} changes {quoted(name)}, which cannot be done while a model "
-            "runs: write a model that has it with localllm merge"
+            f"the adapter {quoted(adapters[i].name)} changes {quoted(name)}, which cannot be changed while a model "
+            "runs: write a model that contains the adapter with localllm merge"
         )
     new.watched = {now.get(x, x) for x in graph.watched}
     return new
 
 
 def _with_inputs(operation: g.Operation[Any], now: dict[g.Value, g.Value]) -> g.Operation[Any]:
-    """An operation on what has taken the place of its inputs."""
+    """Return the operation with its inputs replaced."""
 
     def swapped(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,5 +1,5 @@
-"""Trinity (AFMoE): norms before and behind both halves of a layer, attention that is gated by value and rotates only
-where it sees a window, and experts as DeepSeek V3 has them."""
+"""Trinity (AFMoE): norms before and after attention and MLP, attention with a gate per value, rotation only in layers
+with a window, and experts as in DeepSeek V3."""
 
 from __future__ import annotations
 

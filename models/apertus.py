@@ -19,7 +19,7 @@ _NUMBERS = ("alpha_n", "alpha_p", "beta", "eps")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    """Numbers of activations, tensors in a checkpoint, become four keys without the architecture's prefix."""
+    """Return the activations' parameters, which are tensors in a checkpoint, as four keys without a prefix."""
     layers = range(config.num_hidden_layers)
 
     def values(name: str) -> list[float]:

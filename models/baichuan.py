@@ -14,7 +14,7 @@ from localllm.models.hf_convert import Array, floats, interleave_pairs, rotated_
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
-#: Tokens of Baichuan 2, whose head is normed by rows before it is multiplied with.
+#: Vocabulary size of Baichuan 2, whose output matrix has normalised rows.
 _BAICHUAN_2 = 125_696
 
 
@@ -35,7 +35,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    """13B, which files tell by its layers alone, does not rotate: its scores fall with the distance (ALiBi)."""
+    """Record the model. The 13B model, recognised by its number of layers, uses ALiBi instead of a rotation."""
     rope = make_rope(m, m.heads().key_dim, interleaved=True)
     if m.config.n_layers == 40:
         return llama_like(m, [None] * m.config.n_layers, max_bias=8.0)

@@ -1,4 +1,4 @@
-"""Ling 1 and 1.5 (arXiv:2503.05139): Llama's layers, and experts beside shared ones in each."""
+"""Ling 1 and 1.5 (arXiv:2503.05139): Llama's layers, each with experts and shared experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """Query, key and value as matrices, two with rows in the order of rotary pairs; and perhaps a normed head."""
+    """Split query, key and value, the first two in the order of rotary pairs, and normalise the head if needed."""
     if name == "lm_head.weight" and getattr(config, "norm_head", False):
         length: Array = np.linalg.norm(floats(array), axis=0, keepdims=True)
         return np.asarray(floats(array) / (length + np.float32(1e-7)))

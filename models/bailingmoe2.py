@@ -1,5 +1,5 @@
-"""Ling and Ring 2, and Sarvam (arXiv:2510.22115): Llama's layers with normed heads, of which a part may be rotated,
-one matrix for query, key and value, and experts as DeepSeek V3 has them."""
+"""Ling and Ring 2, and Sarvam (arXiv:2510.22115): Llama's layers with normed heads that may be rotated in part, one
+matrix for query, key and value, and experts as in DeepSeek V3."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ling 3: of several layers, all but the last are gated delta nets that decay by channel, within a bound, and that
-one is attention over latents that is gated by head; experts as DeepSeek V3 has them."""
+"""Ling 3: groups of layers with gated delta nets, whose decay is per channel and bounded. The last layer of a group
+is latent attention with a gate per head. Experts as in DeepSeek V3."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def _is_full(config: Any, layer: int) -> bool:
-    """Whether a layer is attention: the last of each group, and those behind the last whole group."""
+    """Return whether a layer is attention: the last of each group, and all layers after the last complete group."""
     if kinds := getattr(config, "layer_types", None):
         return bool(kinds[layer] == "full_attention")
     size = config.layer_group_size
@@ -67,7 +67,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
         return np.exp(floats(array)).reshape(-1, 1)
     if name.endswith("conv1d.weight"):
         return array.reshape(1, -1, 1, array.shape[-1])
-    if name.endswith("g_proj.weight"):  # of a head, or of a value
+    if name.endswith("g_proj.weight"):  # per head or per value
         layer = int(name.split(".")[2])
         return {"attn_gate.weight" if _is_full(config, layer) else "ssm_g_a.weight": array}
     return deepseek2.hf_tensor(name, array, config)
@@ -82,7 +82,7 @@ def record(m: Header) -> Graph:
     kernel = meta.read("ssm.conv_kernel", int, low=2, high=8)
     bound = meta.read("kda.gate_lower_bound", float, low=-1e3, high=-1e-6)
     if not meta.read("kda.safe_gate", bool, True):
-        raise ModelError("the file has kda.safe_gate = false, but models of Ling 3 have true: the file is broken")
+        raise ModelError("the file has kda.safe_gate = false, but it is true in models of Ling 3: the file is broken")
     limits = m.gate_limits()
 
     def layer(at: Layer, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """BERT, RoBERTa and XLM-R (arXiv:1810.04805, 1907.11692, 1911.02116): encoders.
 
-Tokens see each other both ways, and norms stand behind attention and MLP, with what was before them added.  Positions
-are learnt vectors.  All tokens are of the first of two types.
+Tokens see each other in both directions. Norms follow attention and MLP, after the residual is added. Positions are
+learnt vectors. All tokens have the first of two types.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HF_NAMES = {
     "layer_output_norm": "output.LayerNorm",
     "cls": "pooler.dense",
     "cls.output": "classifier",
-    "dense_2": "linear",  # ColBERT's
+    "dense_2": "linear",  # of ColBERT
 }
 HF_MEANT = {"add_cross_attention": (False,), "is_decoder": (False,)}
 
 
-#: Of query and key, where there is none and where there is one.
+#: Norm of query and key without and with a tensor for it.
 _QK_NORM: tuple[None, Literal["layer"]] = (None, "layer")
 
 
@@ -53,7 +53,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def _first_position(config: Any) -> int:
-    """RoBERTa counts positions from the one behind its padding token's."""
+    """Return the first position. RoBERTa counts positions from the padding token's id + 1."""
     return int(config.pad_token_id) + 1 if "roberta" in config.model_type else 0
 
 

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv:2211.05100): LayerNorm, biases everywhere, and scores that fall with the distance (ALiBi)."""
+"""BLOOM (arXiv:2211.05100): LayerNorm, biases everywhere, and ALiBi."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """[query | key | value] of each head as those of all."""
+    """Reorder [query | key | value] of each head to the queries, keys and values of all heads."""
     if "query_key_value" not in name:
         return array
     heads = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])

@@ -1,9 +1,9 @@
-"""Command R and R7B, Command A and Aya: attention and MLP side by side behind one LayerNorm.
+"""Command R and R7B, Command A and Aya: attention and MLP in parallel after one LayerNorm.
 
 Command R+ has a LayerNorm of each head of query and key.
 
-In Cohere 2, three of four layers see a window, and only those rotate.  With experts (North), dense layers before them
-may rotate, too, and norms may be RMSNorms.
+In Cohere 2, three of four layers have a window, and only these layers rotate. In models with experts (North), the
+first dense layers may rotate as well, and norms may be RMSNorms.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _moe_keys(config: Any) -> dict[str, Any]:
     kinds = set(config.layer_types[:n_dense])
     if kinds == {"full_attention"} and getattr(config, "prefix_dense_sliding_window_pattern", 1) != 1:
         raise ModelError(
-            "config.json has dense layers that do not rotate, but GGUF files of cohere2moe mean that all do"
+            "config.json has dense layers without rotation, but GGUF files of cohere2moe mean that all rotate"
         )
     return window_keys(config) | {
         "vocab_size": config.vocab_size,

@@ -1,4 +1,4 @@
-"""DBRX: Llama's layers with experts, LayerNorms without biases, and queries, keys and values that are clamped."""
+"""DBRX: Llama's layers with experts, LayerNorms without biases, and clamped queries, keys and values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """Of all experts, [experts * width, hidden width]."""
+    """Split the matrices of all experts, which are stored as [experts * width, hidden width]."""
     kind = _EXPERTS.get(name.rpartition(".")[2])
     if kind is None:
         return array

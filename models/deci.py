@@ -1,5 +1,5 @@
-"""Llama Nemotron 51B, Super and Ultra (arXiv:2411.19146), DeciLM: Llama's layers, each with a width of its own;
-some have no attention, or a matrix in its place, and some no MLP."""
+"""Llama Nemotron 51B, Super and Ultra (arXiv:2411.19146), DeciLM: Llama's layers with different widths. Some
+layers have no attention, or a matrix instead of attention, and some layers have no MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HF_NAMES = hf_names.COMMON | {"attn_output": "self_attn.o_proj"}
 
 
 def _blocks(config: Any) -> list[tuple[int, int, int]]:
-    """Of each layer, its heads of queries and of keys, and the width of its MLP; 0 for none."""
+    """Return the number of query and key heads and the width of the MLP for each layer; 0 if absent."""
     n, found = config.num_attention_heads, []
     if not hasattr(config, "block_configs"):  # DeciLM
         each = getattr(

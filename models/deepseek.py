@@ -1,7 +1,7 @@
-"""DeepSeek MoE 16B (arXiv:2401.06066), and the text of DeepSeek-OCR: Llama's layers, with experts behind the first
-layers, which no division by their sum weighs, and shared ones.
+"""DeepSeek MoE 16B (arXiv:2401.06066), and the text of DeepSeek-OCR: Llama's layers, with experts and shared
+experts after the first layers. The experts' weights are not divided by their sum.
 
-Files of the former have rotary pairs side by side, those of the latter as the checkpoint has them.
+Rotary pairs are adjacent in files of DeepSeek MoE, and in the order of the checkpoint in files of DeepSeek-OCR.
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 def record(m: Header) -> Graph:
     is_ocr = m.config.architecture == "deepseek2-ocr"
     if is_ocr:
-        m.meta.skip("attention.sliding_window")  # Unlimited-OCR's, which its decoder does not use
+        m.meta.skip("attention.sliding_window")  # of Unlimited-OCR, whose decoder does not use it
     rope = make_rope(m, m.heads().key_dim, interleaved=not is_ocr)
     return llama_like(m, rope, m.experts(norm_topk_prob=False))

@@ -1,4 +1,4 @@
-"""dots.llm1 (arXiv:2506.05767): Llama's layers with normed heads, and experts as DeepSeek V3 has them."""
+"""dots.llm1 (arXiv:2506.05767): Llama's layers with normed heads, and experts as in DeepSeek V3."""
 
 from __future__ import annotations
 

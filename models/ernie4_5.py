@@ -1,5 +1,5 @@
-"""ERNIE 4.5, dense and with experts, which come behind some dense layers and may be in every other layer only; and
-the text of PaddleOCR-VL, whose rotary pairs are halves."""
+"""ERNIE 4.5, dense and with experts, which follow some dense layers and may be in every second layer only; and the
+text of PaddleOCR-VL, whose rotary pairs are halves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EuroBERT (arXiv:2503.05500): Llama's layers, whose tokens see each other both ways."""
+"""EuroBERT (arXiv:2503.05500): Llama's layers, whose tokens see each other in both directions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""EXAONE 4 (arXiv:2507.11407): norms behind attention and MLP, normed heads, and where layers see a window, only
-those rotate."""
+"""EXAONE 4 (arXiv:2507.11407): norms after attention and MLP, normed heads, and in models with windows, rotation
+only in layers with a window."""
 
 from __future__ import annotations
 

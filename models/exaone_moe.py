@@ -1,5 +1,5 @@
-"""K-EXAONE: EXAONE 4's attention, of which only layers with a window rotate, with norms before attention and MLP as
-Llama has them, and experts as DeepSeek V3 has them."""
+"""K-EXAONE: EXAONE 4's attention, with rotation only in layers with a window, norms before attention and MLP as in
+Llama, and experts as in DeepSeek V3."""
 
 from __future__ import annotations
 

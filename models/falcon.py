@@ -1,4 +1,4 @@
-"""Falcon 7B, 40B and 180B (arXiv:2311.16867): attention and MLP side by side, behind one or two LayerNorms."""
+"""Falcon 7B, 40B and 180B (arXiv:2311.16867): attention and MLP in parallel, after one or two LayerNorms."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def _n_groups(config: Any) -> int:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """[queries | key | value] of each group as those of all; the norm before the MLP is the first."""
+    """Reorder [queries | key | value] of each group to the queries, keys and values of all groups.
+
+    The norm before the MLP is the layer's first norm.
+    """
     if ".ln_mlp." in name:
         return {f"attn_norm.{name.rpartition('.')[2]}": array}
     if "query_key_value" not in name:

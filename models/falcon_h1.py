@@ -1,6 +1,6 @@
-"""Falcon-H1 (arXiv:2507.22448): attention and Mamba 2 side by side in every layer.
+"""Falcon-H1 (arXiv:2507.22448): attention and Mamba 2 in parallel in every layer.
 
-The multipliers of its configuration are in the matrices of GGUF files already.
+In GGUF files, the configuration's multipliers are already applied to the matrices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """The multipliers go into the matrices."""
+    """Apply the configuration's multipliers to the matrices."""
     inner, states = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
     parts = [inner, inner, states, states, config.mamba_n_heads]
     factors: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""Gemma 2 (arXiv:2408.00118): norms before and behind both halves of a layer, soft-caps on scores and logits, and
-every other layer sees a window."""
+"""Gemma 2 (arXiv:2408.00118): norms before and after attention and MLP, soft-caps on scores and logits, and a
+window in every second layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     heads, d, softcap = m.heads(), m.config.n_embd, read_softcap(m, "attn_logit_softcapping")
-    # The 27 B model, which has 46 layers, shares the hidden width out among the heads for this alone.
+    # Only for the scale, the 27B model (46 layers) divides the hidden width by the number of heads.
     scale = (d / heads.n if m.config.n_layers == 46 else heads.key_dim) ** -0.5
     options: Any = {"post_norm_eps": m.norm_eps, "activation": "gelu", "scale": scale, "softcap": softcap}
     layer = llama_layer(m, make_rope(m, heads.key_dim), windows=m.windows(period=2, default=4096), **options)

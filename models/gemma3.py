@@ -1,6 +1,6 @@
-"""Gemma 3 (arXiv:2503.19786): norms before and behind both halves of a layer, heads normed, and of six layers five
-see a window and rotate by frequencies of their own.  Tokens of a picture see each other in all layers.
-EmbeddingGemma (arXiv:2509.20354) sees both ways."""
+"""Gemma 3 (arXiv:2503.19786): norms before and after attention and MLP, and normed heads. Five of six layers have a
+window and separate rotary frequencies. Tokens of an image see each other in all layers. EmbeddingGemma
+(arXiv:2509.20354) attends in both directions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record(m: Header) -> Graph:
     rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim, 10_000.0)
     if not m.is_causal:
         windows = tuple(None if window is None else window // 2 + 1 for window in windows)
-    # The 27 B model, which has 62 layers, shares the hidden width out among the heads for this alone.
+    # Only for the scale, the 27B model (62 layers) divides the hidden width by the number of heads.
     scale = (d / heads.n if m.config.n_layers == 62 else heads.key_dim) ** -0.5
     ropes = [local_rope if window else rope for window in windows]
     options: Any = {"scale": scale, "has_spans": m.sees and m.is_causal, "qk_norm": "head"}

@@ -1,6 +1,6 @@
-"""Gemma 3n: Gemma 4's E2B with four streams in place of one, of which a layer computes the first, and learns what
-becomes of the others (AltUp, arXiv:2301.13310); a low-rank path beside attention (LAuReL, arXiv:2411.07501); and in
-the first layers only the largest activations of the MLP."""
+"""Gemma 3n: Gemma 4's E2B with four residual streams instead of one. A layer computes one stream, and learnt weights
+update the other streams (AltUp, arXiv:2301.13310). A low-rank path runs in parallel to attention (LAuReL,
+arXiv:2411.07501). The first layers only use the largest activations of the MLP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HF_MEANT = {
     "altup_correct_scale": (True,),
     "laurel_rank": (),
 }
-#: Added under roots of mean squares that the models divide by as they are.
+#: Epsilon for roots of mean squares. The models divide by the roots without an epsilon.
 _TINY = 1e-30
 
 
@@ -70,7 +70,7 @@ def record(m: Header) -> Graph:
     embedding: list[Tensor] = []
 
     def resized(at: Layer, others: Tensor, x: Tensor) -> Tensor:
-        """Streams, each as large as x [., d] is."""
+        """Scale the streams so that each has the same root mean square as x [., d]."""
         others = at.add(g.RMSNorm(others, None, _TINY, n - 1))
         return at.add(g.MixStreams(others, at.add(g.RootMeanSquare(x)), 1))
 
@@ -92,7 +92,7 @@ def record(m: Header) -> Graph:
     def mlp(at: Layer, x: Tensor) -> Tensor:
         w, width, cut = at.weights, widths[at.number], cuts[at.number]
         gate, up = at.add(g.Linears(x, (w.matrix("ffn_gate", d, width), w.matrix("ffn_up", d, width))))
-        if cut > -10:  # else nothing is cut away
+        if cut > -10:  # else no activation is removed
             gate = at.add(g.AboveDeviation(gate, cut))
         return at.linear(at.add(g.Gated(gate, up, "gelu")), "ffn_down", d)
 
@@ -115,7 +115,7 @@ def record(m: Header) -> Graph:
         of_new = coefficients(at, "altup_correct_coef", x, n)
         corrected = at.add(g.MixStreams(at.add(g.Add(first, x, -1.0)), of_new, 1, predicted, offset=1.0))
         first = at.add(g.Columns(corrected, its))
-        size = at.add(g.RootMeanSquare(first))  # times its weights alone: normed, and as large as before again
+        size = at.add(g.RootMeanSquare(first))  # undoes the normalisation, so that only the weights remain
         scaled = at.add(g.RMSNorm(first, at.weights.vector("altup_correct_scale", d), _TINY))
         scaled = at.add(g.MixStreams(scaled, size, 1))
         more = gemma4.layer_embedding(at, scaled, embedding[0], weights, n_per_layer, n_layers)

@@ -1,7 +1,7 @@
-"""Gemma 4: layers that see a window or everything, each kind with heads of its own; embeddings for every layer (E2B,
-E4B), keys and values of an earlier layer, and experts beside the MLP (26B).
+"""Gemma 4: layers with and without a window, with different heads; embeddings for every layer (E2B, E4B); layers that
+use the keys and values of an earlier layer; and experts in parallel to the MLP (26B).
 
-Tokens of a picture see each other in layers over windows, but not in models with embeddings for every layer.
+Tokens of an image see each other in layers with a window, but not in models with embeddings for every layer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HF_MEANT = {
 
 
 def _full_attention(config: Any, name: str) -> int:
-    """A value of the layers without a window, which is another in those with one."""
+    """Return a setting of the layers without a window, which differs from the layers with a window."""
     names = {"head_dim": "global_head_dim"}
     if config.attention_k_eq_v:
         names["num_key_value_heads"] = "num_global_key_value_heads"
@@ -81,12 +81,12 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """Experts' gate and up stay one tensor."""
+    """Keep the gate and up matrices of experts in one tensor."""
     return {"ffn_gate_up_exps.weight": array} if name.endswith("experts.gate_up_proj") else array
 
 
 def hf_extra(config: Any) -> dict[str, Array]:
-    """Factors that stop all but the first frequencies of the layers without a window."""
+    """Return factors that set all but the first frequencies of layers without a window to 0."""
     return proportional_factors(config, _full_attention(config, "head_dim"))
 
 
@@ -101,7 +101,7 @@ def record(m: Header) -> Graph:
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         window = windows[at.number]
-        # Layers from here on have keys and values of the last one of their kind before it.
+        # The remaining layers use the keys and values of the last layer of their kind before them.
         own = [i for i in range(n_layers - n_shared) if bool(windows[i]) == bool(window)]
         shared = own[-1] if own and at.number >= n_layers - n_shared else None
         y = norm(at, "attn_norm", x)
@@ -121,7 +121,7 @@ def record(m: Header) -> Graph:
 
 
 def read_heads(m: Header) -> list[Heads]:
-    """Of each layer; those over windows have their own width."""
+    """Return the heads of each layer. Heads of layers with a window have a different width."""
     n_layers = m.config.n_layers
     n = m.meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
     n_kv = m.meta.read_each("attention.head_count_kv", n_layers, int, n, low=1, high=n)
@@ -135,9 +135,9 @@ def read_heads(m: Header) -> list[Heads]:
 def attention(
     at: Layer, x: Tensor, heads: Heads, rope: g.Rope, window: int | None, shared: int | None, *, has_spans: bool
 ) -> Tensor:
-    """Attention with normed heads, of scale 1; ``shared`` is the layer whose keys and values it uses.
+    """Attention with normed heads and scale 1. ``shared`` is the layer whose keys and values it uses.
 
-    Without a matrix for values, the values are the keys before norm and rotation.  A file may contain the three
+    Without a matrix for values, the values are the keys before norm and rotation. A file may contain the three
     matrices in ``attn_qkv``.
     """
     w, d, width = at.weights, at.n_embd, heads.n_kv * heads.key_dim
@@ -163,7 +163,7 @@ def attention(
 
 
 def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
-    """The experts' part: the router sees x normed and scaled, the experts x behind a norm of its own."""
+    """Record the experts. The router's input is x normed and scaled; the experts have a separate norm."""
     y = at.add(g.RMSNorm(x, at.weights.require("ffn_gate_inp.scale", at.n_embd), at.norm_eps))
     routing = route(at, at.add(g.Scale(y, at.n_embd**-0.5)), experts)
     y = chosen_experts(at, norm(at, "pre_ffw_norm_2", x), experts, routing, "gelu")
@@ -171,7 +171,7 @@ def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
 
 
 def layer_embedding(at: Layer, x: Tensor, embedding: Tensor, weights: Weights, n: int, n_layers: int) -> Tensor:
-    """The layer's own embedding of each token: n values of a table and of a projection of the embedding."""
+    """Return the layer's embedding of each token: n values from a table and from a projection of the embedding."""
     own = range(at.number * n, (at.number + 1) * n)
     table = weights.require(
         "per_layer_token_embd.weight", weights.n_rows("per_layer_token_embd.weight"), n_layers * n

@@ -1,4 +1,4 @@
-"""GLM-4 (0414) and GLM-Z1: norms before and behind both halves of a layer, and a rotation of half of each head."""
+"""GLM-4 (0414) and GLM-Z1: norms before and after attention and MLP, and a rotation of half of each head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Where frequencies turn by several axes, pairs that rotate are halves of what rotates of a head."""
+    """If frequencies have several axes, reorder rotary pairs, which are halves of a head's rotated part."""
     is_rotated = "q_proj." in name or "k_proj." in name
     if not (is_rotated and config.rope_parameters.get("mrope_section")):
         return array
@@ -34,7 +34,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def record(m: Header) -> Graph:
-    # Those that see images rotate by several axes, which agree for text, and their rows are reordered for it.
+    # Models with images rotate by several axes, which are equal for text, and their rows have a different order.
     has_axes = any(m.meta.find("rope.dimension_sections") or ())
     rope = with_axes(m, make_rope(m, m.heads().key_dim, interleaved=not has_axes), in_turn=False)
     return llama_like(m, rope, post_norm_eps=m.norm_eps)

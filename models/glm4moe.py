@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7 (arXiv:2508.06471): experts behind a few dense layers, and a rotation of half of each head."""
+"""GLM-4.5, 4.6 and 4.7 (arXiv:2508.06471): experts after a few dense layers, and a rotation of half of each head."""
 
 from __future__ import annotations
 

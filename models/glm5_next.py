@@ -1,5 +1,5 @@
-"""GLM-5.3 Flash: of four layers, three are Kimi Linear's delta nets, and one is attention over latents without
-rotation, to runs of positions that an indexer chooses; with hyper-connections (arXiv:2512.24880) between streams."""
+"""GLM-5.3 Flash: three of four layers are Kimi Linear's delta nets. The fourth is latent attention without rotation
+to runs of positions that an indexer selects. Hyper-connections (arXiv:2512.24880) connect several streams."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """GPT-2's matrices are [inputs, outputs]."""
+    """Transpose GPT-2's matrices, which are stored as [inputs, outputs]."""
     return array.T if config.model_type == "gpt2" and re.search(r"c_\w+\.weight", name) else array
 
 

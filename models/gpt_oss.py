@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv:2508.10925): attention with sinks, every other layer over a window; experts with biases and a
-clamped activation."""
+"""gpt-oss (arXiv:2508.10925): attention with sinks, a window in every second layer, and experts with biases and
+a clamped activation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """Experts' matrices are [inputs, outputs], but in MXFP4 ("blocks") as usual; gate and up take turns."""
+    """Split gate and up, whose rows alternate. Matrices are [inputs, outputs], except in MXFP4 ("blocks")."""
     if "experts." not in name:
         return array
     array = array if name.endswith(("bias", "blocks")) else array.swapaxes(1, 2)

@@ -1,5 +1,5 @@
-"""GPT-NeoX, Pythia and their kin (arXiv:2204.06745): LayerNorm, an MLP without a gate, and mostly attention and MLP
-side by side, each behind a norm of its own."""
+"""GPT-NeoX, Pythia and similar models (arXiv:2204.06745): LayerNorm, an MLP without a gate, and in most models
+attention and MLP in parallel, each after a separate norm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """[query | key | value] of each head as those of all heads."""
+    """Reorder [query | key | value] of each head to the queries, keys and values of all heads."""
     if "query_key_value" not in name:
         return array
     heads = array.reshape(config.num_attention_heads, 3, -1, *array.shape[1:])

@@ -1,8 +1,8 @@
 """Granite 3 and 4, dense and with experts: Llama's layers, with scales on embedding, scores, residuals and logits.
 
-In hybrids, most layers have Mamba 2 in attention's place, and nothing is rotated.  Where layers have windows
-(``granite_swa``), heads have sinks, and some layers may not rotate.  MiniCPM 1 and 2 (arXiv:2404.06395) are the same
-with scales of their own.
+In hybrid models, most layers have Mamba 2 instead of attention, and nothing is rotated. In models with windows
+(``granite_swa``), heads have sinks, and some layers may have no rotation. MiniCPM 1 and 2 (arXiv:2404.06395) are the
+same with different scales.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HF_NAMES |= {
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
 
-#: GGUF's names of what ``granite_swa`` leaves in one, and calls otherwise than Granite 3.
+#: Tensors that ``granite_swa`` does not split, and that have different names in Granite 3.
 _SWA_EXPERTS = {
     "block_sparse_moe.router": "ffn_gate_inp",
     "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps",
@@ -77,14 +77,14 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def _window_keys(config: Any) -> dict[str, Any]:
-    """Raises ModelError for layers that rotate by other frequencies than others, which files have no key for."""
+    """Return the keys of windows. Raises ModelError if layers have different frequencies, for which no key exists."""
     bases = getattr(config, "layer_rope_theta", None) or []
     if len(set(bases) - {0}) > 1:
         raise ModelError(
             f"config.json has layer_rope_theta = {quoted(bases)}: GGUF files have one base for all layers"
         )
     keys = window_keys(config) | {"rope.freq_base": max(bases, default=0) or config.rope_parameters["rope_theta"]}
-    is_rotated = getattr(config, "no_rope_layers", None) or bases  # 0 in those that do not rotate
+    is_rotated = getattr(config, "no_rope_layers", None) or bases  # 0 for layers without rotation
     return keys | ({} if all(is_rotated) else {"attention.rope_pattern": [bool(value) for value in is_rotated]})
 
 
@@ -106,7 +106,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 def record(m: Header) -> Graph:
     heads, experts = m.heads_by_layer(), m.experts()
     n_ff = 0 if experts else m.mlp_width()
-    m.meta.skip("deepstack_mapping")  # of pictures
+    m.meta.skip("deepstack_mapping")  # for images
     net = None if all(heads) else Mamba.read(m.meta)
     windows = m.windows(period=0)
     is_rotated = m.meta.read_each("attention.rope_pattern", m.config.n_layers, bool, True, low=0, high=1)
@@ -123,7 +123,7 @@ def record(m: Header) -> Graph:
             "output would be wrong: localllm does not support this variant"
         )
     defaults = dict.fromkeys(("attention.scale", "residual_scale", "embedding_scale", "logit_scale"), 0.0)  # none
-    if m.config.architecture == "minicpm":  # old files have no keys
+    if m.config.architecture == "minicpm":  # old files lack the keys
         defaults |= {"residual_scale": 1.4 / m.config.n_layers**0.5, "embedding_scale": 12.0}
         defaults |= {"logit_scale": m.config.n_embd / 256}
     scale, residual_scale, embedding_scale, logit_divisor = (

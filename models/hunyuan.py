@@ -1,5 +1,5 @@
 """Hunyuan, dense and with experts (arXiv:2411.02265), and the text of HunyuanOCR: Llama's layers, with heads normed
-behind the rotation."""
+after the rotation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def _rope_keys(config: Any) -> dict[str, Any]:
-    """Scaling that configurations call dynamic stretches the base by a fixed factor, and the context to 256k."""
+    """Return the rotation's keys. "dynamic" scaling stretches the base by a fixed factor, for a context of 256k."""
     rope = config.rope_parameters
     alpha, none = rope.get("alpha"), {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
     if rope.get("rope_type") not in ("dynamic", "xdrope") or not alpha:
@@ -55,11 +55,11 @@ def _rope_keys(config: Any) -> dict[str, Any]:
 
 
 def _by_axes(sections: Any) -> list[int] | None:
-    """Frequencies that turn by time, column, row and picture; checkpoints may have none of the first."""
+    """Return the number of frequencies for time, column, row and image. Checkpoints may omit time."""
     return [0] * (4 - len(sections)) + list(sections) if sections else None
 
 
 def record(m: Header) -> Graph:
     rope = make_rope(m, m.heads().key_dim, has_alpha=m.config.architecture == "hunyuan_vl")
-    rope = with_axes(m, rope, order=(0, 2, 1, 3))  # time, column, row, number of the picture
+    rope = with_axes(m, rope, order=(0, 2, 1, 3))  # time, column, row, number of the image
     return llama_like(m, rope, m.experts(), qk_norm="head", norm_last=True)

@@ -1,4 +1,4 @@
-"""Hunyuan 3 (Hy3): Llama's layers with normed heads, and experts as DeepSeek V3 has them behind dense layers."""
+"""Hunyuan 3 (Hy3): Llama's layers with normed heads, and experts as in DeepSeek V3 after dense layers."""
 
 from __future__ import annotations
 

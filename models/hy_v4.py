@@ -1,5 +1,6 @@
-"""Hunyuan 4: attention over latents, with sinks and a gate of every value, to positions that an indexer chooses;
-experts whose gates are clamped; and four streams, which each half of a layer sums up, and to which it adds."""
+"""Hunyuan 4: latent attention, with sinks and a gate per value, to positions that an indexer selects; experts with
+clamped gates; and four residual streams. The weighted sum of the streams is the input of attention and of the MLP,
+and the output is added to all streams."""
 
 from __future__ import annotations
 
@@ -42,17 +43,17 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Connections:
-    """Hyper-connections between ``n`` streams; `localllm.kernels.graph.HyperWeights` has the numbers."""
+    """Hyper-connections between ``n`` streams; `localllm.kernels.graph.HyperWeights` explains the numbers."""
 
     n: int
     eps: float
     magnitude: float
     more: float
-    n_rounds: int  # 0 where streams are not mixed
+    n_rounds: int  # 0 if streams are not mixed
 
     @classmethod
     def read(cls, m: Header, magnitude: float | None = None) -> Connections:
-        """From the keys that llama.cpp has for it; where the magnitude is the file's, streams are not mixed."""
+        """Read llama.cpp's keys. Without ``magnitude``, it is read from the file, and streams are not mixed."""
         meta = m.meta
         n = meta.read("hyper_connection.count", int, low=1, high=16)
         eps = meta.read("hyper_connection.epsilon", float, low=0, high=1)
@@ -75,12 +76,12 @@ class Connections:
         return at.add(SideBySide((x,) * self.n))
 
     def before(self, at: Layer, name: str, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The input of half a layer, and the other weights."""
+        """Return the input of attention or MLP, and the remaining weights for `behind`."""
         before, *others = self.weights(at, name, streams, 3 if self.n_rounds else 2)
         return at.add(MixStreams(streams, before, self.n)), tuple(others)
 
     def behind(self, at: Layer, y: Tensor, streams: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """The streams behind half a layer that gives y."""
+        """Return the streams after attention or MLP, whose output is y."""
         if len(weights) > 1:
             streams = at.add(MixStreams(streams, weights[1], self.n))
         return at.add(MixStreams(y, weights[0], 1, streams))

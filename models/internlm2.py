@@ -21,7 +21,7 @@ record = llama.record
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """[queries | key | value] of each group as three matrices, with the rows of two in the order of rotary pairs."""
+    """Split [queries | key | value] of each group into three matrices, the first two in the order of rotary pairs."""
     if not name.endswith("wqkv.weight"):
         return array
     n, groups, d = config.num_attention_heads, config.num_key_value_heads, array.shape[-1]

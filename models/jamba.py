@@ -1,5 +1,5 @@
-"""Jamba (arXiv:2403.19887): Mamba's layers, in some of them attention instead, without positions, and behind either
-an MLP or experts."""
+"""Jamba (arXiv:2403.19887): Mamba's layers, some with attention without positions instead of Mamba. Each is followed
+by an MLP or experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Jina Embeddings v2 (arXiv:2310.19923): BERT whose scores fall with the distance (ALiBi) both ways, with gated MLPs.
+"""Jina Embeddings v2 (arXiv:2310.19923): BERT with ALiBi in both directions and gated MLPs.
 
-That for code has norms of query and key, and a second one behind attention; only its files are read.
+The model for code has norms of query and key, and a second norm after attention. Its GGUF files can be read, but its
+checkpoint cannot be converted.
 """
 
 from __future__ import annotations

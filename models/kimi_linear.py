@@ -1,5 +1,5 @@
-"""Kimi Linear (arXiv:2510.26692): of four layers, three are gated delta nets that decay by channel, and one is
-attention over latents without rotation."""
+"""Kimi Linear (arXiv:2510.26692): three of four layers are gated delta nets with a decay per channel. The fourth
+is latent attention without rotation."""
 
 from __future__ import annotations
 
@@ -87,8 +87,10 @@ def record(m: Header) -> Graph:
 def delta_net(
     at: Layer, x: Tensor, n: int, dim: int, kernel: int, *, residual: Tensor | None = None, bound: float = 0.0
 ) -> Tensor:
-    """A gated delta net of n heads, with a convolution each for queries, keys and values; ``bound`` as
-    `localllm.kernels.graph.GatedDelta` has it.  Decay and gate are of one matrix each, or of two."""
+    """A gated delta net of n heads, with separate convolutions for queries, keys and values.
+
+    `localllm.kernels.graph.GatedDelta` documents ``bound``. Decay and gate have one matrix each, or two.
+    """
     w, d, width = at.weights, at.n_embd, n * dim
     has_two = "ssm_f_b.weight" in w
     inner = dim if has_two else width

@@ -1,5 +1,5 @@
-"""Laguna: attention with normed heads that is gated by head or by value, of which layers with a window may have other
-numbers of heads and rotate otherwise, and experts as DeepSeek V3 has them."""
+"""Laguna: attention with normed heads and a gate per head or per value, and experts as in DeepSeek V3. Layers with a
+window may have a different number of heads and a different rotation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """LFM2 (arXiv:2511.23404), dense and with experts: most layers are short convolutions between gates, the others
-attention with normed heads.  LFM3 has norms behind both halves of a layer, too, and attention that is gated by head
-and in some layers sees a window."""
+attention with normed heads. LFM3 also has norms after attention and MLP, a gate per head, and a window in some
+layers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _expert_keys(config: Any) -> dict[str, Any]:
 
 
 def _width(config: Any) -> int:
-    """Return the width of an MLP, which configurations give before it is adjusted."""
+    """Return the width of an MLP. Configurations contain the width before an adjustment."""
     width, n = config.intermediate_size, getattr(config, "block_multiple_of", 1)
     multiplier = getattr(config, "block_ffn_dim_multiplier", None)
     if not getattr(config, "block_auto_adjust_ff_dim", False):
@@ -87,7 +87,7 @@ def record(m: Header) -> Graph:
 
 
 def short_convolution(at: Layer, x: Tensor, kernel: int, *, residual: Tensor | None) -> Tensor:
-    """out(c * conv(b * x)), with b, c and x of one matrix."""
+    """Return out(c * conv(b * x)), with b, c and x from one matrix."""
     w, d = at.weights, at.n_embd
     b, c, x = at.add(Linears(x, w.split("shortconv.in_proj", d, {"b": d, "c": d, "x": d})))
     weight, state = w.require("shortconv.conv.weight", d, kernel), at.graph.state("conv", kernel - 1, d)

@@ -1,4 +1,4 @@
-"""LFM3, in files of `localllm convert`: llama.cpp has no names for it yet, and these are LFM2's and other models'."""
+"""LFM3, in files of `localllm convert`. llama.cpp has no names for LFM3 yet, so names of LFM2 and others are used."""
 
 from __future__ import annotations
 

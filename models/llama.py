@@ -1,7 +1,7 @@
-"""Llama 1 to 3.x, Mistral, TinyLlama, SmolLM and their kin (arXiv:2302.13971, arXiv:2310.06825), and with experts
-Mixtral (arXiv:2401.04088).
+"""Llama 1 to 3.x, Mistral, TinyLlama, SmolLM and similar models (arXiv:2302.13971, arXiv:2310.06825), and Mixtral
+with experts (arXiv:2401.04088).
 
-Their GGUF files have the rows of query and key reordered, so that rotary pairs lie side by side.
+In their GGUF files, the rows of query and key are reordered so that rotary pairs are adjacent.
 """
 
 from __future__ import annotations

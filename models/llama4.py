@@ -1,5 +1,5 @@
-"""Llama 4: three of four layers see chunks of the text and rotate; the others see everything, do not rotate, and have
-queries that grow with the logarithm of their position.  Experts are given what is weighed already.
+"""Llama 4: three of four layers see a chunk of the text and rotate. The fourth sees all positions, does not rotate,
+and has queries that grow with the logarithm of their position. The experts' weights multiply the experts' inputs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def hf_keys(config: Any) -> dict[str, Any]:
     chunks = ["chunked_attention" if flag and chunk else "full_attention" for flag in usual]
     if not is_plain and (list(map(int, rotated)) != usual or kinds != chunks):
         raise ModelError(
-            "config.json has other layers without rotation or chunks than every fourth, which GGUF files mean"
+            "in config.json, other layers than every fourth lack rotation or chunks, but GGUF files mean every fourth"
         )
     if (config.moe_layers or []) != [*range(step - 1, n, step)] and config.moe_layers is not None:
         raise ModelError(
-            f"config.json has moe_layers = {quoted(config.moe_layers)}, and GGUF files one of {step} layers"
+            f"config.json has moe_layers = {quoted(config.moe_layers)}, but GGUF files have experts in one of {step} layers"
         )
     if not is_plain and config.use_qk_norm != (config.num_local_experts != _MAVERICK):
-        raise ModelError(f"config.json has use_qk_norm = {config.use_qk_norm}, but GGUF files mean that of Llama 4")
+        raise ModelError(f"config.json has use_qk_norm = {config.use_qk_norm}, but GGUF files mean Llama 4's value")
     return rotated_part(config) | {
         "attention.sliding_window": 0 if is_plain else None,
         "vocab_size": config.vocab_size,
@@ -59,9 +59,9 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
     return array.swapaxes(1, 2) if "experts." in name and array.ndim == 3 else array
 
 
-#: Files of Llama 4 Maverick and Scout do not say these.
+#: Constants of Llama 4 Maverick and Scout, which their files do not contain.
 CHUNK, TEMPERATURE = 8192, 0.1
-#: Experts of Maverick, whose queries and keys are not normed.
+#: Number of experts of Maverick, whose queries and keys are not normed.
 _MAVERICK = 128
 
 
@@ -69,7 +69,7 @@ def record(m: Header) -> Graph:
     meta, heads, experts = m.meta, m.heads(), m.experts(norm_topk_prob=False, gating="sigmoid", n_shared=1)
     rope = make_rope(m, heads.key_dim, interleaved=True)
     ffn = m.feed_forward(experts)
-    # Small models without chunks, such as MobileLLM-R1, rotate everywhere.
+    # Small models without chunks, such as MobileLLM-R1, rotate in all layers.
     has_chunks = meta.read("attention.sliding_window", int, 1, low=0, high=1 << 31) > 0
     chunk = meta.read("attention.chunk_size", int, CHUNK, low=1, high=1 << 31)
     rate = meta.read("attention.temperature_scale", float, TEMPERATURE, low=0.0, high=1e3)

@@ -1,4 +1,4 @@
-"""Maincoder: Llama's layers, with heads normed behind the rotation, of pairs side by side."""
+"""Maincoder: Llama's layers, with heads normed after the rotation of adjacent pairs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mamba (arXiv:2312.00752) and Falcon Mamba (arXiv:2410.05355): a scan of every channel in each layer, and nothing
-else between them."""
+"""Mamba (arXiv:2312.00752) and Falcon Mamba (arXiv:2410.05355): each layer is a scan of every channel, without
+attention and MLP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.models.blocks import Layer, decoder, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
 
-#: The tensors of a scan, in Hugging Face's names behind that of its module.
+#: Hugging Face's names of a scan's tensors, without the module's name.
 SCAN = {
     "in": "in_proj",
     "conv1d": "conv1d",
@@ -31,7 +31,7 @@ HF_NAMES = {f"ssm_{ours}": f"mixer.{theirs}" for ours, theirs in SCAN.items()} |
 def hf_keys(config: Any) -> dict[str, Any]:
     rank, eps = config.time_step_rank, config.layer_norm_epsilon
     if (mixer_eps := getattr(config, "mixer_rms_eps", eps)) != eps:
-        raise ModelError(f"config.json has mixer_rms_eps = {mixer_eps}, and GGUF files one epsilon, which is {eps}")
+        raise ModelError(f"config.json has mixer_rms_eps = {mixer_eps}, but GGUF files have one epsilon, {eps}")
     return plain_keys(config) | {
         "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
         "ssm.inner_size": getattr(config, "intermediate_size", None) or int(config.expand * config.hidden_size),
@@ -41,11 +41,11 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def plain_keys(config: Any) -> dict[str, Any]:
-    """Those of models without attention and MLPs."""
+    """Return the keys of models without attention and MLPs."""
     absent = ("head_count_kv", "key_length", "value_length", "layer_norm_epsilon")
     return {f"attention.{name}": None for name in absent} | {
         "rope.freq_base": None,
-        "context_length": 1 << 20,  # it has no limit; as llama.cpp's converter says
+        "context_length": 1 << 20,  # no limit; the value of llama.cpp's converter
         "feed_forward_length": 0,
         "attention.head_count": 0,
         "ssm.conv_kernel": config.conv_kernel,
@@ -61,13 +61,13 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 @dataclass(frozen=True)
 class Channels:
-    """The scan of a layer: ``n`` channels of ``n_state`` values, whose steps are made of ``n_step``."""
+    """Sizes of a layer's scan: ``n`` channels of ``n_state`` values, and ``n_step`` inputs of the step sizes."""
 
     n: int
     n_state: int
     n_step: int
     kernel: int
-    has_norms: bool  # whether what steps are made of, and what goes into states and out, is normed without weights
+    has_norms: bool  # whether the inputs of steps, states and outputs are normed without weights
 
     @classmethod
     def read(cls, m: Header) -> Channels:
@@ -79,7 +79,7 @@ class Channels:
 
 
 def scan(at: Layer, x: Tensor, channels: Channels, residual: Tensor) -> Tensor:
-    """A convolution, and a scan whose steps, inputs and outputs are made of its result, times a gate."""
+    """A convolution, then a scan whose steps, inputs and outputs depend on the convolution's result, times a gate."""
     w, d, n, n_state, kernel = at.weights, at.n_embd, channels.n, channels.n_state, channels.kernel
     x, gate = at.add(Linears(x, w.split("ssm_in", d, {"x": n, "gate": n})))
     conv, bias = w.require("ssm_conv1d.weight", n, kernel), w.find("ssm_conv1d.bias", n)

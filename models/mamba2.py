@@ -1,4 +1,4 @@
-"""Mamba 2 (arXiv:2405.21060): no attention, and nothing else between its layers."""
+"""Mamba 2 (arXiv:2405.21060): layers without attention and MLP."""
 
 from __future__ import annotations
 

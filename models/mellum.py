@@ -1,4 +1,4 @@
-"""Mellum 2: Qwen 3's layers with experts, of which some see a window and rotate otherwise."""
+"""Mellum 2: Qwen 3's layers with experts, some with a window and a different rotation."""
 
 from __future__ import annotations
 

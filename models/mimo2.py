@@ -1,5 +1,5 @@
-"""MiMo V2: layers with a window have sinks, more heads of keys and values, and a rotation of their own; values are
-narrower than keys, and what attention gives is scaled."""
+"""MiMo V2: layers with a window have sinks, more key/value heads and a separate rotation. Values are narrower than
+keys, and the output of attention is scaled."""
 
 from __future__ import annotations
 

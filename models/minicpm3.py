@@ -1,4 +1,4 @@
-"""MiniCPM 3: DeepSeek's attention over latents, and scales on embedding, residuals and logits."""
+"""MiniCPM 3: DeepSeek's latent attention, and scales on embedding, residuals and logits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from localllm.models.rope import make_rope
 
 HF_NAMES = deepseek2.HF_NAMES
 
-#: What embeddings and, over the root of the layers, residuals are multiplied with, and the width that logits are made
-#: for: files do not say them.
+#: Constants that files do not contain: factor of embeddings; factor of residuals, which is divided by the root of the
+#: number of layers; and the width for which logits are not scaled.
 EMBEDDING_SCALE, DEPTH_SCALE, BASE_WIDTH = 12.0, 1.4, 256
 
 

@@ -1,4 +1,4 @@
-"""MiniMax-M2: attention whose query and key are normed as whole rows and rotated in part, and experts."""
+"""MiniMax-M2: attention with norms over complete rows of query and key and a partial rotation, and experts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""MiniMax-M3, text: MiniMax-M2 with heads of query and key that are normed each, dense first layers, an expert that
-every token goes to, and gpt-oss's clamped gates; and with an indexer in most layers, which chooses for each key/value
-head the blocks of positions that a token attends to.
+"""MiniMax-M3, text: MiniMax-M2 with a norm of each head of query and key, dense first layers, a shared expert and
+gpt-oss's clamped gates. In most layers, an indexer selects blocks of positions for each key/value head.
 
-Up to a context of as many positions as are chosen, all would be: there is no indexer then.
+If the context is not longer than the selected positions, all would be selected, and no indexer is recorded.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def record(m: Header) -> Graph:
 
 
 def make_indexers(m: Header, rope: Rope, n_kv: int) -> Select:
-    """The selection of blocks of positions for each of ``n_kv`` heads of keys, in layers whose tensors there are."""
+    """Return the selection of blocks of positions for each of ``n_kv`` key heads, in layers with an indexer."""
     meta = m.meta
     n = meta.read("attention.indexer.head_count", int, low=1, high=1 << 10)
     dim = meta.read("attention.indexer.key_length", int, low=2, high=256)
@@ -67,8 +66,8 @@ def make_indexers(m: Header, rope: Rope, n_kv: int) -> Select:
     n_last = meta.read("attention.indexer.local_blocks", int, low=1, high=n_blocks)
     if n != n_kv:
         raise ModelError(
-            f"{meta.architecture}.attention.indexer.head_count is {n}, but the model has {n_kv} heads of keys, of "
-            "which each has one: the file is broken"
+            f"{meta.architecture}.attention.indexer.head_count is {n}, but the model has {n_kv} heads of keys, which "
+            "need one each: the file is broken"
         )
 
     def select(at: Layer, x: Tensor) -> tuple[Tensor, bool] | None:

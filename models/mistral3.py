@@ -19,7 +19,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
     rope = config.rope_parameters
     return rotated_part(config) | {
         "vocab_size": config.vocab_size,
-        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),  # whatever scales
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),  # for all types
         "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
         "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
     }

@@ -1,4 +1,4 @@
-"""Mistral Small 4: DeepSeek's attention over latents, with queries that grow with the logarithm of their position."""
+"""Mistral Small 4: DeepSeek's latent attention, with queries that grow with the logarithm of their position."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""ModernBERT (arXiv:2412.13663): an encoder whose norms stand before attention and MLP, and are not shifted.
+"""ModernBERT (arXiv:2412.13663): an encoder with norms without biases before attention and MLP.
 
-One of three layers, the first of them, sees the whole text; the others see so many tokens both ways, and rotate by
-frequencies of their own.
+The first of every three layers sees the complete text. The other layers see a window in both directions, and have
+separate rotary frequencies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""MPT (MosaicML, 2023): LayerNorm, and scores that fall with the distance (ALiBi).
+"""MPT (MosaicML, 2023): LayerNorm and ALiBi.
 
-SEA-LION 7B has learnt positions instead, and a LayerNorm of query and key.
+SEA-LION 7B has learnt positions instead of ALiBi, and a LayerNorm of query and key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HF_MEANT = {
     "logit_scale": (0,),
     "norm_type": ("low_precision_layernorm",),
 }
-#: Settings of attention that GGUF files have no key for, with the values that they mean, the default first.
+#: Settings of attention without a key in GGUF files, and the values that a file implies, with the default first.
 _ATTENTION: dict[str, tuple[Any, ...]] = {
     "alibi_bias_max": (8,),
     "attn_type": ("multihead_attention", "grouped_query_attention", "multiquery_attention"),
@@ -51,7 +51,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         if (value := settings.get(name, usual[0])) not in usual:
             raise ModelError(f"config.json has attn_config.{name} = {quoted(value)}, which localllm does not convert")
     has_bias, bias = settings.get("alibi", True), settings.get("alibi_bias_max", 8)
-    settings.get("qk_ln")  # which the tensors show
+    settings.get("qk_ln")  # the tensors contain the same information
     return dict.fromkeys(_ABSENT) | {
         "feed_forward_length": getattr(config, "expansion_ratio", 4) * config.hidden_size,
         "attention.layer_norm_epsilon": getattr(config, "layer_norm_epsilon", None) or 1e-5,

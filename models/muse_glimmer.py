@@ -1,5 +1,5 @@
-"""Muse Glimmer: normed embeddings, norms before and behind both halves of a layer, and attention that is gated by
-value and rotates only where it sees a window."""
+"""Muse Glimmer: normed embeddings, norms before and after attention and MLP, and attention with a gate per value,
+which rotates only in layers with a window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS | {"attn_gate": "self_attn.gate_proj"}
 
-#: Of the norms behind attention and MLP: files do not say it.
+#: Epsilon of the norms after attention and MLP, which files do not contain.
 POST_NORM_EPS = 1e-8
 
 
@@ -37,12 +37,12 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Norms multiply with 1 + weight, but the last, and rows are in the order of rotary pairs."""
+    """Convert norms except the last, which multiply with 1 + weight, and reorder rows to rotary pairs."""
     return array + 1 if name.endswith("layernorm.weight") else interleave_query_and_key(name, array, config)
 
 
 def hf_extra(config: Any) -> dict[str, Array]:
-    """Norms of heads have no weights, but queries have a factor."""
+    """Return weights for the norms of heads, which have none in the model, with the factor of queries."""
     values = {"attn_q_norm": config.qk_scale_factor, "attn_k_norm": 1}
     return {
         f"blk.{i}.{name}.weight": np.full(config.head_dim, value, np.float32)

@@ -24,13 +24,13 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Nemotron's norms multiply with 1 + weight."""
+    """Add 1 to weights of Nemotron's norms, which multiply with 1 + weight."""
     return array + 1 if name.endswith("norm.weight") and config.model_type == "nemotron" else array
 
 
 def record(m: Header) -> Graph:
     heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
-    m.meta.skip("attention.layer_norm_rms_epsilon")  # llama.cpp's converter writes it too
+    m.meta.skip("attention.layer_norm_rms_epsilon")  # unused, but written by llama.cpp's converter
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, layer_norm(at, "attn_norm", x), heads, rope, residual=x)

@@ -1,4 +1,4 @@
-"""Nemotron-H (arXiv:2504.03624) and Nemotron 3: each layer is one of Mamba 2, attention without rotation, and an MLP
+"""Nemotron-H (arXiv:2504.03624) and Nemotron 3: each layer is either Mamba 2, attention without rotation, an MLP
 or experts without gates."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HF_NAMES = (
     }
 )
 HF_MEANT = {"norm_eps": (), "mlp_hidden_act": ("relu2",), "moe_shared_expert_overlap": ()}
-#: Settings of experts, which models without them have too.
+#: Settings of experts, which are also present in models without experts.
 _OF_EXPERTS: tuple[str, ...] = (
     "moe_shared_expert_intermediate_size",
     "n_shared_experts",
@@ -41,7 +41,7 @@ _OF_EXPERTS: tuple[str, ...] = (
     "routed_scaling_factor",
 )
 _OF_EXPERTS += ("n_group", "topk_group", "moe_latent_size")
-#: What layers are, in the letters of released configurations.
+#: Kinds of layers by their letters in released configurations.
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -57,7 +57,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
     keys = rotated_part(config) | {
         "vocab_size": config.vocab_size,
-        "context_length": 1 << 20,  # as nothing is rotated
+        "context_length": 1 << 20,  # no limit, because nothing is rotated
         "rope.freq_base": None,
         "rope.scaling.finetuned": False,
         "attention.layer_norm_epsilon": config.layer_norm_epsilon,
@@ -92,8 +92,8 @@ def record(m: Header) -> Graph:
         y, n_ff, own_heads = norm(at, "attn_norm", x), widths[at.number], heads[at.number]
         if n_ff and own_heads:
             raise ModelError(
-                f"{meta.architecture}.feed_forward_length and {meta.architecture}.attention.head_count_kv both give "
-                f"layer {at.number} a width, but it can have only one: the file is broken"
+                f"{meta.architecture}.feed_forward_length and {meta.architecture}.attention.head_count_kv both are "
+                f"not 0 for layer {at.number}, but only one may be: the file is broken"
             )
         if n_ff and experts and at.weights.n_rows("ffn_gate_inp.weight"):
             return mixture(at, y, experts, activation="relu2", residual=x)

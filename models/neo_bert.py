@@ -1,7 +1,7 @@
-"""NeoBERT (arXiv:2502.19587): Llama's layers, whose tokens see each other both ways.
+"""NeoBERT (arXiv:2502.19587): Llama's layers, whose tokens see each other in both directions.
 
-Rows of query, key and value lie side by side for each head, as in its own code.  llama.cpp's converter leaves them
-so, but llama.cpp reads files as if all queries came first.
+Rows of query, key and value are grouped by head, as in NeoBERT's code. llama.cpp's converter keeps this order, but
+llama.cpp reads files as if all queries came first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
             "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", 1e-6),
         }
     )
-    return {"pooling_type": 2} | keys  # the first token's vector, as its authors use it
+    return {"pooling_type": 2} | keys  # the first token's vector, as in the authors' code
 
 
 def record(m: Header) -> Graph:

@@ -1,5 +1,4 @@
-"""OLMo (arXiv:2402.00838): Llama's layers, whose norms are LayerNorms without weights; queries, keys and values may
-be clamped."""
+"""OLMo (arXiv:2402.00838): Llama's layers with unweighted LayerNorms. Queries, keys and values may be clamped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""OLMo 2 and 3 (arXiv:2501.00656): norms stand behind attention and MLP, and query and key are normed as whole rows.
+"""OLMo 2 and 3 (arXiv:2501.00656): norms after attention and MLP, and norms over complete rows of query and key.
 
-In OLMo 3, three of four layers see a window, and only those that see everything rotate by scaled frequencies.
+In OLMo 3, three of four layers have a window. Only layers without a window have scaled rotary frequencies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OLMoE (arXiv:2409.02060): Llama's layers with experts, and query and key are normed as whole rows."""
+"""OLMoE (arXiv:2409.02060): Llama's layers with experts, and norms over complete rows of query and key."""
 
 from __future__ import annotations
 

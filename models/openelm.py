@@ -1,4 +1,4 @@
-"""OpenELM (arXiv:2404.14619): Llama's layers with normed heads, of other numbers of heads and widths in each."""
+"""OpenELM (arXiv:2404.14619): Llama's layers with normed heads. Layers differ in their number of heads and width."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HF_NAMES = {
 
 
 def _width(multiplier: float, config: Any) -> int:
-    """A multiple of the divisor, no less than 0.9 times what is asked for."""
+    """Round a width to a multiple of the divisor that is at least 0.9 times the width."""
     wanted, divisor = multiplier * config.hidden_size, config.ffn_dim_divisor
     width = max(divisor, int(wanted + divisor / 2) // divisor * divisor)
     return int(width + divisor if width < 0.9 * wanted else width)

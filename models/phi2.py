@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2 (arXiv:2309.05463): attention and MLP side by side behind one LayerNorm, and biases everywhere."""
+"""Phi 1, 1.5 and 2 (arXiv:2309.05463): attention and MLP in parallel after one LayerNorm, and biases everywhere."""
 
 from __future__ import annotations
 

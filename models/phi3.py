@@ -15,7 +15,7 @@ HF_NAMES = hf_names.COMMON | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.g
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    """Its files have no key for the kind of scaling."""
+    """Omit the type of scaling, for which Phi-3's files have no key."""
     original = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
     keys = rotated_part(config) | {
         "attention.sliding_window": getattr(config, "sliding_window", None) or 0,
@@ -27,7 +27,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    # Files do not say that it is LongRoPE, but have its factors.
+    # Files do not name LongRoPE, but contain its factors.
     scaling = "longrope" if "rope_factors_long.weight" in m.weights else None
     rope = make_rope(m, m.heads().key_dim, scaling=scaling)
     return llama_like(m, rope, windows=m.windows(period=0))

@@ -30,7 +30,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     heads, rope = m.heads(), make_rope(m, m.heads().key_dim)
-    n_ff = m.mlp_width() // 2  # files count the rows of gate and up
+    n_ff = m.mlp_width() // 2  # files contain the sum of the widths of gate and up
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), heads, rope, residual=x)

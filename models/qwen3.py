@@ -27,7 +27,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Qwen 3 VL's matrices of experts are [inputs, outputs]."""
+    """Transpose Qwen 3 VL's matrices of experts, which are [inputs, outputs]."""
     if "vl" not in config.model_type or array.ndim != 3:
         return array
     n_in = config.hidden_size if "gate_up" in name else config.moe_intermediate_size

@@ -1,7 +1,7 @@
-"""Qwen 3.5 and 3.6, dense and with experts: of four layers, three are gated delta nets, and one is attention whose
-output a gate weighs.
+"""Qwen 3.5 and 3.6, dense and with experts: three of four layers are gated delta nets, and the fourth is attention
+with a gate on its output.
 
-The block behind the last layer, which predicts one token more, is attention.
+The block for multi-token prediction after the last layer is attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HF_MEANT = {"norm_topk_prob": (True,)}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Value heads of one key head, which are neighbours in transformers, come in turns in files of Qwen 3.5."""
+    """Reorder value heads. Heads with the same key head are adjacent in transformers and interleaved in GGUF files."""
     array = delta_net_tensor(name, array)
     if "linear_attn." not in name or name.endswith(".norm.weight"):
         return array
@@ -47,7 +47,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def _tiled(array: Array, n_keys: int, n_values: int) -> Array:
-    """Rows of heads, which are n_keys groups of neighbours, taken from each group in turn."""
+    """Reorder the rows of heads, which form n_keys groups, so that one head of each group follows the other."""
     heads = array.reshape(n_keys, n_values // n_keys, -1, *array.shape[1:])
     return heads.swapaxes(0, 1).reshape(array.shape)
 
@@ -81,7 +81,7 @@ def record(m: Header) -> Graph:
 
 
 def record_hybrid(m: Header, *, is_grouped: bool) -> Graph:
-    """Qwen 3.5's; and with V heads grouped by the key head they share, Qwen 3 Next's."""
+    """Record Qwen 3.5, or, if value heads are grouped by their shared key head, Qwen 3 Next."""
     heads, net, ffn = m.heads(), DeltaNet.read(m.meta), m.feed_forward(m.experts())
     rope = with_axes(m, make_rope(m, heads.key_dim), in_turn=True)
     is_recurrent = recurrent_layers(m)
@@ -98,7 +98,7 @@ def record_hybrid(m: Header, *, is_grouped: bool) -> Graph:
 
 
 def recurrent_layers(m: Header) -> list[bool]:
-    """Of each block, whether it is a delta net: by default all layers but every fourth."""
+    """Return whether each block is a delta net. By default, every fourth layer is attention."""
     n_blocks = m.meta.read("block_count", int)
     interval = m.meta.read("full_attention_interval", int, 4, low=1, high=1 << 16)
     if m.meta.find("attention.recurrent_layers") is None:

@@ -1,4 +1,4 @@
-"""Qwen 3 Next: as Qwen 3.5 with experts, but each key head's value heads are neighbours."""
+"""Qwen 3 Next: Qwen 3.5 with experts, but value heads that share a key head are adjacent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """[query | key | values | gates] of each key head are in one matrix."""
+    """Split the matrix with [query | key | values | gates] of each key head."""
     if not name.endswith("in_proj_qkvz.weight"):
         return qwen35.delta_net_tensor(name, array)
     n_keys, dim = config.linear_num_key_heads, config.linear_key_head_dim

@@ -1,7 +1,7 @@
-"""Qwen 3.8 Flash Next, text: Qwen 3.5's layers with experts, of which attention is to runs of positions that an
-indexer chooses; several streams in place of norms and one residual stream; and in one layer, embeddings of n-grams.
+"""Qwen 3.8 Flash Next, text: Qwen 3.5's layers with experts, and attention to runs of positions that an indexer
+selects; several streams instead of norms and one residual stream; and in one layer, embeddings of n-grams.
 
-Up to a context of as many positions as are chosen, all would be: there is no indexer then.
+If the context is not longer than the selected positions, all would be selected, and no indexer is recorded.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ HF_MEANT = {
     "output_gate_type": ("sigmoid",),
     "number_of_conv_states": (),
 } | dict.fromkeys(("make_ngram_vocab_size_divisible_by", "split_ngram_parts"), ())
-#: Of all n-grams' embeddings.
+#: Name of the table of n-gram embeddings.
 _TABLE = "per_layer_token_embd.weight"
-#: Tokens of the longest n-grams, and heads of those of a length, at most.
+#: Maximum number of tokens of an n-gram, and of heads per length.
 _MAX_N, _MAX_HEADS = 8, 1 << 8
 
 
@@ -74,12 +74,12 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def _ngram_keys(config: Any) -> dict[str, Any]:
-    """Of a layer with n-grams: the numbers that transformers derives from the configuration."""
+    """Return the keys of the layer with n-grams, which transformers derives from the configuration."""
     layers = [number - 1 for number in getattr(config, "ple_layer_ids", None) or ()]
     if not layers:
         return {}
     if len(layers) > 1:
-        raise ModelError(f"config.json has n-grams in {len(layers)} layers, and GGUF files in one")
+        raise ModelError(f"config.json has n-grams in {len(layers)} layers, but GGUF files only in one")
     n, per_n, end = config.ngram_size, config.heads_per_ngram, config.eos_token_id
     if not 2 <= n <= _MAX_N or not 1 <= per_n <= _MAX_HEADS or not 1 < config.ngram_vocab_size_base < 1 << 32:
         raise ValueError(f"n-grams of {n} tokens, with {per_n} heads of {config.ngram_vocab_size_base} rows")
@@ -102,7 +102,7 @@ def _ngram_keys(config: Any) -> dict[str, Any]:
     }
 
 
-#: Of SplitMix64 (Steele et al., 2014).
+#: Constants of SplitMix64 (Steele et al., 2014).
 _GAMMA, _BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -115,7 +115,7 @@ def _split_mix(x: int) -> int:
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | Mapping[str, Array]:
     if ".ple_embedding." in name:
-        return {}  # what the keys say
+        return {}  # the keys contain the same numbers
     if name.endswith("index_qk_proj.weight"):
         n = config.indexer_n_heads * config.indexer_head_dim
         return {"indexer.q_proj.weight": array[:n], "indexer.k_proj.weight": array[n:]}
@@ -128,20 +128,20 @@ def record(m: Header) -> Graph:
     n = meta.read("hyper_connection.count", int, low=2, high=16)
     rank = meta.read("hyper_connection.low_rank", int, low=1, high=1 << 16)
     rope, is_recurrent, ngrams = make_rope(m, heads.key_dim), qwen35.recurrent_layers(m), Ngrams.read(m)
-    meta.skip("ple.image_token_id")  # of pictures
+    meta.skip("ple.image_token_id")  # for images
     select = make_indexers(m, rope)
     parts = ArrayWeight("parts of streams", np.full(1, 1 / n, np.float32))
     zeros = ArrayWeight("no bias", np.zeros(n, np.float32))
 
     def mixed(at: Layer, name: str, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """A row of all streams, each value by a gate of its own; and the streams, normed."""
+        """Return a row mixed from all streams, with a gate per value, and the normed streams."""
         normed = at.add(RMSNorm(streams, at.weights.vector(f"{name}_norm", n * d), at.norm_eps, n))
         low = at.add(g.Activation(at.add(g.Scale(at.linear(normed, f"{name}_down", rank), 1 / n)), "silu"))
         gated = at.add(g.Gated(at.linear(low, f"{name}_up", n * d), normed, "sigmoid"))
         return at.add(MixStreams(gated, None, n, offset=1 / n)), normed
 
     def before(at: Layer, half: str, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of half a layer, and by how much each stream gets what that gives."""
+        """Return the input of attention or MLP, and each stream's factor on the output."""
         x, normed = mixed(at, f"hc_{half}", streams)
         logits = at.linear(normed, f"hc_{half}_inject", n)
         (weights,) = at.add(g.HyperWeights(logits, parts, zeros, n, eps=0.0))
@@ -169,10 +169,10 @@ def record(m: Header) -> Graph:
 
 
 def make_indexers(m: Header, rope: Rope) -> Select:
-    """The selection of runs of positions, of which each layer may have others (``attention.compress_ratios``).
+    """Return the selection of runs of positions. ``attention.compress_ratios`` is the length of a run in each layer.
 
-    A run's key is the mean of its positions' keys, normed, and rotated to the first of them.  Here it is rotated to
-    the last, and queries turn as much further than to their own position.
+    A run's key is the mean of its positions' keys, normed and rotated to the run's first position. Here it is rotated
+    to the last position, and a position offset of the queries compensates for this.
     """
     meta, names = m.meta, ("q_proj", "k_proj", "q_norm", "k_norm")
     runs = meta.read_each("attention.compress_ratios", m.config.n_layers, int, 0, low=0, high=g.MAX_CONV)
@@ -206,11 +206,11 @@ def make_indexers(m: Header, rope: Rope) -> Select:
 
 @dataclass(frozen=True)
 class Ngrams:
-    """Embeddings of n-grams, which a layer adds to its streams, by a gate for each, and convolved."""
+    """Embeddings of n-grams. A layer adds them to its streams, with a gate per stream and a convolution."""
 
     layer: int
     table: g.Weight  # [., d / heads]
-    kernel: int  # of the convolution, whose values are as many positions apart as the longest n-gram has
+    kernel: int  # size of the convolution's kernel; its dilation is the length of the longest n-gram
     multipliers: tuple[int, ...]
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -218,13 +218,13 @@ class Ngrams:
 
     @classmethod
     def read(cls, m: Header) -> Ngrams | None:
-        """From the keys that llama.cpp has for it; None without."""
+        """Read llama.cpp's keys. Return None if the file has no n-grams."""
         meta = m.meta
 
         def numbers(key: str, length: int) -> tuple[int, ...]:
             found = meta.find(f"ple.{key}")
             if not isinstance(found, list) or len(found) != length or any(type(x) is not int for x in found):
-                raise ModelError(f"{meta.architecture}.ple.{key} is not {length} whole numbers: the file is broken")
+                raise ModelError(f"{meta.architecture}.ple.{key} must be {length} integers: the file is broken")
             return tuple(found)
 
         if meta.find("ple.layers") is None:
@@ -240,7 +240,7 @@ class Ngrams:
         return cls(layer, table, kernel, numbers("layer_multipliers", n), sizes, offsets, end)
 
     def added(self, at: Layer, streams: Tensor, n: int) -> Tensor:
-        """The n streams, with the embeddings' added."""
+        """Return the n streams with the n-gram embeddings added."""
         w, d, reach = at.weights, at.n_embd, len(self.multipliers)
         state = at.graph.state("ids", reach - 1, is_on_host=True)
         x = at.add(g.NgramEmbed(self.table, state, self.multipliers, self.sizes, self.offsets, self.end))

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's layers, of which every fourth does not rotate (NoPE, arXiv:2501.18795)."""
+"""SmolLM3: Llama's layers, with no rotation in every fourth layer (NoPE, arXiv:2501.18795)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """StarCoder 2 (arXiv:2402.19173): LayerNorm in place of RMSNorm, biases everywhere, and an MLP without a gate.
 
-The window of 4096 tokens that the models were trained with is not in their files: as in llama.cpp, a token sees all.
+The models were trained with a window of 4096 tokens, but their files do not contain it. As in llama.cpp, a token sees
+all positions.
 """
 
 from __future__ import annotations

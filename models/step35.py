@@ -1,5 +1,5 @@
-"""Step 3.5 and 3.7 Flash: attention with normed heads that is gated by head, of which layers with a window may have
-other numbers of heads and rotate otherwise, and experts as DeepSeek V3 has them, whose gates may have limits."""
+"""Step 3.5 and 3.7 Flash: attention with normed heads and a gate per head, and experts as in DeepSeek V3, whose gates
+may have limits. Layers with a window may have a different number of heads and a different rotation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HF_NAMES |= {"attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_p
 HF_MEANT = {"per_layer_config": ()}
 hf_tensor = add_one_to_norms
 
-#: Of a head's values, those that rotate in layers without a window: files say it of the others.
+#: Fraction of a head that is rotated in layers without a window. Files contain it only for layers with a window.
 ROTATED_PART = 0.5
 
 
@@ -45,7 +45,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
     }
     keys = window_keys(config) | limits
     return keys | {
-        "rope.dimension_count": None,  # of all that rotates in layers with a window
+        "rope.dimension_count": None,  # the complete head in layers with a window
         "attention.head_count": [n_local if has_window else n for has_window in window_pattern(config)],
         "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
         "expert_gating_func": 2,
@@ -58,7 +58,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_extra(config: Any) -> dict[str, Array]:
-    """Factors of all of a head's frequencies, of which the first count."""
+    """Return factors for all frequencies of a head. Only the first ones are used."""
     return {
         name: np.concatenate([factors, np.ones(head_dim(config) // 2 - len(factors), np.float32)])
         for name, factors in rope_factors(config).items()

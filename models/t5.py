@@ -1,6 +1,6 @@
 """T5's encoders (arXiv:1910.10683), such as sentence-t5 and gtr-t5.
 
-Scores have a learnt bias for each distance, and are not scaled; positions are nowhere else.
+Scores are not scaled, and have a learnt bias per distance, which is the only use of positions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
-    """The embedding has two names, and a gated MLP other ones than one without a gate."""
+    """Rename the embedding, which has two names, and MLPs, whose names differ with and without a gate."""
     if name.endswith("embed_tokens.weight"):
         return {"token_embd.weight": array}
     return {"ffn_up.weight": array} if name.endswith("wi_1.weight") else array

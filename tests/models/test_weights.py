@@ -162,7 +162,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "head_count_kv has 2 values for 4 layers"),
     ("lfm2", {"lfm2.shortconv.l_cache": 9}, "shortconv.l_cache is 9"),
     ("minimax-m2", {"minimax-m2.expert_count": 0}, "no minimax-m2.expert_count"),
-    ("nemotron-h", {"nemotron_h.feed_forward_length": [0, 172, 172, 0, 172]}, "both give layer 2 a width"),
+    ("nemotron-h", {"nemotron_h.feed_forward_length": [0, 172, 172, 0, 172]}, "both are not 0 for layer 2"),
     ("nemotron-h", {"nemotron_h.ssm.inner_size": 100}, "inner_size is 100, which is not a multiple"),
 ]
 
