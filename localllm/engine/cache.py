@@ -1,23 +1,24 @@
-"""The paged cache: which pages and states hold which tokens, and what a new prompt finds there.
+"""The paged KV cache: assigns pages and state slots to sequences, and finds cached prefixes of new prompts.
 
-Keys and values lie in pages of a fixed number of tokens (`localllm.kernels.backend.Cache`).  A sequence has a block
-table, the pages that hold its tokens in order.  A full page is entered into a tree: its parent is the page before
-it, its key the tokens that it holds.  So a prompt that begins like an earlier one finds those pages by one hash
-look-up a page, however many sequences the cache has seen, and shares them; of the first page that differs it copies
-the part that is the same (copy on write).  Nobody writes to a page that another sequence can see.
+Keys and values are stored in pages of a fixed number of tokens (`localllm.kernels.backend.Cache`). The block table of
+a sequence lists its pages in order. Full pages are nodes of a prefix tree. The parent of a page is the preceding page
+and its key is the tuple of its tokens, so finding a cached prefix costs one hash lookup per page, however many
+sequences are cached. Sequences share the full pages of a common prefix. If a page matches only in part, the matching
+part is copied (copy on write). A shared page is never written.
 
-Pages that no sequence uses keep their tokens until a page is needed: the least recently used goes first, and of a
-sequence its end before its beginning, so that common beginnings stay longest.
+Unused pages keep their tokens until a page is needed. Eviction is least recently used. Within a sequence the last
+page is evicted first, so common prefixes survive longest.
 
-**Windows.**  Layers of one window form a group with pages of its own (`localllm.kernels.graph.Graph.windows`), so a
-node of the tree, a `Block`, has a page in each group.  One that is behind a sequence's window is not in use any more.
-It is kept for others until a page is needed; then the block goes on without it.  What a sequence has left behind goes
-first, but for what is before the end of its prompt.  A sequence can begin where the windows before it are whole.
+**Windows.** Layers with the same attention window form a group with its own pages
+(`localllm.kernels.graph.Graph.windows`). A tree node, a `Block`, has one page per group. A page that has left a
+sequence's window is no longer used. It stays cached for other sequences until a page is needed; the block then
+continues without that page. Such pages are evicted first, except those next to the end of the prompt. A sequence can
+start at a position whose preceding windows are completely cached.
 
-**Recurrent states** cannot be cut back at a token.  A sequence has them in a slot of its own, and copies of them,
-**snapshots**, are kept in other slots with the block and the number of its tokens that they belong to: every
-`SNAPSHOT_TOKENS` of a prompt, before its last token, and at the end of a sequence.  A sequence can begin where there
-is a snapshot.  The least recently used goes first.
+**Recurrent states** cannot be truncated to an earlier token. Each sequence has a slot for its states. Copies of
+states, **snapshots**, are stored in other slots, together with the block and the number of its tokens that they
+include. Snapshots are taken every `SNAPSHOT_TOKENS` of a prompt, before its last token, and at the end of a sequence.
+A sequence can start only at a snapshot. Eviction is least recently used.
 
 Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention (arXiv:2309.06180).
 """
@@ -31,73 +32,73 @@ from localllm.engine.pictures import PictureCache
 from localllm.engine.snapshots import NONE, Block, Snapshots
 from localllm.kernels.backend import Cache
 
-#: Tokens of a prompt from one snapshot of recurrent states to the next: a multiple of the pages' tokens.
+#: Prompt tokens between snapshots of recurrent states: a multiple of the page size.
 SNAPSHOT_TOKENS = 512
 
 
 class CachedSequence:
-    """Tokens whose keys and values are in the cache.  Only `PagedCache` changes it."""
+    """Tokens whose keys and values are in the cache. Only `PagedCache` changes it."""
 
     def __init__(self, n_groups: int, n_prompt: int, root: Block) -> None:
-        self.root = root  # what the tree of all that it can share begins with
-        self.ids: list[int] = []  # the tokens, from position 0 on
-        # the block table of each group: position p lies in ``pages[group][p // page_size]``.  They may reach past the
-        # tokens; what is behind a window is 0.
+        self.root = root  # root of the prefix tree that it shares
+        self.ids: list[int] = []  # tokens from position 0
+        # Block table per group: position p is in ``pages[group][p // page_size]``. Tables may include reserved pages
+        # after the last token. Pages that left a window are 0.
         self.pages: list[list[int]] = [[] for _ in range(n_groups)]
-        self.blocks: list[Block] = []  # what is known of those pages
-        self.first = [0] * n_groups  # of each group the first block whose page it holds; it holds all from there on
-        self.n_prompt = n_prompt  # tokens that it was begun for
-        # saved: the slot of those that it can go back to
-        self.state = self.saved = NONE  # the slot of its recurrent states, if there are any
-        self.is_ahead = False  # whether its states may have seen tokens that were not recorded
+        self.blocks: list[Block] = []
+        self.first = [0] * n_groups  # per group: index of the first block whose page is in use
+        self.n_prompt = n_prompt  # prompt length
+        # Slots of the current recurrent states and of the states saved for a rollback
+        self.state = self.saved = NONE
+        self.is_ahead = False  # True if the states may include unrecorded tokens
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class PagedCache:
-    """The pages and slots of a backend's cache, and what they hold.  Used by one thread."""
+    """Pages and state slots of a backend's cache, and their contents. Not thread-safe."""
 
     def __init__(self, storage: Cache) -> None:
-        self.storage = storage  # the backend's cache
-        self.page_size = storage.page_size  # tokens in a page
-        self.n_pages = storage.n_pages[0]  # those of all tokens, which are group 0
+        self.storage = storage
+        self.page_size = storage.page_size  # tokens per page
+        self.n_pages = storage.n_pages[0]  # pages of group 0, which stores every token
         self._windows = [(group, window) for group, window in enumerate(storage.windows) if window is not None]
         self._free = [list(range(n - 1, -1, -1)) for n in storage.n_pages]
-        #: Of each group blocks whose page no sequence uses, those first that go first.
+        #: Blocks with an unused page per group, in order of eviction.
         self._unused: list[dict[Block, None]] = [{} for _ in storage.n_pages]
-        #: The same of pages that sequences have left behind: all of them go before those.
+        #: Blocks per group whose page left a window. They are evicted before ``_unused``.
         self._out_of_window: list[dict[Block, None]] = [{} for _ in storage.n_pages]
         self._states = Snapshots(storage)
-        self.pictures = PictureCache()  # embeddings of pictures, for what is not in the pages
-        # One slot is left for what only lasts a step.
-        # how many there can be at a time, beside as many as there are pages for
+        self.pictures = PictureCache()  # embeddings of images
+        # Most sequences at a time. One state slot is reserved for copies within a step. Without states only the
+        # number of pages limits the sequences.
         self.max_sequences = max(1, storage.n_states - 1) if storage.n_states else self.n_pages
-        self.root = Block([])  # what the tree of tokens begins with, of sequences without adapters
-        #: Adapters change keys and values: what was evaluated with others cannot be shared.  Weak, as requests may
-        #: name any scales: a root goes with the last of its blocks.
+        self.root = Block([])  # root of the prefix tree without adapters
+        #: Prefix tree per adapter scales, because adapters change keys and values. Weak, because scales are arbitrary
+        #: numbers of requests: a root disappears with the last of its blocks.
         self._roots: WeakValueDictionary[tuple[float, ...], Block] = WeakValueDictionary()
         self._roots[()] = self.root
 
     @property
     def n_available(self) -> int:
-        """Pages that no sequence uses."""
+        """Number of pages that no sequence uses."""
         return self._n_available(0)
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences have recurrent states: what was evaluated cannot be taken back, but by `rollback`."""
+        """True if sequences have recurrent states, which only `rollback` can restore to an earlier position."""
         return self._states.is_needed
 
     @property
     def has_slot(self) -> bool:
-        """Whether there is a slot for the states of a new sequence, if it needs one."""
+        """False if a new sequence needs a state slot and none is available."""
         return not self.has_states or self._states.has_slot
 
     # -- Sequences -------------------------------------------------------------------------------------------------
 
     def begin(self, ids: Sequence[int], adapters: tuple[float, ...] = ()) -> CachedSequence:
-        """A sequence with as much of the beginning of ``ids`` as the cache has with the same adapters."""
+        """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same adapters."""
         sequence = CachedSequence(len(self._free), len(ids), self._root_of(adapters))
         for blocks, n in self._beginnings(sequence, ids):
             if self._holds_windows(blocks, n) and self._begin_with(sequence, blocks, list(ids[:n])):
@@ -107,7 +108,7 @@ class PagedCache:
         return sequence
 
     def extend(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
-        """Continues a sequence, which ``ids`` begin with, by full pages of ``ids`` that the cache has."""
+        """Extend a sequence by cached full pages of ``ids``. ``ids`` starts with the sequence's tokens."""
         found = self._find_full(sequence, ids)
         blocks = [*sequence.blocks[: len(sequence) // self.page_size], *found]
         while found:
@@ -121,12 +122,12 @@ class PagedCache:
             blocks.pop()
 
     def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, adapters: tuple[float, ...] = ()) -> int:
-        """Available pages that a new sequence of ``n_tokens`` takes, if it shares what the cache has of ``ids``."""
+        """Return the number of available pages that a new sequence of ``n_tokens`` takes, without shared pages."""
         found = self._find_full(CachedSequence(0, 0, self._root_of(adapters)), ids)
         return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in found)
 
     def has_windows_for(self, lengths: Iterable[int], n_new: int) -> bool:
-        """Whether there are pages for the windows of sequences of so many tokens, and for those that a step adds."""
+        """Return whether the window groups have enough pages for sequences of these lengths and ``n_new`` tokens."""
         needed = [-(-n // self.page_size) for n in lengths] if self._windows else []
         n_step = -(-n_new // self.page_size)
         return all(
@@ -136,8 +137,10 @@ class PagedCache:
         )
 
     def next_page_key(self, sequence: CachedSequence, ids: Sequence[int]) -> tuple[Block, tuple[int, ...]] | None:
-        """The key of the page that the sequence's next token goes to, or of those up to the next snapshot; None if
-        ``ids`` do not fill them."""
+        """Return the key of the page of the sequence's next token; with states, of the pages up to the next snapshot.
+
+        None if ``ids`` does not fill them.
+        """
         n = SNAPSHOT_TOKENS if self.has_states else self.page_size
         start = len(sequence) // n * n
         tokens = tuple(ids[start : start + n])
@@ -146,18 +149,18 @@ class PagedCache:
         return self._block_before(sequence, start // self.page_size), tokens
 
     def n_to_snapshot(self, sequence: CachedSequence, n_tokens: int) -> int:
-        """How many of the sequence's next ``n_tokens`` to evaluate at once, so that no snapshot is missed."""
+        """Return the number of next tokens to evaluate in one step, at most ``n_tokens``, to stop at a snapshot."""
         n = len(sequence)
         if not self.has_states or n >= sequence.n_prompt:
             return n_tokens
         return min(n_tokens, sequence.n_prompt - n, SNAPSHOT_TOKENS - n % SNAPSHOT_TOKENS)
 
     def n_pages_missing(self, sequence: CachedSequence, n_tokens: int) -> int:
-        """Pages that the sequence's next ``n_tokens`` take beyond those that it has."""
+        """Return the number of additional pages for the next ``n_tokens``."""
         return max(0, -(-(len(sequence) + n_tokens) // self.page_size) - len(sequence.blocks))
 
     def reserve(self, sequence: CachedSequence, n_tokens: int) -> bool:
-        """Gives the sequence pages for its next ``n_tokens``; if there are too few, changes nothing: False."""
+        """Allocate pages for the next ``n_tokens``. Return False, without a change, if too few are available."""
         n_missing = self.n_pages_missing(sequence, n_tokens)
         if any(n_missing > self._n_available(group) for group in range(len(self._free))):
             return False
@@ -169,7 +172,7 @@ class PagedCache:
         return True
 
     def append(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
-        """Records tokens that were evaluated in the pages that `reserve` gave: with states, all of them."""
+        """Record evaluated tokens in reserved pages. With recurrent states, ``ids`` must be all evaluated tokens."""
         done = 0
         while done < len(ids):
             i, n = divmod(len(sequence), self.page_size)
@@ -185,9 +188,9 @@ class PagedCache:
             self._snapshot_states(sequence)
 
     def save(self, sequence: CachedSequence) -> bool:
-        """Keeps the states of a sequence, as what it evaluates next may be wrong; False if there is no slot for them.
+        """Save the states of a sequence before uncertain tokens are evaluated. Return False if no slot is available.
 
-        Without states there is no need: pages may hold more than was recorded.
+        Does nothing without states, because pages may hold unrecorded tokens.
         """
         if self.has_states:
             if not self._states.has_slot:
@@ -196,13 +199,13 @@ class PagedCache:
         return True
 
     def rollback(self, sequence: CachedSequence) -> None:
-        """Takes back what was evaluated since `save`."""
+        """Restore the states of the last `save`."""
         if sequence.saved != NONE:
             self._states.free(sequence.state)
             sequence.state, sequence.saved, sequence.is_ahead = sequence.saved, NONE, False
 
     def release(self, sequence: CachedSequence) -> None:
-        """Ends the use of a sequence.  Its tokens stay in the cache until their pages are needed."""
+        """End the use of a sequence. Its tokens stay cached until their pages are needed."""
         if sequence.is_ahead:
             self.rollback(sequence)
         if sequence.is_ahead or not sequence.ids:
@@ -215,7 +218,7 @@ class PagedCache:
         sequence.ids = []
 
     def forget(self) -> None:
-        """Drops all tokens that no sequence uses."""
+        """Remove all tokens that no sequence uses."""
         while self._unused[0]:
             self._free[0].append(self._evict(0))
         self.pictures.clear()
@@ -223,7 +226,7 @@ class PagedCache:
     # -- Saving and restoring (`localllm.engine.saved_prompts`) -----------------------------------------------------
 
     def blocks(self) -> list[Block]:
-        """All that the tree holds without adapters: parents before children, the most recently used first."""
+        """Return all blocks of the tree without adapters: parents before children, most recently used first."""
         used, below = [], [self.root]
         while below:
             found = [child for child in below.pop().children.values() if child.n_users[0]]
@@ -237,7 +240,7 @@ class PagedCache:
         return blocks
 
     def holds(self, block: Block) -> bool:
-        """Whether the tree still has a block that `blocks` gave."""
+        """Return whether a block from `blocks` is still in the tree."""
         parent = block.parent
         return parent is not None and (parent.children.get(tuple(block.ids)) is block or block in parent.tails)
 
@@ -250,15 +253,20 @@ class PagedCache:
         *,
         left: float = 0.0,
     ) -> Block | None:
-        """Puts a block with what its pages held behind another, or takes the one that is there; None if there is no
-        room.  It is in use until `restored`.  ``left``: the part of the pages that stays available."""
+        """Return the child of ``parent`` with these tokens, written from saved data if it is not in the tree.
+
+        The block is in use until `restored`. None if no more than the fraction ``left`` of the pages is available.
+
+        Raises:
+            ValueError: the sizes of the data do not match the cache.
+        """
         groups = range(len(self._free))
         is_page = 0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size)
         fits = all(group in groups and len(data) == self.storage.n_bytes_of(group) for group, data in pages.items())
         if not (is_page and 0 in pages and fits):
-            raise ValueError("no page of this cache")
+            raise ValueError("the saved page does not fit this cache: its groups, tokens or bytes differ")
         if any(len(data) != self.storage.n_bytes_of(None) for data in snapshots.values()):
-            raise ValueError("no recurrent states of this cache")
+            raise ValueError("the saved recurrent states do not fit this cache: their bytes differ")
         is_full = len(ids) == self.page_size
         known = parent.children.get(tuple(ids)) or next((tail for tail in parent.tails if tail.ids == ids), None)
         if known is not None:
@@ -285,7 +293,7 @@ class PagedCache:
         return block
 
     def restored(self, blocks: Sequence[Block]) -> None:
-        """Ends the use of blocks that `restore` gave, which are the first to go from the last to the first."""
+        """End the use of blocks from `restore`. Later blocks are evicted first."""
         for block in reversed(blocks):
             for group, page in enumerate(block.pages):
                 if page != NONE:
@@ -294,7 +302,7 @@ class PagedCache:
     # -- Finding ---------------------------------------------------------------------------------------------------
 
     def _find_full(self, sequence: CachedSequence, ids: Sequence[int]) -> list[Block]:
-        """The full pages of ``ids`` that the cache has behind those of a sequence that it begins with."""
+        """Return cached full pages of ``ids`` after the full pages of a sequence. ``ids`` starts with its tokens."""
         size, n = self.page_size, len(sequence) // self.page_size
         block = self._block_before(sequence, n)
         found = []
@@ -310,13 +318,12 @@ class PagedCache:
         return self._roots.setdefault(adapters, Block([]))
 
     def _end_of(self, sequence: CachedSequence) -> tuple[Block, int]:
-        """The block that the last token is in, and the tokens up to it there."""
+        """Return the block of the last token, and the number of its tokens up to that one."""
         i, n = divmod(len(sequence) - 1, self.page_size)
         return sequence.blocks[i], n + 1
 
     def _beginnings(self, sequence: CachedSequence, ids: Sequence[int]) -> Iterator[tuple[list[Block], int]]:
-        """Where a sequence that begins like ``ids`` can go on, the farthest first: the blocks before, and how many
-        tokens."""
+        """Yield (blocks, n_tokens) of cached prefixes of ``ids`` that a sequence can start with, longest first."""
         size, full = self.page_size, self._find_full(sequence, ids)
         for i in range(len(full), -1, -1):
             if i < len(full) and size in self._ends(full[i], size):
@@ -328,33 +335,35 @@ class PagedCache:
                 yield [*full[:i], block], i * size + n
 
     def _ends(self, block: Block, most: int) -> list[int]:
-        """After how many of its first tokens, at most so many, a sequence can go on."""
+        """Return lengths of prefixes of a block, at most ``most`` tokens, that a sequence can start with."""
         if self.has_states:
             return [n for n in block.snapshots if n <= most]
         return [most] if most else []
 
     def _first_seen(self, n_tokens: int, window: int) -> int:
-        """The number of the first block that the token behind ``n_tokens`` sees."""
+        """Return the index of the first block in the window of the token at position ``n_tokens``."""
         return max(0, n_tokens + 1 - window) // self.page_size
 
     def _seen(self, n_tokens: int) -> list[int]:
-        """The same of each group."""
+        """Return `_first_seen` per group; 0 without a window."""
         return [0 if window is None else self._first_seen(n_tokens, window) for window in self.storage.windows]
 
     def _holds_windows(self, blocks: Sequence[Block], n_tokens: int) -> bool:
-        """Whether the token behind ``n_tokens`` sees all of its windows in their blocks."""
+        """Return whether all windows of the token at position ``n_tokens`` are cached."""
         seen = self._seen(n_tokens)
         return all(block.pages[group] != NONE for group, _ in self._windows for block in blocks[seen[group] :])
 
     # -- Blocks of sequences ---------------------------------------------------------------------------------------
 
     def _begin_with(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> bool:
-        """Begins a sequence with ``ids``, which blocks hold; False if there is no page for a copy of the last one, of
-        which it needs a part."""
+        """Start a sequence with ``ids``, which are in ``blocks``.
+
+        If only part of the last block is needed, that part is copied. Return False if there is no page for the copy.
+        """
         last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size
         is_part = n < len(last.ids)
         for group, start in enumerate(self._seen(len(ids)) if is_part else ()):
-            # No page that is shared or copied is to be taken for the copy.
+            # The copy must not evict a page that is shared or copied here.
             if self._n_available(group) <= sum(not block.n_users[group] for block in blocks[start:]):
                 return False
         self._share(sequence, blocks, ids)
@@ -373,10 +382,10 @@ class PagedCache:
         return True
 
     def _share(self, sequence: CachedSequence, found: list[Block], ids: list[int]) -> None:
-        """Puts blocks in the place of those of a sequence that are not full; so it gets to ``ids``."""
+        """Replace the sequence's blocks after its full ones by ``found``; its tokens are then ``ids``."""
         first = len(sequence) // self.page_size
         for block in sequence.blocks[first:]:
-            block.ids = []  # the pages found hold the same, and more
+            block.ids = []  # ``found`` includes these tokens
             self._states.move(block, found[0])
         self._drop_blocks(sequence, first)
         seen = self._seen(len(ids))
@@ -391,17 +400,17 @@ class PagedCache:
         sequence.first, sequence.ids = seen, ids
 
     def _release_window(self, sequence: CachedSequence, group: int, window: int, stop: int) -> None:
-        """Gives back the pages before block ``stop``, behind the sequence's window."""
+        """Release the pages before block ``stop``, which have left the sequence's window."""
         n_prompt = sequence.n_prompt
         for i in range(sequence.first[group], stop):
-            # Where the prompt ends, others are likely to branch off.
+            # Other sequences are likely to branch off at the end of the prompt.
             is_near = self._first_seen(n_prompt, window) <= i < -(-n_prompt // self.page_size)
             self._stop_using(sequence.blocks[i], group, (self._unused if is_near else self._out_of_window)[group])
             sequence.pages[group][i] = 0
         sequence.first[group] = stop
 
     def _insert(self, sequence: CachedSequence, i: int) -> None:
-        """Puts a full block into the tree; where an equal one is there already, the sequence goes on with that."""
+        """Add a full block to the tree. If the tree has an equal block, the sequence uses that one instead."""
         block, parent = sequence.blocks[i], self._block_before(sequence, i)
         known = parent.children.setdefault(tuple(block.ids), block)
         if known is block:
@@ -418,7 +427,7 @@ class PagedCache:
         sequence.blocks[i] = known
 
     def _drop_blocks(self, sequence: CachedSequence, first: int) -> None:
-        """Takes blocks from the end of a sequence: the last one becomes the first to be evicted."""
+        """Remove blocks from the end of a sequence; the last block becomes the first to be evicted."""
         blocks = sequence.blocks
         while len(blocks) > first and not blocks[-1].ids:
             for free, page in zip(self._free, blocks.pop().pages, strict=True):
@@ -434,7 +443,7 @@ class PagedCache:
             del table[first:]
 
     def _snapshot_states(self, sequence: CachedSequence) -> None:
-        """After all that was evaluated was recorded: perhaps takes a snapshot."""
+        """Free the saved states, and take a snapshot if one is due. Called when all evaluated tokens are recorded."""
         self._states.free(sequence.saved)
         sequence.saved, sequence.is_ahead = NONE, False
         n = len(sequence)
@@ -459,7 +468,7 @@ class PagedCache:
             unused[block] = None
 
     def _remove(self, block: Block, group: int) -> None:
-        """Takes a block from those whose page no sequence uses."""
+        """Remove a block from the blocks with an unused page."""
         unused = self._unused[group]
         del (unused if block in unused else self._out_of_window[group])[block]
 
@@ -471,7 +480,7 @@ class PagedCache:
         return free.pop() if free else self._evict(group)
 
     def _evict(self, group: int) -> int:
-        """The page of the block that goes first: in group 0 one that no other follows, as those go before it."""
+        """Evict the next block and return its page. In group 0 children are always evicted before their parent."""
         block = next(iter(self._out_of_window[group] or self._unused[group]))
         self._remove(block, group)
         page = block.pages[group]
@@ -493,12 +502,12 @@ class PagedCache:
 
 
 def n_window_pages(window: int, page_size: int) -> int:
-    """Pages at most that hold the tokens which one sees in a window, itself included."""
+    """Return the largest number of pages that hold the tokens in a window."""
     return -(-(window - 1) // page_size) + 1
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens a and b have in common at their beginning."""
+    """Return the length of the common prefix of ``a`` and ``b``."""
     for n, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return n

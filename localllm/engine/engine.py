@@ -1,11 +1,10 @@
-"""Runs requests in a thread of its own: admit, schedule, evaluate, sample, hand over.
+"""The engine thread: admits requests, schedules batches, evaluates, samples and delivers results.
 
-Any thread may submit a request, cancel it or close the engine: that is a message in a queue, which the engine's
-thread reads before each step.  What the engine makes of a request goes to the request's `Output` as it comes.  So a
-caller that is interrupted, stops reading or dies holds up nobody, and an exception in a caller's own function ends
-its request alone.
+Any thread may submit a request, cancel it or close the engine. Each call puts a message into a queue that the engine
+thread reads before each step. Results go to the `RequestOutput` of their request. A caller that is interrupted, stops
+reading or dies does not block other requests, and an exception in a caller's function ends only its own request.
 
-What comes out for a token does not depend on which other requests share its batch.
+The output of a request does not depend on other requests in its batch.
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ from localllm.kernels.process import Process
 from localllm.options.checks import in_vocabulary
 from localllm.sampling import Choice, Sampler
 
-#: Requests that run at once, and that wait, at most.
+#: Most requests that run at once, and most that wait.
 MAX_RUNNING, MAX_WAITING = 256, 1024
 
-#: Seconds that a step with tokens of prompts lasts at most.
+#: Longest step with prompt tokens, in seconds.
 STEP_S = 0.1
 
-#: Seconds that a caller waits at a time.
+#: Timeout of one wait of a caller, in seconds. Callers wait in a loop.
 _WAIT_S = 0.2
 
-#: Seconds that the engine's thread sleeps at most: waits of many years are more than a system's clock can count.
+#: Longest sleep of the engine thread, in seconds: an operating system may reject a timeout of many years.
 _LONGEST_SLEEP_S = 3600.0
 
-#: Seconds that a step waits for tokens that are chosen in other threads, before it leaves them for later.
+#: Longest wait of a step for tokens from sampling threads, in seconds. Later tokens join a later step.
 _CHOICES_S = 0.01
 
 _T = TypeVar("_T")
 
-#: A token, whether it is what was drafted, and whether nothing can follow it.
+#: A token, whether it equals its draft, and whether the text is complete.
 _Chosen: TypeAlias = "tuple[Choice, bool, bool]"
 
 _Message: TypeAlias = "Callable[[EngineLoop], None]"
@@ -66,49 +65,45 @@ _Message: TypeAlias = "Callable[[EngineLoop], None]"
 
 @dataclass(slots=True)
 class Counts:
-    """Counters of an engine: its work now, and since it began.  Its thread writes; any other may read."""
+    """Counters since the start of the engine, and current values. Only the engine thread writes them."""
 
-    running: int = 0  # requests whose tokens are in the cache
-    # n_pages, n_pages_used: pages of the cache, and those that running requests hold
-    n_pages: int = 0
-    n_pages_used: int = 0
-    steps: int = 0  # evaluated
-    step_s: float = 0.0  # seconds that they took
-    prompt_tokens: int = 0  # evaluated of prompts
-    cached_tokens: int = 0  # of prompts, which were in the cache and cost nothing; counted when a request ends
-    generated_tokens: int = 0  # tokens chosen
+    running: int = 0  # requests with tokens in the cache
+    n_pages: int = 0  # pages of the cache
+    n_pages_used: int = 0  # pages of running requests
+    steps: int = 0
+    step_s: float = 0.0  # evaluation time of all steps, in seconds
+    prompt_tokens: int = 0  # evaluated prompt tokens
+    cached_tokens: int = 0  # prompt tokens found in the cache; added when a request ends
+    generated_tokens: int = 0
     ended: int = 0  # requests
-    preempted: int = 0  # how often a request had to make room for another
-    encoded: int = 0  # pictures
-    # prefill_s, decode_s: seconds of all requests, in which prompts were evaluated and tokens chosen but the first
+    preempted: int = 0  # preemptions
+    encoded: int = 0  # images
+    # Seconds of all requests
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    decode_tokens: int = 0  # those chosen in ``decode_s``
-    in_steps: int = 0  # requests in each step, added up
-    longest: int = 0  # tokens of the longest sequence of the requests that ended
-    # draft_steps, drafted, accepted: steps with drafts, and tokens drafted and accepted in them
-    draft_steps: int = 0
+    decode_tokens: int = 0  # tokens sampled in ``decode_s``: without the first token of each request
+    in_steps: int = 0  # sum of the batch sizes of all steps
+    longest: int = 0  # longest sequence of an ended request, in tokens
+    draft_steps: int = 0  # steps with drafts
     drafted: int = 0
     accepted: int = 0
-    experts: ExpertReads | None = None  # those that stay in the file, if any do
+    experts: ExpertReads | None = None  # reads of experts that stay in the file
 
 
 class Engine:
-    """A model, and the thread that runs requests on it.  Every method may be called from any thread.
+    """A model and the thread that runs requests on it. Any thread may call its methods.
 
-    It ends with `close`, or when nothing refers to it any more.
+    It ends with `close`, or when the object is garbage-collected.
     """
 
     def __init__(self, loop: EngineLoop, *, max_waiting: int = MAX_WAITING) -> None:
-        """Starts the thread.  ``max_waiting``: requests that wait to begin at most; more are refused."""
+        """Start the thread. More than ``max_waiting`` waiting requests are refused."""
         runner, draft_model = loop.runner, loop.draft_model
-        self.context = runner.context  # tokens that a sequence can hold
-        self.n_vocab = runner.n_vocab  # ids of tokens
-        self.max_tokens = runner.max_tokens  # tokens that one step evaluates at most
-        self.width = runner.width  # values of what it gives for a token: logits, or of a model that embeds a vector
-        # what drafts if a request asks for it: a smaller model ("draft"), the block behind the model's own layers
-        # ("mtp"), or nothing
-        self.drafts_by = None if draft_model is None else draft_model.kind
+        self.context = runner.context  # context length
+        self.n_vocab = runner.n_vocab
+        self.max_tokens = runner.max_tokens  # most tokens per step
+        self.width = runner.width  # values per output row: logits, or dimensions of an embedding
+        self.drafts_by = None if draft_model is None else draft_model.kind  # "draft", "mtp" or None
         self._max_waiting = max_waiting
         self._process = Process()
         process.engines.check()
@@ -116,99 +111,105 @@ class Engine:
         self._inbox, self._waiting, self._ended, self.counts = loop.inbox, loop.waiting, loop.ended, loop.counts
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
         self._thread.start()
-        # The thread knows nothing of this object, so that forgetting it ends the thread.
+        # The thread has no reference to this object, so garbage collection of the object ends the thread.
         weakref.finalize(self, self._inbox.put, EngineLoop.close).atexit = False
 
     @property
     def n_waiting(self) -> int:
-        """Requests that were submitted and have not begun."""
+        """Number of submitted requests that have not started."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Begins a request; its `Output` is told of everything else.
+        """Queue a request. Its `RequestOutput` receives the results.
 
-        Where as many wait as may, a client can still have its share of the queue.
+        A full queue still accepts requests of a client that has less than its share of the queue.
+
+        Raises:
+            UsageError: invalid tokens or images.
+            ContextLengthError: the prompt is longer than the context.
+            QueueFullError: too many requests wait.
+            ClosedError: the engine was closed.
         """
         self.check()
         if not request.tokens:
-            raise UsageError("there are no tokens to evaluate: the prompt is empty")
+            raise UsageError("the prompt is empty: give at least one token")
         self._check_tokens(request)
         if len(request.tokens) > self.context:
             raise ContextLengthError(len(request.tokens), self.context)
         if self.n_waiting >= self._max_waiting and self._has_share(request.client):
             raise QueueFullError(
-                f"{self.n_waiting:,} requests wait for the model already: try again later, or load the model "
+                f"{self.n_waiting:,} requests are waiting for the model: try again later, or load the model "
                 "with a larger max_waiting"
             )
         self._waiting.add(request)
         self._inbox.put(lambda loop: loop.add(request))
-        self.check()  # closed meanwhile, it may not have seen the message
+        self.check()  # an engine that was closed in the meantime may not have read the message
 
     def _check_tokens(self, request: Request) -> None:
-        """Makes sure that a request has tokens of the vocabulary, but for those of its pictures."""
+        """Raise a `UsageError` if text tokens are outside the vocabulary or images are not valid for the model."""
         tokens, pictures = request.tokens, request.pictures
         if pictures.placed and not self._sees:
-            raise UsageError("the model was loaded without an encoder of pictures, so it cannot see any")
+            raise UsageError("the model was loaded without an image encoder: load its projector file too")
         if request.sampler is None and request.logits_from < pictures.stop:
-            raise UsageError("the tokens of pictures have no logits: only those behind the last picture have")
+            raise UsageError("images have no logits: ask for logits of tokens after the last image")
         pictures.check(tokens)
         stops = (0, *(each.stop for each in pictures.placed))
         for stop, start in zip(stops, (*pictures.starts, len(tokens)), strict=True):
             in_vocabulary(tokens[stop:start], self.n_vocab)
         for each in pictures.placed:
-            if each.picture.is_causal:  # as text
+            if each.picture.is_causal:  # evaluated like text
                 continue
             n, (rows, columns) = each.stop - each.start, each.picture.grid
             n_turning = n - 2 * each.picture.is_numbered
-            if self._has_axes and rows * columns not in (0, n_turning):  # without a grid they turn as text
-                raise UsageError(f"a picture of {n:,} tokens cannot have {rows:,} rows of {columns:,}")
+            if self._has_axes and rows * columns not in (0, n_turning):  # without a grid: positions like text
+                raise UsageError(f"an image of {n:,} tokens cannot have {rows:,} rows of {columns:,}")
             if self._has_spans and n > self.max_tokens:
                 raise UsageError(
-                    f"a picture of {n:,} tokens does not fit into a step, which has at most {self.max_tokens:,}: "
-                    "give pictures fewer tokens"
+                    f"an image of {n:,} tokens does not fit into a step of at most {self.max_tokens:,} tokens: "
+                    "reduce the tokens per image"
                 )
 
     def _has_share(self, client: str) -> bool:
-        """Whether as many requests of a client wait as each could have, were the queue shared evenly."""
+        """Return whether a client has used its share of an evenly divided queue."""
         waiting = [request.client for request in list(self._waiting)]
         return waiting.count(client) >= self._max_waiting // len({*waiting, client})
 
     def check(self) -> None:
-        """Makes sure that it is open, of this process, and that the process goes on."""
+        """Raise an error if the engine is closed, belongs to another process, or the process is ending."""
         self._process.check()
         if self._ended.is_set():
-            raise ClosedError("the model was closed: load it again to go on")
+            raise ClosedError("the model was closed: load it again")
         process.engines.check()
 
     def check_may_wait(self) -> None:
-        """Makes sure that what the engine makes can be waited for here."""
+        """Raise an error if this thread cannot wait for results of the engine."""
         self._process.check()
         process.engines.check(waits=True)
         if threading.current_thread() is self._thread:
             raise UsageError(
-                "a logits processor, which runs in the model's own thread, cannot wait for the same model: call it "
-                "from another thread"
+                "a logits processor runs in the model's own thread and cannot wait for the same model: "
+                "call the model from another thread"
             )
 
     def wait_for(self, items: queue.SimpleQueue[_T]) -> _T:
-        """The next item that the engine's thread puts into a queue."""
+        """Return the next item that the engine thread puts into a queue."""
         while True:
             self.check_may_wait()
-            # With a timeout: Ctrl-C does not end a wait on every system, nor does the end of the process.
+            # Ctrl-C and the end of the process do not interrupt a wait without a timeout on every system.
             with contextlib.suppress(queue.Empty):
                 return items.get(timeout=_WAIT_S)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request before the next step.  Never waits, so that a finaliser may call it."""
+        """End a request before the next step. Never blocks, so a finaliser may call it."""
         request.is_cancelled = True
         self.wake()
 
     def wake(self) -> None:
-        """Tells the engine that a request whose output was full may go on."""
+        """Tell the engine that a request with a full output can continue."""
         self._inbox.put(EngineLoop.wake)
 
     def with_cache(self, work: Callable[[PagedCache], _T]) -> _T:
-        """Calls a function with the cache in the engine's thread, between two steps; returns its result."""
+        """Call a function with the cache in the engine thread, between two steps. Return its result."""
         results: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
 
         def message(loop: EngineLoop) -> None:
@@ -220,18 +221,18 @@ class Engine:
 
         self.check_may_wait()
         self._inbox.put(message)
-        self.check()  # closed meanwhile, it may not have seen the message
+        self.check()  # an engine that was closed in the meantime may not have read the message
         return self.wait_for(results)()
 
     def forget(self) -> None:
-        """Drops what the cache has of earlier requests, before any request that is submitted later."""
+        """Remove cached tokens of earlier requests. Takes effect before any request that is submitted later."""
         self.check()
         self._inbox.put(EngineLoop.forget)
 
     def close(self) -> None:
-        """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go.
+        """End all requests with a `ClosedError`, wait for the current step, and free the model and the cache.
 
-        Once the process ends, it waits for `process.END_S` seconds at most: a caller's function may hold up a step.
+        When the process is ending, wait at most `process.END_S` seconds: a caller's function may block the step.
         """
         self._inbox.put(EngineLoop.close)
         if self._process.is_current and threading.current_thread() is not self._thread:
@@ -244,7 +245,7 @@ def _raise(error: BaseException) -> Never:
 
 
 class EngineLoop:
-    """The loop of the engine's thread; it knows nothing of the `Engine`.  The models and the encoder belong to it."""
+    """The loop of the engine thread. It owns the models and the encoder, and has no reference to the `Engine`."""
 
     def __init__(
         self,
@@ -258,14 +259,14 @@ class EngineLoop:
     ) -> None:
         """
         Args:
-            max_running: requests whose tokens are in the cache at once.
-            step_s: seconds that a step with tokens of prompts lasts at most.
-            on_end: called in the engine's thread when it ends."""
-        # messages to the thread; any other may put one in
-        self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self.waiting: set[Request] = set()  # requests that were submitted and have not begun
-        self.ended = threading.Event()  # set once no message is read any more
-        self.counts = Counts(n_pages=runner.cache.n_pages, experts=runner.expert_reads)  # what was done
+            max_running: most requests with tokens in the cache.
+            step_s: longest step with prompt tokens, in seconds.
+            on_end: called in the engine thread when it ends.
+        """
+        self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()  # any thread may add a message
+        self.waiting: set[Request] = set()  # submitted requests that have not started
+        self.ended = threading.Event()  # set when messages are no longer read
+        self.counts = Counts(n_pages=runner.cache.n_pages, experts=runner.expert_reads)
         self.runner, self.draft_model, self.sees = runner, draft_model, encoder is not None
         self._scheduler = Scheduler(runner, max_running=max_running, step_s=step_s)
         self._encoding = Encoding(encoder, runner.cache.pictures)
@@ -280,14 +281,14 @@ class EngineLoop:
     def add(self, request: Request) -> None:
         if request.speculate == "lookup":
             request.drafter = LookupDrafter(self._cost, request.draft_max, request.draft_always)
-        elif request.pictures.placed:  # which a draft model does not see
+        elif request.pictures.placed:  # draft models do not see images
             request.drafter = None
         elif self.draft_model is not None and request.speculate == self.draft_model.kind:
             request.drafter = self.draft_model.drafter(self._cost, request.draft_max, request.draft_always)
         self._scheduler.add(request)
 
     def wake(self) -> None:
-        """Something changed: see what can run."""
+        """Interrupt the wait for messages."""
 
     def forget(self) -> None:
         self.runner.cache.forget()
@@ -300,21 +301,21 @@ class EngineLoop:
     # -- The thread ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """The engine's thread."""
+        """Run until the engine is closed."""
         with process.UnfinishedWork(process.engines, partial(self.inbox.put, EngineLoop.wake)):
             self._run()
 
     def _run(self) -> None:
-        error: BaseException = ClosedError("the model was closed: load it again to go on")
+        error: BaseException = ClosedError("the model was closed: load it again")
         try:
             has_work = False
             while self._read_messages(wait=not has_work):
                 has_work = self.step()
                 self._count()
-        except BaseException as defect:  # of our own: nobody may wait for ever for a thread that has ended
+        except BaseException as defect:  # a bug of the engine: callers must not wait forever
             error = defect
         self._sampling_threads.close()
-        if process.engines.is_over:  # nobody is told: who still reads is a daemon thread
+        if process.engines.is_over:  # remaining readers are daemon threads
             return
         self.ended.set()
         while not self.inbox.empty():
@@ -323,12 +324,12 @@ class EngineLoop:
             self._end(request, error=error)
         self.counts.running = self.counts.n_pages_used = 0
         on_end = self._on_end
-        self.__dict__.clear()  # frees the memory of model and cache
+        self.__dict__.clear()  # frees the memory of the model and the cache
         if on_end is not None:
             on_end()
 
     def _read_messages(self, *, wait: bool) -> bool:
-        """Does what messages say; returns whether to go on."""
+        """Process messages. Return False if the engine is to end."""
         if wait and self.inbox.empty():
             deadlines = [r.deadline for r in self._scheduler.requests if r.deadline is not None]
             timeout = min(max(0.0, min(deadlines) - time.perf_counter()), _LONGEST_SLEEP_S) if deadlines else None
@@ -336,12 +337,12 @@ class EngineLoop:
                 self.inbox.get(timeout=timeout)(self)
             except queue.Empty:
                 return True
-        for _ in range(self.inbox.qsize()):  # not those that come meanwhile: a step has its turn
+        for _ in range(self.inbox.qsize()):  # later messages wait until after the next step
             self.inbox.get()(self)
         return not (self._is_closed or process.engines.is_over)
 
     def step(self) -> bool:
-        """Evaluates the next batch; returns whether there was one."""
+        """Evaluate the next batch. Return False if there was nothing to do."""
         begin = time.perf_counter()
         for request in self._scheduler.requests:
             if request.is_cancelled:
@@ -409,7 +410,7 @@ class EngineLoop:
         self.counts.encoded = self._encoding.n_encoded
 
     def _encode(self) -> None:
-        """Encodes pictures that prompts come to: for half a step beside requests that decode."""
+        """Encode the next images of prompts. While requests decode, encoding takes at most half of a step's time."""
         if not self.sees:
             return
         running = self._scheduler.running
@@ -438,7 +439,7 @@ class EngineLoop:
     def _take_results(
         self, each: Scheduled, logits: NDArray[np.float32] | TopK, rows: slice, begin: float
     ) -> FinishReason | None:
-        """Records what a step has evaluated for a request, and samples; returns why it ends, if it does."""
+        """Record the evaluated tokens of a request and sample. Return the finish reason if the request is done."""
         request, sequence = each.request, each.request.sequence
         assert sequence is not None
         position = len(sequence)
@@ -473,8 +474,10 @@ class EngineLoop:
     def _take_choices(
         self, each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
     ) -> FinishReason | None:
-        """Goes on with the tokens that were chosen after a step; returns why the request ends, if it does.
-        ``position``: of the first token that the step has evaluated for it; ``begin``: when the step began."""
+        """Append the tokens that were sampled after a step. Return the finish reason if the request is complete.
+
+        ``position``: first token of the request in the step. ``begin``: start of the step.
+        """
         request = each.request
         is_first = not request.n_generated
         n_accepted, n_chosen = request.n_accepted, request.n_chosen
@@ -514,9 +517,9 @@ class EngineLoop:
     def chosen(
         self, each: Scheduled, position: int, begin: float, choices: list[_Chosen], error: BaseException | None
     ) -> None:
-        """Goes on with what another thread has chosen, until there was an error."""
+        """Append tokens from a sampling thread, then raise its error, if any, as the error of the request."""
         request = each.request
-        if not request.is_choosing:  # it has ended meanwhile
+        if not request.is_choosing:  # the request has ended
             return
         request.is_choosing = False
         try:
@@ -531,14 +534,14 @@ class EngineLoop:
                 self._end(request, reason)
 
     def _wait_for_choices(self, batch: Sequence[Scheduled]) -> None:
-        """Waits for the slow choices of a step, but not for long."""
+        """Wait up to `_CHOICES_S` for tokens from sampling threads."""
         end = time.perf_counter() + _CHOICES_S
         while any(each.request.is_choosing for each in batch) and (left := end - time.perf_counter()) > 0:
             with contextlib.suppress(queue.Empty):
                 self.inbox.get(timeout=left)(self)
 
     def _record_drafts(self, each: Scheduled, position: int, n_accepted: int) -> None:
-        """Records a step with drafts, from that position on; states of wrong drafts go back to before it."""
+        """Record a step with drafts that started at ``position``. Rejected drafts roll recurrent states back."""
         request, cache = each.request, self.runner.cache
         assert request.sequence is not None
         ids = request.tokens[position : position + each.n_tokens + n_accepted]
@@ -559,27 +562,27 @@ class EngineLoop:
         request.finish_reason, request.is_choosing = reason, False
         if request.drafter is not None:
             request.drafter.close()
-        if isinstance(error, StopIteration | StopAsyncIteration):  # as Python does where a generator raises one
+        if isinstance(error, StopIteration | StopAsyncIteration):  # Python does the same for generators
             error, cause = RuntimeError(f"a function given to the model raised {type(error).__name__}"), error
             error.__cause__ = cause
-        self._count()  # first, so that nobody has a whole reply and sees its request at work still
+        self._count()  # before the end is reported, so that a caller with a complete reply sees current counters
         request.output.end(error)
 
 
 def _row(logits: NDArray[np.float32] | TopK, row: int) -> NDArray[np.float32]:
-    """All logits of a row, which were asked for."""
+    """Return all logits of a row."""
     return logits.whole[row] if isinstance(logits, TopK) else logits[row]
 
 
 def _chooser(sampler: Sampler, logits: NDArray[np.float32] | TopK, row: int) -> Callable[[], Choice]:
-    """A function that samples a token from a row of logits."""
+    """Return a function that samples a token from a row of logits."""
     if isinstance(logits, TopK) and row not in logits.whole:
         return lambda: sampler.among(*logits.row(row))
     return partial(sampler, _row(logits, row))
 
 
 def _choices(request: Request, drafts: Sequence[int], steps: Sequence[Callable[[], Choice]]) -> Iterator[_Chosen]:
-    """The next token, and those after it for as long as they are what was drafted."""
+    """Yield the next token, then the tokens after it while they equal the drafts."""
     assert request.sampler is not None
     for draft, step in zip((*drafts, None), steps, strict=True):
         choice = step()
@@ -595,8 +598,8 @@ def _choices(request: Request, drafts: Sequence[int], steps: Sequence[Callable[[
 def _choose(
     inbox: queue.SimpleQueue[_Message], each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
 ) -> None:
-    """Chooses in another thread, and tells the engine's."""
-    if not each.request.is_choosing or each.request.is_cancelled:  # it has ended, or will before the next step
+    """Sample in a sampling thread and send the tokens to the engine thread."""
+    if not each.request.is_choosing or each.request.is_cancelled:  # ended, or about to end
         return
     found: list[_Chosen] = []
     failure: BaseException | None = None
@@ -608,9 +611,9 @@ def _choose(
 
 
 def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[BatchItem], most: int) -> tuple[int, list[int]]:
-    """How many of the largest logits of each row requests need, at most ``most``; and the rows that they need whole.
+    """Return the number of largest logits per row that samplers need, at most ``most``, and rows needed completely.
 
-    The first is 0 where those are all rows, or somebody wants logits as they are.
+    The number is 0 if every row is needed completely or a request asks for logits.
     """
     top_k, whole, row = 0, list[int](), 0
     for each, chunk in zip(batch, chunks, strict=True):

@@ -1,11 +1,11 @@
-"""Pictures in a prompt: the ids that stand for their tokens, where those are, and the embeddings that they have.
+"""Images and audio in a prompt: placeholder ids, positions and embeddings.
 
-A sound is the same, but its tokens are causal, as text.
+"Image" includes audio here. Audio tokens are causal, like text; image tokens may see each other.
 
-A picture's tokens have embeddings of their own, and no ids of the vocabulary.  In a request, and in the cache, ids
-made of what names the picture stand in their places, so that prompts with the same pictures share what the cache has.
-Only what the cache lacks needs embeddings: they are kept by the pictures' names, those that were used last, and a
-picture that has none is encoded when a prompt comes near it, a piece at a time between two steps.
+Image tokens have embeddings instead of ids of the vocabulary. In requests and in the cache, placeholder ids derived
+from the image's key take their places, so prompts with the same images share cached pages. Embeddings are needed only
+for tokens that are not cached. They are stored by key, and the least recently used are removed. An image without
+embeddings is encoded shortly before the prompt reaches it, one piece of work at a time between two steps.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from localllm.errors import UsageError
 if TYPE_CHECKING:
     from localllm.engine.request import Request
 
-#: Ids of pictures' tokens are below this, and hold so many bits of a key each.
+#: Placeholder ids are below `_IDS_BELOW`. Each id holds `_ID_BITS` bits of a key.
 _IDS_BELOW, _ID_BITS = -(1 << 62), 62
 
-#: Bytes of embeddings that are kept at most, beside those of prompts under way.
+#: Capacity of the embeddings cache, in bytes. Embeddings of running prompts are not included.
 KEPT_BYTES = 256 << 20
-#: Tokens of pictures that are encoded at once, and of those that a prompt is given embeddings of ahead, unless one
-#: picture alone has more.
+#: Most image tokens encoded at once, and most image tokens for which a prompt holds embeddings. A single image may
+#: have more.
 _TOKENS_AT_ONCE, _TOKENS_AHEAD = 1024, 4096
 
-#: Of each token of a picture an embedding, and those that layers add: float32 [n_tokens, k, d].
+#: Embedding of each token, and additional embeddings for deeper layers: float32 [n_tokens, k, d].
 Embeddings = np.ndarray[tuple[int, int, int], np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture as the model sees it, or a sound as it hears it."""
+    """An image or audio clip after preprocessing."""
 
-    key: bytes  # names it and how it is encoded, such as a SHA-256 of pixels, encoder and budget
+    key: bytes  # identifies content and encoding, for example a SHA-256 of pixels, encoder and token budget
     n_tokens: int
-    grid: tuple[int, int] = (0, 0)  # rows and columns of those tokens, where they turn by them (M-RoPE)
-    source: Any = None  # what its encoder makes the embeddings of
-    is_causal: bool = False  # whether its tokens see none behind them, as those of a sound
-    # whether tokens turn by their place in the picture, and its number among a prompt's; then one stands before its
-    # grid and one behind it, which turn as text
+    grid: tuple[int, int] = (0, 0)  # (rows, columns) of its tokens for M-RoPE; (0, 0): positions like text
+    source: Any = None  # input of the encoder
+    is_causal: bool = False  # True if a token does not see later tokens of the same image, as for audio
+    # True if positions are the place in the image and the image's number in the prompt. The first and the last token
+    # are then not part of the grid and have positions like text.
     is_numbered: bool = False
 
     @cached_property
     def ids(self) -> list[int]:
-        """Ids that stand for its tokens: numbers below 0, together all of the key."""
+        """Placeholder ids: negative numbers that together contain the key."""
         n_words = min(self.n_tokens, -(-8 * len(self.key) // _ID_BITS))
         value, mask = int.from_bytes(self.key, "little"), (1 << _ID_BITS) - 1
         words = [_IDS_BELOW - 1 - (value >> _ID_BITS * i & mask) for i in range(n_words)]
@@ -63,28 +63,28 @@ class Picture:
 
 
 def text_ids(ids: Sequence[int]) -> list[int]:
-    """The ids of the vocabulary, without those that stand for pictures."""
+    """Return ids of the vocabulary, without placeholder ids of images."""
     return [id_ for id_ in ids if id_ >= 0]
 
 
 class PictureEncoder(Protocol):
-    """Makes embeddings of pictures; used by the engine's thread alone."""
+    """Computes embeddings of images. Only the engine thread uses it."""
 
     def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
-        """Yields after each piece of the work, which should take no longer than a step, and returns the embeddings.
+        """Return the embeddings. Yields after each piece of work, which should take at most the time of a step.
 
-        Errors are those of one of the pictures if there is one alone.
+        If a batch of several images fails, each image is encoded again on its own.
         """
         ...
 
 
 class PictureTokens(NamedTuple):
-    """Tokens of a picture at a position of a prompt: all of them, or so many where words stand between."""
+    """Tokens of an image at a position of a prompt. An image has several entries if text separates its tokens."""
 
     start: int
     picture: Picture
-    first: int = 0  # of the picture's tokens
-    n: int = 0  # tokens; 0 for all
+    first: int = 0  # index of the first token in the image
+    n: int = 0  # number of tokens; 0: all
 
     @property
     def stop(self) -> int:
@@ -93,12 +93,12 @@ class PictureTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """The pictures of a prompt, in order."""
+    """Images of a prompt, in order."""
 
     placed: Sequence[PictureTokens] = ()
     starts: list[int] = field(init=False)
-    stop: int = field(init=False)  # the position behind the last one
-    #: Of each, by how much it and those before it bring what follows nearer than their tokens are many.
+    stop: int = field(init=False)  # position after the last image
+    #: Per image: tokens minus positions, summed over it and the preceding images.
     _saved: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Pictures:
         object.__setattr__(self, "_saved", [*accumulate(saved, initial=0)])
 
     def of(self, start: int, stop: int) -> Iterator[PictureTokens]:
-        """The pictures with tokens at positions start : stop."""
+        """Yield images with tokens at positions start : stop."""
         for i in range(max(0, bisect_right(self.starts, start) - 1), len(self.placed)):
             if self.placed[i].start >= stop:
                 break
@@ -121,23 +121,23 @@ class Pictures:
                 yield self.placed[i]
 
     def _seen_whole(self, start: int, stop: int) -> Iterator[PictureTokens]:
-        """Those of `of` whose tokens see each other."""
+        """Yield images of `of` whose tokens see each other."""
         return (each for each in self.of(start, stop) if not each.picture.is_causal)
 
     def axes(self, start: int, stop: int) -> NDArray[np.int32]:
-        """Where the tokens at positions start : stop are in time, by row and by column, and their pictures' numbers:
-        int32 [4, stop - start].
+        """Return time, row, column and image number of the tokens at start : stop, int32 [4, stop - start].
 
-        A picture's tokens are all in the time of its first one; what follows it begins behind its longer side.
-        Source: Qwen2-VL (arXiv:2409.12191), section 2.1.  Those of one that is numbered keep their time.
+        All tokens of an image have the time of its first token. The next token's position is that time plus the
+        longer side of the grid. Source: Qwen2-VL (arXiv:2409.12191), section 2.1. Tokens of a numbered image keep
+        their time.
         """
         places = np.tile(np.arange(start, stop, dtype=np.int32), (4, 1))
         places -= self._saved[bisect_right(self.starts, start)]
         for each in self.of(start, stop):
-            if not any(each.picture.grid):  # as text
+            if not any(each.picture.grid):  # positions like text
                 continue
             i = bisect_right(self.starts, each.start)
-            # the numbers of its tokens, those here
+            # Indices in the image of its tokens at start : stop
             numbers = np.arange(max(each.start, start), min(each.stop, stop)) - each.start
             if each.picture.is_numbered:
                 inner = numbers[(numbers > 0) & (numbers < each.picture.n_tokens - 1)]
@@ -151,28 +151,30 @@ class Pictures:
         return places
 
     def ends(self, start: int, stop: int) -> NDArray[np.int32]:
-        """The position behind the last one that each token sees, where those of a picture see each other: int32."""
+        """Return the end of each token's visible range, int32. Tokens of a non-causal image see the whole image."""
         behind = np.arange(start + 1, stop + 1, dtype=np.int32)
         for each in self._seen_whole(start, stop):
             behind[max(0, each.start - start) : each.stop - start] = each.stop
         return behind
 
     def whole(self, start: int, n: int, most: int) -> int:
-        """How many of the ``n`` tokens from ``start`` on to evaluate so that pictures come as a whole: with a picture
-        first more of them, if that is no more than ``most``."""
+        """Return the number of tokens to evaluate from ``start``, at most ``n``, so that no image is split.
+
+        If an image comes first, the result may be larger than ``n``: at most ``most``, or 0 if it does not fit.
+        """
         last = next((each for each in self._seen_whole(start + n - 1, start + n) if each.stop > start + n), None)
         if last is None or last.start > start:
             return n if last is None else last.start - start
         return last.stop - start if last.stop - start <= most else 0
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Makes sure that they are where the tokens of a prompt say, and nowhere else."""
+        """Raise a `UsageError` if the placeholder ids in ``tokens`` do not match the images."""
         end = 0
         for each in self.placed:
             start, picture, first, n = each
             own = picture.ids[first : first + n] if n else picture.ids
             if not end <= start < each.stop or tokens[start : each.stop] != own:
-                raise UsageError(f"{len(own):,} tokens of a picture are not at position {start:,} of the prompt")
+                raise UsageError(f"{len(own):,} tokens of an image are not at position {start:,} of the prompt")
             end = each.stop
 
 
@@ -180,7 +182,7 @@ NO_PICTURES = Pictures()
 
 
 class PictureCache:
-    """The embeddings of pictures that were used last, by their keys.  Used by one thread."""
+    """Least recently used cache of embeddings by image key. Not thread-safe."""
 
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes, self._n_bytes = max_bytes, 0
@@ -192,7 +194,7 @@ class PictureCache:
         return self._embeddings.get(key)
 
     def put(self, key: bytes, embeddings: Embeddings) -> None:
-        """Keeps them, unless they alone are beyond the bound."""
+        """Store the embeddings unless they are larger than the cache."""
         if key in self._embeddings or embeddings.nbytes > self._max_bytes:
             return
         self._embeddings[key] = embeddings
@@ -201,7 +203,7 @@ class PictureCache:
             self._n_bytes -= self._embeddings.popitem(last=False)[1].nbytes
 
     def items(self) -> list[tuple[bytes, Embeddings]]:
-        """All of them, those last used at the end."""
+        """Return all entries, most recently used last."""
         return list(self._embeddings.items())
 
     def clear(self) -> None:
@@ -210,20 +212,22 @@ class PictureCache:
 
 
 class Encoding:
-    """Gives requests the embeddings of pictures that they come to."""
+    """Encodes images shortly before requests need their embeddings."""
 
     def __init__(self, encoder: PictureEncoder | None, cache: PictureCache) -> None:
         self.n_encoded = 0
-        self.is_busy = False  # whether something was lacking
+        self.is_busy = False  # True if a request lacks embeddings
         self._encoder, self._cache = encoder, cache
-        self._pictures: list[Picture] = []  # those under way
+        self._pictures: list[Picture] = []  # being encoded
         self._work: Generator[None, None, list[Embeddings]] | None = None
-        #: Those that failed among others: encoded again, each alone.
+        #: Keys of images from a failed batch. Each is encoded again on its own.
         self._alone: set[bytes] = set()
 
     def advance(self, requests: Iterable[Request], seconds: float) -> Mapping[Request, BaseException]:
-        """Encodes a piece of what requests lack, and others for so many seconds; returns requests whose pictures
-        cannot be encoded."""
+        """Encode at least one piece of missing work, and more until ``seconds`` have passed.
+
+        Return requests with an image that cannot be encoded, and the error.
+        """
         wanted = self._assign_embeddings(requests)
         if self._work is not None and not any(picture.key in wanted for picture in self._pictures):
             self._stop()
@@ -255,8 +259,7 @@ class Encoding:
         return failed
 
     def _assign_embeddings(self, requests: Iterable[Request]) -> dict[bytes, tuple[Picture, list[Request]]]:
-        """Gives requests what there is for the pictures that they come to next; returns what is lacking, and who
-        lacks it."""
+        """Give requests the cached embeddings of their next images. Return missing images and requests, by key."""
         lacking: dict[bytes, tuple[Picture, list[Request]]] = {}
         for request in requests:
             if request.sequence is None or request.pictures.stop <= len(request.sequence):

@@ -395,7 +395,7 @@ def test_too_many_requests_are_refused(tiny_path: Path) -> None:
         streams = [llm.stream("a", processors=(hold,), max_tokens=1)]
         assert in_step.wait(60)
         streams += [llm.stream("b", max_tokens=1, ignore_eos=True) for _ in range(2)]
-        with pytest.raises(QueueFullError, match="2 requests wait for the model already"):
+        with pytest.raises(QueueFullError, match="2 requests are waiting for the model"):
             llm.generate("c")
         go_on.set()
         assert [len(stream.read().ids) for stream in streams[1:]] == [1, 1]

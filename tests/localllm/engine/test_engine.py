@@ -380,7 +380,7 @@ def test_too_many_that_wait_are_refused() -> None:
     assert in_step.wait(60)
     for request in waiting:
         engine.submit(request)
-    with pytest.raises(QueueFullError, match="2 requests wait for the model already"):
+    with pytest.raises(QueueFullError, match="2 requests are waiting for the model"):
         engine.submit(writing([9], 3))
     other = writing([9], 3, client="other")
     engine.submit(other)  # has its share of the queue

@@ -269,7 +269,7 @@ def test_what_cannot_be(device: Device) -> None:
     tall = Picture(b"tall", 10, (3, 5))
     with pytest.raises(UsageError, match="cannot have 3 rows"):
         engine.submit(writing(*prompt(3, tall)))
-    with pytest.raises(UsageError, match="a picture of 49 tokens does not fit into a step"):
+    with pytest.raises(UsageError, match="an image of 49 tokens does not fit into a step"):
         engine.submit(writing(*prompt(3, picture("big", 7, 7))))
     with pytest.raises(UsageError, match="have no logits"):
         engine.submit(reading(ids, 2, pictures=pictures))
