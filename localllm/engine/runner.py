@@ -1,4 +1,4 @@
-"""Evaluates batches: a model's compiled step, and the cache that it reads and writes."""
+"""Evaluates batches with a model's compiled step and its KV cache."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Value
 
-#: Tokens that one step evaluates at most, where a backend does not want more (`Backend.step_tokens`).
+#: Default for the most tokens per step. A backend may choose more (`Backend.step_tokens`).
 MAX_TOKENS = Backend.step_tokens
 
-#: What is kept of windows and of recurrent states for prompts that begin like earlier ones: those at so many places
-#: for each sequence that can run, and where more fits into so many bytes, that.
+#: Extra window pages and state slots for cached prefixes: for `KEPT_ENDS` positions per running sequence, or for
+#: `KEPT_BYTES` if that is more.
 KEPT_ENDS, KEPT_BYTES = 2, 256 << 20
-#: Tokens of a prompt or a reply that is short.
+#: Length of a short prompt or reply, in tokens.
 _SHORT_TURN = 128
 
-#: Bytes of logits that one step computes at most.
+#: Most bytes of logits that a step computes.
 MAX_LOGITS_BYTES = 32 << 20
 
 
@@ -30,21 +30,21 @@ MAX_LOGITS_BYTES = 32 << 20
 class BatchItem:
     """The part of one sequence in a batch."""
 
-    sequence: CachedSequence  # has pages reserved up to the end of the chunk
-    ids: list[int]  # the tokens to evaluate
-    n_outputs: int  # for how many of the last of them logits are wanted
-    start: int  # position of the first of them; what the cache holds from there on is overwritten
-    adapters: tuple[float, ...] = ()  # how much of each adapter it gets; empty for none of them
-    # whether the token that a device can choose is likely to be evaluated next
+    sequence: CachedSequence  # with pages reserved for ``ids``
+    ids: list[int]  # tokens to evaluate
+    n_outputs: int  # logits are computed for the last n_outputs tokens
+    start: int  # position of the first token; later cache contents are overwritten
+    adapters: tuple[float, ...] = ()  # scale of each LoRA adapter; empty: base model
+    # True if the token chosen on the device is likely to be evaluated in the next step
     goes_on: bool = field(default=False, compare=False)
-    # how it chooses that, and the one after it (`Batch.draws`); nothing for the largest logits
+    # Random numbers and parameters for that token and the next one (`Batch.draws`); empty: choose the largest logits
     draws: Sequence[tuple[float, ...]] = field(default=(), compare=False)
-    # pictures, embeddings: of the sequence, and by their keys the embeddings of those in the chunk
+    # Images of the sequence, and embeddings by image key for the images in the chunk
     pictures: Pictures = field(default=NO_PICTURES, compare=False)
     embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict, compare=False)
 
     def embedded(self) -> Iterator[tuple[range, Embeddings]]:
-        """Its tokens that are those of pictures, by their numbers in it, and their embeddings."""
+        """Yield token indices in the chunk, and their embeddings, for each image in the chunk."""
         stop = self.start + len(self.ids)
         for each in self.pictures.of(self.start, stop):
             own = range(max(each.start, self.start), min(each.stop, stop))
@@ -54,7 +54,7 @@ class BatchItem:
 
 
 class ModelRunner:
-    """A model on its device, with its cache.  Used by one thread."""
+    """A model on its device, with its KV cache. Not thread-safe."""
 
     def __init__(
         self,
@@ -69,33 +69,37 @@ class ModelRunner:
         has_spans: bool = False,
         hidden: Value | None = None,
     ) -> None:
-        """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`.
-
-        ``width``: values of a row of its result, by default logits.
         """
-        self.context = context  # tokens that a sequence can hold
-        self.n_vocab = n_vocab  # ids of tokens
-        self.max_tokens = min(max_tokens, context)  # tokens that one step evaluates at most
-        # values of a row of what it gives: logits, or of a model that embeds a vector
-        self.width = n_vocab if width is None else width
-        self.is_causal = is_causal  # whether texts can be evaluated part after part
-        # whether tokens turn by their places in pictures, and whether those of a picture see each other
+        Args:
+            step: compiled for ``min(max_tokens, context)`` tokens and their `max_outputs`.
+            width: values per output row; default: ``n_vocab``.
+        """
+        self.context = context  # context length
+        self.n_vocab = n_vocab
+        self.max_tokens = min(max_tokens, context)  # most tokens per step
+        self.width = n_vocab if width is None else width  # values per output row: logits, or embedding dimensions
+        self.is_causal = is_causal  # True if a text can be evaluated in several steps
+        # has_axes: positions of image tokens have several axes. has_spans: tokens of an image see each other.
         self.has_axes, self.has_spans = has_axes, has_spans
-        self.max_outputs = max_outputs(self.width, self.max_tokens)  # rows of logits that one step computes at most
-        # largest logits that are found on the device; 0 where all lie in memory of the host anyway
-        self.max_top_k = step.max_top_k
-        self.cache = PagedCache(step.cache)  # which tokens are where
-        self.hidden = hidden  # hidden states that can be read after a step, where something drafts from them
+        self.max_outputs = max_outputs(self.width, self.max_tokens)  # most rows of logits per step
+        self.max_top_k = (
+            step.max_top_k
+        )  # most top logits that the device finds; 0 if logits are in host memory anyway
+        self.cache = PagedCache(step.cache)
+        self.hidden = hidden  # hidden states that drafters read after a step
         self._step = step
-        #: What was begun before anybody asked for it, and what comes of it.
+        #: Batch launched before it was requested, its top_k, and its output.
         self._ahead: tuple[list[BatchItem], int, Output] | None = None
 
     def run(
         self, chunks: Sequence[BatchItem], top_k: int = 0, whole: Sequence[int] = ()
     ) -> NDArray[np.float32] | TopK:
-        """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).  Returns the
-        logits [rows, n_vocab] of all chunks in turn, or only the ``top_k`` largest of each row, and all of those
-        ``whole``: the backend's own memory, good until the next call."""
+        """Evaluate a batch and return the logits [rows, n_vocab] of all chunks, in order.
+
+        Writes the cache's pages, but records no tokens (`PagedCache.append`). With ``top_k``, returns only the
+        largest ``top_k`` logits of each row, and all logits of the rows in ``whole``. The result is memory of the
+        backend, valid until the next call.
+        """
         ahead, self._ahead = self._ahead, None
         for chunk in chunks:
             chunk.sequence.is_ahead = True
@@ -104,7 +108,7 @@ class ModelRunner:
             return self._step.top_k(batch, top_k, whole) if 0 < top_k <= self.max_top_k else self._step(batch)
         is_known = ahead is not None and ahead[:2] == (list(chunks), top_k)
         output = ahead[2] if ahead is not None and is_known else self._begin(chunks, top_k)
-        # The device is given its next work before anybody waits for this.
+        # Launch the next batch before waiting for the output of this one.
         following = self._following(chunks)
         coming = self._begin(following, top_k, len(following)) if following else None
         best = output.top_k(top_k)
@@ -141,8 +145,11 @@ class ModelRunner:
         return replace(batch, embedded=np.array(numbers, np.int32), embeddings=np.concatenate(embeddings))
 
     def _following(self, chunks: Sequence[BatchItem]) -> list[BatchItem]:
-        """The batch after these if each goes on with the token that a device chooses; empty where that is not to be
-        evaluated yet, because a sequence has no page for it, or a state that it would change for good."""
+        """Return the next batch if every chunk continues with the token chosen on the device, else an empty list.
+
+        The next batch cannot be launched yet if a sequence has no page for it or has recurrent states, which the
+        batch would change irreversibly.
+        """
         following = [
             replace(chunk, ids=[~i], start=chunk.start + len(chunk.ids), draws=chunk.draws[1:])
             for i, chunk in enumerate(chunks)
@@ -154,16 +161,16 @@ class ModelRunner:
         return following if may_begin and len(following) == len(chunks) and not self.cache.has_states else []
 
     def continued(self, chunks: Sequence[BatchItem], hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """As `run`, of a graph that begins with hidden states of all tokens, [T, d]."""
+        """Like `run`, for a graph whose inputs are the hidden states of all tokens, [T, d]."""
         return self._step.run(self._batch(chunks), HostOutput(hidden)).rows()
 
     def at_once(self, chunk: BatchItem) -> NDArray[np.float32]:
-        """As `run`, of one chunk whose tokens all see each other."""
+        """Like `run`, for one chunk whose tokens all see each other."""
         ends = np.full(len(chunk.ids), chunk.start + len(chunk.ids), np.int32)
         return self._step.run(replace(self._batch([chunk]), ends=ends)).rows()
 
     def hidden_rows(self) -> NDArray[np.float32]:
-        """The `hidden` states [T, d] of the last step, good until the next one."""
+        """Return the `hidden` states [T, d] of the last step, valid until the next step."""
         assert self.hidden is not None
         rows: NDArray[np.float32] = self._step.value(self.hidden)
         return rows
@@ -172,10 +179,10 @@ class ModelRunner:
 def n_cache_pages(
     graph: Graph, context: int, parallel: int, page_size: int, max_tokens: int = MAX_TOKENS
 ) -> tuple[int, ...]:
-    """Pages of each group of a cache (`Graph.windows`) for ``parallel`` sequences of ``context`` tokens.
+    """Return the pages per window group (`Graph.windows`) for ``parallel`` sequences of ``context`` tokens.
 
-    Where there is a window, they hold those of all sequences, the ``max_tokens`` of a step, and as much again as
-    `KEPT_ENDS` and `KEPT_BYTES` say.  No group has more than that of all tokens.
+    Window groups have pages for the windows of all sequences, for a step's ``max_tokens``, and for cached prefixes
+    (`KEPT_ENDS`, `KEPT_BYTES`). No group has more pages than the group of all tokens.
     """
     of_all = parallel * -(-context // page_size)
     n_pages = [of_all]
@@ -188,10 +195,10 @@ def n_cache_pages(
 
 
 def n_states(graph: Graph, context: int, parallel: int) -> int:
-    """Slots for the recurrent states of ``parallel`` sequences of ``context`` tokens; 0 where no layer has any.
+    """Return the slots for recurrent states of ``parallel`` sequences of ``context`` tokens; 0 without such layers.
 
-    Further ones are for snapshots: as many as `KEPT_ENDS` and `KEPT_BYTES` say, but no more than the cache has short
-    prompts and replies.
+    Additional slots are for snapshots, given by `KEPT_ENDS` and `KEPT_BYTES`, and limited to one per `_SHORT_TURN`
+    tokens of the cache.
     """
     n_bytes = 4 * sum(state.n_values for states in graph.states.values() for state in states)
     if not n_bytes:
@@ -201,17 +208,17 @@ def n_states(graph: Graph, context: int, parallel: int) -> int:
 
 
 def max_step_tokens(graph: Graph, context: int, max_tokens: int) -> int:
-    """Tokens that one step evaluates at most: of a model whose tokens see those behind them, a whole text."""
+    """Return the most tokens per step. A model that is not causal needs all of a text in one step."""
     return min(max_tokens, context) if graph.is_causal else context
 
 
 def max_outputs(width: int, max_tokens: int) -> int:
-    """Rows of so many logits that one step computes at most."""
+    """Return the most output rows per step, for rows of ``width`` values."""
     return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * width)))
 
 
 def make_batch(chunks: Sequence[BatchItem], page_size: int) -> Batch:
-    """The chunks laid end to end, as a backend takes them."""
+    """Concatenate chunks into a backend's batch."""
     ids: list[int] = []
     positions: list[int] = []
     query_starts = [0]

@@ -1,4 +1,4 @@
-"""Threads that choose tokens, where a grammar may make that take long."""
+"""Sampling threads, for grammars that may take long to compute a mask."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import queue
 import threading
 from collections.abc import Callable
 
-#: Threads at most: llguidance holds no lock of Python's while it computes a mask.
+#: Most sampling threads. llguidance releases the GIL while it computes a mask.
 _MAX_THREADS = 4
 
 
 class SamplingThreads:
-    """Does jobs in threads of its own, which begin with the first one."""
+    """Runs jobs in threads that start with the first job."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def put(self, job: Callable[[], object]) -> None:
-        """Has a job done, which must raise nothing: here, where the system gives no thread for it."""
+        """Run a job in a thread, or in this thread if the system cannot start one. Jobs must not raise."""
         if len(self._threads) < _MAX_THREADS:
             name = f"localllm-chooser-{len(self._threads)}"
             thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
-            with contextlib.suppress(RuntimeError, MemoryError):  # the system's limit of threads or of memory
+            with contextlib.suppress(RuntimeError, MemoryError):  # limit of threads or of memory
                 thread.start()
                 self._threads.append(thread)
         if self._threads:
@@ -32,7 +32,7 @@ class SamplingThreads:
             job()
 
     def close(self) -> None:
-        """Drops the jobs that wait, and waits for those under way."""
+        """Discard waiting jobs and wait for running ones."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
@@ -45,4 +45,4 @@ class SamplingThreads:
 def _work(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # what it holds goes with its request
+        del job  # do not keep the job's request in memory

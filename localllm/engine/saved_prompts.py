@@ -1,12 +1,13 @@
-"""Pages of the cache in a file, so that prompts are not evaluated again after a restart, nor pictures encoded.
+"""Saves cache pages and image embeddings in a file, so that prompts need no evaluation after a restart.
 
-A file: `MAGIC`, then pieces, each its length (u64), its CRC-32 (u32) and its bytes, all little-endian.  The first
-piece is the key of all that must be the same where it is loaded; then come, for each picture, a `_SavedPicture` as
-JSON and its embeddings, and an empty piece; and for each block, a `_SavedBlock` as JSON, its pages and its snapshots;
-at the end an empty piece.  A block stands behind its parent, so that of a truncated file the beginnings are good.
+File format: `MAGIC`, then pieces. A piece is its length (u64), its CRC-32 (u32) and its bytes, all little-endian. The
+first piece is a key, which must be equal when the file is loaded. Then follow, for each image, a `_SavedPicture` as
+JSON and its embeddings, and an empty piece. Then, for each block, a `_SavedBlock` as JSON, its pages and its
+snapshots. The last piece is empty. Parents precede their children, so a truncated file still contains usable
+prefixes.
 
-The engine's thread copies some blocks at a time, between two steps, so that no stream stalls behind a large cache.
-What it needs the pages of meanwhile is not saved.
+The engine thread copies a few blocks at a time between two steps, so a large cache does not stall any stream. Pages
+that are evicted in the meantime are not saved.
 """
 
 from __future__ import annotations
@@ -33,40 +34,42 @@ from localllm.nesting import check_nesting
 MAGIC = b"llmcach3"
 _HEAD = struct.Struct("<QI")
 
-#: Blocks, and bytes of them, that are copied between two steps: some milliseconds.
+#: Most blocks and bytes copied between two steps: a few milliseconds.
 _BLOCKS_AT_ONCE, _BYTES_AT_ONCE = 64, 4 << 20
 
-#: The part of the pages that loading leaves to requests at work.
+#: Fraction of the pages that loading leaves to running requests.
 _LEFT_TO_REQUESTS = 1 / 8
 
 _T = TypeVar("_T")
 
 
 class WithCache(Protocol):
-    """`Engine.with_cache`: what a function makes of the cache between two steps."""
+    """Type of `Engine.with_cache`: calls a function with the cache and returns its result."""
 
     def __call__(self, work: Callable[[PagedCache], _T]) -> _T: ...
 
 
 class _SavedBlock(msgspec.Struct, array_like=True):
-    """A block, as `localllm.engine.snapshots.Block`."""
+    """A `localllm.engine.snapshots.Block`."""
 
-    parent: int  # the number of the block before it; -1 of the first of a prompt
+    parent: int  # index of the preceding block in the file; -1: first block of a prompt
     ids: list[int]
-    groups: list[int]  # those in which it has a page
-    snapshots: list[int]  # after how many of its tokens there are some
+    groups: list[int]  # window groups in which it has a page
+    snapshots: list[int]  # token count of each snapshot
 
 
 class _SavedPicture(msgspec.Struct, array_like=True):
-    """A picture, and the shape of its embeddings."""
+    """An image's key and the shape of its embeddings."""
 
     key: bytes
     shape: tuple[int, int, int]
 
 
 def save(with_cache: WithCache, path: Path, key: str) -> int:
-    """Writes what the cache has, without what adapters have changed; returns the tokens.  ``key``: all that must be
-    the same where it is loaded: the model, the version, the kind of cache."""
+    """Save the cache, except for what was evaluated with adapters. Return the number of tokens.
+
+    ``key`` identifies everything that must be equal when the file is loaded: model, version and cache type.
+    """
     left, n_bytes = with_cache(_listed)
     pictures = with_cache(lambda cache: cache.pictures.items())
     n_bytes += sum(embeddings.nbytes for _, embeddings in pictures)
@@ -87,7 +90,7 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
         while left:
             for block, is_first, saved, pieces in with_cache(partial(_copied, left)):
                 parent = None if block.parent is None else numbers.get(block.parent)
-                if not is_first and parent is None:  # which went before it was copied
+                if not is_first and parent is None:  # the parent was evicted before it was copied
                     continue
                 numbers[block] = len(numbers)
                 saved.parent = NONE if parent is None else parent
@@ -99,7 +102,7 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
 
 
 def _listed(cache: PagedCache) -> tuple[deque[Block], int]:
-    """The blocks that can be saved, and the bytes that they take."""
+    """Return the blocks to save and the bytes of their pages and snapshots."""
     blocks = deque(cache.blocks())
     n_of_group = Counter(group for block in blocks for group, page in enumerate(block.pages) if page != NONE)
     n_bytes = sum(n * cache.storage.n_bytes_of(group) for group, n in n_of_group.items())
@@ -109,8 +112,10 @@ def _listed(cache: PagedCache) -> tuple[deque[Block], int]:
 
 
 def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _SavedBlock, list[bytes]]]:
-    """Takes some blocks, and copies those that the cache still has.  Returns of each the block, whether a prompt
-    begins with it, and what is saved of it."""
+    """Remove some blocks from ``left`` and copy those that are still cached.
+
+    Returns tuples (block, whether it is the first of a prompt, its header, its pages and snapshots).
+    """
     copied, n_bytes = [], 0
     for _ in range(min(len(left), _BLOCKS_AT_ONCE)):
         block = left.popleft()
@@ -128,17 +133,17 @@ def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _S
 
 
 def load(with_cache: WithCache, path: Path, key: str) -> int:
-    """Puts what was saved into the cache, as far as it has room; returns the tokens."""
+    """Load a file into the cache, as far as there is room. Return the number of tokens."""
     added: list[Block | None] = []  # in the engine's thread
     try:
         with open_regular(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise ValueError("it does not begin as one")
+                raise ValueError("the file does not start with the format's magic number")
             pieces = _pieces(file, path.stat().st_size)
             if next(pieces) != key.encode():
                 raise PromptCacheError(
-                    f"{path_text(path)} was saved with another model, version, device or type of cache: load that, "
-                    "or delete the file"
+                    f"{path_text(path)} was saved with a different model, version, device or cache type: load that "
+                    "one, or delete the file"
                 )
             for name, embeddings in _pictures(pieces):
                 with_cache(partial(_put, name, embeddings))
@@ -158,7 +163,7 @@ def _pictures(pieces: Iterator[bytes]) -> Iterator[tuple[bytes, Embeddings]]:
         check_nesting(head)
         picture = msgspec.json.decode(head, type=_SavedPicture)
         if min(picture.shape) < 1:
-            raise ValueError("no embeddings of a picture")
+            raise ValueError("the shape of an image's embeddings is not positive")
         yield picture.key, np.frombuffer(_next(pieces), "<f4").astype(np.float32, copy=False).reshape(picture.shape)
 
 
@@ -173,7 +178,7 @@ class _Loaded(NamedTuple):
 
 
 def _batches(pieces: Iterator[bytes]) -> Iterator[list[_Loaded]]:
-    """The blocks of a file; where it is damaged, what stands before that comes before the error."""
+    """Yield batches of blocks. In a damaged file, blocks before the damage are yielded before the error is raised."""
     batch: list[_Loaded] = []
     n_bytes = 0
     damage: Exception | None = None
@@ -203,22 +208,22 @@ def _batches(pieces: Iterator[bytes]) -> Iterator[list[_Loaded]]:
 def _next(pieces: Iterator[bytes]) -> bytes:
     for piece in pieces:
         return piece
-    raise ValueError("it was cut short")
+    raise ValueError("the file is truncated")
 
 
 def _restore(added: list[Block | None], batch: Sequence[_Loaded], cache: PagedCache) -> None:
-    """Puts blocks into the cache; ValueError where one cannot be of this cache."""
+    """Add blocks to the cache. Raises ValueError if a block does not fit this cache."""
     n_loaded = sum(block is not None for block in added)
     left = _LEFT_TO_REQUESTS if cache.n_pages - cache.n_available > n_loaded else 0.0
     for saved, pages, snapshots in batch:
         if not NONE <= saved.parent < len(added):
-            raise ValueError("a block without the one before it")
+            raise ValueError("the parent of a block is missing")
         parent = cache.root if saved.parent == NONE else added[saved.parent]
         added.append(None if parent is None else cache.restore(parent, saved.ids, pages, snapshots, left=left))
 
 
 def _pieces(file: BinaryIO, n_left: int) -> Iterator[bytes]:
-    """The pieces of a file behind its beginning; ValueError at one that is not as it was written."""
+    """Yield the pieces that follow the magic number. Raises ValueError at a damaged piece."""
     while head := file.read(_HEAD.size):
         n, crc = _HEAD.unpack(head) if len(head) == _HEAD.size else (n_left + 1, 0)
         data = file.read(n) if n <= n_left else b""

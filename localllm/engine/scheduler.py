@@ -1,18 +1,18 @@
-"""Decides what the next step evaluates.  Plain data: no threads, no clocks, no logits.
+"""Chooses the requests and tokens of each step. Uses no threads, clocks or logits.
 
 Each step, in this order:
 
-1. Requests that wait are admitted while the cache has pages for all of their tokens: by rank (`Request.rank`), but
-   those of a client that runs many already (`CLIENT_DELAY_S`) after those of one that runs few.
-2. Every sequence that decodes gets its next token, and its drafts where there is room.
-3. What is left of the step's **token budget** goes to prompts, in chunks: half of it to the one that came first, the
-   rest to those that need least.  So long prompts hold up no short ones, and none starves.  The budget is
-   what the measured speed allows in ``step_s`` seconds: no stream stalls behind a prompt, and a request that comes or
-   is cancelled need not wait for long.
+1. Waiting requests are admitted while the cache has pages for all of their tokens, in order of `Request.rank`. Each
+   running request of a client delays the client's next one by `CLIENT_DELAY_S`.
+2. Each decoding sequence gets its next token, and drafts if there is room.
+3. The rest of the step's **token budget** goes to prompts, in chunks. The oldest prompt gets half of it. The other
+   prompts share the rest, shortest first. So long prompts do not delay short ones, and no prompt starves. The budget
+   is the number of tokens that the measured speed allows in ``step_s`` seconds. So prompts do not stall streams, and
+   new or cancelled requests do not wait long.
 
-When pages run out, a request takes those of the youngest that came after it, or of one whose reader is behind.  That
-one is **preempted**: it waits again, and evaluates what it lost when it is admitted.  The oldest request is preempted
-by nobody, so there is always progress.
+If no page is free, a request takes the pages of the youngest request that is younger than itself, or of a request
+whose reader is slow. That request is **preempted**: it waits again, and its lost tokens are evaluated again after its
+admission. The oldest request is never preempted, so there is always progress.
 
 Sources: Yu et al., Orca (OSDI 2022); Agrawal et al., Sarathi-Serve (arXiv:2403.02310).
 """
@@ -30,10 +30,10 @@ from localllm.engine.request import CLIENT_DELAY_S, Request
 from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.snapshots import Block
 
-#: Tokens of prompts that a step evaluates at least, however slow the model, and before its speed is known.
+#: Least prompt tokens per step, however slow the model is, and the number before its speed is known.
 MIN_CHUNK, FIRST_CHUNK = 16, 32
 
-#: The same where nothing decodes: with fewer, CPU kernels unpack weights more often than they need to.
+#: Least prompt tokens if no request decodes: with fewer tokens, CPU kernels unpack weights unnecessarily often.
 MIN_CHUNK_ALONE = 64
 
 #: Weight of one step in the running estimates of speed.
@@ -42,7 +42,7 @@ _WEIGHT = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The part of a request in a step: its next ``n_tokens``, and its first ``n_drafts`` drafts behind them."""
+    """A request's part in a step: its next ``n_tokens``, then its first ``n_drafts`` drafts."""
 
     request: Request
     n_tokens: int
@@ -62,11 +62,11 @@ class Scheduled:
 
 
 class StepTimes:
-    """Running estimates of how long steps take, from those that were made."""
+    """Running estimates of the duration of steps, from measurements."""
 
     def __init__(self) -> None:
-        self._decode_s = 0.0  # a step without prompts
-        self._token_s = 0.0  # what each token of a prompt adds
+        self._decode_s = 0.0  # a step without prompt tokens
+        self._token_s = 0.0  # added by each prompt token
 
     def add(self, n_prompt_tokens: int, n_decoding: int, seconds: float) -> None:
         if not n_prompt_tokens:
@@ -76,11 +76,11 @@ class StepTimes:
             self._token_s = _moved(self._token_s, max(seconds - base, 0.1 * seconds) / n_prompt_tokens)
 
     def budget(self, seconds: float) -> int:
-        """Tokens of prompts that a step beside those that decode can have, to take so long."""
+        """Return the number of prompt tokens for a step of ``seconds`` in which requests also decode."""
         if not self._token_s:
             return FIRST_CHUNK
         tokens = (seconds - self._decode_s) / self._token_s
-        return max(MIN_CHUNK, int(min(tokens, 2.0**31)))  # an infinite number is no int
+        return max(MIN_CHUNK, int(min(tokens, 2.0**31)))  # int() of an infinite number raises
 
 
 def _moved(estimate: float, measured: float) -> float:
@@ -88,21 +88,21 @@ def _moved(estimate: float, measured: float) -> float:
 
 
 class Scheduler:
-    """The requests of an engine."""
+    """Queue and running requests of an engine."""
 
     def __init__(self, runner: ModelRunner, *, max_running: int, step_s: float) -> None:
-        """``step_s``: seconds that a step with tokens of prompts shall last at most."""
-        self.waiting: list[Request] = []  # those without pages, by rank
-        self.running: list[Request] = []  # those with pages, by rank
-        self.step_times = StepTimes()  # how long steps take
-        self.n_preempted = 0  # how often a request had to make room for another
+        """``step_s``: longest step with prompt tokens, in seconds."""
+        self.waiting: list[Request] = []  # without pages, by rank
+        self.running: list[Request] = []  # with pages, by rank
+        self.step_times = StepTimes()
+        self.n_preempted = 0  # number of preemptions
         self._cache = runner.cache
         self._max_tokens, self._max_outputs = runner.max_tokens, runner.max_outputs
         self._max_running = min(max_running, runner.cache.max_sequences)
         self._step_s = step_s
-        # Where experts stay in the file, a step reads nearly all, however few tokens of a prompt it has.
+        # If experts stay in the file, a step reads nearly all of them, however few prompt tokens it has.
         self._least_alone = MIN_CHUNK_ALONE if runner.expert_reads is None else self._max_tokens
-        # whether a prompt can be cut, else it comes in one step; and whether a picture comes in one
+        # is_causal: a prompt can be split into chunks. has_spans: an image must be in one step.
         self._is_causal, self._has_spans = runner.is_causal, runner.has_spans
         self._decode_counter = count(1)
 
@@ -114,7 +114,7 @@ class Scheduler:
         insort(self.waiting, request, key=attrgetter("rank"))
 
     def remove(self, request: Request) -> None:
-        """Ends a request; what it has in the cache stays until the pages are needed."""
+        """Remove a request. Its tokens stay cached until their pages are needed."""
         if request.sequence is None:
             self.waiting.remove(request)
         else:
@@ -124,21 +124,21 @@ class Scheduler:
             request.embeddings.clear()
 
     def next_batch(self) -> list[Scheduled]:
-        """The batch of the next step, with pages reserved; empty if there is nothing to do."""
+        """Return the next batch, with pages reserved; empty if there is nothing to do."""
         self.admit()
         batch: list[Scheduled] = []
         active = [request for request in self.running if not (request.output.is_full or request.is_choosing)]
         decoding = [request for request in active if request.is_decoding]
         prompts = [request for request in active if not request.is_decoding]
         most = min(self._max_outputs, self._max_tokens)
-        if prompts:  # they need some of the tokens, and a row of logits in the end
+        if prompts:  # reserve tokens, and one row of logits, for prompts
             n_together, largest = max((self._n_together(each), -i) for i, each in enumerate(prompts))
-            if n_together == self._max_tokens:  # a picture has a step alone
+            if n_together == self._max_tokens:  # the image fills a step
                 self._add_prompts([prompts[-largest]], batch, n_together, self._max_outputs)
                 if batch:
                     return batch
             most = min(self._max_outputs - 1, self._max_tokens - max(MIN_CHUNK, n_together))
-        if len(decoding) > most:  # they take turns
+        if len(decoding) > most:  # requests take turns
             decoding.sort(key=lambda request: request.last_decoded_step)
         n_tokens = 0
         for request in decoding:
@@ -157,7 +157,7 @@ class Scheduler:
         return batch
 
     def admit(self) -> None:
-        """Gives requests that wait pages, as long as there are some."""
+        """Admit waiting requests while there are pages."""
         if not self.waiting:
             return
         waiting = [each for each in self.waiting if not each.output.is_full]
@@ -179,8 +179,11 @@ class Scheduler:
             insort(self.running, request, key=attrgetter("rank"))
 
     def _fits(self, request: Request, n_pages: int) -> bool:
-        """Whether there is room for a request that takes so many pages, beside what running requests need for their
-        prompts, and a page more for each: with less, what is admitted would soon be preempted again."""
+        """Return whether there is room for a request that takes ``n_pages``.
+
+        Running requests keep the pages for the rest of their prompts and one more page each. Without this reserve the
+        new request would soon be preempted.
+        """
         sequences = ((each.sequence, each.n_missing) for each in self.running)
         missing = (self._cache.n_pages_missing(sequence, n) for sequence, n in sequences if sequence is not None)
         lengths = (len(each.tokens) for each in (*self.running, request))
@@ -191,15 +194,15 @@ class Scheduler:
         )
 
     def _add_prompts(self, prompts: list[Request], batch: list[Scheduled], budget: int, rows: int) -> int:
-        """Shares the budget among prompts; returns the rows of logits that they take."""
+        """Divide the budget among prompts. Return the number of logits rows that they use."""
         oldest, *others = prompts
         rows_left = rows
-        #: Pages that this step computes: who needs the same one waits for it.
+        #: Pages computed in this step: other requests wait for a page instead of computing it again.
         computed: set[tuple[Block, tuple[int, ...]]] = set()
 
         def add(request: Request, n_most: int) -> int:
             nonlocal rows_left
-            if request.sequence is None:  # preempted just now
+            if request.sequence is None:  # preempted in this step
                 return 0
             self._cache.extend(request.sequence, request.tokens[: request.n_reusable])
             request.count_cached()
@@ -212,7 +215,7 @@ class Scheduler:
             n = min(self._cache.n_to_snapshot(request.sequence, n), request.n_ready(start))
             if self._has_spans and n:
                 n = request.pictures.whole(start, n, self._max_tokens - sum(e.n_tokens for e in batch))
-            if request.sampler is None:  # as many as there are rows for
+            if request.sampler is None:  # limited by the free rows
                 n = min(n, max(0, request.logits_from - start) + rows_left)
             n_rows = request.n_outputs(start, n, 0)
             if n < 1 or n_rows > rows_left or not self._free_pages(request, n, batch):
@@ -231,7 +234,7 @@ class Scheduler:
         return rows - rows_left
 
     def _n_together(self, request: Request) -> int:
-        """Tokens that a request needs next in one step: those of a picture that is ready."""
+        """Return the length of the next image if it is ready, as its tokens need the same step; 0 for text."""
         start = 0 if request.sequence is None else len(request.sequence)
         return request.pictures.whole(start, 1, request.n_ready(start)) if self._has_spans else 0
 
@@ -240,7 +243,7 @@ class Scheduler:
         for i, each in enumerate(batch[:n_decoding]):
             request = each.request
             n, sequence = min(len(request.drafts), tokens_left, rows_left), request.sequence
-            # No request is preempted for drafts.
+            # Drafts never preempt a request.
             if n > 0 and sequence is not None and self._cache.reserve(sequence, 1 + n) and self._cache.save(sequence):
                 batch[i] = Scheduled(request, 1, n)
                 tokens_left -= n
@@ -259,7 +262,7 @@ class Scheduler:
         return True
 
     def _paused(self) -> Request | None:
-        """The youngest running request whose reader is behind, and of which no thread is choosing tokens."""
+        """Return the youngest running request with a slow reader whose tokens are not being sampled in a thread."""
         return next((each for each in reversed(self.running) if each.output.is_full and not each.is_choosing), None)
 
     def _preempt(self, request: Request) -> None:

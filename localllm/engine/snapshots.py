@@ -1,51 +1,51 @@
-"""Blocks of cached tokens, and the slots with the recurrent states that belong to them."""
+"""Blocks of cached tokens, and slots for their recurrent states."""
 
 from __future__ import annotations
 
 from localllm.kernels.backend import Cache
 
-#: Where there is no page, or no slot.
+#: No page, or no slot.
 NONE = -1
 
 
 class Block:
-    """A page of tokens whose keys and values, and perhaps states, are in the cache."""
+    """A page of tokens in the cache, with their keys and values, and possibly recurrent states."""
 
     __slots__ = ("__weakref__", "children", "ids", "n_users", "pages", "parent", "snapshots", "tails")
 
     def __init__(self, pages: list[int]) -> None:
-        self.pages = pages  # its page in each group; `NONE` where that was needed for something else
-        self.ids: list[int] = []  # the tokens, at most a page of them
-        self.parent: Block | None = None  # the block before it, once this one is in the tree
-        self.n_users = [1] * len(pages)  # of each page, sequences that hold it
-        self.children: dict[tuple[int, ...], Block] = {}  # full blocks that follow it, by their tokens
-        self.tails: list[Block] = []  # blocks that follow it, are not full, and belong to no sequence any more
-        self.snapshots: dict[int, int] = {}  # slots with the states after so many of its tokens
+        self.pages = pages  # page per window group; `NONE` after eviction from the group
+        self.ids: list[int] = []  # at most page_size tokens
+        self.parent: Block | None = None  # preceding block; None outside the tree
+        self.n_users = [1] * len(pages)  # number of sequences that use each page
+        self.children: dict[tuple[int, ...], Block] = {}  # full blocks that follow, by their tokens
+        self.tails: list[Block] = []  # partly filled blocks that follow and belong to no sequence
+        self.snapshots: dict[int, int] = {}  # slots with states, by the number of tokens they include
 
 
 class Snapshots:
-    """Slots with recurrent states: of sequences at work, and of snapshots, which belong to some tokens of a block."""
+    """Slots with recurrent states: states of running sequences, and snapshots."""
 
     def __init__(self, storage: Cache) -> None:
         self._storage = storage
-        # whether layers have such states at all; without them, nothing here is done
+        # False if no layer has recurrent states; no other method is called then
         self.is_needed = storage.n_states > 0
         self._free = list(range(storage.n_states - 1, -1, -1))
-        #: The least recently used first.
+        #: Snapshots, least recently used first.
         self._order: dict[tuple[Block, int], None] = {}
 
     @property
     def has_free(self) -> bool:
-        """Whether there is one that neither a sequence nor a snapshot has."""
+        """True if a slot is neither used by a sequence nor holds a snapshot."""
         return bool(self._free)
 
     @property
     def has_slot(self) -> bool:
-        """Whether there is one that no sequence has."""
+        """True if a slot is not used by a sequence."""
         return bool(self._free or self._order)
 
     def take(self) -> int:
-        """A slot, perhaps that of the snapshot that was not used for longest."""
+        """Return a slot, if necessary from the least recently used snapshot."""
         if not self._free:
             self.drop(*next(iter(self._order)))
         return self._free.pop()
@@ -55,13 +55,13 @@ class Snapshots:
             self._free.append(slot)
 
     def copy(self, slot: int) -> int:
-        """A slot with the same states."""
+        """Return a new slot with a copy of the states."""
         copied = self.take()
         self._storage.copy(None, slot, copied)
         return copied
 
     def keep(self, block: Block, n: int, slot: int) -> None:
-        """Makes a slot a snapshot after ``n`` tokens of a block, unless there is one."""
+        """Turn a slot into the snapshot after ``n`` tokens of a block. Frees the slot if there is such a snapshot."""
         if n in block.snapshots:
             self.free(slot)
         else:
@@ -73,15 +73,15 @@ class Snapshots:
         self._free.append(block.snapshots.pop(n))
 
     def move(self, source: Block, target: Block) -> None:
-        """Gives the snapshots of a block to another, which holds the same tokens."""
+        """Move the snapshots of a block to another block with the same tokens."""
         for n, slot in source.snapshots.items():
             del self._order[source, n]
             self.keep(target, n, slot)
         source.snapshots = {}
 
     def load(self, block: Block, n: int, slot: int) -> int:
-        """Copies a snapshot to a slot, or to a new one if that is `NONE`, which it gives."""
-        del self._order[block, n]  # not to be dropped for it; and now the most recently used
+        """Copy a snapshot to a slot, or to a new slot if ``slot`` is `NONE`. Return the slot."""
+        del self._order[block, n]  # not evicted by `take`; added again as most recently used
         if slot == NONE and not self.has_slot:
             return block.snapshots.pop(n)
         if slot == NONE:

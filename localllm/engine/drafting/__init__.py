@@ -1,9 +1,9 @@
-"""Speculative decoding: proposing tokens that the model verifies in one step, several at a time.
+"""Speculative decoding: drafters propose tokens, and the model verifies several of them in one step.
 
-`lookup` proposes that the text repeats itself; `model` asks a smaller model.  What is proposed changes how fast a
-text comes, never the text: the engine samples each token from the model's own logits, in the same order, as long as
-the tokens chosen are those proposed.  (Leviathan et al., arXiv:2211.17192, and Chen et al., arXiv:2302.01318, accept
-more drafts where the temperature is high, but keep only the distribution of texts, not the text of a seed.)
+`lookup` copies from the text itself; `model` uses a smaller model. Drafts change the speed, never the text: the
+engine samples each token from the model's own logits, in order, as long as the sampled tokens equal the drafts.
+(Leviathan et al., arXiv:2211.17192, and Chen et al., arXiv:2302.01318, accept more drafts at a high temperature. They
+preserve the distribution of texts, but not the text of a seed.)
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Counts of a request's drafts.
+    """Draft counts of a request.
 
     Attributes:
-        drafted: tokens that were proposed and evaluated.
-        accepted: how many of them the text continued with.
-        steps: evaluations by the model that the tokens after the first one took; without drafts, one for each.
+        drafted: Drafted tokens that were verified.
+        accepted: Drafts that became part of the text.
+        steps: Steps of the model for all tokens after the first. Without drafts, one step per token.
     """
 
     drafted: int
@@ -29,23 +29,23 @@ class Drafts:
 
     @property
     def share(self) -> float:
-        """The part of the drafts that was accepted; 0 if there were none."""
+        """Fraction of the drafts that were accepted; 0 without drafts."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
 class Drafter(Protocol):
-    """Proposes how one text continues.  Called in the engine's thread."""
+    """Proposes the continuation of one text. Called in the engine thread."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that may follow ``tokens``; none where that is not expected to pay.
+        """Return at most ``most`` tokens that may follow ``tokens``; empty if no gain is expected.
 
         Args:
-            tokens: the text so far.  It begins with that of the last call: what it has beyond that tells which of
-                the tokens proposed then were right.  It grows in place, and must not be kept or changed.
+            tokens: the text. It starts with the text of the last call. The new tokens show which of the last drafts
+                were right. The list grows in place: do not store or change it.
             most: at least 1.
         """
         ...
 
     def close(self) -> None:
-        """Lets go of what it holds; called once, in the end."""
+        """Free resources. Called once, at the end."""
         ...

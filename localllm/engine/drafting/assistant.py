@@ -1,6 +1,6 @@
-"""Drafts by a model that reads the keys and values of the one it drafts for (`localllm.models.gemma4_assistant`).
+"""Drafts by a model that reads the target model's keys and values (`localllm.models.gemma4_assistant`).
 
-It has no cache of its own, so nothing is evaluated twice, and all drafts of a round stand at one position.
+It has no cache of its own, so it evaluates nothing twice. All drafts of a round have the same position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from localllm.engine.runner import BatchItem, ModelRunner
 
 
 class AssistantModel(MTPModel):
-    """The assistant of an engine's model."""
+    """The assistant of a target model."""
 
     def __init__(self, runner: ModelRunner, expected_cost: float, of_model: Norm) -> None:
         super().__init__(runner, expected_cost, of_model, kind="draft")
@@ -31,7 +31,7 @@ class AssistantModel(MTPModel):
 class AssistantDrafter(MTPDrafter):
     """Drafts for one text."""
 
-    #: The text in the model's cache, and the hidden state [1, d] of the last token there.
+    #: The text's sequence in the target model's cache, and the hidden state [1, d] of its last token.
     _text: CachedSequence | None = None
     _hidden: NDArray[np.float32] | None = None
 
@@ -53,7 +53,7 @@ class AssistantDrafter(MTPDrafter):
             return []
         begin, id_ = time.perf_counter(), tokens[-1]
         while len(ids) < n:
-            # Behind the last token of the cache, to which the graph's own rotation adds one.
+            # Position of the last cached token. The graph's rotation adds one.
             logits = self._runner.continued([BatchItem(text, [id_], 1, self._end - 1)], hidden)
             id_, probability = likeliest(logits[-1])
             if not self._believes(probability):

@@ -1,7 +1,7 @@
-"""Drafts of a block at once, by a DFlash drafter (`localllm.models.dflash`).
+"""Drafts of a whole block at once, by a DFlash drafter (`localllm.models.dflash`).
 
-A block is the last token and a mask for each draft.  The drafter's keys and values lie in the model's cache, so it is
-evaluated where the model's next tokens will be, which overwrite it.
+A block is the last token and one mask token per draft. The drafter's keys and values are in the target model's cache.
+It is evaluated at the positions of the target model's next tokens, which then overwrite its keys and values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localllm.engine.runner import BatchItem, ModelRunner
 
 
 class BlockModel(MTPModel):
-    """The DFlash drafter of an engine's model, whose cache it shares; ``mask`` is the token in place of a draft."""
+    """A DFlash drafter. Shares the cache of its target model. ``mask``: the token in place of a draft."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class BlockModel(MTPModel):
     ) -> None:
         super().__init__(runner, expected_cost, kind="draft", token_ids=token_ids)
         self.cache, self.mask = cache, mask
-        self.most = min(block_size, runner.max_tokens, runner.max_outputs) - 1  # drafts of a block
+        self.most = min(block_size, runner.max_tokens, runner.max_outputs) - 1  # drafts per block
 
     def drafter(self, cost: StepCost, most: int, always: bool = False) -> MTPDrafter:
         return BlockDrafter(self, cost, min(most, self.most), always)
@@ -47,7 +47,7 @@ class BlockDrafter(AssistantDrafter):
 
     def _draft(self, tokens: Sequence[int], n: int) -> list[int]:
         text, ids, model = self._text, list[int](), self._model
-        # A text that was preempted has no tokens in the cache.
+        # A preempted text has no tokens in the cache.
         if text is None or len(text) != len(tokens) - 1 or tokens[-1] >= self._runner.n_vocab:
             return []
         if not model.cache.reserve(text, 1 + n):

@@ -1,32 +1,32 @@
-"""How many drafts pay: from the running rate at which drafts are accepted, and what they were measured to cost."""
+"""Chooses the number of drafts, from running estimates of their acceptance rate and cost."""
 
 from __future__ import annotations
 
-#: What drafts must at least bring, in speed without them: below it, errors of the estimates cost more.
+#: Least expected speed-up. Below it, errors of the estimates cost more than drafts gain.
 MIN_GAIN = 1.05
 
-#: What each token after the first adds to a step, in steps over one token, until it was measured.
+#: Cost of each further token of a step before it is measured, as a fraction of a step over one token.
 FIRST_COST = 0.15
 
-#: Weights of a measurement below and above the estimate: what disturbs a measurement makes it longer.
+#: Weights of measurements below and above the estimate. Disturbances only make a measurement longer.
 _WEIGHT_BELOW, _WEIGHT_ABOVE = 0.5, 0.125
 
-#: Weight of one draft in the rate at which they are accepted.
+#: Weight of one draft in the acceptance rate.
 _DRAFT_WEIGHT = 0.15
 
-#: Each step without drafts moves the cost by this part towards the first one: what was too dear is tried again.
+#: Each step without drafts moves the cost towards `FIRST_COST` by this fraction, so that drafts are tried again.
 _FORGOTTEN = 1 / 512
 
 
 class StepCost:
-    """The measured cost of verifying drafts; one for an engine."""
+    """Measured cost of verifying drafts. One instance per engine."""
 
     def __init__(self) -> None:
-        self.single_s = 0.0  # seconds of a step over one token; 0 until one was measured
-        self.token_cost = FIRST_COST  # what each further token adds, in steps over one
+        self.single_s = 0.0  # seconds of a step over one token; 0 before it is measured
+        self.token_cost = FIRST_COST  # cost of each further token, as a fraction of a step over one token
 
     def add(self, n_tokens: int, seconds: float) -> None:
-        """Learns that a step over so many tokens of one sequence took so long."""
+        """Add a measured step over ``n_tokens`` of one sequence."""
         if n_tokens == 1:
             self.single_s = _moved(self.single_s, seconds)
             self.token_cost += _FORGOTTEN * (FIRST_COST - self.token_cost)
@@ -34,12 +34,12 @@ class StepCost:
             self.token_cost = _moved(self.token_cost, max(0.0, seconds / self.single_s - 1) / (n_tokens - 1))
 
     def best(self, rate: float, most: int, draft_s: float = 0.0) -> int:
-        """The number of drafts with which a text comes fastest; 0 if it is none.
+        """Return the number of drafts with the highest expected speed; 0 if drafts do not pay.
 
-        If each draft is right with the probability ``rate``, provided that those before it are, n of them bring 1 +
-        rate + … + rateⁿ tokens.
+        If each draft is right with probability ``rate``, given that all drafts before it are right, n drafts yield
+        1 + rate + … + rateⁿ tokens.
 
-        ``most``: drafts at most; ``draft_s``: seconds that making a draft takes.
+        ``most``: most drafts. ``draft_s``: seconds to make one draft.
         """
         if not self.single_s:
             return 0
@@ -53,12 +53,12 @@ class StepCost:
             if gain > best_gain:
                 best, best_gain = n, gain
             elif chance < each * best_gain:
-                break  # further drafts cost more than they bring
+                break  # further drafts cost more than they gain
         return best
 
 
 def moved_rate(rate: float, n_right: int, *, then_wrong: bool) -> float:
-    """The estimated probability that a draft is right, after ``n_right`` that were, and perhaps one that was not."""
+    """Return the updated acceptance rate after ``n_right`` right drafts and, if ``then_wrong``, a wrong one."""
     rate = 1 - (1 - rate) * (1 - _DRAFT_WEIGHT) ** n_right
     return rate * (1 - _DRAFT_WEIGHT) if then_wrong else rate
 

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed the last time that it had the same few tokens in a row.
+"""Drafts copied from the text: the tokens that followed the last occurrence of the most recent n-gram.
 
 Source: Saxena, Prompt Lookup Decoding (2023), https://github.com/apoorvumang/prompt-lookup-decoding.
 """
@@ -11,29 +11,31 @@ from localllm.engine.cache import common_prefix
 from localllm.engine.drafting.cost import StepCost, moved_rate
 from localllm.options.types import DEFAULT_DRAFTS
 
-#: Tokens in a row that are looked for: the longest first.
+#: Lengths of the n-grams to look up, longest first.
 LONGEST, SHORTEST = 4, 2
 
-#: How often the same 2, 3, 4 tokens are expected to be followed by the same, until it was seen.
+#: Acceptance rate by n-gram length before it is measured.
 _FIRST_RATES = {2: 0.1, 3: 0.2, 4: 0.3}
 
 
 class NGramIndex:
-    """Where the last few tokens of a text stood before: in constant time a token, however long the text."""
+    """Earlier occurrences of a text's last n-grams, in constant time per token."""
 
     def __init__(self) -> None:
-        #: The position that follows the last occurrence of each n-gram with something behind it.
+        #: Position after the last occurrence of each n-gram, if a token follows it.
         self._followers: dict[tuple[int, ...], int] = {}
         self._n_tokens = 0
-        #: The n-grams at the end of the text, the longest first: not taken up yet, for nothing is behind them.
+        #: N-grams at the end of the text, longest first. Not in ``_followers``, because no token follows them yet.
         self._ends: list[tuple[int, ...]] = []
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The most recent earlier occurrence of the longest possible end of ``tokens``.  ``tokens``: those of the
-        last call, and more.  Returns how many tokens it has in common with the end, and the position behind it; None
-        if there is none."""
+        """Return (n, position) for the most recent earlier occurrence of the longest n-gram at the end of ``tokens``.
+
+        ``position`` is the position after it. Returns None without an occurrence. ``tokens`` must start with the
+        tokens of the last call.
+        """
         followers = self._followers
-        for place in range(self._n_tokens, len(tokens)):  # those that are new
+        for place in range(self._n_tokens, len(tokens)):
             for end in self._ends:
                 followers[end] = place
             recent = tuple(tokens[max(0, place + 1 - LONGEST) : place + 1])
@@ -46,7 +48,7 @@ class NGramIndex:
 
 
 def continuation(tokens: Sequence[int], place: int, n: int) -> list[int]:
-    """The ``n`` tokens from position ``place`` on; at the text's end it goes on into what was copied itself."""
+    """Return ``n`` tokens from ``place``. After the end of the text, the copied tokens repeat periodically."""
     copied = list(tokens[place : place + n])
     period = len(tokens) - place
     while len(copied) < n:
@@ -55,19 +57,19 @@ def continuation(tokens: Sequence[int], place: int, n: int) -> list[int]:
 
 
 class LookupDrafter:
-    """Drafts by `NGramIndex`.
+    """Drafts with an `NGramIndex`.
 
-    A look-up costs next to nothing.  So it is done at every step, and the first token found is compared with what
-    comes even where no draft is made of it: that is how it is known when drafts begin to pay.
+    A lookup costs almost nothing, so it is done at every step. Its first token is compared with the next token even
+    if no draft is made. This shows when drafts start to pay.
     """
 
     def __init__(self, cost: StepCost, most: int = DEFAULT_DRAFTS, always: bool = False) -> None:
-        """``most``: drafts a step at most; ``always``: as many, whether they are expected to pay or not."""
+        """``most``: most drafts per step. ``always``: make ``most`` drafts even if no gain is expected."""
         self._always = always
         self._cost = cost
         self._most = most
         self._index = NGramIndex()
-        self._rates = dict(_FIRST_RATES)  # by the length of the match
+        self._rates = dict(_FIRST_RATES)  # by n-gram length
         self._guess: list[int] = []
         self._n_matched = self._n_before = 0
 
@@ -85,10 +87,10 @@ class LookupDrafter:
         return self._guess[:n]
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing."""
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Compares the last guess with what came."""
+        """Compare the last drafts with the text."""
         if self._guess:
             came = tokens[self._n_before : self._n_before + len(self._guess)]
             n_right = common_prefix(self._guess, came)

@@ -19,51 +19,51 @@ from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.kernels.backend import TopK
 from localllm.options.types import DEFAULT_DRAFTS
 
-#: Drafting ends before a token that the draft model itself believes in less than this.
+#: Drafting stops before a token with a lower probability in the draft model.
 MIN_PROBABILITY = 0.4
 
-#: How often a draft is expected to be right, until it was seen.
+#: Acceptance rate before it is measured.
 _FIRST_RATE = 0.7
 
-#: Where drafts do not pay: tokens until they are tried again, at first and at most, and how many then.
+#: While drafts do not pay: tokens until the next trial, at first and at most, and drafts per trial.
 _FIRST_PAUSE, _LONGEST_PAUSE, _TRIED = 16, 512, 4
 
-#: Where drafts are not even expected to pay: tokens of an answer until they are tried.
+#: Tokens of a reply before the first trial, if drafts are not expected to pay.
 _FIRST_TRY = 64
 
-#: Tokens of a prompt that the draft model evaluates in one step of the engine at most.
+#: Most prompt tokens that the draft model evaluates in one step of the engine.
 _CHUNK = 128
 
-#: Tokens that a draft model may have missed, for the time of its step to be that of any other.
+#: Most new tokens in a draft model's step whose duration is used as a measurement.
 FEW = 8
 
-#: Where a device finds the largest logits, a probability is that among so many: the rest adds little to it.
+#: Number of top logits on a device. Probabilities are computed among them: the other logits add little.
 _TOP_K = 64
 
-#: Weight of one measurement in the seconds that a draft takes.
+#: Weight of one measurement of the time per draft.
 _WEIGHT = 0.25
 
 
 class DraftModel:
-    """The model that drafts for an engine.
+    """The draft model of an engine."""
 
-    Attributes:
-        token_s: seconds that a draft takes; before it was measured, ``expected_cost`` steps of the large model.
-    """
-
-    kind: Literal["draft", "mtp"] = "draft"  # what requests ask for it by (``speculate``)
+    kind: Literal["draft", "mtp"] = "draft"  # value of ``speculate`` in requests
 
     def __init__(self, runner: ModelRunner, *, expected_cost: float) -> None:
-        self.runner = runner  # evaluates it
+        self.runner = runner
         self._expected_cost = expected_cost
         self._token_s = 0.0
 
     def token_s(self, cost: StepCost) -> float:
+        """Return the seconds per draft. Before a measurement: ``expected_cost`` steps of the target model."""
         return self._token_s or self._expected_cost * cost.single_s
 
     def drafter(self, cost: StepCost, most: int, always: bool = False) -> ModelDrafter:
-        """Drafts for one text: at most so many tokens a step of the large model, whose costs are given, or always
-        as many."""
+        """Return a drafter for one text.
+
+        ``cost``: step costs of the target model. ``most``: most drafts per step. ``always``: make ``most`` drafts even
+        if no gain is expected.
+        """
         return ModelDrafter(self, cost, most, always)
 
     def measured(self, seconds: float) -> None:
@@ -73,13 +73,12 @@ class DraftModel:
 class ModelDrafter:
     """Drafts the most likely tokens for one text.
 
-    The draft model's cache records only tokens of the text.  Those that are drafted are evaluated behind them; what
-    was right of them is recorded when the text has come to it.
+    The draft model's cache records only tokens of the text. Drafts are evaluated at the following positions, and
+    right drafts are recorded when the text contains them.
     """
 
     def __init__(self, model: DraftModel, cost: StepCost, most: int = DEFAULT_DRAFTS, always: bool = False) -> None:
-        """``cost``: of the large model's steps; ``most``: drafts a step at most; ``always``: as many at every step,
-        whether they are expected to pay or not."""
+        """See `DraftModel.drafter`."""
         self._always = always
         self._model = model
         self._runner = model.runner
@@ -105,21 +104,21 @@ class ModelDrafter:
     def close(self) -> None:
         if self._sequence is not None:
             self._runner.cache.release(self._sequence)
-        del self._model, self._runner  # whoever keeps the request does not keep the model in memory
+        del self._model, self._runner  # a caller that keeps the request must not keep the model in memory
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Compares the last guess with what came.  To give up early is to know of no right token either."""
+        """Compare the last drafts with the text. A round that stopped early also counts one wrong draft."""
         if not self._guess and not self._gave_up:
             return
         came = tokens[self._n_before : self._n_before + len(self._guess)]
         n_right = common_prefix(self._guess, came)
         self._rate = moved_rate(self._rate, n_right, then_wrong=n_right < len(came) or self._gave_up)
         if self._sequence is not None:
-            # The last one drafted was not evaluated any more.
+            # The last draft was not evaluated.
             self._keep(self._guess[: min(n_right, len(self._guess) - 1)])
 
     def _keep(self, right: Sequence[int]) -> None:
-        """Records drafts that were evaluated and right."""
+        """Record right drafts that were evaluated."""
         assert self._sequence is not None
         if self._runner.cache.has_states:
             self._runner.cache.rollback(self._sequence)
@@ -127,11 +126,11 @@ class ModelDrafter:
             self._runner.cache.append(self._sequence, right)
 
     def _believes(self, probability: float) -> bool:
-        """Whether a token is worth verifying; one of a NaN is not."""
+        """Return whether a token is likely enough to verify. False for NaN."""
         return probability >= (0.0 if self._always else MIN_PROBABILITY)
 
     def _how_many(self, n_tokens: int, most: int) -> int:
-        """How many tokens to draft.  Where it does not pay, a few after ever longer pauses, in case that changed."""
+        """Return the number of drafts. While drafts do not pay, a few are tried after increasingly long pauses."""
         if most < 1:
             return 0
         if self._always:
@@ -143,7 +142,7 @@ class ModelDrafter:
         n = self._cost.best(self._rate, most, self._model.token_s(self._cost))
         if n:
             self._pause = _FIRST_PAUSE
-        elif self._resume_at is None:  # the first time it would have to evaluate all of the prompt
+        elif self._resume_at is None:  # the first round evaluates the whole prompt
             self._resume_at = n_tokens + _FIRST_TRY
         elif n_tokens >= self._resume_at:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -153,8 +152,10 @@ class ModelDrafter:
         return n
 
     def _draft(self, tokens: Sequence[int], n: int) -> list[int]:
-        """At most ``n`` tokens; none while the model still has to evaluate the prompt, a chunk at a time, or if its
-        cache is full."""
+        """Return at most ``n`` drafts; none if the cache is full or the prompt is not completely evaluated yet.
+
+        Prompts are evaluated in chunks, one per call.
+        """
         runner, cache = self._runner, self._runner.cache
         if self._sequence is None and not cache.has_slot:
             return []
@@ -162,10 +163,10 @@ class ModelDrafter:
             self._sequence = cache.begin(tokens[:-1])
         sequence = self._sequence
         missing = list(tokens[len(sequence) :])
-        if not missing:  # the text has not gone on since the last call
+        if not missing:  # no new token since the last call
             return []
         if max(missing) >= runner.n_vocab:
-            self._most = 0  # for good, as the text keeps that token
+            self._most = 0  # permanent, because the token stays in the text
             return []
         chunk = missing[: min(_CHUNK, runner.max_tokens)]
         self._is_behind = len(chunk) < len(missing)
@@ -192,7 +193,7 @@ class ModelDrafter:
 
 
 def _likeliest_of(logits: NDArray[np.float32] | TopK) -> tuple[int, float]:
-    """The most likely token after the last row, and its probability."""
+    """Return the most likely token of the last row, and its probability."""
     if not isinstance(logits, TopK):
         return likeliest(logits[-1])
     place, probability = likeliest(logits.logits[-1])
@@ -200,7 +201,7 @@ def _likeliest_of(logits: NDArray[np.float32] | TopK) -> tuple[int, float]:
 
 
 def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:
-    """The most likely token, and its probability; NaN if the logits hold one."""
+    """Return the most likely token and its probability, NaN if a logit is NaN."""
     id_ = int(logits.argmax())
     with np.errstate(invalid="ignore"):
         total = np.exp(logits - logits[id_]).sum()

@@ -1,8 +1,8 @@
-"""Drafts by the block behind the model's own last layer (`localllm.models.mtp`), or by an EAGLE-3 drafter, which is
-such a block in a file of its own (`localllm.models.eagle3`).
+"""Drafts by a model's multi-token prediction block (`localllm.models.mtp`), or by an EAGLE-3 drafter, a similar block
+in a separate file (`localllm.models.eagle3`).
 
-The block has a cache of its own: what it makes of each token's hidden state, which the model has computed, and of the
-token that follows.  So it needs no prompt of its own, but it must be given the hidden states of every step.
+The block has its own cache. Its input is the target model's hidden state of each token, together with the next token.
+So it evaluates no prompt, but it needs the hidden states of every step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.model import FEW, DraftModel, ModelDrafter, likeliest
 from localllm.engine.runner import BatchItem, ModelRunner
 
-#: What is between hidden states and what reads them.
+#: Norm applied to hidden states before they are read.
 Norm = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
-#: Rows of hidden states that wait for the block at most.
+#: Most rows of hidden states that wait for evaluation by the block.
 _MAX_ROWS = 64
 
-#: Of sequences whose beginning the block has not seen; nobody may find them by their tokens.
+#: Salts for sequences whose first tokens the block has not seen, so that no other text finds them in the cache.
 _salts = count(1)
 
 
 def n_right(step: BatchItem, tokens: Sequence[int]) -> int:
-    """How many of a step's tokens the text has gone on with, and has a token behind."""
+    """Return the number of leading tokens of a step that are in the text and followed by another token."""
     start, stop = step.start, step.start + len(step.ids)
     return min(common_prefix(step.ids, tokens[start:stop]), len(tokens) - 1 - start)
 
@@ -49,14 +49,14 @@ class MTPModel(DraftModel):
         kind: Literal["draft", "mtp"] = "mtp",
         token_ids: NDArray[np.int64] | None = None,
     ) -> None:
-        """``token_ids``: of the tokens that it drafts, if it has a vocabulary of its own."""
+        """``token_ids``: ids in the target model's vocabulary, if the block has a smaller vocabulary."""
         super().__init__(runner, expected_cost=expected_cost)
-        # of_model, of_block: norms of the hidden states of either
+        # Norms of the target model's and of the block's hidden states
         self.of_model, self.of_block = of_model, of_block
         self.kind, self._token_ids = kind, token_ids
 
     def likeliest(self, logits: NDArray[np.float32]) -> tuple[int, float]:
-        """The most likely token, and its probability."""
+        """Return the most likely token, as an id of the target model, and its probability."""
         number, probability = likeliest(logits)
         return number if self._token_ids is None else int(self._token_ids[number]), probability
 
@@ -71,20 +71,22 @@ class MTPDrafter(ModelDrafter):
 
     def __init__(self, model: MTPModel, cost: StepCost, most: int, always: bool = False) -> None:
         super().__init__(model, cost, most, always)
-        #: Hidden states that the block has not seen yet, up to that of position ``_end``.
+        #: Hidden states to evaluate; the last one has position ``_end - 1``.
         self._rows: list[NDArray[np.float32]] = []
         self._end = self._salt = 0
         self._is_lost = False
 
     def observe(self, step: BatchItem, rows: NDArray[np.float32], tokens: Sequence[int]) -> None:
-        """Takes note of the text's part in a step of the model.  ``rows``: the hidden states that it made;
-        ``tokens``: the text by now; what it does not go on with was drafted and wrong."""
+        """Record the text's part in a step of the target model.
+
+        ``rows``: hidden states of the step. ``tokens``: the current text, without rejected drafts.
+        """
         start = step.start
         if self._sequence is None:
             self._begin(start, tokens)
         n = n_right(step, tokens)
         n_known = self._end - start
-        if n_known < 0:  # it was preempted, and found in the cache what the block has not seen
+        if n_known < 0:  # preempted; the prefix then found in the cache includes tokens unknown to the block
             self._is_lost = True
         if self._is_lost or n <= n_known:
             return
@@ -94,7 +96,7 @@ class MTPDrafter(ModelDrafter):
             self._evaluate(tokens, 0)
 
     def _begin(self, start: int, tokens: Sequence[int]) -> None:
-        """Finds what an earlier text like this one left in the cache; else it begins in the midst of this one."""
+        """Start with the prefix of an earlier text, or, if it is not completely cached, at position ``start``."""
         cache = self._runner.cache
         self._sequence, self._end = cache.begin(list(tokens[1 : start + 1])), start
         if len(self._sequence) < start:
@@ -102,7 +104,7 @@ class MTPDrafter(ModelDrafter):
             self._sequence, self._salt = cache.begin([]), next(_salts) * self._runner.n_vocab
 
     def _evaluate(self, tokens: Sequence[int], n_outputs: int) -> NDArray[np.float32] | None:
-        """Shows the block the hidden states that wait; None if there is no room for them, or it lacks a token."""
+        """Evaluate the waiting hidden states. Return None without room or if a token is not in the block's vocabulary."""
         assert self._sequence is not None
         runner, cache, sequence = self._runner, self._runner.cache, self._sequence
         rows, self._rows = np.concatenate(self._rows), []
@@ -122,7 +124,7 @@ class MTPDrafter(ModelDrafter):
         return logits
 
     def _keep(self, right: Sequence[int]) -> None:
-        """Nothing: the block has seen its drafts with hidden states of its own, which the model's replace."""
+        """Do nothing: the target model's hidden states will replace the drafts in the block's cache."""
 
     def _draft(self, tokens: Sequence[int], n: int) -> list[int]:
         runner, sequence, ids = self._runner, self._sequence, list[int]()
