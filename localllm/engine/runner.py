@@ -82,9 +82,8 @@ class ModelRunner:
         # has_axes: positions of image tokens have several axes. has_spans: tokens of an image see each other.
         self.has_axes, self.has_spans = has_axes, has_spans
         self.max_outputs = max_outputs(self.width, self.max_tokens)  # most rows of logits per step
-        self.max_top_k = (
-            step.max_top_k
-        )  # most top logits that the device finds; 0 if logits are in host memory anyway
+        # Most top logits that the device finds; 0 if logits are in host memory anyway
+        self.max_top_k = step.max_top_k
         self.cache = PagedCache(step.cache)
         self.hidden = hidden  # hidden states that drafters read after a step
         self._step = step

@@ -234,7 +234,7 @@ class Scheduler:
         return rows - rows_left
 
     def _n_together(self, request: Request) -> int:
-        """Return the length of the next image if it is ready, as its tokens need the same step; 0 for text."""
+        """Return the least tokens of a request in a step: all tokens of an image that is ready, 0 if it is not."""
         start = 0 if request.sequence is None else len(request.sequence)
         return request.pictures.whole(start, 1, request.n_ready(start)) if self._has_spans else 0
 

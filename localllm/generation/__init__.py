@@ -1,1 +1,1 @@
-"""Texts, scores and vectors of a loaded model."""
+"""Generates text, scores and embeddings with a loaded model."""

@@ -1,4 +1,4 @@
-"""Generated text: all at once (`Completion`), or as it comes (`Stream` of `Chunk`)."""
+"""Generated text: complete (`Completion`), or streamed (`Stream` of `Chunk`)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from localllm.options.types import Progress
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import StreamDecoder
 
-# It takes a good part of the time to the first token of those that do not use it.
+# Imported only when used: these imports delay the first token considerably.
 if TYPE_CHECKING:
     import asyncio
 
     from localllm.chat.reply import CallDelta, ReplyParser
 
-#: Chunks that a request runs ahead of its reader at most, before it pauses.
+#: Most chunks that a request may be ahead of its reader. Then it pauses.
 MAX_UNREAD = 64
 
-#: Seconds between two deliveries at least: to wake the reader costs as much as a step of a very small model.
+#: Least seconds between two deliveries, because waking the reader costs as much as a step of a very small model.
 DELIVERY_S = 0.002
 
 
@@ -43,18 +43,17 @@ class Completion:
     """A generated text.
 
     Attributes:
-        text: without the stop string or end-of-generation token that ended it.
-        ids: the tokens generated, without the end-of-generation token.  Where a stop string ended the text, its
-            tokens are among them.
-        finish_reason: "stop" (the model ended its text, or a stop string came), "length" (``max_tokens`` or the
-            end of the context), "cancelled" or "timeout".
-        usage: counts of tokens.
-        timings: seconds and rates.
-        logprobs: of each token, with the likeliest ones, where ``logprobs`` asked for them.
-        drafts: how many tokens were drafted and how many accepted, where ``speculate`` asked for drafts.
-        reasoning: what the model thought before its answer, which is no part of ``text`` (`LLM.chat`).
-        tool_calls: the tools that it calls, which are no part of ``text`` either.
-        warnings: the reason if the time limit ended the text, and the faults of calls that stayed text.
+        text: Text without its stop string and end-of-text token.
+        ids: Generated tokens without the end-of-text token. Includes the tokens of a stop string.
+        finish_reason: "stop" (end-of-text token or stop string), "length" (``max_tokens`` or the context limit),
+            "cancelled" or "timeout".
+        usage: Token counts.
+        timings: Durations in seconds, and rates.
+        logprobs: Log-probability of each token and of the most likely tokens. None unless ``logprobs`` is set.
+        drafts: Counts of drafted and accepted tokens. None unless ``speculate`` is set.
+        reasoning: Reasoning before the answer. Not part of ``text`` (`LLM.chat`).
+        tool_calls: Tool calls. Not part of ``text``.
+        warnings: The timeout, if it ended the text, and errors in tool calls that therefore stayed text.
     """
 
     text: str
@@ -71,13 +70,13 @@ class Completion:
     def __str__(self) -> str:
         return self.text
 
-    if not TYPE_CHECKING:  # checkers would believe that every attribute is there
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Never:
             raise no_attribute("'Completion' object", name, THEIR_RESULTS)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as values that JSON has, under the same names."""
+        """Return all attributes as JSON values under the same names."""
 
         def likely(id_: int, logprob: float | None) -> dict[str, Any]:
             return {"id": id_, "logprob": logprob if logprob is not None and math.isfinite(logprob) else None}
@@ -111,24 +110,23 @@ def _values(counts: Usage | Timings | Drafts | None, names: str) -> dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a stream: one for each token, and a last one.
+    """One token of a stream, or the end of the stream.
 
-    Of a chat it is an event of the reply: some text, some reasoning, or what comes of a call; a token that brings
-    several has a chunk for each, the first of which has the token.
+    In a chat, a chunk is an event of the reply: text, reasoning, or part of a tool call. A token with several events
+    has several chunks; the first chunk has the token.
 
     Attributes:
-        text: what is certain now; it may be empty, for half a character or what may become a stop string is
-            held back.
-        ids: the token; none in the last chunk.
-        logprobs: as `Completion.logprobs`, of this token.
-        finish_reason, usage, timings, drafts: in the last chunk alone; as in `Completion`.  ``usage`` and ``timings``
-            are in those of ``n_evaluated`` too.
-        reasoning: of a chat, what the model thinks, which is no part of ``text``.
-        call: of a chat, the beginning of a call of a tool, more of its arguments (`CallDelta`), or all of it at its
-            end (`ToolCall`).
-        warnings: in the last chunk; as in `Completion`.
-        n_evaluated: tokens of the prompt that are in the cache, in chunks of their own before the first token, where
-            `Stream.tells_progress`; the first has those that were there before.
+        text: Text that is certain. May be empty, because incomplete characters and possible starts of stop strings
+            are held back.
+        ids: The token. Empty in the last chunk.
+        logprobs: `Completion.logprobs` of this token.
+        finish_reason, usage, timings, drafts: Only in the last chunk; see `Completion`. Progress chunks also have
+            ``usage`` and ``timings``.
+        reasoning: In a chat, reasoning, which is not part of ``text``.
+        call: In a chat, the start or more arguments of a tool call (`CallDelta`), or the complete call (`ToolCall`).
+        warnings: Only in the last chunk; see `Completion`.
+        n_evaluated: Only in progress chunks (`Stream.tells_progress`), which precede the first token: number of
+            prompt tokens in the cache. The first progress chunk reports tokens found in the cache.
     """
 
     text: str
@@ -148,10 +146,10 @@ class Chunk:
 
 
 def _events(parser: ReplyParser, chunk: Chunk, *, is_stopped: bool) -> Iterator[Chunk]:
-    """Return the events of a reply in the text of a chunk; the first has the chunk's token.
+    """Yield the events of a reply in the text of a chunk; the first has the chunk's token.
 
     Args:
-        is_stopped: whether a stop string ended the reply, which cuts an open call off.
+        is_stopped: True if a stop string ended the reply, which truncates an open tool call.
     """
     events = parser.feed(chunk.text)
     ids, logprobs = chunk.ids, chunk.logprobs
@@ -170,20 +168,20 @@ def _events(parser: ReplyParser, chunk: Chunk, *, is_stopped: bool) -> Iterator[
         yield replace(chunk, text="", warnings=(*chunk.warnings, *parser.warnings))
 
 
-#: What comes out of the engine's thread.  The last item is an exception, or a chunk with a finish reason.
+#: An item from the engine thread. The last one is an exception, or a chunk with a finish reason.
 _Item: TypeAlias = Chunk | BaseException
 
 
 class TextOutput:
-    """Makes chunks of text of the tokens that the engine chooses, and hands them to a reader."""
+    """Converts tokens from the engine to chunks of text and delivers them to a reader."""
 
     def __init__(self, decoder: StreamDecoder, deliver: Callable[[list[_Item]], object], *, logprobs: bool) -> None:
-        self.deliver = deliver  # takes the items of a step; called in the engine's thread
-        self.logprobs = logprobs  # whether chunks have them
-        # whether all is delivered at once, at the end
-        self.delivers_at_end = self.reports_progress = False  # whether the reader wants to know how far the prompt is
-        self.n_read = 0  # chunks that the reader has taken; the reader counts
-        self.on_end: Callable[[], object] | None = None  # called in the engine's thread when all was delivered
+        self.deliver = deliver  # receives the items of a step, in the engine thread
+        self.logprobs = logprobs  # True if chunks include log-probabilities
+        # delivers_at_end: deliver everything at once. reports_progress: deliver progress chunks.
+        self.delivers_at_end = self.reports_progress = False
+        self.n_read = 0  # chunks taken by the reader, which updates this number
+        self.on_end: Callable[[], object] | None = None  # called in the engine thread after the last delivery
         self.request: Request | None = None
         self._decoder = decoder
         self._pending: list[_Item] = []
@@ -213,7 +211,7 @@ class TextOutput:
         return self._decoder.stopped is not None
 
     def logits(self, position: int, rows: NDArray[np.float32]) -> None:
-        """Text needs none."""
+        """Do nothing: text does not need logits."""
 
     def flush(self) -> None:
         now = time.perf_counter()
@@ -225,7 +223,7 @@ class TextOutput:
     def end(self, error: BaseException | None) -> None:
         self.deliver([*self._pending, self._last_chunk() if error is None else error])
         self._pending = []
-        self.request = None  # no cycle, so that what its drafter holds goes with the request
+        self.request = None  # avoids a reference cycle, so that the drafter's resources are freed with the request
         if self.on_end is not None:
             self.on_end()
 
@@ -249,9 +247,10 @@ class TextOutput:
 
 
 class _ItemQueue:
-    """Items on their way from the engine's thread to a thread or a task that reads them.
+    """Items sent from the engine thread to a thread or task that reads them.
 
-    The engine refers to it and not to the stream, which ends its request when nobody refers to it any more.
+    The engine has a reference to this queue, not to the stream. So a stream can be garbage-collected, which ends its
+    request.
     """
 
     def __init__(self) -> None:
@@ -262,7 +261,7 @@ class _ItemQueue:
         self.items.put(step)
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody who would read it
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
                 waiting.get_loop().call_soon_threadsafe(_wake, waiting)
 
     async def get(self) -> list[_Item]:
@@ -272,7 +271,7 @@ class _ItemQueue:
             with contextlib.suppress(queue.Empty):
                 return self.items.get_nowait()
             self._waiting = waiting = asyncio.get_running_loop().create_future()
-            if self.items.empty():  # asked after `put` can see who waits
+            if self.items.empty():  # checked after `put` can see the future
                 await waiting
 
 
@@ -282,15 +281,15 @@ def _wake(waiting: asyncio.Future[None]) -> None:
 
 
 class Stream:
-    """An iterator of `Chunk`, for ``for`` in any thread and ``async for`` in any event loop, and a context manager.
+    """An iterator of `Chunk`, for ``for`` in any thread and ``async for`` in any event loop. Also a context manager.
 
-    The model writes on while chunks are read, up to `MAX_UNREAD` ahead.  ``cancel`` may be called from any thread:
-    the work stops before the next step, and a last chunk says so.  ``close``, or dropping the stream, ends it without
-    one.
+    The model generates up to `MAX_UNREAD` chunks ahead of the reader. ``cancel`` may be called from any thread: the
+    request ends before its next step, and a last chunk follows. ``close``, or garbage collection of the stream, ends
+    it without a last chunk.
 
     Attributes:
-        parser: takes the reply to a chat apart; with None, chunks have the text as the model writes it.
-        tells_progress: whether there are chunks that say how far the prompt is, in place of calls of ``progress``.
+        parser: Splits a chat reply into events. None: chunks have the unparsed text.
+        tells_progress: True if progress is reported in chunks instead of calls of ``progress``.
     """
 
     def __init__(
@@ -303,10 +302,10 @@ class Stream:
         progress: Progress | None,
         on_end: Callable[[], object] | None = None,
     ) -> None:
-        """``on_end``: called in the engine's thread when all is there; nothing is read before."""
+        """``on_end``: called in the engine thread when the text is complete. All chunks are then delivered at the end."""
         self._engine, self._progress, self._inbox = engine, progress, _ItemQueue()
-        self._items: Iterator[_Item] = iter(())  # of the step that is being read
-        self._events: deque[Chunk] = deque()  # of the chunk that was read last
+        self._items: Iterator[_Item] = iter(())  # unread items of the current step
+        self._events: deque[Chunk] = deque()  # unread events of the current chunk
         self._finish_reason: FinishReason | None = None
         self._ended = False
         self.parser: ReplyParser | None = None
@@ -320,44 +319,44 @@ class Stream:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while it goes on, or if an error ended it."""
+        """None while running and after an error."""
         return self._finish_reason
 
     @property
     def stop_text(self) -> str | None:
-        """The stop string that ended the text; None where there was none."""
+        """Stop string that ended the text, or None."""
         return self._output.stopped
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of the prompt, and those generated so far; below 0 are those of pictures."""
+        """Prompt tokens and generated tokens. Negative ids are placeholders of images."""
         return tuple(self._request.tokens)
 
     @property
     def usage(self) -> Usage:
-        """Counts of tokens so far."""
+        """Current token counts."""
         return self._request.usage
 
     @property
     def timings(self) -> Timings:
-        """Seconds and rates so far."""
+        """Current durations, in seconds, and rates."""
         return self._request.timings
 
     @property
     def drafts(self) -> Drafts | None:
-        """Counts of drafts so far; None where none were asked for."""
+        """Current draft counts; None without a drafter."""
         return self._request.draft_counts
 
     def cancel(self) -> None:
-        """Ends the text before the next step; a last chunk says so."""
+        """End the text before the next step. A last chunk follows."""
         self._engine.cancel(self._request)
 
     def deliver_at_end(self) -> None:
-        """Delivers nothing before all of it is there, so that the model need not wait for the reader."""
+        """Deliver all chunks at the end, so that the model need not wait for the reader."""
         self._output.delivers_at_end = True
 
     def close(self) -> None:
-        """Ends the stream."""
+        """End the stream, without a last chunk."""
         self._events.clear()
         if not self._ended:
             self._ended, self._finish_reason = True, "cancelled"
@@ -377,10 +376,10 @@ class Stream:
         return chunk
 
     def _next_written(self) -> Chunk | None:
-        """The next of those that came; None if the items of another step have to come first.
+        """Return the next chunk before parsing; None if no items are left in this step.
 
         Raises:
-            What ended the request, or the caller's own ``progress``.
+            BaseException: the error that ended the request, or an error in the caller's ``progress``.
         """
         for item in self._items:
             if isinstance(item, BaseException):
@@ -388,13 +387,13 @@ class Stream:
                 try:
                     raise item
                 finally:
-                    del item  # its traceback refers to this frame: what it holds would stay
+                    del item  # its traceback refers to this frame and would keep its variables in memory
             if item.finish_reason is not None:
                 self._ended, self._finish_reason = True, item.finish_reason
                 return item
             if item.n_evaluated is None:
                 self._output.n_read += 1
-                # Asked after counting: between the two the engine may find the output full, and pause.
+                # Checked after counting, because the engine may find the output full, and pause, between the two.
                 if self._output.n_unread == MAX_UNREAD - 1:
                     self._engine.wake()
                 return item
@@ -403,15 +402,15 @@ class Stream:
             if self._progress is not None:
                 try:
                     self._progress(item.n_evaluated, self._request.n_prompt)
-                except (StopIteration, StopAsyncIteration) as error:  # it would look like the end of the stream
+                except (StopIteration, StopAsyncIteration) as error:  # would look like the end of the stream
                     raise RuntimeError(f"progress raised {type(error).__name__}") from error
         return None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """One read at a time; whatever it raises ends the stream."""
+        """Prevent concurrent reads. An exception in the block ends the stream."""
         if not self._read_lock.acquire(blocking=False):
-            raise UsageError("this stream is already being read: ask for one chunk at a time")
+            raise UsageError("this stream is already being read: read one chunk at a time")
         try:
             yield
         except BaseException:
@@ -439,12 +438,12 @@ class Stream:
         return self
 
     def __next__(self) -> Chunk:
-        """The next chunk.
+        """Return the next chunk.
 
         Raises:
-            StopIteration: it has ended.
+            StopIteration: the stream has ended.
             ClosedError: the model was closed.
-            UsageError: a logits processor asks for it, in whose thread nothing can be waited for.
+            UsageError: called by a logits processor, which runs in the engine thread and must not wait for it.
         """
         if self._ended and not self._events:
             raise StopIteration
@@ -459,7 +458,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """As `__next__`, while other tasks go on; cancelling the task ends the stream."""
+        """Like `__next__`, without blocking the event loop. Cancelling the task ends the stream."""
         if self._ended and not self._events:
             raise StopAsyncIteration
         self._engine.check_may_wait()
@@ -481,15 +480,15 @@ class Stream:
         self.close()
 
     async def aclose(self) -> None:
-        """As `close`, for `contextlib.aclosing`."""
+        """Like `close`, for `contextlib.aclosing`."""
         self.close()
 
     def read(self) -> Completion:
-        """Waits for what is still to come, and returns it as one."""
+        """Wait for the remaining chunks and return them as one completion."""
         self.deliver_at_end()
         return self._completion(list(self))
 
     async def aread(self) -> Completion:
-        """As `read`, while other tasks go on."""
+        """Like `read`, without blocking the event loop."""
         self.deliver_at_end()
         return self._completion([chunk async for chunk in self])

@@ -1,4 +1,4 @@
-"""Vectors of texts, and scores of documents, by models that are made for them."""
+"""Embeddings of texts, and relevance scores of documents, from embedding models and rerankers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from localllm.generation.scoring import Evaluation, evaluate_all
 from localllm.models.pooling import Pooling
 from localllm.tokenizer import Tokenizer
 
-#: Markers of queries and documents in models of late interaction; the first that a vocabulary has are used:
-#: PyLate's, Jina's, and those of BERT that ColBERT gave this meaning.
+#: Marker tokens of queries and documents in late-interaction models: PyLate's, Jina's, and unused BERT tokens that
+#: ColBERT uses. The first pair in the vocabulary is used.
 _MARKERS = (("[Q] ", "[D] "), ("[Q]", "[D]"), ("[QueryMarker]", "[DocumentMarker]"), ("[unused0]", "[unused1]"))
 
 
 class Embedder:
-    """Makes a text's vector of those that the engine gives for its tokens, or keeps these."""
+    """Computes embeddings of texts or of tokens from the engine's output rows."""
 
     def __init__(self, pooling: Pooling, metadata: Mapping[str, Any]) -> None:
-        """Reads the weights behind the graph."""
-        # width: values of a vector
-        # is_reranker: whether that is a score of a query and a document
-        # is_late: whether it keeps vectors of tokens, which queries and documents are compared by
+        """Load the weights of the pooling head."""
+        # width: dimensions of an embedding. is_reranker: the embedding is a score of a query and a document.
+        # is_late: queries and documents are compared by token embeddings.
         self.width, self.is_reranker, self.is_late = pooling.width, pooling.kind == "rank", pooling.kind == "tokens"
         self._rows, self._head = pooling.rows, pooling.head()
         template = metadata.get("tokenizer.chat_template.rerank")
@@ -34,31 +33,31 @@ class Embedder:
         tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens", ()) if self.is_late else ()
         places = {token: i for i, token in enumerate(tokens)}
         found = [each for each in _MARKERS if places.keys() >= set(each)]
-        # tokens that tell queries and documents apart
+        # Token that marks a text as a query or a document
         self._query_marker, self._document_marker = ([places[each]] for each in found[0]) if found else ([], [])
         self._punctuation = {places[mark] for mark in string.punctuation if mark in places}
 
     def pair(self, tokenizer: Tokenizer, query: str, document: str) -> list[int]:
-        """The tokens of a query and a document, as rerankers are trained on them."""
+        """Return tokens of a query and a document, in the format that rerankers are trained on."""
         if self._template is not None:
-            # Cut first: "{query}" in a document is its own text.
+            # Split first, because a document may contain "{query}".
             before, _, after = self._template.partition("{document}")
             text = before.replace("{query}", query) + document + after.replace("{query}", query)
             return tokenizer.encode(text, add_special=False, parse_special=True)
         ids, end = tokenizer.encode(query), [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         if ids[-1:] != end:
             ids += end
-        if end and tokenizer.token_text(end[0]) == "</s>":  # RoBERTa and its kin have two between the texts
+        if end and tokenizer.token_text(end[0]) == "</s>":  # RoBERTa models separate the texts by two end tokens
             ids += end
         return ids + tokenizer.encode(document, add_special=False) + end
 
     def vectors(self, engine: Engine, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The vectors [n, width] of texts, given as tokens: evaluated together, without padding."""
+        """Return embeddings [n, width] of tokenized texts. Texts are batched without padding."""
         vectors = evaluate_all(lambda ids: _TextVectors(engine, ids, self._rows), self._vector, texts)
         return np.array(vectors, np.float32).reshape(-1, self.width)
 
     def token_vectors(self, engine: Engine, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Of each text, the vectors [n_tokens, width] of its tokens."""
+        """Return token embeddings [n_tokens, width] for each text."""
 
         def finish(rows: _TokenVectors) -> NDArray[np.float32]:
             rows.wait()
@@ -69,10 +68,10 @@ class Embedder:
     def late_interaction(
         self, engine: Engine, tokenizer: Tokenizer, query: str, documents: Sequence[str]
     ) -> NDArray[np.float32]:
-        """How well each document answers a query: each token of the query counts with its largest cosine.
+        """Return each document's relevance: the sum, over query tokens, of the largest cosine to a document token.
 
-        Punctuation in documents does not count, and queries are not filled up with mask tokens.  Source:
-        arXiv:2004.12832 (ColBERT), "MaxSim".
+        Punctuation in documents is excluded. Queries are not padded with mask tokens. Source: "MaxSim" in
+        arXiv:2004.12832 (ColBERT).
         """
         ids = [self._marked(tokenizer, query, self._query_marker)]
         ids += [self._marked(tokenizer, document, self._document_marker) for document in documents]
@@ -85,7 +84,7 @@ class Embedder:
         return np.array([each.sum() for each in best], np.float32)
 
     def _marked(self, tokenizer: Tokenizer, text: str, marker: list[int]) -> list[int]:
-        """A text's tokens with the marker behind the token that begins them, if one does."""
+        """Return a text's tokens with the marker after the beginning-of-text token, if any."""
         ids = tokenizer.encode(text)
         n = int(bool(ids) and ids[0] == tokenizer.bos_id)
         return [*ids[:n], *marker, *ids[n:]]
@@ -96,7 +95,7 @@ class Embedder:
 
 
 class _TextVectors(Evaluation):
-    """Adds up the vectors of a text's tokens, or takes the first or the last one, as they come."""
+    """Sums the output rows of a text, or selects the first or the last one, as they arrive."""
 
     def __init__(self, engine: Engine, ids: Sequence[int], which: str) -> None:
         self.total = np.zeros(engine.width, np.float32)
@@ -112,7 +111,7 @@ class _TextVectors(Evaluation):
 
 
 class _TokenVectors(Evaluation):
-    """Keeps the vectors of a text's tokens, as they come."""
+    """Stores the output rows of a text as they arrive."""
 
     def __init__(self, engine: Engine, ids: Sequence[int]) -> None:
         self.all = np.empty((len(ids), engine.width), np.float32)
@@ -123,6 +122,6 @@ class _TokenVectors(Evaluation):
 
 
 def unit_length(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Vectors [n, width] at the length 1, but for those of length 0."""
+    """Return vectors [n, width] scaled to length 1. Vectors of length 0 are unchanged."""
     lengths = np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.float32(1e-12))
     return np.asarray(vectors / lengths, np.float32)

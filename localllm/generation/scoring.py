@@ -1,4 +1,4 @@
-"""Scores of given tokens: their logits, and how likely they are."""
+"""Scores of given tokens: logits and log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from localllm.engine.request import Request
 from localllm.errors import QueueFullError
 from localllm.sampling import Choice
 
-#: Takes the position of a token, and the logits [n, n_vocab] after it and those that follow.
+#: Receives the position of a token, and logits [n, n_vocab] for that token and the following ones.
 OnRows = Callable[[int, NDArray[np.float32]], object]
 
-#: Texts that are evaluated at once.
+#: Most texts evaluated at the same time.
 _AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a continuation is.
+    """Log-probability of a continuation.
 
     Attributes:
-        logprob: the natural logarithm of its probability after the prompt.
-        ids: its tokens.
-        logprobs: that of each token, after the prompt and those before it.
-        is_greedy: whether each is the likeliest token at its place.
-        top: the likeliest tokens at each place with their log-probabilities, the best first, if they were asked for.
+        logprob: Natural logarithm of its probability after the prompt.
+        ids: Its tokens.
+        logprobs: Log-probability of each token, given the prompt and the preceding tokens.
+        is_greedy: True if every token is the most likely one.
+        top: Most likely tokens at each position with their log-probabilities, best first. Empty unless requested.
     """
 
     logprob: float
@@ -43,18 +43,21 @@ class Score:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Its tokens, each with the likeliest ones at its place."""
+        """Tokens of the continuation, each with the most likely tokens at its position."""
         return tuple(map(Choice, self.ids, self.logprobs, self.top or ((),) * len(self.ids)))
 
 
 class Evaluation:
-    """A request for logits, which hands them over as they come."""
+    """A request for logits, which are passed on as they arrive."""
 
     is_full = False
 
     def __init__(self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows) -> None:
-        """Begins to evaluate ``ids``.  ``first``: position of the first token whose logits are wanted; ``on_rows``:
-        called in the engine's thread as they come, with memory that is used again for the next ones."""
+        """Start the evaluation of ``ids``.
+
+        ``first``: position of the first token whose logits are needed. ``on_rows``: called in the engine thread. It
+        must copy the logits, because their memory is reused.
+        """
         self._engine = engine
         self._on_rows = on_rows
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -62,11 +65,11 @@ class Evaluation:
         engine.submit(self._request)
 
     def cancel(self) -> None:
-        """Ends it, if it goes on."""
+        """End the evaluation, if it is running."""
         self._engine.cancel(self._request)
 
     def wait(self) -> None:
-        """Returns when all were handed over."""
+        """Wait until all logits were delivered."""
         try:
             error = self._engine.wait_for(self._ended)
         except BaseException:
@@ -76,14 +79,14 @@ class Evaluation:
             try:
                 raise error
             finally:
-                del error  # its traceback refers to this frame: what it holds would stay
+                del error  # its traceback refers to this frame and would keep its variables in memory
 
-    # -- What the engine calls (`Output`) --------------------------------------------------------------------------
+    # -- Called by the engine (`RequestOutput`) --------------------------------------------------------------------
 
     def progress(self, n_evaluated: int) -> None: ...
 
     def token(self, choice: Choice) -> bool:
-        raise AssertionError("logits are wanted, no tokens")
+        raise AssertionError("a logits request received a token")
 
     def logits(self, position: int, rows: NDArray[np.float32]) -> None:
         self._on_rows(position, rows)
@@ -95,7 +98,7 @@ class Evaluation:
 
 
 def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float32]:
-    """The logits [n, n_vocab] after the last ``n`` tokens."""
+    """Return logits [n, n_vocab] for the last ``n`` tokens."""
     first = len(ids) - n
     logits = np.empty((n, engine.width), np.float32)
 
@@ -114,7 +117,7 @@ _Result = TypeVar("_Result")
 def evaluate_all(
     begin: Callable[[_Item], _Begun], finish: Callable[[_Begun], _Result], items: Iterable[_Item]
 ) -> list[_Result]:
-    """Results of ``finish`` for each evaluation, in order; `_AT_ONCE` run at once, or fewer if the queue is full."""
+    """Return the result of ``finish`` for each item, in order. At most `_AT_ONCE` run at the same time."""
     under_way: deque[_Begun] = deque()
     results: list[_Result] = []
     try:
@@ -138,7 +141,7 @@ def evaluate_all(
 
 
 class _Scoring:
-    """Adds up how likely the tokens from position ``first`` on are, as logits come."""
+    """Computes log-probabilities of the tokens from position ``first``, as logits arrive."""
 
     def __init__(self, engine: Engine, ids: Sequence[int], first: int, n_top: int) -> None:
         self._ids = ids
@@ -173,6 +176,8 @@ class _Scoring:
 
 
 def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]], n_top: int = 0) -> list[Score]:
-    """How likely the tokens of each text are from a position on, which is at least 1.  ``texts``: the tokens of each,
-    and the position; ``n_top``: how many of the likeliest tokens to tell of each place."""
+    """Return the score of each text's tokens from a position, which is at least 1.
+
+    ``texts``: tokens and position of each text. ``n_top``: number of most likely tokens to include per position.
+    """
     return evaluate_all(lambda text: _Scoring(engine, *text, n_top), _Scoring.score, texts)

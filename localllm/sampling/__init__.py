@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits."""
+"""Chooses the next token from logits."""
 
 from localllm.options.declared import Sampling
 from localllm.options.keywords import LogitsProcessor

@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas, which JavaScript's standard defines, in the syntax of llguidance.
+"""Converts regular expressions of JSON schemas, in ECMAScript's syntax, to llguidance's syntax.
 
 Source: https://tc39.es/ecma262/#sec-patterns, with the additional syntax of its annex B.
 """
@@ -11,16 +11,16 @@ _ESCAPE = (
     r"\\(?:c[A-Za-z]|k<[^<>]*>|u\{[0-9A-Fa-f]{1,6}\}|u[dD][89abAB][0-9A-Fa-f]{2}\\u[dD][c-fC-F][0-9A-Fa-f]{2}"
     r"|u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|[pP]\{[^{}]*\}|[1-9][0-9]*|[\s\S])"
 )
-#: One token outside of a class, and one inside.
+#: One token outside a class, and one inside.
 _OUTSIDE = re.compile(rf"{_ESCAPE}|\(\?<(?![=!])[^<>]*>|\[\^?\]?|\{{[0-9]+(?:,[0-9]*)?\}}|[\s\S]")
 _INSIDE = re.compile(rf"{_ESCAPE}|[\s\S]")
 
 _NAMED_GROUP = re.compile(r"\(\?<(?![=!])([^<>]*)>")
 
-#: Escapes with the same meaning in both syntaxes; the first ones are classes.
+#: Escapes with the same meaning in both syntaxes: classes, and single characters.
 _CLASSES, _SAME = "dDwWsSpP", "tnrvfxbB"
 
-#: A pattern for every text that a reference can match.
+#: Pattern that matches every string, in place of back references.
 _ANY_TEXT = r"(?:[\s\S]*)"
 
 
@@ -28,14 +28,14 @@ def from_ecma(pattern: str) -> tuple[str, bool]:
     r"""Translate a pattern.
 
     Returns:
-        The pattern, with any text in place of references (``\1``, ``\k<name>``), and whether it has references.
+        The pattern, with any string in place of references (``\1``, ``\k<name>``), and whether it has references.
     """
     names = set(_NAMED_GROUP.findall(pattern))
     pieces: list[str] = []
     place, in_class, has_references, previous = 0, False, False, ""
     while place < len(pattern):
         match = (_INSIDE if in_class else _OUTSIDE).match(pattern, place)
-        assert match is not None  # each takes any character
+        assert match is not None  # both patterns match any character
         token, place = match[0], match.end()
         if token[0] == "\\" and len(token) > 1:
             is_reference = not in_class and (token[1] in "123456789" or token[2:].strip("<>") in names)
@@ -74,7 +74,7 @@ def _escape(token: str, in_class: bool) -> str:
         units = [int(unit, 16) for unit in re.findall(r"[0-9A-Fa-f]+", rest.replace("\\u", " "))]
         code = units[0] if len(units) == 1 else 0x10000 + ((units[0] - 0xD800) << 10) + units[1] - 0xDC00
         return token if 0xD800 <= code < 0xE000 or code > 0x10FFFF else re.escape(chr(code))
-    if kind.isdecimal():  # a number of a class, as in octal
+    if kind.isdecimal():  # octal number in a class
         digits = token[1:]
         return f"\\x{int(digits, 8):02x}" if re.fullmatch("[0-3]?[0-7]{1,2}", digits) else re.escape(digits)
     return re.escape(token[1:])

@@ -1,7 +1,7 @@
-"""Texts held to a JSON schema, a regular expression or a grammar, by a mask on logits where that is needed.
+"""Constrains text to a JSON schema, a regular expression or a grammar, by masking logits.
 
-llguidance (https://github.com/guidance-ai/llguidance) knows which tokens may follow.  What a
-model thinks before its answer is free; the grammar holds from the end of that on.
+llguidance (https://github.com/guidance-ai/llguidance) computes the allowed tokens. Reasoning before an answer is not
+constrained; the grammar applies after the end of the reasoning.
 """
 
 from __future__ import annotations
@@ -33,75 +33,75 @@ if TYPE_CHECKING:
     from localllm.options.declared import Sampling
     from localllm.tokenizer import Tokenizer
 
-#: Tokens that may spell the beginning of one text.
+#: Most allowed tokens for which the longest common spelling is preferred.
 _MAX_SPELLINGS = 256
 
-#: Otherwise each mask would spell and tokenize all text that alone can follow: seconds for a long literal.
+#: Without this, each mask would spell and tokenize any forced text, which takes seconds for a long literal.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
-#: What llguidance warns of, in our words.
+#: Warnings of llguidance (part of the text), and our wording.
 _OF_LLGUIDANCE = (
     ("oneOf not fully", "oneOf, where several alternatives fit"),
-    ("min/maxProperties", "minProperties and maxProperties beside properties that are optional"),
+    ("min/maxProperties", "minProperties and maxProperties together with optional properties"),
 )
 
-#: What combines a schema with others, beside allOf.
+#: Keywords that combine schemas, except allOf.
 _COMBINE = {"$ref", "anyOf", "oneOf"}
 
-#: Characters of a grammar, rules and references in it, and patterns of schemas that are combined, at most: in
-#: llguidance a chain of rules takes stack, which ends the process where there is none left, and each pattern that is
-#: combined with others doubles time and memory.  More properties that are not required it compiles for many seconds,
-#: and then can follow no text.  Twice the patterns of one object's properties take 50 times the time.
+#: Limits of a grammar: characters, rules and references, patterns in combined schemas, optional properties, and
+#: patterns of one object. In llguidance a chain of rules uses stack, and the process ends when there is none left.
+#: Each combined pattern doubles time and memory. Optional properties beyond the limit compile for many seconds, and
+#: then no text matches. Twice the patterns of one object's properties take 50 times as long.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
 
-#: Places with %json in Lark's notation that no valid JSON follows.
+#: Most occurrences of %json in Lark's notation without valid JSON.
 _MAX_INVALID = 10
 
-#: Levels of a JSON schema.  llguidance reads schemas recursively, in 4 KB of stack per level.
+#: Deepest nesting of a JSON schema. llguidance reads schemas recursively, with 4 KB of stack per level.
 _MAX_SCHEMA_NESTING = 64
 
-#: Strings and expressions of Lark's notation, which have no operators; "and"; and "not".  The closing quote is
-#: optional: without it a search that starts again at every quote takes quadratic time.
+#: Matches strings and regular expressions of Lark's notation, which contain no operators; "and"; and "not". The
+#: closing quote is optional: without it a search that restarts at every quote takes quadratic time.
 _LARK_OPERATORS = re.compile(r'"(?:[^"\\\n]++|\\.)*+"?|//[^\n]*|/(?:[^/\\\n]++|\\.)++/?|(&)|(~)(?!\s*\d)')
 
-#: Compiled grammars that are kept for the next request.
+#: Most compiled grammars in the cache.
 _MAX_KEPT = 32
 
-#: A rule of llama.cpp's GBNF; Lark's have a colon alone.
+#: A rule of llama.cpp's GBNF. Rules of Lark have only a colon.
 _GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
-#: A backslash at the end of a regular expression that escapes nothing; llguidance ignores it.
+#: A trailing backslash in a regular expression that escapes nothing; llguidance ignores it.
 _LONE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
-#: Strings, classes, comments, names and single characters of GBNF; strings and classes may lack their end.
+#: Strings, classes, comments, names and single characters of GBNF. Strings and classes may be unterminated.
 _GBNF_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"?|\[(?:[^\]\\]|\\.)*+\]?|#[^\n]*|[\w-]+|.', re.DOTALL)
-#: An escape of GBNF, by its number where it is one of a character beyond a byte.
+#: An escape of GBNF, with its number for a character beyond one byte.
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def _escaped(escape: re.Match[str]) -> str:
-    r"""A character in a form that llguidance's reader of GBNF knows, in place of ``\u`` and ``\U``."""
+    r"""Return a character in a form that llguidance's GBNF reader supports, in place of ``\u`` and ``\U``."""
     if escape[1] is None and escape[2] is None:
         return escape[0]
     number = int(escape[1] or escape[2], 16)
     if number > sys.maxunicode or 0xD800 <= number <= 0xDFFF:
-        raise ValueError(f"{escape[0]} is no character")
+        raise ValueError(f"{escape[0]} is not a character")
     return chr(number) if number >= 0x80 else f"\\x{number:02x}"
 
 
-#: Tokens at a prompt's end among which a tag is looked for.
+#: Number of tokens at the end of a prompt in which a reasoning tag is searched.
 _LAST_TOKENS = 16
 
-#: What opens a thought at a prompt's end, and what ends it.  In gpt-oss's format the answer is a message of its own.
+#: Opening of reasoning at the end of a prompt, and its closing. In gpt-oss's format the answer is a separate message.
 _OPENING = {**TAGS, "<|start|>assistant": "<|channel|>final<|message|>"}
 
 
 def _with_groups(gbnf: str) -> str:
-    """GBNF for llguidance's reader, which drops the parentheses of ``(x+)*`` and keeps ``start`` for itself."""
+    """Prepare GBNF for llguidance's reader, which drops parentheses of ``(x+)*`` and reserves the name ``start``."""
     pieces, opened, last = list[str](), list[int](), ""
     for piece in _GBNF_PIECE.findall(gbnf):
         if piece == "(":
             opened.append(len(pieces))
         elif piece == ")" and opened and last in "+*?}":
-            pieces[opened.pop()] = '("" '  # a group of two stays one
+            pieces[opened.pop()] = '("" '  # the reader keeps groups of two
         elif piece == ")" and opened:
             opened.pop()
         pieces.append("start-of-gbnf" if piece == "start" else piece)
@@ -110,18 +110,18 @@ def _with_groups(gbnf: str) -> str:
 
 
 def check_grammar(sampling: Sampling) -> None:
-    """Checks what can be checked of a grammar without a model."""
+    """Check a grammar as far as possible without a model."""
     if sampling.grammar_kind is not None:
         _raise_if(llguidance.LLMatcher.validate_grammar(_internal(sampling)), sampling)
 
 
 def _internal(sampling: Sampling) -> str:
-    """The grammar in Lark's notation, as llguidance has it."""
+    """Return the grammar in Lark's notation, for llguidance."""
     return _read(sampling)[0]
 
 
 def _read(sampling: Sampling) -> tuple[str, list[str]]:
-    """The grammar in Lark's notation, and what of the schemas in it is not enforced."""
+    """Return the grammar in Lark's notation, and descriptions of the parts of its schemas that are not enforced."""
     matcher, complaint = llguidance.LLMatcher, "cannot be used"
     not_held: list[str] = []
     try:
@@ -132,7 +132,7 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
             lark = f"start: %json {schema}"
         elif sampling.regex is not None:
             if _LONE_BACKSLASH.search(sampling.regex):
-                raise ValueError("the backslash at its end escapes nothing")
+                raise ValueError("its last backslash escapes nothing: remove or double it")
             lark = json.loads(matcher.grammar_from_regex(sampling.regex))["grammars"][0]["lark_grammar"]
         else:
             lark = sampling.grammar or ""
@@ -143,7 +143,7 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
                 schema, more = _enforceable_schema(lark[start:end])
                 lark, not_held = lark[:start] + schema + lark[end:], not_held + more
         return lark + _NO_FORCING, not_held
-    except Exception as error:  # it raises nothing more specific
+    except Exception as error:  # llguidance raises nothing more specific
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _error(sampling, complaint, reason) from None
 
@@ -157,7 +157,7 @@ def _enforceable_schema(text: str) -> tuple[str, list[str]]:
     written = json.dumps(schema)
     is_wrong, messages = validate(f"start: %json {written}")
     if not is_wrong:
-        if '"oneOf"' in text:  # some alternatives exclude each other only because they are closed
+        if '"oneOf"' in text:  # some alternatives exclude each other only because objects are closed
             messages += validate(f"start: %json {json.dumps(enforceable_schema(given, may_close=False)[0])}")[1]
         not_held += [words for sign, words in _OF_LLGUIDANCE if any(sign in each for each in messages)]
     return written, not_held
@@ -171,22 +171,22 @@ def _schemas(lark: str) -> Iterator[tuple[tuple[int, int], Any]]:
         check_nesting(lark, _MAX_SCHEMA_NESTING, match.end())
         try:
             schema, end = json.JSONDecoder().raw_decode(lark, match.end())
-        except ValueError:  # in a string or a comment; elsewhere llguidance reports the fault
+        except ValueError:  # in a string or a comment; llguidance reports errors elsewhere
             n_invalid += 1
-            if n_invalid > _MAX_INVALID:  # each may have been read to the end of the text
+            if n_invalid > _MAX_INVALID:  # each attempt may read to the end of the text
                 raise ValueError(f"more than {_MAX_INVALID} schemas of %json are not valid JSON") from None
         else:
             yield (match.end(), end), schema
 
 
 def _check_size(sampling: Sampling) -> None:
-    """Raises a ValueError where compiling it could take all time and memory."""
+    """Raise a ValueError if the grammar might take too much time or memory to compile."""
     lark = sampling.grammar or ""
     if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MAX_CHARACTERS:
         raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters: make it simpler")
     operators = [found.lastindex for found in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
     if 1 in operators and 2 in operators:
-        raise ValueError("it has both & and ~, which may take for ever to compile: write it with one of them")
+        raise ValueError("it has both & and ~, which may take forever to compile: use only one of them")
     n_rules, n_patterns, n_optional, is_combined = max(len(lark.splitlines()), lark.count("%json")), 0, 0, False
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or schemas: use fewer")
@@ -228,16 +228,16 @@ def _error(sampling: Sampling, what: str, why: str) -> GrammarError:
 
 
 def _line(text: str) -> str:
-    """A message in one line, without the excerpts of a grammar beneath it."""
-    reason = re.search(r"^error: (.*)", text, re.MULTILINE)  # of a regular expression
+    """Return a message's first line, without the excerpts of the grammar that follow."""
+    reason = re.search(r"^error: (.*)", text, re.MULTILINE)  # for a regular expression
     return (reason[1] if reason else text.partition("\n")[0])[:300]
 
 
 class Grammars:
-    """Makes constraints for the texts of one model, and keeps what it has compiled.  Any thread may use it."""
+    """Creates constraints for a model, and caches compiled grammars. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
-        """``n_vocab``: logits a token; there may be more than tokens."""
+        """``n_vocab``: logits per token; may be larger than the vocabulary."""
         self._tokenizer = tokenizer
         self._n_vocab = n_vocab
         self._vocabulary: Any = None
@@ -245,21 +245,21 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, sampling: Sampling, prompt_ids: Sequence[int], template: str = "") -> Constraint:
-        """The constraint for the grammar of the settings.
+        """Return the constraint for the grammar of the settings.
 
         Args:
             sampling: the settings.
-            prompt_ids: the prompt.  Where it ends with a tag that opens a thought, the thought comes first.
-            template: for an answer, the chat template: the model may open a thought with the tags that it names.
+            prompt_ids: the prompt. If it ends with a tag that opens reasoning, the reasoning is not constrained.
+            template: for an answer, the chat template. The model may start with a reasoning tag of the template.
         """
         internal, not_held = _read(sampling)
         for each in not_held:
-            warn(f"{sampling.grammar_kind}: {each}, which texts are not held to")
+            warn(f"{sampling.grammar_kind}: {each}, which is not enforced")
         with self._lock:
             matcher = self._kept.get(internal)
         if matcher is None:
             with process.UnfinishedWork(process.workers):
-                matcher = self._compiled(internal, sampling)  # unlocked: it may take a second
+                matcher = self._compiled(internal, sampling)  # without the lock, because it may take a second
         with self._lock:
             self._kept[internal] = matcher
             self._kept.move_to_end(internal)
@@ -273,14 +273,14 @@ class Grammars:
         return Constraint(matcher, vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening)
 
     def prepare(self) -> None:
-        """Makes llguidance's form of the vocabulary, once."""
+        """Create llguidance's form of the vocabulary, once."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
                     _TokenizerAdapter(self._tokenizer, self._n_vocab),
-                    # A vocabulary without an end gets one beyond its tokens, which no mask contains.
+                    # A vocabulary without an end token gets an extra one, which no mask contains.
                     eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
-                    # They take as long to prepare as all else, in which no other thread can run, and save little.
+                    # Slices save little, take half of the preparation time, and block other threads meanwhile.
                     slices=[],
                 )
 
@@ -291,7 +291,7 @@ class Grammars:
         return matcher
 
     def _opening_tokens(self, template: str) -> dict[int, str]:
-        """Tags of a template that open a thought and are one token each, with what closes it."""
+        """Return reasoning tags of a template that are one token, with their closing tags."""
         opening = {}
         for tag, closing in TAGS.items():
             if closing in template:
@@ -311,7 +311,7 @@ class _TokenizerAdapter:
         self._tokenizer = tokenizer
         self.eos_token_id = tokenizer.eos_id
         self.bos_token_id = tokenizer.bos_id
-        # 0xFF, which no text has, sets the names of control tokens apart from text.
+        # 0xFF never occurs in text, so it distinguishes names of control tokens from text.
         self.tokens = [
             b"\xff" * tokenizer.is_special(id_) + tokenizer.token_bytes(id_, special=tokenizer.is_special(id_))
             for id_ in range(tokenizer.n_vocab)
@@ -324,7 +324,7 @@ class _TokenizerAdapter:
 
 
 class Constraint:
-    """Holds one text to a grammar (`localllm.sampling.sampler`)."""
+    """Constrains one text to a grammar (`localllm.sampling.sampler`)."""
 
     def __init__(
         self,
@@ -336,22 +336,26 @@ class Constraint:
         closing: str | None,
         opening: dict[int, str],
     ) -> None:
-        """``matcher``, at its beginning, and ``vocabulary`` are llguidance's.  ``closing`` ends the thought that the
-        text begins with; None if it begins with its answer.  ``opening``: tokens with which it may begin a thought,
-        and what closes that."""
+        """
+        Args:
+            matcher: llguidance's matcher, in its initial state.
+            vocabulary: llguidance's vocabulary.
+            closing: end of the reasoning that the text starts with; None if it starts with the answer.
+            opening: tokens that may start reasoning, with the closing of each.
+        """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
         self._closing = None if closing is None else closing.encode()
         self._opening = opening
-        self._thought = b""  # its last bytes
+        self._thought = b""  # end of the reasoning
         self._n_vocab = n_vocab
-        self._mask = np.empty((n_vocab + 32) // 32, np.uint32)  # a bit for each token, and one for an end beyond
+        self._mask = np.empty((n_vocab + 32) // 32, np.uint32)  # one bit per token, and one for an extra end token
         self._ends = np.array(sorted(tokenizer.eog_ids), np.int64)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow any more."""
+        """True if no text can follow."""
         return self._closing is None and bool(self._matcher.is_stopped())
 
     def allows(self, id_: int) -> bool:
@@ -360,7 +364,7 @@ class Constraint:
         return id_ in self._opening or bool(self._matcher.validate_tokens([id_]))
 
     def masked(self, logits: Logits) -> Logits:
-        """The logits, with -inf for tokens that the grammar does not allow, or that spell the only text in pieces."""
+        """Return the logits with -inf for tokens that are not allowed, and for short spellings of a forced text."""
         if self._closing is not None:
             masked = logits.copy()
             masked[self._ends] = -np.inf
@@ -377,16 +381,19 @@ class Constraint:
         return masked
 
     def _longest_spelling(self, allowed: IntArray) -> IntArray:
-        """Of tokens that begin the only text which can follow, the longest: the model would spell it so, while the
-        others are likely for what else begins like them.  All tokens where several texts can follow."""
+        """Return the longest of tokens that all start one forced text, or all tokens if several texts can follow.
+
+        The model would choose the longest spelling. The shorter tokens are likely only because other texts start with
+        them.
+        """
         texts = [self._tokenizer.token_bytes(id_) for id_ in allowed.tolist()]
         longest = max(texts, key=len)
-        if not all(text and longest.startswith(text) for text in texts):  # the end has no text
+        if not all(text and longest.startswith(text) for text in texts):  # an end token has no text
             return allowed
         return allowed[[len(text) == len(longest) for text in texts]]
 
     def accept(self, id_: int) -> None:
-        """The text went on with this token."""
+        """Advance by one token of the text."""
         if self._closing is not None:
             self._think(id_)
         elif id_ in self._opening:
@@ -396,7 +403,7 @@ class Constraint:
         self._opening = {}
 
     def n_possible(self, ids: Sequence[int]) -> int:
-        """How many of the tokens ``ids`` may follow one another from here on."""
+        """Return the number of leading tokens of ``ids`` that are allowed."""
         return len(ids) if self._closing is not None else int(self._matcher.validate_tokens(list(ids)))
 
     def _think(self, id_: int) -> None:
@@ -406,7 +413,7 @@ class Constraint:
         self._thought = before[-len(self._closing) :]
         if closing:
             self._closing = None
-            if answer := answer.lstrip():  # of a token that goes on behind the tag
+            if answer := answer.lstrip():  # rest of a token that contains the end of the tag
                 self._consume(self._vocabulary.tokenize_bytes(answer))
 
     def _consume(self, ids: list[int]) -> None:
@@ -415,4 +422,4 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UsageError(f"the text cannot be held to its grammar any more: {_line(self._matcher.get_error())}")
+            raise UsageError(f"the text no longer matches its grammar: {_line(self._matcher.get_error())}")

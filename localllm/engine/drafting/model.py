@@ -61,8 +61,8 @@ class DraftModel:
     def drafter(self, cost: StepCost, most: int, always: bool = False) -> ModelDrafter:
         """Return a drafter for one text.
 
-        ``cost``: step costs of the target model. ``most``: most drafts per step. ``always``: make ``most`` drafts even
-        if no gain is expected.
+        ``cost``: step costs of the target model. ``most``: most drafts per step. ``always``: make ``most`` drafts
+        even if no gain is expected.
         """
         return ModelDrafter(self, cost, most, always)
 

@@ -104,7 +104,7 @@ class MTPDrafter(ModelDrafter):
             self._sequence, self._salt = cache.begin([]), next(_salts) * self._runner.n_vocab
 
     def _evaluate(self, tokens: Sequence[int], n_outputs: int) -> NDArray[np.float32] | None:
-        """Evaluate the waiting hidden states. Return None without room or if a token is not in the block's vocabulary."""
+        """Evaluate the waiting hidden states. Return None without room or if the block lacks a token."""
         assert self._sequence is not None
         runner, cache, sequence = self._runner, self._runner.cache, self._sequence
         rows, self._rows = np.concatenate(self._rows), []
