@@ -1,9 +1,9 @@
-"""JSON schemas as llguidance can hold texts to them.
+"""Rewrites JSON schemas so that llguidance can enforce them.
 
-Schemas come from many programs and drafts of the standard (https://json-schema.org/specification).  They are written
-anew in one form: only keywords that are held, each reference to a definition of its own, null as if left out.  What
-cannot be held is named.  Objects get no properties but those that their schema names, unless it says that they may: a
-small model would go on adding some.
+Schemas come from many programs and drafts of the standard (https://json-schema.org/specification). They are rewritten
+in one form: only enforced keywords, one definition per reference target, and null values removed. Keywords that cannot
+be enforced are reported. Objects get only the properties that their schema names, unless the schema allows others,
+because a small model would add properties without end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from localllm.sampling.ecma_patterns import from_ecma
 
 Node = dict[str, Any]
 
-#: Alternatives that a schema belongs to: the index of each, by the identity of the list.
+#: Alternatives that a schema is part of: the index of each, by the identity of the list of alternatives.
 _Choices = dict[int, int]
 
-#: Combinations of schemas that are checked for contradictions.
+#: Most combinations of schemas that are checked for contradictions.
 _MAX_GROUPS = 10_000
 
-#: Keywords by what their values hold: data, a schema, a list of schemas, and schemas by name.
+#: Keywords by the type of their values: data, a schema, a list of schemas, or schemas by name.
 _DATA = (
     *("type", "const", "enum", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minLength"),
     *("maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "x-guidance"),
@@ -37,7 +37,7 @@ _ONE = ("items", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf")
 _NAMED = ("properties", "patternProperties")
 
-#: Keywords that no text is held to, with values that allow everything.
+#: Keywords that are not enforced, with values that allow everything.
 _NOT_HELD: dict[str, tuple[Any, ...]] = {
     "not": (False,),
     "if": (),
@@ -54,24 +54,24 @@ _NOT_HELD: dict[str, tuple[Any, ...]] = {
 
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 
-#: Keywords that say which properties an object has; and those of them by which it says so itself.
+#: Keywords about the properties of an object, and those among them that rule out closing it.
 _OBJECT = frozenset({"properties", "required", "additionalProperties", "patternProperties", "minProperties"})
 _OBJECT |= {"maxProperties", "unevaluatedProperties"}
 _SAYS_ITSELF = frozenset({"additionalProperties", "patternProperties", "minProperties", "maxProperties"})
 
-#: Numbers beyond are not compared digit by digit.
+#: Larger bounds are replaced by this one, because llguidance compares numbers digit by digit.
 _MAX_BOUND = 10**18
 
-#: The beginning of a look-around, or a word boundary: both only take texts away.
+#: Start of a look-around, or a word boundary. Both only exclude matches.
 _LOOK = re.compile(r"\\[bB]|\(\?<?[=!]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def enforceable_schema(schema: Any, *, may_close: bool = True) -> tuple[Any, list[str]]:
-    """A schema in the form that llguidance takes, and what of it no text is held to.
+    """Return a schema in a form that llguidance accepts, and descriptions of the keywords that are not enforced.
 
     Args:
         schema: any JSON schema.
-        may_close: objects get no properties but those that their schema names.
+        may_close: restrict objects to the properties that their schema names.
     """
     reader = _Reader(schema)
     root, definitions = reader.read_all()
@@ -85,15 +85,15 @@ def enforceable_schema(schema: Any, *, may_close: bool = True) -> tuple[Any, lis
 
 
 class _Reader:
-    """Writes a schema in the one form."""
+    """Rewrites a schema in the common form."""
 
     def __init__(self, root: Any) -> None:
         self.not_held: list[str] = []
-        self.required_in_branches: dict[int, list[str]] = {}  # names that ``then`` and others require, by schema
+        self.required_in_branches: dict[int, list[str]] = {}  # names required by ``then`` etc., by id() of the schema
         self._root = root
-        self._names: dict[int, str] = {}  # of definitions, by the schema that they are of
+        self._names: dict[int, str] = {}  # names of definitions, by id() of the target
         self._unread: list[tuple[str, Any, Node, str]] = []
-        self._by_address: dict[str, tuple[Any, Node, str]] = {}  # each with its resource and that one's address
+        self._by_address: dict[str, tuple[Any, Node, str]] = {}  # (schema, resource, base address)
 
     def read_all(self) -> tuple[Any, dict[str, Any]]:
         self._find_addresses()
@@ -107,7 +107,7 @@ class _Reader:
             seen: set[str] = set()
             while isinstance(node, dict) and (name := node.get("$ref", "")):
                 if name in seen:
-                    raise ValueError("a $ref leads back to itself")
+                    raise ValueError("a $ref refers to itself: remove the cycle")
                 seen.add(name)
                 node = definitions[name.removeprefix("#/$defs/")]
         return root, definitions
@@ -136,7 +136,7 @@ class _Reader:
         return node, urljoin(base, urldefrag(id_)[0])
 
     def _referred(self, reference: str, resource: Any, base: str) -> tuple[Any, Any, str]:
-        """The target of a reference, with its resource and address."""
+        """Return the target of a reference, with its resource and address."""
         address, fragment = urldefrag(reference)
         fragment = unquote(fragment)
         found: tuple[Any, Any, str] | None = (resource, resource, base)
@@ -161,7 +161,7 @@ class _Reader:
                 return node, resource, base
             found = None
         if found is None:
-            raise ValueError(f"$ref {reference!r:.80} leads to nothing in the schema")
+            raise ValueError(f"the target of $ref {reference!r:.80} does not exist in the schema")
         return found
 
     def _reference(self, reference: str, resource: Any, base: str) -> str:
@@ -189,7 +189,7 @@ class _Reader:
             if key in schema:
                 found[key] = [read(each) for each in schema[key]] if isinstance(schema[key], list) else schema[key]
         for key in _NAMED:
-            if value := schema.get(key):  # some programs write [] for none
+            if value := schema.get(key):  # some programs write [] for an empty object
                 found[key] = {name: read(each) for name, each in value.items()} if isinstance(value, dict) else value
         for key in ("$ref", "$dynamicRef", "$recursiveRef"):
             if isinstance(schema.get(key), str):
@@ -205,9 +205,9 @@ class _Reader:
 
     def _read_items(self, schema: Node, found: Node, read: Any) -> None:
         first, rest = schema.get("prefixItems"), schema.get("items")
-        if isinstance(first, dict):  # as llama.cpp takes it
+        if isinstance(first, dict):  # like llama.cpp
             first, found["items"] = None, read(first)
-        elif isinstance(rest, list):  # of older drafts
+        elif isinstance(rest, list):  # older drafts
             first, rest = rest, schema.get("additionalItems", True)
             found["items"] = read(rest)
         if first is not None:
@@ -218,7 +218,7 @@ class _Reader:
         if "any" in (kinds if isinstance(kinds, list) else [kinds]):
             del found["type"]
         for key, value in list(found.items()):
-            if key.startswith("exclusive") and isinstance(value, bool):  # of draft 4
+            if key.startswith("exclusive") and isinstance(value, bool):  # draft 4
                 del found[key]
                 limit = found.pop(key[9:].lower(), None) if value else None
                 if limit is not None:
@@ -255,7 +255,7 @@ class _Reader:
                 try:
                     re.compile(translated)
                 except (re.error, OverflowError, RecursionError):
-                    return pattern  # llguidance reports the fault
+                    return pattern  # llguidance reports the error
                 wider = None
         if wider != translated or has_references:
             self.not_held.append(f"pattern {pattern!r:.60}" + ("" if wider is None else " in full"))
@@ -282,9 +282,9 @@ class _Reader:
                 found["unevaluatedProperties"] = False  # for closing
             else:
                 found.setdefault("additionalProperties", False)
-        if isinstance(found.get("required", []), bool):  # of draft 3
+        if isinstance(found.get("required", []), bool):  # draft 3
             del found["required"]
-        # What is not held may name properties, too.
+        # Keywords that are not enforced may name further properties.
         more = [schema.get("then"), schema.get("else")]
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             more += schema[key].values() if isinstance(schema.get(key), dict) else ()
@@ -317,8 +317,8 @@ def _is_enforced(pattern: str) -> bool:
 
 
 def _without_look(pattern: str) -> str:
-    """A regular expression without look-arounds and word boundaries: every text that it matches, it matches still."""
-    kept, place, skipped = [], 0, 0  # depth of parentheses in what is left out
+    """Return a regular expression without look-arounds and word boundaries. It matches everything that it matched."""
+    kept, place, skipped = [], 0, 0  # skipped: depth of parentheses in a look-around
     for found in re.finditer(rf"{_LOOK.pattern}|[()]", pattern, re.DOTALL):
         text = found[0]
         if skipped:
@@ -331,16 +331,16 @@ def _without_look(pattern: str) -> str:
 
 
 class _Closing:
-    """Closes objects where that takes no property away that a schema beside theirs names or requires."""
+    """Closes objects, unless that excludes a property that a combined schema names or requires."""
 
     def __init__(
         self, definitions: dict[str, Any], not_held: list[str], required_in_branches: dict[int, list[str]]
     ) -> None:
         self._definitions = definitions
-        self._required_in_branches = required_in_branches  # by the schema with ``then``, ``else`` or others
+        self._required_in_branches = required_in_branches  # by id() of the schema with ``then``, ``else`` etc.
         self._not_held = not_held
         self._left: list[Any] = []
-        self._open: set[int] = set()  # schemas that others are combined with
+        self._open: set[int] = set()  # schemas that are combined with others
         self._plans: list[tuple[Node, list[tuple[Node, list[str]]]]] = []
 
     def close(self, root: Any) -> None:
@@ -387,7 +387,7 @@ class _Closing:
                     known = node.get("properties", {})
                     if any(name not in known and _may_combine(choices, others) for name, others in required):
                         del node["additionalProperties"]
-                        self._not_held.append("additionalProperties, which forbids what is required beside it")
+                        self._not_held.append("additionalProperties, which forbids a property that is also required")
             places: dict[str, list[tuple[Node, _Choices]]] = {}
             for node, choices in group:
                 for place, child in _children(node):
@@ -396,7 +396,7 @@ class _Closing:
             groups += places.values()
 
     def _with_siblings(self, group: list[tuple[Node, _Choices]]) -> list[tuple[Node, _Choices]]:
-        """Return all schemas that apply to the same value, each with the alternatives that it belongs to."""
+        """Return all schemas that apply to the same value, each with its alternatives."""
         found, seen, left = list[tuple[Node, _Choices]](), set[int](), group.copy()
         for node, choices in left:
             if not isinstance(node, dict) or id(node) in seen:
@@ -424,7 +424,7 @@ class _Closing:
                     self._forget_marks(each, closed)
 
     def _siblings(self, node: Node) -> list[Node]:
-        """The schemas that hold the same value as one."""
+        """Return the schemas that apply to the same value as ``node``."""
         found = [each for key in _LISTS for each in _listed(node, key)]
         if "$ref" in node:
             found.append(self._definitions[node["$ref"].removeprefix("#/$defs/")])
@@ -468,12 +468,12 @@ class _Closing:
             self._distribute(node, [], plan)
             known = {name for part in parts for name in part.get("properties", {})}
             if "unevaluatedProperties" in node and any(name not in known for p in parts for name in _required(p)):
-                self._not_held.append("unevaluatedProperties, which forbids what is required beside it")
+                self._not_held.append("unevaluatedProperties, which forbids a property that is also required")
             if any(names or "unevaluatedProperties" in node for _, names in plan):
                 self._plans.append((node, plan))
 
     def _distribute(self, node: Node, names: list[str], plan: list[tuple[Node, list[str]]]) -> None:
-        """Closes each alternative of a schema with the names that are known beside it."""
+        """Plan the closing of each alternative of a schema, with ``names`` from schemas combined with it."""
         parts = self._parts(node, alternatives=False)
         if any({"const", "enum"} & part.keys() for part in parts):
             return
@@ -498,7 +498,7 @@ class _Closing:
 
 
 def _may_combine(choices: _Choices, others: _Choices) -> bool:
-    """Return whether two schemas apply to the same value, and are not different alternatives."""
+    """Return whether two schemas can apply to the same value: they are not different alternatives."""
     return all(others.get(alternatives, n) == n for alternatives, n in choices.items())
 
 
@@ -517,7 +517,7 @@ def _names(node: Node) -> list[str]:
 
 
 def _children(node: Node) -> Iterator[tuple[str, Any]]:
-    """Schemas of what is in a value, each with its place there."""
+    """Yield (place, schema) for the schemas of properties and items."""
     for key in _NAMED:
         value = node.get(key)
         if isinstance(value, dict):

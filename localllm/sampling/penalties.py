@@ -1,8 +1,8 @@
-"""Steps that lower the logits of tokens because of what was already written: repetition penalties and DRY.
+"""Lowers the logits of repeated tokens: repetition penalties and DRY.
 
-Each step is called with the logits of one position, float32 ``[n_vocab]``, and returns new ones; it hears
-of every token through ``accept``.  What they compute stands in the pure functions ``penalize`` and
-``suffix_match_lengths``; the classes only keep the history those need.
+Each step is called with the logits of one position, float32 ``[n_vocab]``, and returns new ones. ``accept`` adds each
+token to its history. The computation is in the pure functions ``penalize`` and ``suffix_match_lengths``; the classes
+only store history.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class History:
-    """The ids of a sequence so far, prompt and choices alike."""
+    """Token ids of a sequence: prompt and generated tokens."""
 
     def __init__(self, ids: Sequence[int] | IntArray) -> None:
         self._buffer: npt.NDArray[np.int32] = np.array(ids, dtype=np.int32)
@@ -30,7 +30,7 @@ class History:
 
     def append(self, id_: int) -> None:
         if self._length == len(self._buffer):
-            # A new buffer, never np.resize in place: views handed out earlier stay valid.
+            # A new buffer, because np.resize in place would invalidate earlier views.
             grown = np.empty(max(256, 2 * self._length), np.int32)
             grown[: self._length] = self._buffer
             self._buffer = grown
@@ -38,7 +38,7 @@ class History:
         self._length += 1
 
     def last(self, count: int) -> npt.NDArray[np.int32]:
-        """The last ``count`` ids (fewer if there are fewer; -1 for all) as a read-only view."""
+        """Return the last ``count`` ids (all if there are fewer, or for -1) as a read-only view."""
         start = 0 if count < 0 else max(0, self._length - count)
         view = self._buffer[start : self._length]
         view.flags.writeable = False
@@ -48,15 +48,14 @@ class History:
 def penalize(
     logits: Logits, ids: IntArray, counts: IntArray, *, repeat: float, presence: float, frequency: float
 ) -> Logits:
-    """Penalises ``ids``, each of which occurred ``counts`` times.
+    """Return new logits with penalties for ``ids``, which occurred ``counts`` times.
 
-    The repeat penalty (Keskar et al. 2019, CTRL, section 4.1) divides a positive logit and multiplies one
-    that is not, so that it always lowers it; then ``presence + count * frequency`` is subtracted, as the
-    OpenAI API defines them.  Returns new logits.
+    The repeat penalty (Keskar et al. 2019, CTRL, section 4.1) divides positive logits and multiplies others, so it
+    always lowers them. Then ``presence + count * frequency`` is subtracted, as in the OpenAI API.
     """
     old = logits[ids].astype(np.float64)
     penalized = logits.copy()
-    # What falls below float32 is a token that can no longer be drawn; what rises above it, the caller finds.
+    # A logit below float32's range becomes -inf, so the token is never drawn. The caller checks for +inf.
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = np.where(old > 0, old / repeat, old * repeat)
         penalized[ids] = scaled - (presence + counts * frequency)
@@ -64,7 +63,7 @@ def penalize(
 
 
 class RepetitionPenalties:
-    """Repeat, presence and frequency penalties over the last ``window`` tokens (-1: all of them)."""
+    """Repeat, presence and frequency penalties over the last ``window`` tokens (-1: all tokens)."""
 
     def __init__(
         self, prompt_ids: Iterable[int], *, window: int, repeat: float, presence: float, frequency: float
@@ -94,8 +93,10 @@ class RepetitionPenalties:
 
 
 class SequenceBreakers:
-    """Finds the texts across which DRY follows no repetition, also where one spans several tokens.  ``breakers``: the
-    texts, none empty; ``token_bytes``: the bytes that an id stands for."""
+    """Finds strings that interrupt repetitions for DRY, also across tokens.
+
+    ``breakers``: the strings, none of them empty. ``token_bytes``: returns the bytes of a token.
+    """
 
     def __init__(self, breakers: Iterable[str], token_bytes: Callable[[int], bytes]) -> None:
         self._breakers = [text.encode("utf-8", "surrogatepass") for text in breakers]
@@ -103,11 +104,11 @@ class SequenceBreakers:
         self._n_tail = max(map(len, self._breakers)) - 1
         self._tail = b""
         self.tokens_since = 0
-        """How many tokens follow the one in which the last breaker ended (all, if there was none)."""
+        """Number of tokens after the token in which the last breaker ended; all tokens if there was no breaker."""
 
     def accept(self, id_: int) -> None:
         text = self._tail + self._token_bytes(id_)
-        n = len(self._tail)  # what ends in it counted before
+        n = len(self._tail)  # breakers that end in the tail were counted before
         if any(text.find(breaker, max(0, n - len(breaker) + 1)) >= 0 for breaker in self._breakers):
             self.tokens_since = 0
         else:
@@ -120,11 +121,11 @@ class SequenceBreakers:
 
 
 def suffix_match_lengths(ids: IntArray) -> npt.NDArray[np.int32]:
-    """For each position but the last: how many ids up to and with it equal as many at the end of ``ids``.
+    """Return, for each position except the last, the number of ids up to it that equal the end of ``ids``.
 
-    The Z-algorithm (Gusfield 1997, chapter 1) on the reversed ids, linear in time.
+    Uses the Z-algorithm (Gusfield 1997, chapter 1) on the reversed ids, in linear time.
 
-    ``ids``: ``[n]``.  Returns int32 ``[max(0, n - 1)]``.  For ``a b c x a b c`` it is ``0 0 3 0 0 0``.
+    ``ids``: ``[n]``. The result is int32 ``[max(0, n - 1)]``. For ``a b c x a b c`` it is ``0 0 3 0 0 0``.
     """
     backward = ids[::-1].tolist()
     n = len(backward)
@@ -141,18 +142,17 @@ def suffix_match_lengths(ids: IntArray) -> npt.NDArray[np.int32]:
 
 
 class DryPenalty:
-    """DRY, "don't repeat yourself": penalises the tokens that would prolong a repetition.
+    """DRY, "don't repeat yourself": penalizes tokens that would extend a repetition.
 
-    If the last ``n`` tokens stood earlier in the text as well and were followed there by a token ``t``, then
-    ``multiplier * base ** (n - allowed_length)`` is taken from the logit of ``t``, for the greatest such ``n`` of at
-    least ``allowed_length``.  No repetition is followed across a sequence breaker, and a token that holds one is
-    never penalised.
+    If the last ``n`` tokens also occur earlier, followed by token ``t``, the logit of ``t`` is lowered by
+    ``multiplier * base ** (n - allowed_length)``, for the largest such ``n`` of at least ``allowed_length``. Repetitions
+    end at a sequence breaker, and a token that contains a breaker is never penalized.
 
-    Designed by p-e-w (oobabooga/text-generation-webui pull request 5677); details as in llama.cpp, except that a
-    breaker is looked for in the text, and so found however it was tokenized.
+    Designed by p-e-w (oobabooga/text-generation-webui pull request 5677). Details follow llama.cpp, except that breakers
+    are found in the text, however it is tokenized.
 
-    ``history``: the sequence; its owner appends to it before it calls ``accept``; ``window``: how many of the last
-    tokens are looked at, -1 for all; ``breakers``: fresh ones, or None for none at all.
+    ``history``: the sequence; its owner appends to it before calling ``accept``. ``window``: number of last tokens to
+    search, -1 for all. ``breakers``: a new object, or None for no breakers.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class DryPenalty:
                 breakers.accept(id_)
 
     def accept(self, id_: int) -> None:
-        # A suffix match grows by one where the new token stood next, and is over everywhere else: linear,
-        # whatever the text, where matching anew could be quadratic.
+        # A match grows by one if the new token follows it, and ends otherwise. This takes linear time for every text; a
+        # new search could be quadratic.
         earlier = self._history.last(self._window)[:-1]
         grown = np.concatenate((np.zeros(1, np.int32), self._lengths)) + np.int32(1)
         self._lengths = np.where(earlier == id_, grown[len(grown) - len(earlier) :], np.int32(0))
@@ -197,10 +197,10 @@ class DryPenalty:
         return penalized
 
     def _continuations(self) -> tuple[IntArray, IntArray]:
-        """The ids that would prolong a repetition, and the length of the longest that each would."""
+        """Return ids that would extend a repetition, and the length of the longest repetition for each."""
         recent = self._history.last(self._window)
         limit = len(recent) if self._breakers is None else self._breakers.tokens_since
-        in_window = np.arange(1, len(recent))  # a match cannot begin before the window does
+        in_window = np.arange(1, len(recent))  # matches cannot start before the window
         lengths = np.minimum(self._lengths, np.minimum(in_window, limit))
         repeated = np.flatnonzero(lengths >= self._allowed_length)
         ids, inverse = np.unique(recent[repeated + 1], return_inverse=True)

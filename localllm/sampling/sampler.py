@@ -1,17 +1,16 @@
-"""Sampling: from the logits of one position to the id of the next token.
+"""Sampling: computes the id of the next token from the logits of one position.
 
-``make_sampler`` chooses once, from a ``Sampling``, which small steps make up the sampler, in the order of
-llama.cpp's default chain:
+``make_sampler`` builds the sampler for a ``Sampling`` from small steps, in the order of llama.cpp's default chain:
 
     logit bias · processors · repetition penalties · DRY        on all logits
-    top-nσ · top-k · typical · top-p · min-p · XTC · temperature · draw  on the candidates that are left
+    top-nσ · top-k · typical · top-p · min-p · XTC · temperature · draw  on the remaining candidates
 
-Temperature 0 takes the largest logit after the first line, of equal ones the lowest id.  Mirostat 2 takes the
-place of the second line but for temperature, and draws by itself, as adaptive-p does behind temperature.
-(llama.cpp leaves out penalties and DRY as well with mirostat, and applies the truncations at temperature 0 too.)
+Temperature 0 selects the largest logit after the first line, the lowest id among equal logits. Mirostat 2 replaces the
+second line except for temperature, and draws the token. Adaptive-p draws the token after temperature. (With mirostat,
+llama.cpp also omits penalties and DRY. It also truncates at temperature 0.)
 
-Where a grammar does not allow what was chosen, the second line chooses again, of what it allows: to find out all of
-that for each token would take longer than all else.
+If a grammar forbids the chosen token, the second line runs again on allowed tokens. Computing the allowed tokens every
+time would take longer than all other steps.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ if TYPE_CHECKING:
 
 Step = Callable[[Candidates], Candidates]
 
-#: Random numbers that are made together.
+#: Random numbers generated together.
 _DRAWN_AT_ONCE = 16
 
-#: From candidates to an id, and those that it was drawn among.
+#: Returns the chosen id and the candidates from which it was drawn.
 _Choose = Callable[[Candidates], tuple[int, Candidates]]
 
 greedy = Sampling(temperature=0.0)
@@ -62,7 +61,7 @@ class _LogitBias:
 
 
 class _Processor:
-    """Calls a user's function on a copy, and believes nothing that it returns."""
+    """Calls a user's function with a copy of the logits, and checks its result."""
 
     def __init__(self, function: LogitsProcessor, history: History) -> None:
         self._function = function
@@ -83,18 +82,18 @@ class _Processor:
 def _highest_logit(
     logits: Logits, error: type[LocalLLMError], whose: str, advice: str, ids: IntArray | None = None
 ) -> int:
-    """The id of the largest logit, of equal ones the first; it is finite, or ``error`` is raised.
+    """Return the id of the largest logit, the first among equal ones. Raises ``error`` if it is not finite.
 
-    ``ids``: those of the logits, if these are not all.
+    ``ids``: ids of the logits, if not all logits are given.
     """
-    position = int(logits.argmax())  # of the first NaN, if there is one
+    position = int(logits.argmax())  # the first NaN, if any
     peak, id_ = float(logits[position]), position if ids is None else int(ids[position])
     if math.isnan(peak):
         raise error(f"{whose} hold NaN, first for token {id_}: {advice}")
     if peak == math.inf:
         raise error(f"{whose} are infinite for token {id_}: {advice}")
     if peak == -math.inf:
-        raise error(f"{whose} are -inf for every token, so that none can be chosen: {advice}")
+        raise error(f"{whose} are -inf for every token, so no token can be chosen: {advice}")
     return id_
 
 
@@ -102,11 +101,11 @@ class Choice(NamedTuple):
     """A chosen token.
 
     Attributes:
-        id: the token.
-        logprob: the natural logarithm of its probability under the model, before any setting (as the OpenAI
-            API reports it); None if none was asked for.
-        top: the likeliest tokens and their log-probabilities, likeliest first, as many as were asked for;
-            tokens of probability 0 are left out.
+        id: Token id.
+        logprob: Natural logarithm of its probability in the model, before any setting, as in the OpenAI API. None
+            unless requested.
+        top: Most likely tokens and their log-probabilities, most likely first. Tokens with probability 0 are
+            omitted.
     """
 
     id: int
@@ -115,9 +114,9 @@ class Choice(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tokens of one sequence.  ``make_sampler`` makes it.
+    """Chooses the tokens of one sequence. Created by ``make_sampler``.
 
-    Calling it chooses; ``accept`` tells it which token the sequence went on with.
+    Calls choose a token. ``accept`` adds the next token of the sequence.
     """
 
     def __init__(
@@ -134,24 +133,25 @@ class Sampler:
         constraint: Constraint | None = None,
         uniform: UniformNumbers | None = None,
     ) -> None:
-        self.sampling = sampling  # the settings
-        # what the random numbers were seeded with, also where the settings left it open: the same seed, settings,
-        # prompt and logits give the same ids again, on every platform (up to the rounding of ``exp``, which may
-        # differ in the last place)
+        self.sampling = sampling
+        # Seed of the random numbers, also if the settings have no seed. The same seed, settings, prompt and logits give
+        # the same ids on every platform, up to the rounding of ``exp``, which may differ in the last place.
         self.seed = seed
         self._history = history
         self._ids = np.arange(n_vocab)
         self._adjustments = tuple(adjustments)
         self._listeners = tuple(listeners)
-        self._choose = choose  # None: take the largest logit
-        # how many of the largest logits `among` needs; 0 if the settings look at all of them
+        self._choose = choose  # None: select the largest logit
+        # Number of largest logits that `among` needs; 0 if the settings need all logits
         self.n_enough = n_enough
         self._constraint = constraint
         self._uniform = uniform
 
     def draws(self, n: int) -> list[tuple[float, ...]]:
-        """How the next choices are made among the `n_enough` largest logits, as `Batch.draws` of a backend; none
-        where they are not drawn, or more decides."""
+        """Return parameters of the next draws from the `n_enough` largest logits, for `Batch.draws` of a backend.
+
+        Empty if no token is drawn or other settings affect the choice.
+        """
         s = self.sampling
         is_alone = not (s.logit_bias or s.typical_p < 1 or s.xtc_probability > 0 or s.draws_depend)
         if not (self._uniform and self.n_enough and is_alone):
@@ -160,21 +160,23 @@ class Sampler:
 
     @property
     def is_slow(self) -> bool:
-        """Whether a choice may take long, and can be made in any thread: for what a grammar allows may be hard to
-        tell, while processors are promised the engine's thread."""
+        """True if a choice may take long and can run in any thread: a grammar may be slow to evaluate.
+
+        Processors always run in the engine thread.
+        """
         return self._constraint is not None and not self.sampling.processors
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text's grammar lets nothing follow."""
+        """True if the grammar allows no further text."""
         return self._constraint is not None and self._constraint.is_complete
 
     def n_possible(self, ids: Sequence[int]) -> int:
-        """How many of the tokens ``ids`` the text's grammar lets follow one another."""
+        """Return the number of leading tokens of ``ids`` that the grammar allows."""
         return len(ids) if self._constraint is None else self._constraint.n_possible(ids)
 
     def __call__(self, logits: npt.NDArray[Any]) -> Choice:
-        """Chooses the next token.
+        """Choose the next token.
 
         Args:
             logits: float32 ``[n_vocab]``; -inf forbids a token.  Not changed.
@@ -189,7 +191,7 @@ class Sampler:
         if self._adjustments:
             chosen = _highest_logit(adjusted, UsageError, *_ADJUSTED)
         drawn_among: Candidates | None = None
-        # What learns from its draws must draw only what is taken.
+        # Samplers with state must draw only from allowed tokens.
         if self._choose is not None and not (self._constraint and self.sampling.draws_depend):
             chosen, drawn_among = self._choose(Candidates(self._ids, adjusted))
         if self._constraint is not None and (self.sampling.draws_depend or not self._constraint.allows(chosen)):
@@ -204,12 +206,12 @@ class Sampler:
         return _drawn(drawn_among, chosen, self.sampling.logprobs)
 
     def among(self, ids: IntArray, logits: Logits) -> Choice:
-        """Chooses the next token as it would from all logits, if it is given the `n_enough` largest or more.
+        """Choose the next token from the `n_enough` largest logits or more. The result is the same as from all logits.
 
         Args:
-            ids: ``[n]``, any integers: those of the largest logits, of equal ones the lowest.  A NaN counts as
-                larger than any number.
-            logits: float32 ``[n]``, theirs.
+            ids: ``[n]``, integers: ids of the largest logits, the lowest ids among equal logits. NaN counts as larger than
+                any number.
+            logits: float32 ``[n]``.
         """
         order = np.argsort(ids)
         ids, logits = ids[order], logits[order]
@@ -222,23 +224,23 @@ class Sampler:
         return Choice(chosen if self._choose is None else self._choose(Candidates(ids, logits))[0])
 
     def accept(self, id_: int) -> None:
-        """Appends a token to the history that penalties, DRY and processors see."""
+        """Append a token to the history that penalties, DRY and processors use."""
         in_vocabulary([id_], len(self._ids))
         self._history.append(id_)
         for listener in self._listeners:
             listener(id_)
 
 
-#: Whose logits are wrong, and what to do, where they are the model's own and where settings made them so.
+#: Subject and advice of error messages, for logits of the model and for logits after the settings were applied.
 _MODELS = "the model's logits", "its file may be damaged"
 _ADJUSTED = "after logit_bias, processors, penalties, DRY and grammar the logits", "use milder settings"
 
 
 def _n_enough(sampling: Sampling, n_vocab: int) -> int:
-    """How many of the largest logits make the choice if nothing but biases changes them; 0 if it may take all.
+    """Return the number of largest logits that determine the choice; 0 if all logits may be needed.
 
-    Biases that only lower logits bring at most as many others among the largest as there are of them.  Top-k gets one
-    more than it keeps, so that it orders them as it would out of all.
+    Assumes that only biases change the logits. Each negative bias can bring at most one other token among the largest.
+    Top-k needs one more logit than it keeps, so that it sorts in the same way as with all logits.
     """
     if sampling.logprobs is not None or any(bias > 0 for bias in sampling.logit_bias.values()):
         return 0
@@ -261,7 +263,7 @@ def _with_logprobs(logits: Logits, chosen: int, n_top: int) -> Choice:
 
 
 def _drawn(among: Candidates | None, chosen: int, n_top: int) -> Choice:
-    """A choice with the probabilities of those that it was drawn among; with None there was only one."""
+    """Return a choice with probabilities among its candidates. None: there was only one candidate."""
     if among is None:
         return Choice(chosen, 0.0, ((chosen, 0.0),) if n_top else ())
     weights = steps.relative_weights(among.logits)
@@ -280,9 +282,11 @@ def make_sampler(
     token_bytes: Callable[[int], bytes] | None = None,
     constraint: Constraint | None = None,
 ) -> Sampler:
-    """The sampler of one sequence.  ``prompt_ids``: the sequence so far, which counts for penalties and DRY;
-    ``token_bytes``: the bytes that an id stands for; DRY finds its sequence breakers with it; ``constraint``: what
-    holds the text to the grammar of the settings."""
+    """Return the sampler of one sequence.
+
+    ``prompt_ids``: the tokens so far, for penalties and DRY. ``token_bytes``: returns the bytes of a token; needed for
+    DRY's sequence breakers. ``constraint``: enforces the grammar of the settings.
+    """
     in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
     in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
     history = History(prompt_ids)
@@ -337,7 +341,7 @@ def _breakers(texts: tuple[str, ...], token_bytes: Callable[[int], bytes] | None
 
 
 def _make_choose(sampling: Sampling, seed: int, uniform: Callable[[], float]) -> _Choose:
-    """The second line of the chain: from the candidates to an id."""
+    """Return the second line of the chain: a function that chooses an id from candidates."""
     s = sampling
     pick: Callable[[Candidates], int]
     if s.mirostat:
@@ -372,10 +376,10 @@ def _make_choose(sampling: Sampling, seed: int, uniform: Callable[[], float]) ->
 
 
 class UniformNumbers:
-    """Random numbers, 0 <= u < 1: those that llama.cpp draws with the same seed, built with GCC or Clang.
+    """Random numbers, 0 <= u < 1, equal to llama.cpp's numbers for the same seed if built with GCC or Clang.
 
-    They are C++'s ``std::mt19937`` by ``std::uniform_real_distribution``, of double or of float, from the raw output
-    of `numpy.random.RandomState`, which NumPy promises never to change.
+    Computes C++'s ``std::mt19937`` and ``std::uniform_real_distribution``, for double or float, from the raw output of
+    `numpy.random.RandomState`, which NumPy guarantees never to change.
     """
 
     def __init__(self, seed: int, *, is_single: bool = False) -> None:
@@ -390,10 +394,10 @@ class UniformNumbers:
         return number
 
     def ahead(self, n: int) -> list[float]:
-        """The results of the next calls."""
+        """Return the results of the next ``n`` calls."""
         while len(self._known) < n:
             data = self._words.bytes(8 * _DRAWN_AT_ONCE)
-            # A float is made of a word of 32 bits, a double of two: rounded, but not to 1.
+            # A float uses one word of 32 bits, a double uses two. Results are rounded, but not up to 1.
             if self._is_single:
                 numbers = np.frombuffer(data, "<u4").astype(np.float32).astype(np.float64) * 2.0**-32
             else:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from the metadata of a GGUF file alone."""
+"""Converts text to token ids and back, using only the metadata of a GGUF file."""
 
 from localllm.tokenizer.tokenizer import Tokenizer
 

@@ -1,7 +1,7 @@
-"""From a piece of plain text to token ids: SentencePiece, Unigram, BPE and WordPiece.
+"""Encodes plain text to token ids: SentencePiece, Unigram, BPE and WordPiece.
 
-Libraries that the field trusts cut words and know SentencePiece.  They are imported when the first encoder of its
-kind is built, so a program pays only for the one that its model needs.
+The libraries ``tokenizers`` and ``sentencepiece`` split words and implement SentencePiece. They are imported with the
+first encoder that needs them, so a program loads only what its model needs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import tokenizers
 
 _PLACEHOLDER = " {}"
-"""Names a token that no text may become: a text's spaces are U+2581 when it is cut."""
+"""Name of a token that no text can become, because spaces of a text are U+2581 when it is split."""
 
 
 class TextEncoder(Protocol):
-    """Turns text without special tokens into ids."""
+    """Encodes text without special tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``; ``n_vocab`` stands for a byte or character that the vocabulary cannot spell."""
+        """Return the ids of ``text``; ``n_vocab`` marks a byte or character that the vocabulary cannot represent."""
         ...
 
 
@@ -41,9 +41,9 @@ def make_encoder(vocabulary: Vocabulary) -> TextEncoder:
 
 
 class SentencePieceEncoder:
-    """SentencePiece's BPE: starting from characters, the neighbours whose union scores highest join.
+    """SentencePiece's BPE: starting with characters, repeatedly joins the neighbours whose union has the highest score.
 
-    A character that is no token becomes its UTF-8 bytes if the vocabulary has all 256, else unknown.
+    A character that is not a token becomes its UTF-8 bytes if the vocabulary has all 256 bytes, else the unknown token.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -66,21 +66,21 @@ class SentencePieceEncoder:
 _PIECE_TYPES = {
     TokenType.UNDEFINED: 1,
     TokenType.NORMAL: 1,
-    TokenType.UNKNOWN: 3,  # there can be one unknown piece only; that one is written separately
+    TokenType.UNKNOWN: 3,  # only one unknown piece is allowed; it is written separately
     TokenType.CONTROL: 3,
-    TokenType.USER_DEFINED: 1,  # already cut out of the text where it is spelled out
+    TokenType.USER_DEFINED: 1,  # matched in the text before encoding
     TokenType.UNUSED: 5,
-    TokenType.BYTE: 3,  # unless all 256 are there
+    TokenType.BYTE: 3,  # unless all 256 exist
 }
 _UNKNOWN_PIECE, _CONTROL_PIECE, _BYTE_PIECE = 2, 3, 6
 _MODEL_BPE = 2
 
 
 def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
-    """A serialised ``ModelProto`` (sentencepiece_model.proto) for a vocabulary.
+    """Return a serialized ``ModelProto`` (sentencepiece_model.proto) for a vocabulary.
 
-    The pieces are the tokens in order.  If no token can be the unknown piece, which sentencepiece insists on,
-    one more is added behind them.
+    The pieces are the tokens, in order. sentencepiece requires an unknown piece. If no token can be the unknown piece,
+    one is added at the end.
     """
     kinds = [_PIECE_TYPES[TokenType(kind)] for kind in range(len(TokenType))]
     kinds_of = bytearray(vocabulary.types.translate(bytes(kinds).ljust(256, b"\0")))
@@ -102,20 +102,20 @@ def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
     kinds_of[unknown] = _UNKNOWN_PIECE
     pieces = _pieces(names, scores, kinds_of)
     trainer = _field(3, _MODEL_BPE) + _field(35, int(byte_fallback))
-    # No prefix, no removal of spaces: the tokenizer does what the file asks for.  A space becomes U+2581.
+    # No prefix and no removal of spaces, because the tokenizer handles both. A space becomes U+2581.
     normalizer = _bytes_field(1, b"identity") + _field(3, 0) + _field(4, 0) + _field(5, 1)
     return pieces + _bytes_field(2, trainer) + _bytes_field(3, normalizer)
 
 
 def _hidden(vocabulary: Vocabulary) -> set[int]:
-    """Tokens that no text may become: empty ones, and those whose spelling means another one."""
+    """Return tokens that no text can become: empty tokens, and tokens whose text belongs to another token."""
     if len(vocabulary.ids) == len(vocabulary):
         return set()
     return {index for index, token in enumerate(vocabulary.tokens) if vocabulary.ids.get(token) != index}
 
 
 def _name_bytes(vocabulary: Vocabulary, names: list[bytes], kinds: bytearray, hidden: set[int]) -> set[int]:
-    """Give each byte's first token the spelling that sentencepiece looks for; returns what else has to be hidden."""
+    """Give the first token of each byte the name that sentencepiece expects. Return the tokens to hide."""
     first: dict[int, int] = {}
     for index, value in vocabulary.byte_values.items():
         if first.setdefault(value, index) == index:
@@ -126,9 +126,9 @@ def _name_bytes(vocabulary: Vocabulary, names: list[bytes], kinds: bytearray, hi
 
 
 def _pieces(names: list[bytes], scores: bytes, kinds: bytearray) -> bytes:
-    """``repeated SentencePiece pieces = 1``, each of piece = 1, score = 2 and type = 3.
+    """Serialize ``repeated SentencePiece pieces = 1``, with fields piece = 1, score = 2 and type = 3.
 
-    Written out by hand: a vocabulary has up to 262,144 of them and this runs at every start.
+    Without a protobuf library, because a vocabulary has up to 262,144 pieces and this runs at every start.
     """
     tails = np.zeros((len(names), _TAIL), np.uint8)
     tails[:, 0], tails[:, 5] = 0x15, 0x18
@@ -139,7 +139,7 @@ def _pieces(names: list[bytes], scores: bytes, kinds: bytearray) -> bytes:
     return b"".join([heads[len(name)] + name + tail[at : at + _TAIL] for name, at in zip(names, places, strict=True)])
 
 
-#: Bytes of a piece's score and type.
+#: Bytes of a piece's score and type fields.
 _TAIL = 7
 
 
@@ -170,10 +170,10 @@ def _bytes_head(number: int, length: int) -> bytes:
 
 
 class UnigramEncoder:
-    """Unigram: of all ways to cut a text into tokens the one whose scores have the highest sum.
+    """Unigram: splits a text into the tokens with the highest sum of scores.
 
-    Sums are of double precision, as in llama.cpp and in the libraries that embedding models are used with:
-    SentencePiece's own of single precision cut long runs of one character otherwise.
+    Sums have double precision, as in llama.cpp and in the libraries commonly used with embedding models. SentencePiece's
+    single precision splits long runs of one character differently.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -205,12 +205,12 @@ _NO_TEXT = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED, TokenType.BY
 
 
 class CharacterMap:
-    """Replaces characters, the longest match first, as SentencePiece compiles its rules.
+    """Replaces characters, longest match first, with rules compiled by SentencePiece.
 
-    ``charsmap`` is the size of a double array in bytes, the array, and the replacements, each ended by a zero byte.
-    A unit of the array has the byte that leads to it in bits 0-7, whether a match ends there in bit 8, and the way to
-    its children, an XOR, in bits 10-30, eight bits further left if bit 9 is set; where a match ends, the child of
-    byte 0 is the replacement's place (darts-clone).  Nothing in it is trusted: SentencePiece would read beyond it.
+    ``charsmap`` is the size of a double array in bytes, the array, and the replacements, each terminated by a zero byte.
+    Bits of an array unit: 0-7 the byte that leads to it; 8 set if a match ends there; 10-30 the XOR offset of its
+    children, shifted left by eight bits if bit 9 is set. After a match, the child of byte 0 is the offset of the
+    replacement (darts-clone). All offsets are checked, because SentencePiece would read out of bounds.
     """
 
     def __init__(self, charsmap: bytes, where: str) -> None:
@@ -232,7 +232,7 @@ class CharacterMap:
             raise TokenizerError(f"{self._where}: tokenizer.ggml.precompiled_charsmap is damaged") from None
 
     def _match(self, data: bytes, start: int) -> tuple[int, bytes | None]:
-        """Where the longest match ends, and what replaces it; the end of the first character if nothing matches."""
+        """Return the end of the longest match and its replacement; without a match the next character's end and None."""
         units, place, found, end = self._units, _children(self._units[0]), None, start
         for at in range(start, len(data)):
             byte = data[at]
@@ -256,9 +256,9 @@ def _children(unit: int) -> int:
 
 
 class WordPieceEncoder:
-    """WordPiece: of each word the longest token that it begins with, then of the rest; a word without is unknown.
+    """WordPiece: repeatedly takes the longest token at the start of the rest of a word. Without a match: unknown token.
 
-    GGUF spells tokens that begin words with U+2581, and leaves out the "##" of the others.
+    GGUF marks tokens that start words with U+2581, and omits the "##" of other tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -280,15 +280,15 @@ class WordPieceEncoder:
         return ids
 
 
-#: Characters of a word that WordPiece cuts; a longer one is unknown.
+#: Longest word that WordPiece splits, in characters; a longer word is unknown.
 _LONGEST_WORD = 100
 
 
 class BPEEncoder:
-    """BPE: regular expressions cut words, merges join the bytes (GPT-2) or the characters of each.
+    """BPE: regular expressions split words, then merges join bytes (GPT-2) or characters.
 
-    The library's own model of 150,000 tokens takes a fifth of a second to build, at every start.  The dictionaries
-    that the vocabulary has anyway serve as well, and merging words is as fast as cutting them.
+    The model of the ``tokenizers`` library takes 0.2 s to build for 150,000 tokens, at every start. The vocabulary's
+    dictionaries need no building, and merging is as fast as splitting words.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -339,16 +339,16 @@ class BPEEncoder:
         return [self._bytes.get(byte, self._unknown) for byte in part.encode()]
 
     def _merged(self, word: str) -> list[str]:
-        """A word's parts when no merge is left: the best merge first, of equals the leftmost."""
+        """Return a word's parts after all merges: best merge first, leftmost among equal ones."""
         parts, n, ranks = list(word), len(word), self._ranks
         before, after = list(range(-1, n - 1)), list(range(1, n + 1))
 
         def rank(i: int) -> int | None:
-            """Of the merge of part i and the next one.  A part that was joined to another is empty, and has none."""
+            """Return the rank of merging part i with the next part. None for a part that was joined to another one."""
             return ranks.get(f"{parts[i]} {parts[after[i]]}") if after[i] < n else None
 
-        # Numbers, not pairs, and pushed one by one: of a word of a million characters nothing else takes so long that
-        # other threads stand still.
+        # Numbers instead of pairs, pushed one by one: for a word of a million characters, other methods would block other
+        # threads for a long time.
         merges: list[int] = []
         for i in range(n - 1):
             if (r := rank(i)) is not None:
@@ -357,7 +357,7 @@ class BPEEncoder:
             best, i = divmod(heappop(merges), n)
             if not i % _CHECKED:
                 check_cancelled()
-            if rank(i) != best:  # one of the two parts is another by now
+            if rank(i) != best:  # one of the parts has changed
                 continue
             j = after[i]
             parts[i], parts[j], after[i] = parts[i] + parts[j], "", after[j]
@@ -369,25 +369,25 @@ class BPEEncoder:
         return [part for part in parts if part]
 
 
-#: Words, and merges, after which somebody may have stopped waiting for them.
+#: Words, or merges, between two checks for cancellation.
 _CHECKED = 1024
 
-#: Words whose ids are remembered, and characters of the longest of them.
+#: Most words in the cache, and longest word in it, in characters.
 _MAX_SEEN, _LONGEST_SEEN = 1 << 16, 64
 
 
-#: Characters that are cut into words at once, while no other thread runs: a few thousandths of a second.
+#: Characters split into words at once, without releasing other threads: a few milliseconds.
 _PART = 1 << 12
 
-#: Characters that are cut at once where no word ends: longer runs without one are cut anywhere.
+#: Longest part without a word boundary, in characters. Longer parts are split anywhere.
 _LONGEST_WORD = 1 << 17
 
-#: Where words end, whatever else the text has: between a letter and white space before a letter.
+#: A word boundary in every text: between a letter and white space that is followed by a letter.
 _CUT = re.compile(r"(?<=[^\W\d_])(?=[ \n][^\W\d_])")
 
 
 def cuts_words(splitter: tokenizers.pre_tokenizers.PreTokenizer) -> bool:
-    """Whether what cuts a text does so between words: for some vocabularies several are one."""
+    """Return whether a splitter splits between words. For some vocabularies several words are one piece."""
     starts = {start for _, (start, _) in splitter.pre_tokenize_str("a b\nc")}
     return {1, 3} <= starts
 
@@ -406,14 +406,14 @@ def text_parts(text: str) -> Iterator[str]:
 
 
 def word_splitter(kind: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
-    """A function that cuts a text into words as ``kind`` says."""
+    """Return a splitter into words for a pre-tokenizer."""
     from tokenizers import Regex, pre_tokenizers
 
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns])
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's visible character for each byte: printable Latin-1 for itself, U+0100 on for the rest."""
+    """Return GPT-2's visible character for each byte: itself for printable Latin-1, else U+0100 and following."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{chr(byte): byte for byte in printable}, **{chr(0x100 + n): byte for n, byte in enumerate(others)}}

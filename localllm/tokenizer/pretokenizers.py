@@ -1,12 +1,12 @@
-r"""How each kind of byte-level BPE vocabulary cuts a text into words before it merges.
+r"""Pre-tokenizers: how each kind of byte-level BPE vocabulary splits a text into words before merging.
 
-``tokenizer.ggml.pre`` names the kind.  Each entry is a list of regular expressions in Oniguruma syntax, as
-the ``tokenizers`` library takes them: the first one cuts the text into its matches and the gaps between them,
-the next one cuts each of those pieces, and so on.  Merges never cross a cut.
+``tokenizer.ggml.pre`` names the kind. Each kind is a list of regular expressions in Oniguruma syntax, for the
+``tokenizers`` library. The first one splits the text into its matches and the gaps between them, the next one splits
+these pieces, and so on. Merges never cross a split.
 
-Sources: the ``pre_tokenizer`` sections of the models' own ``tokenizer.json`` files, and the list of names and
-expressions that llama.cpp (``src/llama-vocab.cpp``) keeps.  Where llama.cpp only approximates the original
-(its engine has no Unicode classes inside brackets), the original is given here.
+Sources: the ``pre_tokenizer`` sections of the models' ``tokenizer.json`` files, and the names and expressions in
+llama.cpp (``src/llama-vocab.cpp``). Where llama.cpp only approximates the original, because its engine has no Unicode
+classes inside brackets, the original is used.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class TokenizerWarning(UserWarning):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One kind of word cutting."""
+    """A way to split words."""
 
-    patterns: tuple[str, ...]  # regular expressions, applied one after the other
-    ignore_merges: bool = False  # a whole word that is in the vocabulary is one token, whatever the merges say
-    add_bos: bool = False  # put BOS before every text unless the metadata say otherwise
-    # tokens are spelled in plain characters instead of GPT-2's for bytes; one that is unknown becomes its UTF-8
-    # bytes, which are tokens such as ``<0x0A>``
+    patterns: tuple[str, ...]  # regular expressions, applied in order
+    ignore_merges: bool = False  # a word in the vocabulary is one token, regardless of merges
+    add_bos: bool = False  # default of ``add_bos_token``
+    # Tokens are plain characters instead of GPT-2's characters for bytes. An unknown character becomes its UTF-8 bytes,
+    # which are tokens such as ``<0x0A>``.
     is_raw: bool = False
-    space: str = " "  # what stands for a space where ``is_raw``; empty where white space is left out
-    whole: str = ""  # words of these characters alone are taken as ``ignore_merges`` has it
+    space: str = " "  # replacement of a space if ``is_raw``; empty: white space is removed
+    whole: str = ""  # ``ignore_merges`` applies to words of only these characters
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -47,7 +47,7 @@ _QWEN35 = (
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_NEWLINES_AND_SPACES}"
 )
 
-# OpenAI's o200k family: a word is capitals and then small letters, so "camelCase" is two words.
+# OpenAI's o200k family: a word is capitals followed by small letters, so "camelCase" is two words.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PREFIX = r"[^\r\n\p{L}\p{N}]?"
@@ -72,7 +72,7 @@ _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _DEEPSEEK3 = (r"\p{N}{1,3}", _CJK, _DEEPSEEK3_MAIN)
 _HAN_AND_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
-# The cased letters of Unicode as DeepSeek-LLM spells them out.
+# Cased letters of Unicode, as listed by DeepSeek-LLM.
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
@@ -91,15 +91,15 @@ _DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?[{_CASED_LETTERS}]+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    # The original is \s+$.  The look-behind keeps a long run of spaces from being tried at each of them.
+    # The original is \s+$. The look-behind prevents an attempt at each space of a long run.
     r"(?<!\s)\s+$",
     _HAN_AND_HANGUL,
     r"\p{N}+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")
 
-# Digits in groups of three from the right.  The originals look ahead to the end of the number at each group,
-# which takes quadratic time; looking once, at the number's first digit, cuts in the same places.
+# Groups of three digits from the right. The originals look ahead to the end of the number at each group, which takes
+# quadratic time. One look-ahead, at the first digit, splits at the same positions.
 _DIGIT_GROUPS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}"
 _SUPERBPE = (r"\p{N}+", r"(?<!\d)\d{1,2}(?=(?:\d{3})+(?!\d))|\d{3}")  # was (?=(\d{3})+(?!\d))
 _TINY_AYA = (  # was \d{1,3}(?=(?:\d{3})*\b): a number that runs into a letter is not grouped
@@ -113,7 +113,7 @@ _ASIAN_SCRIPTS = (
     "\u1100-\u11ff]+"
 )
 
-# The original's \s*[\r\n]+ runs to the end of a row of spaces at each of its cuts: here at most 4096 far.
+# The original's \s*[\r\n]+ scans to the end of a run of spaces at each split. Here it scans at most 4096 characters.
 _JAIS2 = (
     rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|(?:(?>[^\S\r\n]{0,4096})[\r\n]++)++"
@@ -204,16 +204,16 @@ _KINDS: list[tuple[PreTokenizer, str]] = [
 ]
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: kind for kind, names in _KINDS for name in names.split()}
-"""Every known ``tokenizer.ggml.pre`` name."""
+"""Pre-tokenizer by ``tokenizer.ggml.pre`` name."""
 
 
 def warn_if_unknown(name: str | None, where: str) -> None:
-    """Warns that the default pre-tokenizer stands in for the one called ``name`` in the file ``where``."""
+    """Warn if the pre-tokenizer ``name`` of the file ``where`` is unknown, so that the default one is used."""
     if name in PRE_TOKENIZERS:
         return
     what = "names no pre-tokenizer" if name is None else f"uses the unknown pre-tokenizer {quoted(name)}"
     warn(
-        f"{where} {what} (tokenizer.ggml.pre): falling back to 'default', so texts may be split otherwise "
+        f"{where} {what} (tokenizer.ggml.pre): falling back to 'default', so texts may be split differently "
         "than in training and answers may be worse; a newer conversion of the model may help",
         TokenizerWarning,
     )

@@ -1,4 +1,4 @@
-"""Text that appears token by token: whole characters only, and nothing of a stop string."""
+"""Decodes generated tokens to text: only complete characters, and nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ReplySplitter(Protocol):
 
     @property
     def held(self) -> str:
-        """Characters whose part is not certain yet."""
+        """Characters that are not yet assigned to a part."""
         ...
 
     def segments(self, text: str) -> Sequence[tuple[str, str, bool]]:
@@ -28,14 +28,13 @@ class ReplySplitter(Protocol):
 
 
 class StreamDecoder:
-    """Turns generated ids into text as they come.
+    """Decodes generated ids as they arrive.
 
-    Whatever the stop strings, the parts that ``feed`` and ``finish`` return make up the same text as
-    ``tokenizer.decode`` of all the ids (with the same ``special`` and ``continuation``), cut off where the
-    first stop string begins.  Bytes that begin a character are held back until it is whole; bytes that no
-    continuation can make valid become U+FFFD.
+    The results of ``feed`` and ``finish`` add up to ``tokenizer.decode`` of all ids (with the same ``special`` and
+    ``continuation``), up to the first stop string. An incomplete character is held back until it is complete. Invalid bytes
+    become U+FFFD.
 
-    One decoder serves one text.
+    Use one decoder per text.
     """
 
     def __init__(
@@ -62,20 +61,20 @@ class StreamDecoder:
         self._drop_space = tokenizer.add_space_prefix and not continuation
         self._stops = _StopStrings([stop] if isinstance(stop, str) else stop)
         self._splitter = splitter if stop else None
-        #: Characters that the splitter holds of a reply prefix, which are no part of this text.
+        #: Characters of an earlier reply prefix that the splitter holds. They are not part of this text.
         self._n_held_before = 0 if splitter is None else len(splitter.held)
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text, ``None`` while there was none."""
+        """Stop string that ended the text, or None."""
         return self._stops.found
 
     def feed(self, token: int) -> str:
-        """The text that is certain now that ``token`` has come; empty after a stop string."""
+        """Add a token and return the text that is now certain; empty after a stop string."""
         return self._emit(self._tokenizer.token_bytes(token, special=self._special), final=False)
 
     def finish(self) -> str:
-        """The text that was held back; call it once, after the last token."""
+        """Return the text that was held back. Call it once, after the last token."""
         return self._emit(b"", final=True)
 
     def _emit(self, data: bytes, final: bool) -> str:
@@ -88,7 +87,7 @@ class StreamDecoder:
         return self._answer_stopped(self._splitter, text, final)
 
     def _answer_stopped(self, splitter: ReplySplitter, text: str, final: bool) -> str:
-        """Text up to a stop string in the answer."""
+        """Return the text up to a stop string in the answer."""
         segments = [*splitter.segments(text), *(splitter.last_segments() if final else ())]
         parts: list[str] = []
         for characters, segment_text, is_reasoning in segments:
@@ -103,15 +102,15 @@ class StreamDecoder:
 
 
 class _StopStrings:
-    """Passes text on up to the stop string that begins first, holding back what may be the beginning of one.
+    """Returns text up to the stop string that starts first. Holds back text that may be the start of a stop string.
 
-    So a stop string that is complete has to wait while an earlier one may still become complete: with "abcd" and
-    "bc", "abc" is held back until the next character decides.
+    A complete stop string must wait while an earlier one may still become complete: with "abcd" and "bc", "abc" is held
+    back until the next character.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
-            raise UsageError("a stop string is empty: give the text to stop at, or leave it out")
+            raise UsageError("a stop string is empty: give the text to stop at, or remove the stop string")
         self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None
@@ -130,7 +129,7 @@ class _StopStrings:
         return text[:begin]
 
     def _begin_of_open(self, text: str) -> int:
-        """From where on the end of ``text`` may be the beginning of a stop string; its length if nowhere."""
+        """Return the first position from which the rest of ``text`` may be the start of a stop string, else its length."""
         longest = max(len(stop) for stop in self._stops) - 1
         for begin in range(max(0, len(text) - longest), len(text)):
             if any(stop.startswith(text[begin:]) for stop in self._stops):
@@ -139,10 +138,10 @@ class _StopStrings:
 
 
 class TextOffsets:
-    """Where in a text its tokens begin, in characters; all tokens of one character begin where it does."""
+    """Start of each token in the text, in characters. All tokens of one character have the same start."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
-        """``offset``: of the first token."""
+        """``offset``: start of the first token."""
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = offset

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a GGUF file's metadata alone."""
+"""Converts text to token ids and back, using only the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
 from localllm.tokenizer.pretokenizers import TokenizerWarning, warn_if_unknown
 from localllm.tokenizer.vocabulary import BPE, SPM, MetadataFile, TokenType, Vocabulary, as_token_id
 
-_SPACE_MARK = "\u2581"  # how SentencePiece spells a space
+_SPACE_MARK = "\u2581"  # a space in SentencePiece
 _WHITE_SPACE = " \t\n\v\f\r"
 _INVISIBLE = frozenset({TokenType.CONTROL, TokenType.UNKNOWN, TokenType.UNUSED})
 
 
 class Tokenizer:
-    """The tokenizer of one model.  Immutable, and safe to use from several threads.
+    """The tokenizer of one model. Immutable and thread-safe.
 
-    ``decode(encode(text)) == text`` for every text that the vocabulary can spell, with one exception that
-    comes with SentencePiece: U+2581 (``▁``) is its spelling of a space and reads back as one.  WordPiece and Unigram
-    normalise texts, and so give back what was read.
+    ``decode(encode(text)) == text`` for every text that the vocabulary can represent, with one exception: in
+    SentencePiece U+2581 (``▁``) stands for a space and is decoded as a space. WordPiece and Unigram normalize texts, and
+    decode to the normalized text.
 
-    Tokens are llama.cpp's, but for what docs/models.md (Tokens) lists.
+    Token ids equal llama.cpp's, except as listed in docs/models.md (Tokens).
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -44,20 +44,20 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: MetadataFile) -> Tokenizer:
-        """The tokenizer of an open GGUF file.
+        """Return the tokenizer of an open GGUF file.
 
         Raises:
-            TokenizerError: the file has none, it is of an unsupported kind, or it is damaged.
+            TokenizerError: the file's tokenizer is missing, unsupported or damaged.
 
         Warns:
-            TokenizerWarning: the file's way to cut words is unknown and the default one is used.
+            TokenizerWarning: the file's pre-tokenizer is unknown and the default one is used.
         """
         tokenizer = cls(Vocabulary.from_gguf(file))
         tokenizer.warn_if_guessed()
         return tokenizer
 
     def warn_if_guessed(self) -> None:
-        """Warns if the file's way to cut words is unknown and the default one is used."""
+        """Warn if the file's pre-tokenizer is unknown and the default one is used."""
         if self.model == BPE:
             warn_if_unknown(self.pre, self._vocabulary.where)
 
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @property
     def pre(self) -> str | None:
-        """How BPE cuts words (``tokenizer.ggml.pre``)."""
+        """Name of BPE's pre-tokenizer (``tokenizer.ggml.pre``)."""
         return self._vocabulary.pre
 
     @property
@@ -85,28 +85,28 @@ class Tokenizer:
 
     @property
     def eog_ids(self) -> frozenset[int]:
-        """Every token that ends a generation: EOS, end of turn, end of message, and the like."""
+        """Tokens that end a generation: EOS, end of turn, end of message and similar tokens."""
         return self._vocabulary.eog_ids
 
     @property
     def add_bos(self) -> bool:
-        """Whether a text starts with BOS."""
+        """True if texts start with BOS."""
         return self._vocabulary.add_bos
 
     @property
     def add_eos(self) -> bool:
-        """Whether a text ends with EOS."""
+        """True if texts end with EOS."""
         return self._vocabulary.add_eos
 
     @property
     def add_space_prefix(self) -> bool:
-        """Whether encoding puts a space in front of a text, which decoding has to take away again."""
+        """True if encoding adds a space before a text, which decoding removes."""
         return self._vocabulary.add_space_prefix
 
     def difference(self, others: Vocabulary) -> str | None:
-        """The first difference from another vocabulary, in words; None if every id means the same in both.
+        """Describe the first difference from another vocabulary; None if every id has the same meaning in both.
 
-        Unused tokens that only one of them has at its end, as padding, are no difference.
+        Unused tokens at the end of only one vocabulary are padding and do not count.
         """
         own = self._vocabulary
         if own.model != others.model:
@@ -121,11 +121,11 @@ class Tokenizer:
         return None
 
     def is_special(self, token: int) -> bool:
-        """Whether ``token`` is a control or unknown token, which adds nothing to a text."""
+        """Return whether ``token`` is a control or unknown token, which adds no text."""
         return self._vocabulary.types[as_token_id(token, self._n_vocab)] in (TokenType.CONTROL, TokenType.UNKNOWN)
 
     def token_text(self, token: int) -> str:
-        """The token as the vocabulary spells it, for people to look at."""
+        """Return the token as written in the vocabulary, for display."""
         return self._vocabulary.tokens[as_token_id(token, self._n_vocab)]
 
     def token_label(self, token: int) -> str:
@@ -133,9 +133,9 @@ class Tokenizer:
         return self.token_bytes(token, special=True).decode(errors="backslashreplace")
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes that ``token`` adds to a text: often not whole characters.
+        """Return the bytes that ``token`` adds to a text, often incomplete characters.
 
-        Control, unknown and unused tokens add none, or with ``special`` their names.
+        Control, unknown and unused tokens add no bytes, or their names if ``special``.
 
         Raises:
             TokenizerError: ``token`` is not an id of this vocabulary.
@@ -153,28 +153,28 @@ class Tokenizer:
             try:
                 return bytes([BYTE_CHARACTERS[character] for character in text])
             except KeyError:
-                return text.encode()  # it is spelled otherwise
+                return text.encode()  # not written in GPT-2's characters
         return text.replace(_SPACE_MARK, " ").encode()
 
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = False, continuation: bool = False
     ) -> list[int]:
-        """The token ids of ``text``.
+        """Return the token ids of ``text``.
 
         Args:
             text: any text.
-            add_special: put BOS in front and EOS behind if the model asks for them (``add_bos``,
-                ``add_eos``).  A text that already starts with BOS (``parse_special``) gets no second one.
-            parse_special: read the names of control tokens, such as ``<|im_end|>``, as those tokens.  Leave
-                it off for text that others wrote.  User-defined tokens are always read.
-            continuation: it goes on from earlier text: put no space in front (``add_space_prefix``).
+            add_special: add BOS before the text and EOS after it if the model requires them (``add_bos``, ``add_eos``). BOS
+                is not added to a text that already starts with it (``parse_special``).
+            parse_special: convert names of control tokens, such as ``<|im_end|>``, to these tokens. Do not use it for text
+                from others. User-defined tokens are always converted.
+            continuation: the text continues earlier text: add no space before it (``add_space_prefix``).
 
         Raises:
-            UsageError: ``text`` is no text.
+            UsageError: ``text`` is not a string.
             TokenizerError: ``text`` is not valid Unicode (a lone surrogate).
 
         Warns:
-            TokenizerWarning: the vocabulary has no token for a byte of a character, and that is left out.
+            TokenizerWarning: the vocabulary has no token for a byte of a character, which is therefore omitted.
         """
         _check_unicode(checks.text("text", text))
         vocabulary = self._vocabulary
@@ -188,11 +188,11 @@ class Tokenizer:
         return ids
 
     def with_bos(self, ids: list[int], *, replaced: int = 0) -> list[int]:
-        """``ids`` with BOS in front, if texts begin with it (``add_bos``) and they do not yet.
+        """Return ``ids`` with BOS before them if texts start with BOS (``add_bos``) and ``ids`` do not yet.
 
         Args:
-            ids: the tokens of a text, or of a part of one.
-            replaced: how many of them BOS takes the place of: 1 for pieces of a length.
+            ids: tokens of a text, or of a part of one.
+            replaced: number of leading tokens that BOS replaces: 1 for chunks of a fixed length.
         """
         bos = self.bos_id
         return [bos, *ids[replaced:]] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
@@ -227,22 +227,22 @@ class Tokenizer:
         more = f" and {len(lost) - 1:,} more" if len(lost) > 1 else ""
         warn(
             f"{self._vocabulary.where}: the vocabulary cannot spell {lost[0]!a} (U+{ord(lost[0]):04X}){more}: "
-            "the model reads the text without",
+            "the model reads the text without it",
             TokenizerWarning,
         )
 
     def decode(self, ids: Iterable[int], *, special: bool = False, continuation: bool = False) -> str:
-        """The text of ``ids``; bytes that are no valid UTF-8 become U+FFFD.
+        """Return the text of ``ids``. Invalid UTF-8 becomes U+FFFD.
 
         Args:
             ids: token ids.
-            special: show control tokens by name; they are left out otherwise, so that
+            special: include names of control tokens. By default they are omitted, so that
                 ``decode(encode(text)) == text``.
-            continuation: the ids go on from earlier text: keep a leading space, which is otherwise taken to
-                be the one that encoding adds (``add_space_prefix``).
+            continuation: the ids continue earlier text: keep a leading space. By default it is removed, because encoding
+                adds it (``add_space_prefix``).
 
         Raises:
-            TokenizerError: an id is not of this vocabulary.
+            TokenizerError: an id is not in this vocabulary.
         """
         text = b"".join(self.token_bytes(token, special=special) for token in ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.add_space_prefix and not continuation else text
@@ -253,7 +253,7 @@ class Tokenizer:
 
 
 class _TokenMatcher:
-    """Finds tokens that are read as a whole; of those that start at one place the longest."""
+    """Finds special tokens in a text; the longest among tokens that start at the same position."""
 
     def __init__(self, ids: dict[str, int]) -> None:
         self._ids = ids
@@ -265,7 +265,7 @@ class _TokenMatcher:
         self._candidate = re.compile(f"[{re.escape(firsts)}]") if firsts else None
 
     def split(self, text: str) -> Iterator[str | int]:
-        """``text`` as ids of tokens found and the (never empty) texts between them."""
+        """Yield the ids of special tokens in ``text``, and the texts between them, which are never empty."""
         done = 0
         if self._candidate is not None:
             for match in self._candidate.finditer(text):
@@ -294,5 +294,5 @@ def _check_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         raise TokenizerError(
             f"the text is not valid Unicode: character {error.start} is the lone surrogate "
-            f"U+{ord(text[error.start]):04X}; decode it with errors='replace' where it is read"
+            f"U+{ord(text[error.start]):04X}; decode the input with errors='replace'"
         ) from None

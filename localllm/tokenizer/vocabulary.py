@@ -1,7 +1,7 @@
-"""The vocabulary of a GGUF file: read from its metadata once, checked, and frozen.
+"""The vocabulary of a GGUF file, read from its metadata, checked and immutable.
 
-Keys and defaults follow the GGUF specification (``docs/gguf.md``, section "Tokenizer") and, where that is
-silent, what llama.cpp does with the same file.
+Keys and defaults follow the GGUF specification (``docs/gguf.md``, section "Tokenizer"). For cases that it does not
+define, they follow llama.cpp.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ BPE = "gpt2"
 UNIGRAM = "t5"
 WORD_PIECE = "bert"
 _MODELS = {SPM: "SentencePiece", BPE: "BPE", UNIGRAM: "Unigram", WORD_PIECE: "WordPiece"}
-_BPE_NAMES = ("gemma4", "whitespace")  # pre-tokenizers that name the model too
+_BPE_NAMES = ("gemma4", "whitespace")  # pre-tokenizers that are also names of the model
 
-#: Ids of BOS, EOS and the unknown token where the file says nothing.
+#: Default ids of BOS, EOS and the unknown token.
 _DEFAULT_IDS = {SPM: (1, 2, None), BPE: (None, None, None), UNIGRAM: (None, 1, 2), WORD_PIECE: (101, 102, 100)}
 
-_NO_ID = 0xFFFFFFFF  # what converters write for "there is none"
+_NO_ID = 0xFFFFFFFF  # written by converters for "no token"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenType(IntEnum):
-    """``tokenizer.ggml.token_type``, one for each token."""
+    """A token's ``tokenizer.ggml.token_type``."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -49,19 +49,19 @@ class TokenType(IntEnum):
 
 _ORDINARY = (TokenType.UNDEFINED, TokenType.NORMAL, TokenType.USER_DEFINED)
 
-# Tokens that end a generation, known by their text because files seldom say so (llama.cpp's list).
+# Tokens that end a generation, recognized by their text, because files seldom mark them (llama.cpp's list).
 END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
     *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 )
-# Markers of code-completion models: past one of them begins padding or another file.
+# Markers of code-completion models. Padding or another file follows them.
 _FILL_IN_END_TEXTS = (
     ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     ("<|file_sep|>",),
 )
-# What stands around the text before a gap, after it, and in it: control tokens, though some files call them words.
+# Markers of the text before a gap, after it, and in it. They are control tokens, although some files call them normal.
 _FILL_IN_TEXTS = (
     *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     *("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<PRE>", "<SUF>", "<MID>", "▁<PRE>", "▁<SUF>", "▁<MID>"),
@@ -69,7 +69,7 @@ _FILL_IN_TEXTS = (
     *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
 _FILL_IN_END_KEYS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
-# What models write around reasoning and calls of tools: part of the text, though some files call it control.
+# Tags of reasoning and tool calls. They are part of the text, although some files mark them as control tokens.
 _VISIBLE_TEXTS = (
     *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"),  # gpt-oss
     *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),  # Gemma 4
@@ -94,7 +94,7 @@ _VISIBLE_TEXTS = (
 
 
 class MetadataFile(Protocol):
-    """A file that a vocabulary is read from: a ``GGUFFile``, or anything with a path and metadata like one."""
+    """A ``GGUFFile``, or another object with a path and metadata."""
 
     @property
     def path(self) -> str | PathLike[str]: ...
@@ -105,31 +105,31 @@ class MetadataFile(Protocol):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens and everything the file says about them; all fields agree in length and range."""
+    """Tokens and all tokenizer metadata. Lengths and ranges are checked."""
 
-    where: str  # the file, for messages
+    where: str  # file name, for messages
     model: str  # ``"llama"`` (SentencePiece), ``"gpt2"`` (BPE), ``"t5"`` (Unigram) or ``"bert"`` (WordPiece)
-    pre: str | None  # ``tokenizer.ggml.pre``, ``None`` if missing
-    tokens: list[str]  # the text of each token as the file spells it
-    ids: dict[str, int]  # token text -> id; empty tokens are left out
-    types: bytes  # a ``TokenType`` for each token
-    byte_values: dict[int, int]  # token id -> byte, for the ``<0xXX>`` tokens
-    scores: npt.NDArray[np.float32]  # float32 ``[n_vocab]``; higher merges first (SentencePiece)
-    merges: dict[str, int]  # rank of each pair of tokens that join, as "left right"; the lowest joins first (BPE)
-    pre_tokenizer: PreTokenizer  # how BPE cuts words
+    pre: str | None  # ``tokenizer.ggml.pre``, None if missing
+    tokens: list[str]  # text of each token as written in the file
+    ids: dict[str, int]  # token text -> id, without empty tokens
+    types: bytes  # a ``TokenType`` per token
+    byte_values: dict[int, int]  # token id -> byte, for ``<0xXX>`` tokens
+    scores: npt.NDArray[np.float32]  # float32 ``[n_vocab]``; higher scores merge first (SentencePiece)
+    merges: dict[str, int]  # rank of each merge "left right"; lower ranks merge first (BPE)
+    pre_tokenizer: PreTokenizer  # BPE
     bos_id: int | None
     eos_id: int | None
     unk_id: int | None
-    eog_ids: frozenset[int]  # every token that ends a generation
+    eog_ids: frozenset[int]  # tokens that end a generation
     add_bos: bool
     add_eos: bool
-    add_space_prefix: bool  # a text begins with a space that is not its own (not BPE)
-    merge_spaces: bool  # white space counts as one space, and none where a text begins or ends (Unigram)
-    charsmap: bytes  # what characters are replaced with, as SentencePiece compiles it (Unigram)
-    # lowercase, strip_accents: how a text is normalised (WordPiece)
+    add_space_prefix: bool  # encoding adds a space before a text (not BPE)
+    merge_spaces: bool  # runs of spaces become one space, and are removed at the start and the end (Unigram)
+    charsmap: bytes  # replacements of characters, compiled by SentencePiece (Unigram)
+    # Normalization (WordPiece)
     lowercase: bool
     strip_accents: bool
-    # strip_before, strip_after: tokens that swallow the white space before or behind them in a text
+    # Tokens that remove white space before or after them
     strip_before: frozenset[int]
     strip_after: frozenset[int]
 
@@ -152,7 +152,7 @@ class Vocabulary:
             pre_tokenizer = pretokenizers.PRE_TOKENIZERS.get(pre or "", pretokenizers.DEFAULT)
             merges = meta.merges(ids)
         bos, eos, unknown = _DEFAULT_IDS[model]
-        # BERT's files call its BOS "cls" and its EOS "seperator", in this spelling.
+        # BERT files call BOS "cls" and EOS "seperator", in this spelling.
         bos = meta.token_id("cls_token_id", len(tokens), bos) if model == WORD_PIECE else bos
         eos = meta.token_id("seperator_token_id", len(tokens), eos) if model == WORD_PIECE else eos
         bos_id = meta.token_id("bos_token_id", len(tokens), bos)
@@ -161,12 +161,12 @@ class Vocabulary:
         if unk_id is None:
             unk_id = next(iter(_of_type(types, TokenType.UNKNOWN)), None)
         add_bos = meta.flag("add_bos_token", model in (SPM, WORD_PIECE) or pre_tokenizer.add_bos)
-        add_bos |= pre_tokenizer is pretokenizers.GEMMA4  # older files say that it has none
+        add_bos |= pre_tokenizer is pretokenizers.GEMMA4  # older files wrongly say false
         add_eos = meta.flag("add_eos_token", model in (UNIGRAM, WORD_PIECE))
         lowercase = meta.flag("normalizer.lowercase", True)
         for name, wanted, token in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
             if wanted and token is None:
-                why = f"texts are to get a {name.upper()} token but tokenizer.ggml.{name}_token_id is missing"
+                why = f"texts start or end with {name.upper()}, but tokenizer.ggml.{name}_token_id is missing"
                 raise TokenizerError(f"{meta.where}: {why}; convert the model again")
         eog_ids = _mark_special(meta, ids, alike, types, merges, eos_id)
         return cls(
@@ -203,7 +203,7 @@ class Vocabulary:
 
 
 class _TokenizerMetadata:
-    """Typed reading of the ``tokenizer.ggml.*`` keys; every refusal names the file and the key."""
+    """Reads ``tokenizer.ggml.*`` keys with their types. Errors name the file and the key."""
 
     def __init__(self, file: MetadataFile) -> None:
         self.where = path_text(file.path)
@@ -254,7 +254,7 @@ class _TokenizerMetadata:
         return value
 
     def token_id(self, name: str, n_vocab: int, default: int | None) -> int | None:
-        """An id below ``n_vocab``; the default, if that is below it, where the file says nothing."""
+        """Return an id below ``n_vocab``. A missing key gives the default, or None if that is not below ``n_vocab``."""
         value = self._get(name)
         if value is None:
             return default if default is not None and default < n_vocab else None
@@ -321,7 +321,7 @@ class _TokenizerMetadata:
         return integers.astype(np.uint8).tobytes()
 
     def scores(self, n_vocab: int) -> npt.NDArray[np.float32]:
-        """One score a token, all zero if the file has none (then merges go from left to right)."""
+        """Return one score per token. All scores are 0 if the file has no scores; merges then go from left to right."""
         scores = self._numbers("scores", n_vocab)
         if scores is None:
             return np.zeros(n_vocab, np.float32)
@@ -333,7 +333,7 @@ class _TokenizerMetadata:
         return floats
 
     def merges(self, ids: Mapping[str, int]) -> dict[str, int]:
-        """The merges, "left right", and their ranks."""
+        """Return the rank of each merge "left right"."""
         merges = self._strings("merges")
         text = "\0".join(merges)
         marks = np.frombuffer(text.encode(), np.uint8)
@@ -356,9 +356,9 @@ class _TokenizerMetadata:
 
 
 def _index(tokens: Sequence[str], types: bytes | bytearray) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """Token text -> id, without empty tokens; and all ids of the texts that several tokens have.
+    """Return the id of each non-empty token text, and all ids of texts that several tokens share.
 
-    A text becomes the first of such tokens, but an ordinary one rather than a control token of its name.
+    A shared text gets the first ordinary token, or the first token if there is no ordinary one.
     """
     ids = dict(zip(reversed(tokens), reversed(range(len(tokens))), strict=True))
     n_empty = tokens.count("")
@@ -374,7 +374,7 @@ def _index(tokens: Sequence[str], types: bytes | bytearray) -> tuple[dict[str, i
 
 
 def _guess_types(types: bytearray, tokens: Sequence[str]) -> None:
-    """Fill in what a SentencePiece file without ``token_type`` must mean."""
+    """Set the types of special tokens in a SentencePiece file without ``token_type``."""
     for index, token in enumerate(tokens):
         if _BYTE_TOKEN.fullmatch(token):
             types[index] = TokenType.BYTE
@@ -432,7 +432,7 @@ def _mark_special(
     named = [meta.token_id(key, len(types), None) for key in ("eot_token_id", "eom_token_id")]
     ends.update(token for token in (*named, eos_id) if token is not None)
     ends.update(meta.token_ids("eos_token_ids", len(types)))
-    # Old Llama's EOS ends a generation also where a fine-tune has another one; elsewhere it is HTML.
+    # Llama's old EOS also ends generations of fine-tuned models with another EOS. As a normal token it is HTML.
     ends.update(token for token in spelled("</s>") if types[token] == TokenType.CONTROL)
     return frozenset(ends)
 
@@ -440,28 +440,28 @@ def _mark_special(
 def _ordinary_words(
     found: Iterable[int], ids: Mapping[str, int], types: bytearray, merges: Iterable[str]
 ) -> set[int]:
-    """The ids of ``found`` that merges lead to: words that only look like control tokens."""
+    """Return the ids in ``found`` that merges can produce: ordinary words that look like control tokens."""
     normal = {token for token in found if types[token] == TokenType.NORMAL}
     joined = (merge.replace(" ", "") for merge in (merges if normal else ()))
     return {ids[token] for token in joined if ids.get(token) in normal}
 
 
 def _ends_message_only(ids: Mapping[str, int]) -> bool:
-    """Whether ``<|end|>`` ends one of several messages of an answer (gpt-oss, Solar), not the answer."""
+    """Return whether ``<|end|>`` ends one of several messages of an answer (gpt-oss, Solar), not the answer."""
     gpt_oss = "<|return|>" in ids and "<|call|>" in ids
     solar = "<|flush|>" in ids and ("<|calls|>" in ids or "<|call|>" in ids)
     return "<|end|>" in ids and (gpt_oss or solar)
 
 
 def _strip_before(meta: _TokenizerMetadata, pre: str | None, ids: Mapping[str, int]) -> frozenset[int]:
-    """Jina v2 and ModernBERT were trained with the white space before their mask removed."""
+    """Return tokens that remove white space before them: the masks of Jina v2 and ModernBERT, as in training."""
     jina = pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code")
     mask = "<mask>" if jina else "[MASK]" if "modern-bert" in meta.general_name().lower() else ""
     return frozenset([ids[mask]] if mask in ids else [])
 
 
 def _strip_after(meta: _TokenizerMetadata, tokens: Sequence[str], types: bytearray) -> frozenset[int]:
-    """Phi-3 was trained with the white space behind its special tokens removed; GGUF has no key for that."""
+    """Return tokens that remove white space after them: special tokens of Phi-3, as in training. GGUF has no such key."""
     name = meta.general_name().lower()
     if "phi-3" not in name and "phi3" not in name:
         return frozenset()
@@ -471,7 +471,7 @@ def _strip_after(meta: _TokenizerMetadata, tokens: Sequence[str], types: bytearr
 
 
 def as_token_id(value: object, n_vocab: int) -> int:
-    """``value`` as a plain int, checked to be a token id."""
+    """Return ``value`` as an int. Raises a `TokenizerError` if it is not a token id."""
     token = as_int(value)
     if token is None:
         raise TokenizerError(f"a token id must be an integer, not {quoted(value)}")
