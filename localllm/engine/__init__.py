@@ -1,2 +1,5 @@
-"""Runs requests: `request` says what is asked for, `scheduler` what the next step evaluates, `cache` what is known
-already, `engine` has the thread in which all of it happens.  Nothing here knows of text."""
+"""Runs requests for tokens and logits on a model.
+
+`request` defines a request, `scheduler` chooses the tokens of each step, `cache` manages cached tokens, and `engine`
+contains the thread that runs all requests. The engine handles token ids only, not text.
+"""

@@ -10,7 +10,7 @@ Unused pages keep their tokens until a page is needed. Eviction is least recentl
 page is evicted first, so common prefixes survive longest.
 
 **Windows.** Layers with the same attention window form a group with its own pages
-(`localllm.kernels.graph.Graph.windows`). A tree node, a `Block`, has one page per group. A page that has left a
+(`localllm.kernels.graph.Graph.windows`). A tree node (`Block`) contains one page per group. A page that has left a
 sequence's window is no longer used. It stays cached for other sequences until a page is needed; the block then
 continues without that page. Such pages are evicted first, except those next to the end of the prompt. A sequence can
 start at a position whose preceding windows are completely cached.
@@ -255,7 +255,7 @@ class PagedCache:
     ) -> Block | None:
         """Return the child of ``parent`` with these tokens, written from saved data if it is not in the tree.
 
-        The block is in use until `restored`. None if no more than the fraction ``left`` of the pages is available.
+        The block is in use until `restored`. None if at most the fraction ``left`` of the pages is available.
 
         Raises:
             ValueError: the sizes of the data do not match the cache.

@@ -1,6 +1,6 @@
 """The engine thread: admits requests, schedules batches, evaluates, samples and delivers results.
 
-Any thread may submit a request, cancel it or close the engine. Each call puts a message into a queue that the engine
+Any thread may submit a request, cancel it or close the engine. Each call adds a message to a queue that the engine
 thread reads before each step. Results go to the `RequestOutput` of their request. A caller that is interrupted, stops
 reading or dies does not block other requests, and an exception in a caller's function ends only its own request.
 
@@ -149,9 +149,9 @@ class Engine:
         """Raise a `UsageError` if text tokens are outside the vocabulary or images are not valid for the model."""
         tokens, pictures = request.tokens, request.pictures
         if pictures.placed and not self._sees:
-            raise UsageError("the model was loaded without an image encoder: load its projector file too")
+            raise UsageError("the model was loaded without an encoder for images: load its projector file too")
         if request.sampler is None and request.logits_from < pictures.stop:
-            raise UsageError("images have no logits: ask for logits of tokens after the last image")
+            raise UsageError("images have no logits: request logits of tokens after the last image")
         pictures.check(tokens)
         stops = (0, *(each.stop for each in pictures.placed))
         for stop, start in zip(stops, (*pictures.starts, len(tokens)), strict=True):
@@ -192,7 +192,7 @@ class Engine:
             )
 
     def wait_for(self, items: queue.SimpleQueue[_T]) -> _T:
-        """Return the next item that the engine thread puts into a queue."""
+        """Return the next item from a queue that the engine thread fills."""
         while True:
             self.check_may_wait()
             # Ctrl-C and the end of the process do not interrupt a wait without a timeout on every system.
@@ -205,7 +205,7 @@ class Engine:
         self.wake()
 
     def wake(self) -> None:
-        """Tell the engine that a request with a full output can continue."""
+        """Let a request whose output was full continue."""
         self._inbox.put(EngineLoop.wake)
 
     def with_cache(self, work: Callable[[PagedCache], _T]) -> _T:
@@ -342,7 +342,7 @@ class EngineLoop:
         return not (self._is_closed or process.engines.is_over)
 
     def step(self) -> bool:
-        """Evaluate the next batch. Return False if there was nothing to do."""
+        """Evaluate the next batch. Return False if no request can run."""
         begin = time.perf_counter()
         for request in self._scheduler.requests:
             if request.is_cancelled:
@@ -613,7 +613,7 @@ def _choose(
 def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[BatchItem], most: int) -> tuple[int, list[int]]:
     """Return the number of largest logits per row that samplers need, at most ``most``, and rows needed completely.
 
-    The number is 0 if every row is needed completely or a request asks for logits.
+    The number is 0 if every row is needed completely or a request needs logits without sampling.
     """
     top_k, whole, row = 0, list[int](), 0
     for each, chunk in zip(batch, chunks, strict=True):

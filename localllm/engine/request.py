@@ -224,5 +224,5 @@ class Request:
 
     @property
     def draft_counts(self) -> Drafts | None:
-        """None without a drafter."""
+        """Draft counts, or None without a drafter."""
         return None if self.drafter is None else Drafts(self.n_drafted, self.n_accepted, self.n_decode_steps)

@@ -78,7 +78,7 @@ class ModelRunner:
         self.n_vocab = n_vocab
         self.max_tokens = min(max_tokens, context)  # most tokens per step
         self.width = n_vocab if width is None else width  # values per output row: logits, or embedding dimensions
-        self.is_causal = is_causal  # True if a text can be evaluated in several steps
+        self.is_causal = is_causal  # True if text can be evaluated in several steps
         # has_axes: positions of image tokens have several axes. has_spans: tokens of an image see each other.
         self.has_axes, self.has_spans = has_axes, has_spans
         self.max_outputs = max_outputs(self.width, self.max_tokens)  # most rows of logits per step
@@ -207,7 +207,7 @@ def n_states(graph: Graph, context: int, parallel: int) -> int:
 
 
 def max_step_tokens(graph: Graph, context: int, max_tokens: int) -> int:
-    """Return the most tokens per step. A model that is not causal needs all of a text in one step."""
+    """Return the most tokens per step. A model that is not causal evaluates the whole text in one step."""
     return min(max_tokens, context) if graph.is_causal else context
 
 

@@ -54,7 +54,7 @@ class _SavedBlock(msgspec.Struct, array_like=True):
 
     parent: int  # index of the preceding block in the file; -1: first block of a prompt
     ids: list[int]
-    groups: list[int]  # window groups in which it has a page
+    groups: list[int]  # window groups with a page
     snapshots: list[int]  # token count of each snapshot
 
 
@@ -66,7 +66,7 @@ class _SavedPicture(msgspec.Struct, array_like=True):
 
 
 def save(with_cache: WithCache, path: Path, key: str) -> int:
-    """Save the cache, except for what was evaluated with adapters. Return the number of tokens.
+    """Save the cache, except for tokens evaluated with adapters. Return the number of tokens.
 
     ``key`` identifies everything that must be equal when the file is loaded: model, version and cache type.
     """
@@ -112,7 +112,7 @@ def _listed(cache: PagedCache) -> tuple[deque[Block], int]:
 
 
 def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _SavedBlock, list[bytes]]]:
-    """Remove some blocks from ``left`` and copy those that are still cached.
+    """Remove some blocks from ``left`` and copy the blocks that are still cached.
 
     Returns tuples (block, whether it is the first of a prompt, its header, its pages and snapshots).
     """

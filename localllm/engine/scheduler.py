@@ -5,10 +5,10 @@ Each step, in this order:
 1. Waiting requests are admitted while the cache has pages for all of their tokens, in order of `Request.rank`. Each
    running request of a client delays the client's next one by `CLIENT_DELAY_S`.
 2. Each decoding sequence gets its next token, and drafts if there is room.
-3. The rest of the step's **token budget** goes to prompts, in chunks. The oldest prompt gets half of it. The other
-   prompts share the rest, shortest first. So long prompts do not delay short ones, and no prompt starves. The budget
-   is the number of tokens that the measured speed allows in ``step_s`` seconds. So prompts do not stall streams, and
-   new or cancelled requests do not wait long.
+3. The rest of the step's **token budget** goes to prompts, in chunks. The oldest prompt gets half of the budget. The
+   other prompts share the rest, shortest first. Therefore long prompts do not delay short ones, and no prompt
+   starves. The budget is the number of tokens that the measured speed allows in ``step_s`` seconds. So prompts do not
+   stall streams, and new or cancelled requests do not wait long.
 
 If no page is free, a request takes the pages of the youngest request that is younger than itself, or of a request
 whose reader is slow. That request is **preempted**: it waits again, and its lost tokens are evaluated again after its
@@ -76,7 +76,7 @@ class StepTimes:
             self._token_s = _moved(self._token_s, max(seconds - base, 0.1 * seconds) / n_prompt_tokens)
 
     def budget(self, seconds: float) -> int:
-        """Return the number of prompt tokens for a step of ``seconds`` in which requests also decode."""
+        """Return the number of prompt tokens for a step of ``seconds`` with decoding requests."""
         if not self._token_s:
             return FIRST_CHUNK
         tokens = (seconds - self._decode_s) / self._token_s
@@ -100,7 +100,7 @@ class Scheduler:
         self._max_tokens, self._max_outputs = runner.max_tokens, runner.max_outputs
         self._max_running = min(max_running, runner.cache.max_sequences)
         self._step_s = step_s
-        # If experts stay in the file, a step reads nearly all of them, however few prompt tokens it has.
+        # If experts stay in the file, a step reads nearly all experts, however few prompt tokens it has.
         self._least_alone = MIN_CHUNK_ALONE if runner.expert_reads is None else self._max_tokens
         # is_causal: a prompt can be split into chunks. has_spans: an image must be in one step.
         self._is_causal, self._has_spans = runner.is_causal, runner.has_spans
@@ -124,7 +124,7 @@ class Scheduler:
             request.embeddings.clear()
 
     def next_batch(self) -> list[Scheduled]:
-        """Return the next batch, with pages reserved; empty if there is nothing to do."""
+        """Return the next batch, with pages reserved; empty if no request can run."""
         self.admit()
         batch: list[Scheduled] = []
         active = [request for request in self.running if not (request.output.is_full or request.is_choosing)]

@@ -28,7 +28,7 @@ class Snapshots:
 
     def __init__(self, storage: Cache) -> None:
         self._storage = storage
-        # False if no layer has recurrent states; no other method is called then
+        # False if no layer has recurrent states; the slots are then unused
         self.is_needed = storage.n_states > 0
         self._free = list(range(storage.n_states - 1, -1, -1))
         #: Snapshots, least recently used first.

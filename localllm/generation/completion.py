@@ -302,7 +302,7 @@ class Stream:
         progress: Progress | None,
         on_end: Callable[[], object] | None = None,
     ) -> None:
-        """``on_end``: called in the engine thread when the text is complete. All chunks are then delivered at the end."""
+        """``on_end``: called in the engine thread after the last chunk. All chunks are then delivered at the end."""
         self._engine, self._progress, self._inbox = engine, progress, _ItemQueue()
         self._items: Iterator[_Item] = iter(())  # unread items of the current step
         self._events: deque[Chunk] = deque()  # unread events of the current chunk
@@ -319,7 +319,7 @@ class Stream:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while running and after an error."""
+        """Reason of the end, or None while running and after an error."""
         return self._finish_reason
 
     @property

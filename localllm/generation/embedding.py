@@ -33,7 +33,7 @@ class Embedder:
         tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens", ()) if self.is_late else ()
         places = {token: i for i, token in enumerate(tokens)}
         found = [each for each in _MARKERS if places.keys() >= set(each)]
-        # Token that marks a text as a query or a document
+        # Token that marks queries, and token that marks documents
         self._query_marker, self._document_marker = ([places[each]] for each in found[0]) if found else ([], [])
         self._punctuation = {places[mark] for mark in string.punctuation if mark in places}
 
@@ -84,7 +84,7 @@ class Embedder:
         return np.array([each.sum() for each in best], np.float32)
 
     def _marked(self, tokenizer: Tokenizer, text: str, marker: list[int]) -> list[int]:
-        """Return a text's tokens with the marker after the beginning-of-text token, if any."""
+        """Return tokens with the marker after the beginning-of-text token, if any."""
         ids = tokenizer.encode(text)
         n = int(bool(ids) and ids[0] == tokenizer.bos_id)
         return [*ids[:n], *marker, *ids[n:]]
@@ -95,7 +95,7 @@ class Embedder:
 
 
 class _TextVectors(Evaluation):
-    """Sums the output rows of a text, or selects the first or the last one, as they arrive."""
+    """Sums output rows, or selects the first or the last row, as rows arrive."""
 
     def __init__(self, engine: Engine, ids: Sequence[int], which: str) -> None:
         self.total = np.zeros(engine.width, np.float32)
@@ -111,7 +111,7 @@ class _TextVectors(Evaluation):
 
 
 class _TokenVectors(Evaluation):
-    """Stores the output rows of a text as they arrive."""
+    """Stores output rows as they arrive."""
 
     def __init__(self, engine: Engine, ids: Sequence[int]) -> None:
         self.all = np.empty((len(ids), engine.width), np.float32)

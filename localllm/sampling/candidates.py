@@ -1,7 +1,7 @@
-"""Truncates the candidates for the next token, and draws one of them.
+"""Truncates the candidates for the next token, and draws a token.
 
 Each step is a pure function of ``Candidates``, except `Mirostat2` and `AdaptiveP`, whose state depends on earlier
-draws. Vocabularies have up to 262,144 tokens, so no function sorts all of them. ``highest`` finds the first few
+draws. Vocabularies have up to 262,144 tokens, so no function sorts all logits. ``highest`` finds the first few
 thousand in two passes. If a step needs more of the order, ``reach`` sorts only the part around the end of its result.
 """
 

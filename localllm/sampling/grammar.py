@@ -49,8 +49,8 @@ _OF_LLGUIDANCE = (
 _COMBINE = {"$ref", "anyOf", "oneOf"}
 
 #: Limits of a grammar: characters, rules and references, patterns in combined schemas, optional properties, and
-#: patterns of one object. In llguidance a chain of rules uses stack, and the process ends when there is none left.
-#: Each combined pattern doubles time and memory. Optional properties beyond the limit compile for many seconds, and
+#: patterns of one object. In llguidance a chain of rules uses stack, and the process crashes when the stack is full.
+#: Each combined pattern doubles time and memory. More optional properties compile for many seconds, and
 #: then no text matches. Twice the patterns of one object's properties take 50 times as long.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
 
@@ -73,7 +73,7 @@ _GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
 _LONE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 #: Strings, classes, comments, names and single characters of GBNF. Strings and classes may be unterminated.
 _GBNF_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"?|\[(?:[^\]\\]|\\.)*+\]?|#[^\n]*|[\w-]+|.', re.DOTALL)
-#: An escape of GBNF, with its number for a character beyond one byte.
+#: An escape of GBNF, with its number for a character above U+00FF.
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
@@ -87,7 +87,7 @@ def _escaped(escape: re.Match[str]) -> str:
     return chr(number) if number >= 0x80 else f"\\x{number:02x}"
 
 
-#: Number of tokens at the end of a prompt in which a reasoning tag is searched.
+#: Number of tokens at the end of a prompt that are searched for a reasoning tag.
 _LAST_TOKENS = 16
 
 #: Opening of reasoning at the end of a prompt, and its closing. In gpt-oss's format the answer is a separate message.
@@ -186,7 +186,7 @@ def _check_size(sampling: Sampling) -> None:
         raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters: make it simpler")
     operators = [found.lastindex for found in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
     if 1 in operators and 2 in operators:
-        raise ValueError("it has both & and ~, which may take forever to compile: use only one of them")
+        raise ValueError("it has both & and ~, which may take forever to compile: use only one operator")
     n_rules, n_patterns, n_optional, is_combined = max(len(lark.splitlines()), lark.count("%json")), 0, 0, False
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or schemas: use fewer")
@@ -280,7 +280,7 @@ class Grammars:
                     _TokenizerAdapter(self._tokenizer, self._n_vocab),
                     # A vocabulary without an end token gets an extra one, which no mask contains.
                     eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
-                    # Slices save little, take half of the preparation time, and block other threads meanwhile.
+                    # Slices save little, take half of the preparation time, and block other threads.
                     slices=[],
                 )
 

@@ -1,9 +1,9 @@
 """Rewrites JSON schemas so that llguidance can enforce them.
 
 Schemas come from many programs and drafts of the standard (https://json-schema.org/specification). They are rewritten
-in one form: only enforced keywords, one definition per reference target, and null values removed. Keywords that cannot
-be enforced are reported. Objects get only the properties that their schema names, unless the schema allows others,
-because a small model would add properties without end.
+in one form: only enforced keywords, one definition per reference target, and null values removed. Keywords that
+cannot be enforced are reported. Objects get only the properties that their schema names, unless the schema allows
+others, because a small model would add properties without end.
 """
 
 from __future__ import annotations

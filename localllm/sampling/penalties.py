@@ -95,7 +95,7 @@ class RepetitionPenalties:
 class SequenceBreakers:
     """Finds strings that interrupt repetitions for DRY, also across tokens.
 
-    ``breakers``: the strings, none of them empty. ``token_bytes``: returns the bytes of a token.
+    ``breakers``: the strings, not empty. ``token_bytes``: returns the bytes of a token.
     """
 
     def __init__(self, breakers: Iterable[str], token_bytes: Callable[[int], bytes]) -> None:
@@ -104,7 +104,7 @@ class SequenceBreakers:
         self._n_tail = max(map(len, self._breakers)) - 1
         self._tail = b""
         self.tokens_since = 0
-        """Number of tokens after the token in which the last breaker ended; all tokens if there was no breaker."""
+        """Number of tokens after the last breaker's last token; all tokens if there was no breaker."""
 
     def accept(self, id_: int) -> None:
         text = self._tail + self._token_bytes(id_)
@@ -145,11 +145,11 @@ class DryPenalty:
     """DRY, "don't repeat yourself": penalizes tokens that would extend a repetition.
 
     If the last ``n`` tokens also occur earlier, followed by token ``t``, the logit of ``t`` is lowered by
-    ``multiplier * base ** (n - allowed_length)``, for the largest such ``n`` of at least ``allowed_length``. Repetitions
-    end at a sequence breaker, and a token that contains a breaker is never penalized.
+    ``multiplier * base ** (n - allowed_length)``, for the largest such ``n`` of at least ``allowed_length``.
+    Repetitions end at a sequence breaker, and a token that contains a breaker is never penalized.
 
-    Designed by p-e-w (oobabooga/text-generation-webui pull request 5677). Details follow llama.cpp, except that breakers
-    are found in the text, however it is tokenized.
+    Designed by p-e-w (oobabooga/text-generation-webui pull request 5677). Details follow llama.cpp, except that
+    breakers are found in the text, however it is tokenized.
 
     ``history``: the sequence; its owner appends to it before calling ``accept``. ``window``: number of last tokens to
     search, -1 for all. ``breakers``: a new object, or None for no breakers.
@@ -178,8 +178,8 @@ class DryPenalty:
                 breakers.accept(id_)
 
     def accept(self, id_: int) -> None:
-        # A match grows by one if the new token follows it, and ends otherwise. This takes linear time for every text; a
-        # new search could be quadratic.
+        # A match grows by one if the new token follows it, and ends otherwise. This takes linear time for every text;
+        # a new search could be quadratic.
         earlier = self._history.last(self._window)[:-1]
         grown = np.concatenate((np.zeros(1, np.int32), self._lengths)) + np.int32(1)
         self._lengths = np.where(earlier == id_, grown[len(grown) - len(earlier) :], np.int32(0))

@@ -5,12 +5,12 @@
     logit bias · processors · repetition penalties · DRY        on all logits
     top-nσ · top-k · typical · top-p · min-p · XTC · temperature · draw  on the remaining candidates
 
-Temperature 0 selects the largest logit after the first line, the lowest id among equal logits. Mirostat 2 replaces the
-second line except for temperature, and draws the token. Adaptive-p draws the token after temperature. (With mirostat,
-llama.cpp also omits penalties and DRY. It also truncates at temperature 0.)
+Temperature 0 selects the largest logit after the first line, the lowest id among equal logits. Mirostat 2 replaces
+the second line except for temperature, and draws the token. Adaptive-p draws the token after temperature. (With
+mirostat, llama.cpp also omits penalties and DRY. It also truncates at temperature 0.)
 
-If a grammar forbids the chosen token, the second line runs again on allowed tokens. Computing the allowed tokens every
-time would take longer than all other steps.
+If a grammar forbids the chosen token, the second line runs again on allowed tokens. Computing the allowed tokens
+every time would take longer than all other steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Step = Callable[[Candidates], Candidates]
 #: Random numbers generated together.
 _DRAWN_AT_ONCE = 16
 
-#: Returns the chosen id and the candidates from which it was drawn.
+#: Returns the chosen id and the remaining candidates.
 _Choose = Callable[[Candidates], tuple[int, Candidates]]
 
 greedy = Sampling(temperature=0.0)
@@ -134,8 +134,8 @@ class Sampler:
         uniform: UniformNumbers | None = None,
     ) -> None:
         self.sampling = sampling
-        # Seed of the random numbers, also if the settings have no seed. The same seed, settings, prompt and logits give
-        # the same ids on every platform, up to the rounding of ``exp``, which may differ in the last place.
+        # Seed of the random numbers, also if the settings have no seed. The same seed, settings, prompt and logits
+        # give the same ids on every platform, up to the rounding of ``exp``, which may differ in the last place.
         self.seed = seed
         self._history = history
         self._ids = np.arange(n_vocab)
@@ -206,11 +206,11 @@ class Sampler:
         return _drawn(drawn_among, chosen, self.sampling.logprobs)
 
     def among(self, ids: IntArray, logits: Logits) -> Choice:
-        """Choose the next token from the `n_enough` largest logits or more. The result is the same as from all logits.
+        """Choose the next token from at least the `n_enough` largest logits, with the same result as from all logits.
 
         Args:
-            ids: ``[n]``, integers: ids of the largest logits, the lowest ids among equal logits. NaN counts as larger than
-                any number.
+            ids: ``[n]``, integers: ids of the largest logits, the lowest ids among equal logits. NaN counts as larger
+                than any number.
             logits: float32 ``[n]``.
         """
         order = np.argsort(ids)
@@ -239,8 +239,8 @@ _ADJUSTED = "after logit_bias, processors, penalties, DRY and grammar the logits
 def _n_enough(sampling: Sampling, n_vocab: int) -> int:
     """Return the number of largest logits that determine the choice; 0 if all logits may be needed.
 
-    Assumes that only biases change the logits. Each negative bias can bring at most one other token among the largest.
-    Top-k needs one more logit than it keeps, so that it sorts in the same way as with all logits.
+    Assumes that only biases change the logits. Each negative bias can bring at most one other token among the
+    largest. Top-k needs one more logit than it keeps, so that it sorts in the same way as with all logits.
     """
     if sampling.logprobs is not None or any(bias > 0 for bias in sampling.logit_bias.values()):
         return 0
@@ -284,8 +284,8 @@ def make_sampler(
 ) -> Sampler:
     """Return the sampler of one sequence.
 
-    ``prompt_ids``: the tokens so far, for penalties and DRY. ``token_bytes``: returns the bytes of a token; needed for
-    DRY's sequence breakers. ``constraint``: enforces the grammar of the settings.
+    ``prompt_ids``: the prompt, for penalties and DRY. ``token_bytes``: returns the bytes of a token; needed
+    for DRY's sequence breakers. ``constraint``: enforces the grammar of the settings.
     """
     in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
     in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
@@ -378,8 +378,8 @@ def _make_choose(sampling: Sampling, seed: int, uniform: Callable[[], float]) ->
 class UniformNumbers:
     """Random numbers, 0 <= u < 1, equal to llama.cpp's numbers for the same seed if built with GCC or Clang.
 
-    Computes C++'s ``std::mt19937`` and ``std::uniform_real_distribution``, for double or float, from the raw output of
-    `numpy.random.RandomState`, which NumPy guarantees never to change.
+    Computes C++'s ``std::mt19937`` and ``std::uniform_real_distribution``, for double or float, from the raw output
+    of `numpy.random.RandomState`, which NumPy guarantees never to change.
     """
 
     def __init__(self, seed: int, *, is_single: bool = False) -> None:

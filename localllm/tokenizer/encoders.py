@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _PLACEHOLDER = " {}"
-"""Name of a token that no text can become, because spaces of a text are U+2581 when it is split."""
+"""Name of a token that no text can become, because spaces are U+2581 before text is split."""
 
 
 class TextEncoder(Protocol):
@@ -41,9 +41,10 @@ def make_encoder(vocabulary: Vocabulary) -> TextEncoder:
 
 
 class SentencePieceEncoder:
-    """SentencePiece's BPE: starting with characters, repeatedly joins the neighbours whose union has the highest score.
+    """SentencePiece's BPE: starts with characters and repeatedly joins the neighbours with the highest score.
 
-    A character that is not a token becomes its UTF-8 bytes if the vocabulary has all 256 bytes, else the unknown token.
+    A character that is not a token becomes its UTF-8 bytes if the vocabulary has all 256 bytes, else the unknown
+    token.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -79,8 +80,8 @@ _MODEL_BPE = 2
 def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
     """Return a serialized ``ModelProto`` (sentencepiece_model.proto) for a vocabulary.
 
-    The pieces are the tokens, in order. sentencepiece requires an unknown piece. If no token can be the unknown piece,
-    one is added at the end.
+    The pieces are the tokens, in order. sentencepiece requires an unknown piece. If no token can be the unknown
+    piece, one is added at the end.
     """
     kinds = [_PIECE_TYPES[TokenType(kind)] for kind in range(len(TokenType))]
     kinds_of = bytearray(vocabulary.types.translate(bytes(kinds).ljust(256, b"\0")))
@@ -170,10 +171,10 @@ def _bytes_head(number: int, length: int) -> bytes:
 
 
 class UnigramEncoder:
-    """Unigram: splits a text into the tokens with the highest sum of scores.
+    """Unigram: splits text into the tokens with the highest sum of scores.
 
-    Sums have double precision, as in llama.cpp and in the libraries commonly used with embedding models. SentencePiece's
-    single precision splits long runs of one character differently.
+    Sums have double precision, as in llama.cpp and in the libraries commonly used with embedding models.
+    SentencePiece's single precision splits long runs of one character differently.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -207,9 +208,9 @@ _NO_TEXT = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED, TokenType.BY
 class CharacterMap:
     """Replaces characters, longest match first, with rules compiled by SentencePiece.
 
-    ``charsmap`` is the size of a double array in bytes, the array, and the replacements, each terminated by a zero byte.
-    Bits of an array unit: 0-7 the byte that leads to it; 8 set if a match ends there; 10-30 the XOR offset of its
-    children, shifted left by eight bits if bit 9 is set. After a match, the child of byte 0 is the offset of the
+    ``charsmap`` is the size of a double array in bytes, the array, and the replacements, each terminated by a zero
+    byte. Bits of an array unit: 0-7 the byte that leads to it; 8 set if a match ends there; 10-30 the XOR offset of
+    its children, shifted left by eight bits if bit 9 is set. After a match, the child of byte 0 is the offset of the
     replacement (darts-clone). All offsets are checked, because SentencePiece would read out of bounds.
     """
 
@@ -232,7 +233,7 @@ class CharacterMap:
             raise TokenizerError(f"{self._where}: tokenizer.ggml.precompiled_charsmap is damaged") from None
 
     def _match(self, data: bytes, start: int) -> tuple[int, bytes | None]:
-        """Return the end of the longest match and its replacement; without a match the next character's end and None."""
+        """Return the longest match's end and its replacement; without a match the character's end and None."""
         units, place, found, end = self._units, _children(self._units[0]), None, start
         for at in range(start, len(data)):
             byte = data[at]
@@ -256,7 +257,7 @@ def _children(unit: int) -> int:
 
 
 class WordPieceEncoder:
-    """WordPiece: repeatedly takes the longest token at the start of the rest of a word. Without a match: unknown token.
+    """WordPiece: splits off the longest token at the start of a word, repeatedly. A word without a match is unknown.
 
     GGUF marks tokens that start words with U+2581, and omits the "##" of other tokens.
     """
@@ -344,11 +345,11 @@ class BPEEncoder:
         before, after = list(range(-1, n - 1)), list(range(1, n + 1))
 
         def rank(i: int) -> int | None:
-            """Return the rank of merging part i with the next part. None for a part that was joined to another one."""
+            """Return the rank of merging part i with the next part; None for a part that was joined already."""
             return ranks.get(f"{parts[i]} {parts[after[i]]}") if after[i] < n else None
 
-        # Numbers instead of pairs, pushed one by one: for a word of a million characters, other methods would block other
-        # threads for a long time.
+        # Numbers instead of pairs, pushed one by one: for a word of a million characters, other methods would block
+        # other threads for a long time.
         merges: list[int] = []
         for i in range(n - 1):
             if (r := rank(i)) is not None:

@@ -1,4 +1,4 @@
-r"""Pre-tokenizers: how each kind of byte-level BPE vocabulary splits a text into words before merging.
+r"""Pre-tokenizers: how each kind of byte-level BPE vocabulary splits text into words before merging.
 
 ``tokenizer.ggml.pre`` names the kind. Each kind is a list of regular expressions in Oniguruma syntax, for the
 ``tokenizers`` library. The first one splits the text into its matches and the gaps between them, the next one splits
@@ -27,8 +27,8 @@ class PreTokenizer:
     patterns: tuple[str, ...]  # regular expressions, applied in order
     ignore_merges: bool = False  # a word in the vocabulary is one token, regardless of merges
     add_bos: bool = False  # default of ``add_bos_token``
-    # Tokens are plain characters instead of GPT-2's characters for bytes. An unknown character becomes its UTF-8 bytes,
-    # which are tokens such as ``<0x0A>``.
+    # Tokens are plain characters instead of GPT-2's characters for bytes. An unknown character becomes its UTF-8
+    # bytes, which are tokens such as ``<0x0A>``.
     is_raw: bool = False
     space: str = " "  # replacement of a space if ``is_raw``; empty: white space is removed
     whole: str = ""  # ``ignore_merges`` applies to words of only these characters

@@ -31,8 +31,8 @@ class StreamDecoder:
     """Decodes generated ids as they arrive.
 
     The results of ``feed`` and ``finish`` add up to ``tokenizer.decode`` of all ids (with the same ``special`` and
-    ``continuation``), up to the first stop string. An incomplete character is held back until it is complete. Invalid bytes
-    become U+FFFD.
+    ``continuation``), up to the first stop string. An incomplete character is held back until it is complete. Invalid
+    bytes become U+FFFD.
 
     Use one decoder per text.
     """
@@ -104,8 +104,8 @@ class StreamDecoder:
 class _StopStrings:
     """Returns text up to the stop string that starts first. Holds back text that may be the start of a stop string.
 
-    A complete stop string must wait while an earlier one may still become complete: with "abcd" and "bc", "abc" is held
-    back until the next character.
+    A complete stop string must wait while an earlier one may still become complete: with "abcd" and "bc", "abc" is
+    held back until the next character.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ class _StopStrings:
         return text[:begin]
 
     def _begin_of_open(self, text: str) -> int:
-        """Return the first position from which the rest of ``text`` may be the start of a stop string, else its length."""
+        """Return the first position whose following text may be the start of a stop string, else the length."""
         longest = max(len(stop) for stop in self._stops) - 1
         for begin in range(max(0, len(text) - longest), len(text)):
             if any(stop.startswith(text[begin:]) for stop in self._stops):

@@ -23,8 +23,8 @@ class Tokenizer:
     """The tokenizer of one model. Immutable and thread-safe.
 
     ``decode(encode(text)) == text`` for every text that the vocabulary can represent, with one exception: in
-    SentencePiece U+2581 (``▁``) stands for a space and is decoded as a space. WordPiece and Unigram normalize texts, and
-    decode to the normalized text.
+    SentencePiece U+2581 (``▁``) represents a space and is decoded as a space. WordPiece and Unigram normalize texts,
+    and decode to the normalized text.
 
     Token ids equal llama.cpp's, except as listed in docs/models.md (Tokens).
     """
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @property
     def add_space_prefix(self) -> bool:
-        """True if encoding adds a space before a text, which decoding removes."""
+        """True if encoding adds a leading space, which decoding removes."""
         return self._vocabulary.add_space_prefix
 
     def difference(self, others: Vocabulary) -> str | None:
@@ -133,7 +133,7 @@ class Tokenizer:
         return self.token_bytes(token, special=True).decode(errors="backslashreplace")
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes that ``token`` adds to a text, often incomplete characters.
+        """Return the bytes of ``token`` in decoded text, often incomplete characters.
 
         Control, unknown and unused tokens add no bytes, or their names if ``special``.
 
@@ -163,10 +163,10 @@ class Tokenizer:
 
         Args:
             text: any text.
-            add_special: add BOS before the text and EOS after it if the model requires them (``add_bos``, ``add_eos``). BOS
-                is not added to a text that already starts with it (``parse_special``).
-            parse_special: convert names of control tokens, such as ``<|im_end|>``, to these tokens. Do not use it for text
-                from others. User-defined tokens are always converted.
+            add_special: add BOS before the text and EOS after it if the model requires them (``add_bos``,
+                ``add_eos``). BOS is not added to a text that already starts with it (``parse_special``).
+            parse_special: convert names of control tokens, such as ``<|im_end|>``, to these tokens. Do not use it for
+                text from others. User-defined tokens are always converted.
             continuation: the text continues earlier text: add no space before it (``add_space_prefix``).
 
         Raises:
@@ -191,7 +191,7 @@ class Tokenizer:
         """Return ``ids`` with BOS before them if texts start with BOS (``add_bos``) and ``ids`` do not yet.
 
         Args:
-            ids: tokens of a text, or of a part of one.
+            ids: tokens of a whole text or of a part.
             replaced: number of leading tokens that BOS replaces: 1 for chunks of a fixed length.
         """
         bos = self.bos_id
@@ -238,8 +238,8 @@ class Tokenizer:
             ids: token ids.
             special: include names of control tokens. By default they are omitted, so that
                 ``decode(encode(text)) == text``.
-            continuation: the ids continue earlier text: keep a leading space. By default it is removed, because encoding
-                adds it (``add_space_prefix``).
+            continuation: the ids continue earlier text: keep a leading space. By default it is removed, because
+                encoding adds it (``add_space_prefix``).
 
         Raises:
             TokenizerError: an id is not in this vocabulary.
@@ -253,7 +253,7 @@ class Tokenizer:
 
 
 class _TokenMatcher:
-    """Finds special tokens in a text; the longest among tokens that start at the same position."""
+    """Finds special tokens in text; the longest among tokens that start at the same position."""
 
     def __init__(self, ids: dict[str, int]) -> None:
         self._ids = ids

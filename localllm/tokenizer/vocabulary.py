@@ -61,7 +61,8 @@ _FILL_IN_END_TEXTS = (
     ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     ("<|file_sep|>",),
 )
-# Markers of the text before a gap, after it, and in it. They are control tokens, although some files call them normal.
+# Markers of the text before a gap, after it, and in it. They are control tokens, although some files call them
+# normal.
 _FILL_IN_TEXTS = (
     *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     *("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<PRE>", "<SUF>", "<MID>", "▁<PRE>", "▁<SUF>", "▁<MID>"),
@@ -123,7 +124,7 @@ class Vocabulary:
     eog_ids: frozenset[int]  # tokens that end a generation
     add_bos: bool
     add_eos: bool
-    add_space_prefix: bool  # encoding adds a space before a text (not BPE)
+    add_space_prefix: bool  # encoding adds a leading space (not BPE)
     merge_spaces: bool  # runs of spaces become one space, and are removed at the start and the end (Unigram)
     charsmap: bytes  # replacements of characters, compiled by SentencePiece (Unigram)
     # Normalization (WordPiece)
@@ -161,7 +162,7 @@ class Vocabulary:
         if unk_id is None:
             unk_id = next(iter(_of_type(types, TokenType.UNKNOWN)), None)
         add_bos = meta.flag("add_bos_token", model in (SPM, WORD_PIECE) or pre_tokenizer.add_bos)
-        add_bos |= pre_tokenizer is pretokenizers.GEMMA4  # older files wrongly say false
+        add_bos |= pre_tokenizer is pretokenizers.GEMMA4  # wrongly false in older files
         add_eos = meta.flag("add_eos_token", model in (UNIGRAM, WORD_PIECE))
         lowercase = meta.flag("normalizer.lowercase", True)
         for name, wanted, token in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
@@ -254,7 +255,7 @@ class _TokenizerMetadata:
         return value
 
     def token_id(self, name: str, n_vocab: int, default: int | None) -> int | None:
-        """Return an id below ``n_vocab``. A missing key gives the default, or None if that is not below ``n_vocab``."""
+        """Return an id below ``n_vocab``. Without the key: the default, or None if that is not below ``n_vocab``."""
         value = self._get(name)
         if value is None:
             return default if default is not None and default < n_vocab else None
@@ -321,7 +322,7 @@ class _TokenizerMetadata:
         return integers.astype(np.uint8).tobytes()
 
     def scores(self, n_vocab: int) -> npt.NDArray[np.float32]:
-        """Return one score per token. All scores are 0 if the file has no scores; merges then go from left to right."""
+        """Return one score per token; 0 if the file has no scores, so that merges go from left to right."""
         scores = self._numbers("scores", n_vocab)
         if scores is None:
             return np.zeros(n_vocab, np.float32)
@@ -461,7 +462,7 @@ def _strip_before(meta: _TokenizerMetadata, pre: str | None, ids: Mapping[str, i
 
 
 def _strip_after(meta: _TokenizerMetadata, tokens: Sequence[str], types: bytearray) -> frozenset[int]:
-    """Return tokens that remove white space after them: special tokens of Phi-3, as in training. GGUF has no such key."""
+    """Return Phi-3's special tokens, which remove white space after them, as in training. GGUF lacks such a key."""
     name = meta.general_name().lower()
     if "phi-3" not in name and "phi3" not in name:
         return frozenset()

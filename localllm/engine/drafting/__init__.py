@@ -1,4 +1,4 @@
-"""Speculative decoding: drafters propose tokens, and the model verifies several of them in one step.
+"""Speculative decoding: drafters propose tokens, and the model verifies several drafts in one step.
 
 `lookup` copies from the text itself; `model` uses a smaller model. Drafts change the speed, never the text: the
 engine samples each token from the model's own logits, in order, as long as the sampled tokens equal the drafts.

@@ -1,6 +1,6 @@
 """Drafts by a model that reads the target model's keys and values (`localllm.models.gemma4_assistant`).
 
-It has no cache of its own, so it evaluates nothing twice. All drafts of a round have the same position.
+It has no separate cache, so it evaluates nothing twice. All drafts of a round have the same position.
 """
 
 from __future__ import annotations

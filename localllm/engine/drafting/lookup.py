@@ -19,7 +19,7 @@ _FIRST_RATES = {2: 0.1, 3: 0.2, 4: 0.3}
 
 
 class NGramIndex:
-    """Earlier occurrences of a text's last n-grams, in constant time per token."""
+    """Finds earlier occurrences of the last n-grams, in constant time per token."""
 
     def __init__(self) -> None:
         #: Position after the last occurrence of each n-gram, if a token follows it.

@@ -26,7 +26,7 @@ Norm = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 #: Most rows of hidden states that wait for evaluation by the block.
 _MAX_ROWS = 64
 
-#: Salts for sequences whose first tokens the block has not seen, so that no other text finds them in the cache.
+#: Salts for sequences whose first tokens the block has not seen, so that other texts do not find them in the cache.
 _salts = count(1)
 
 
@@ -104,7 +104,7 @@ class MTPDrafter(ModelDrafter):
             self._sequence, self._salt = cache.begin([]), next(_salts) * self._runner.n_vocab
 
     def _evaluate(self, tokens: Sequence[int], n_outputs: int) -> NDArray[np.float32] | None:
-        """Evaluate the waiting hidden states. Return None without room or if the block lacks a token."""
+        """Evaluate the waiting hidden states. Return None if the cache is full or the block lacks a token."""
         assert self._sequence is not None
         runner, cache, sequence = self._runner, self._runner.cache, self._sequence
         rows, self._rows = np.concatenate(self._rows), []
