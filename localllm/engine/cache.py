@@ -71,7 +71,7 @@ class PagedCache:
         self._out_of_window: list[dict[Block, None]] = [{} for _ in storage.n_pages]
         self._states = Snapshots(storage)
         self.pictures = PictureCache()  # embeddings of images
-        # Most sequences at a time. One state slot is reserved for copies within a step. Without states only the
+        # Maximum of sequences. One state slot is reserved for copies within a step. Without states only the
         # number of pages limits the sequences.
         self.max_sequences = max(1, storage.n_states - 1) if storage.n_states else self.n_pages
         self.root = Block([])  # root of the prefix tree without adapters
@@ -122,7 +122,10 @@ class PagedCache:
             blocks.pop()
 
     def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, adapters: tuple[float, ...] = ()) -> int:
-        """Return the number of available pages that a new sequence of ``n_tokens`` takes, without shared pages."""
+        """Return the number of available pages for a new sequence of ``n_tokens``.
+
+        Cached pages of ``ids`` that other sequences use are shared and not counted.
+        """
         found = self._find_full(CachedSequence(0, 0, self._root_of(adapters)), ids)
         return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in found)
 

@@ -10,8 +10,8 @@ Each step, in this order:
    starves. The budget is the number of tokens that the measured speed allows in ``step_s`` seconds. So prompts do not
    stall streams, and new or cancelled requests do not wait long.
 
-If no page is free, a request takes the pages of the youngest request that is younger than itself, or of a request
-whose reader is slow. That request is **preempted**: it waits again, and its lost tokens are evaluated again after its
+If no page is free, a request takes the pages of a request whose reader is slow, or of the youngest request that was
+admitted after it. That request is **preempted**: it waits again, and its lost tokens are evaluated again after its
 admission. The oldest request is never preempted, so there is always progress.
 
 Sources: Yu et al., Orca (OSDI 2022); Agrawal et al., Sarathi-Serve (arXiv:2403.02310).
@@ -30,10 +30,10 @@ from localllm.engine.request import CLIENT_DELAY_S, Request
 from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.snapshots import Block
 
-#: Least prompt tokens per step, however slow the model is, and the number before its speed is known.
+#: Minimum of prompt tokens per step, however slow the model is, and their number before its speed is known.
 MIN_CHUNK, FIRST_CHUNK = 16, 32
 
-#: Least prompt tokens if no request decodes: with fewer tokens, CPU kernels unpack weights unnecessarily often.
+#: Minimum of prompt tokens if no request decodes: with fewer tokens, CPU kernels unpack weights unnecessarily often.
 MIN_CHUNK_ALONE = 64
 
 #: Weight of one step in the running estimates of speed.
@@ -234,7 +234,7 @@ class Scheduler:
         return rows - rows_left
 
     def _n_together(self, request: Request) -> int:
-        """Return the least tokens of a request in a step: all tokens of an image that is ready, 0 if it is not."""
+        """Return the number of next tokens that must not be split: all tokens of an image, 0 if it is not ready."""
         start = 0 if request.sequence is None else len(request.sequence)
         return request.pictures.whole(start, 1, request.n_ready(start)) if self._has_spans else 0
 

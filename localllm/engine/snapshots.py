@@ -80,7 +80,10 @@ class Snapshots:
         source.snapshots = {}
 
     def load(self, block: Block, n: int, slot: int) -> int:
-        """Copy a snapshot to a slot, or to a new slot if ``slot`` is `NONE`. Return the slot."""
+        """Copy a snapshot to a slot, or to a new slot if ``slot`` is `NONE`. Return the slot.
+
+        If no slot is available, return the snapshot's slot itself.
+        """
         del self._order[block, n]  # not evicted by `take`; added again as most recently used
         if slot == NONE and not self.has_slot:
             return block.snapshots.pop(n)

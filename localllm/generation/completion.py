@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #: Most chunks that a request may be ahead of its reader. Then it pauses.
 MAX_UNREAD = 64
 
-#: Least seconds between two deliveries, because waking the reader costs as much as a step of a very small model.
+#: Minimum time between two deliveries, in seconds. Waking the reader takes the time of a step of a very small model.
 DELIVERY_S = 0.002
 
 

@@ -50,8 +50,8 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 
 #: Limits of a grammar: characters, rules and references, patterns in combined schemas, optional properties, and
 #: patterns of one object. In llguidance a chain of rules uses stack, and the process crashes when the stack is full.
-#: Each combined pattern doubles time and memory. More optional properties compile for many seconds, and
-#: then no text matches. Twice the patterns of one object's properties take 50 times as long.
+#: Each combined pattern doubles time and memory. More optional properties compile for many seconds, and then no text
+#: matches. Twice the patterns of one object's properties take 50 times as long.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
 
 #: Most occurrences of %json in Lark's notation without valid JSON.
@@ -73,7 +73,7 @@ _GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
 _LONE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 #: Strings, classes, comments, names and single characters of GBNF. Strings and classes may be unterminated.
 _GBNF_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"?|\[(?:[^\]\\]|\\.)*+\]?|#[^\n]*|[\w-]+|.', re.DOTALL)
-#: An escape of GBNF, with its number for a character above U+00FF.
+#: An escape of GBNF. Groups 1 and 2 are the hexadecimal number in ``\u`` and ``\U`` escapes.
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Least expected speed-up. Below it, errors of the estimates cost more than drafts gain.
+#: Minimum of the expected speed-up. Below it, errors of the estimates cost more than drafts gain.
 MIN_GAIN = 1.05
 
 #: Cost of each further token of a step before it is measured, as a fraction of a step over one token.

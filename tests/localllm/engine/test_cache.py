@@ -623,7 +623,7 @@ def contents_of(path: Path) -> dict[tuple[int, ...], object]:
 
 def test_prompts_of_another_model_are_refused(prompts: Path) -> None:
     cache, _ = new_cache(*KINDS["all"])
-    with pytest.raises(PromptCacheError, match="another model, version, device or type of cache"):
+    with pytest.raises(PromptCacheError, match="different model, version, device or cache type"):
         saved_prompts.load(at_once(cache), prompts, "another key")
     with pytest.raises(PromptCacheError, match="cannot be read"):
         saved_prompts.load(at_once(cache), prompts.with_name("none"), "a key")
