@@ -1,4 +1,4 @@
-"""GGUF files: what is in one, checked before it is believed."""
+"""Read GGUF files, whose contents are checked before use."""
 
 from localllm.gguf.file import GGUFFile, Metadata, MetadataValue, StringArray, TensorInfo
 

@@ -1,7 +1,7 @@
-"""The place in a GGUF file that the parser is at: reads that never pass the end, and the errors they raise.
+"""A position in a GGUF file for the parser: reads that never pass the end, and errors that name the position.
 
-Every count and length is compared with the bytes that remain before anything is allocated or looped
-over.  Part of `localllm.gguf`.
+Every count and length is compared with the remaining bytes before anything is allocated or looped over.
+Part of `localllm.gguf`.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class StringRange:
-    """Where the bytes of a string lie in the file."""
+    """Start and stop of a string's bytes in the file."""
 
     start: int
     stop: int
 
 
 class Cursor:
-    """A place in the file that moves forward and never past the end."""
+    """A position in the file that moves forward and never past the end."""
 
     def __init__(self, path: Path, buffer: mmap.mmap | bytes) -> None:
         self.path = path
         self.buffer = buffer
-        self.at = 0  # the place, in bytes from the start
-        self.end = len(buffer)  # the size of the file
-        self.context = "header"  # the key or tensor at hand, for error texts
-        self.strings_left = limits.MAX_STRINGS  # how many strings may still come in arrays
-        self.nested_arrays_left = limits.MAX_NESTED_ARRAYS  # how many arrays may still come inside arrays
+        self.at = 0  # bytes from the start of the file
+        self.end = len(buffer)  # size of the file in bytes
+        self.context = "header"  # current key or tensor, for errors
+        self.strings_left = limits.MAX_STRINGS  # maximum number of further strings in arrays
+        self.nested_arrays_left = limits.MAX_NESTED_ARRAYS  # maximum number of further arrays inside arrays
 
     def error(self, defect: str, *, at: int | None = None, advice: str = DAMAGED) -> LocalLLMError:
-        """A `GGUFError` that names the file, the byte (here, or ``at``), the context and the defect."""
+        """Return a `GGUFError` with the file, the byte (``at``, or the position), the context and the defect."""
         return error_at(self.path, self.at if at is None else at, self.context, defect, advice)
 
     def take(self, n_bytes: int, what: str) -> int:
-        """Step over ``n_bytes`` and return where they begin."""
+        """Skip ``n_bytes`` and return their start."""
         start = self.at
         if n_bytes > self.end - start:
             raise self.error(f"{what} takes {n_bytes} bytes but {self.end - start} are left")
@@ -61,7 +61,7 @@ class Cursor:
         return value
 
     def count(self, what: str, *, least_bytes: int, most: int) -> int:
-        """A u64 number of entries of at least ``least_bytes`` each, which fit into what is left."""
+        """Read a u64 number of entries of at least ``least_bytes`` each, which must fit into the remaining bytes."""
         start = self.at
         n = self.u64(f"the number of {what}")
         left = self.end - self.at
@@ -72,13 +72,13 @@ class Cursor:
         return n
 
     def text(self, what: str) -> StringRange:
-        """A string, of which only the length is looked at."""
+        """Read the length of a string and skip its bytes."""
         length = self.u64(f"the length of {what}")
         start = self.take(length, what)
         return StringRange(start, self.at)
 
     def name(self, what: str, longest: int) -> str:
-        """A string that must be UTF-8, not empty, and at most ``longest`` bytes."""
+        """Read a string that must be UTF-8, not empty, and at most ``longest`` bytes."""
         start = self.at
         text = self.text(what)
         length = text.stop - text.start
@@ -91,10 +91,10 @@ class Cursor:
 
 
 def error_at(path: Path, at: int, context: str, defect: str, advice: str = DAMAGED) -> GGUFError:
-    """A `GGUFError` that names the file, the byte, the key or tensor, the defect, and what to do."""
+    """Return a `GGUFError` that names the file, the byte, the key or tensor, the defect, and a remedy."""
     return GGUFError(f"{path_text(path)}: byte {at}, {context}: {defect}; {advice}")
 
 
 def align(offset: int, alignment: int) -> int:
-    """The first multiple of ``alignment`` from ``offset`` on."""
+    """Return the first multiple of ``alignment`` that is at least ``offset``."""
     return -(-offset // alignment) * alignment

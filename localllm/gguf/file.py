@@ -1,9 +1,9 @@
 """GGUF files: header, typed metadata and tensor table over a read-only memory map.
 
-The file is believed in nothing.  Every count and length is compared with the bytes that remain before
-anything is allocated or looped over, every offset with the file, and all arithmetic is done in Python's
-unbounded integers.  What cannot be believed raises `GGUFError` naming the file, the byte, the key or
-tensor, and the defect.
+The reader trusts no value in the file. Every count and length is compared with the remaining bytes before anything is
+allocated or looped over, every offset is compared with the size of the file, and all arithmetic uses Python's
+unbounded integers. Invalid values raise `GGUFError`, which names the file, the byte, the key or tensor, and the
+defect.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), all little-endian::
 
@@ -15,8 +15,8 @@ Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), all little-e
 
     string: u64 length, that many bytes     array: u32 element type, u64 length, elements
 
-Stricter than the specification: the tensors fill the data section without holes (as llama.cpp asks too),
-and nothing follows the last one but its padding.  So a changed bit in a dimension or in a count shows.
+Stricter than the specification: the tensors fill the data section without holes (llama.cpp requires this too), and
+only padding follows the last tensor. Therefore a changed bit in a dimension or a count is detected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from localllm.kernels.mapped_file import MappedFile
 
 __all__ = ["GGUFFile", "Metadata", "MetadataValue", "StringArray", "TensorInfo"]
 
-# The fewest bytes that a key with its value, and a line of the tensor table, take.
+# Minimum bytes of a key with its value, and of an entry of the tensor table.
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8
 
@@ -52,10 +52,9 @@ _MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8
 class GGUFFile:
     """An open GGUF model: metadata and tensors of one file, or of all files of a split model.
 
-    The map is released when the file was closed and no array taken from it is left, so that such an
-    array never points at nothing.  A file that another program shortens while it is open cannot be
-    guarded against: the system ends a process that reads past the new end.  So take what is needed,
-    `check_unchanged`, and close it.
+    The file stays mapped until it is closed and all arrays taken from it are deleted, so these arrays stay valid.
+    If another program truncates the open file, the operating system ends a process that reads past the new end.
+    To limit this risk, read the data, call `check_unchanged`, and close the file.
 
     Use `GGUFFile.open`, as a context manager or with `close`.
     """
@@ -74,28 +73,28 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Map a file and check its header, metadata and tensor table; no weight is read.
+        """Map a file and check its header, metadata and tensor table. Reads no weights.
 
-        Any file of a split model (``NAME-00001-of-00003.gguf``) opens the whole model, whose files must
-        lie in one folder; the metadata is that of the first.
+        Any file of a split model (``NAME-00001-of-00003.gguf``) opens the whole model. All its files must be in one
+        folder; the metadata comes from the first file.
 
         Raises:
-            ModelNotFoundError: there is no such file.
-            GGUFError: the file is unreadable, not a GGUF, or damaged; says where and how.
+            ModelNotFoundError: the file does not exist.
+            GGUFError: the file is unreadable, not a GGUF file, or damaged. The message names the byte and the defect.
         """
         try:
             part = _read_part(Path(path))
-            # A merged model keeps the key, with the value 0.
+            # Merged models keep this key with the value 0.
             is_split = "split.count" in part.metadata and _split_key(part, "split.count") not in (0, 1)
             return cls(_read_split(part) if is_split else [part])
         except GGUFError as error:
-            # Their variables keep the file mapped, and Windows lets none be removed that is.
+            # Variables of the frames keep the file mapped, and Windows cannot delete mapped files.
             traceback.clear_frames(error.__traceback__)
             raise
 
     @property
     def metadata(self) -> Metadata:
-        """Keys and values; of a split model, those of its first file."""
+        """Keys and values; for a split model, from its first file."""
         if self._metadata is None:
             raise ClosedError(f"{path_text(self.path)} was closed: open it again to read its metadata")
         return self._metadata
@@ -112,7 +111,7 @@ class GGUFFile:
         """``general.architecture``, the model family.
 
         Raises:
-            GGUFError: the key is missing, or is not a text.
+            GGUFError: the key is missing or is not a string.
         """
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
@@ -123,12 +122,12 @@ class GGUFFile:
         return architecture
 
     def check_unchanged(self) -> None:
-        """Compare the files with what they were when they were opened: to be called when all was read.
+        """Check that the files did not change since they were opened. Call this after reading.
 
-        A file that was deleted, or replaced by another of its name, is still there for whoever has it open.
+        A file that was deleted or replaced is not an error, because the open file keeps its contents.
 
         Raises:
-            GGUFError: another program wrote into one meanwhile, so what was read cannot be believed.
+            GGUFError: another program wrote to a file, so the data read from it may be wrong.
         """
         for path, stamp in self._stamps:
             try:
@@ -142,8 +141,8 @@ class GGUFFile:
                 )
 
     def fingerprint(self) -> str:
-        """A hash of what tells this model from others: the beginnings of metadata's values and of tensors, and the
-        names, shapes and types of these."""
+        """Return a hash that identifies the model: of the first bytes of each metadata value and tensor, and of the
+        names, shapes and types of the tensors."""
         digest = hashlib.blake2b(digest_size=16)
         for key in sorted(self.metadata):
             digest.update(key.encode() + self.metadata.encoded(key)[:4096])
@@ -153,7 +152,7 @@ class GGUFFile:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Let the file go; arrays and strings already taken from it stay valid.  May be called twice."""
+        """Close the file. Arrays and strings already taken from it stay valid. May be called twice."""
         self._metadata = None
         self._tensors = None
 
@@ -169,7 +168,7 @@ class GGUFFile:
 
 @dataclass(frozen=True, slots=True)
 class _Stamp:
-    """Which file it is (device and number), and what changes when a program writes into it."""
+    """Device and number of a file, and the attributes that change when a program writes to it."""
 
     file: tuple[int, int]
     n_bytes: int
@@ -182,7 +181,7 @@ class _Stamp:
 
 @dataclass(frozen=True, slots=True)
 class _SplitFile:
-    """One file of a model, and what was read from its header."""
+    """One file of a model, and the contents of its header."""
 
     path: Path
     stamp: _Stamp
@@ -201,7 +200,7 @@ def _read_part(path: Path) -> _SplitFile:
 
 
 def read_header(cursor: Cursor, file_bytes: int) -> tuple[int, Metadata, list[Entry]]:
-    """The version, the metadata and the tensor table of a file of ``file_bytes``, whose header the cursor is in."""
+    """Return version, metadata and tensor table of a file of ``file_bytes`` bytes, whose header the cursor reads."""
     version = _read_version(cursor)
     n_tensors = cursor.count("tensors", least_bytes=_MIN_TENSOR_BYTES, most=limits.MAX_TENSORS)
     n_keys = cursor.count("metadata keys", least_bytes=_MIN_KEY_BYTES, most=limits.MAX_KEYS)
@@ -210,7 +209,7 @@ def read_header(cursor: Cursor, file_bytes: int) -> tuple[int, Metadata, list[En
 
 
 def _meant(path: Path) -> str:
-    """What to do about a path that is not there: the file beside it with the nearest name, if there is one."""
+    """Return advice for a missing path: the file next to it with the most similar name, if any."""
     try:
         names = [name for name in os.listdir(path.parent) if name.lower().endswith(".gguf")]
     except (OSError, ValueError):
@@ -233,7 +232,7 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
             raise GGUFError(f"{shown} is a directory: name a .gguf file in it")
         if path.suffix == ".safetensors":
             raise GGUFError(f"{shown} is part of a Hugging Face checkpoint: {_convert(path.parent)}")
-        # Asked before opening: opening a FIFO waits for its writer.
+        # Checked before opening, because opening a FIFO waits for its writer.
         if not stat.S_ISREG(status.st_mode):
             raise GGUFError(f"{shown} is not a regular file: name a .gguf file on disk")
         if status.st_size == 0:
@@ -248,7 +247,7 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
     except PermissionError:
         raise GGUFError(f"{shown} may not be read by this user: check its permissions") from None
     except (OSError, ValueError, OverflowError) as error:
-        # ValueError: a null character in the path, or a file emptied just now; OverflowError: longer than addresses.
+        # ValueError: a null character in the path, or an empty file; OverflowError: larger than the address space.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if "\0" in str(path):  # each version of Python words this differently
             reason = "its name has a null character"
@@ -272,7 +271,7 @@ def _read_version(cursor: Cursor) -> int:
 
 
 def _kind_of_file(head: bytes) -> str | None:
-    """The kind of file that was named by mistake, where the first bytes tell it."""
+    """Return the kind of another file format by its first bytes; None if unknown."""
     if head[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):
         return "a model in a format older than GGUF"
     if head.startswith(b"PK\x03\x04"):
@@ -301,7 +300,7 @@ def _split_error(part: _SplitFile, defect: str, advice: str) -> GGUFError:
 
 
 def _read_split(given: _SplitFile) -> list[_SplitFile]:
-    """All parts of the split model that ``given`` is one of, in order."""
+    """Return all parts of a split model in order; ``given`` is one part."""
     count = _split_key(given, "split.count")
     match = _SPLIT_NAME.fullmatch(given.path.name)
     if match is None or int(match["count"]) != count or not 1 <= int(match["number"]) <= count:

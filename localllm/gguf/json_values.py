@@ -1,4 +1,4 @@
-"""Metadata values as they are shown: as JSON values, and of long ones the beginning."""
+"""Metadata values for display: as JSON values, with long values shortened."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 from localllm.errors import GGUFError
 from localllm.gguf import GGUFFile, StringArray
 
-#: Elements of an array, and characters of a text, that are shown of a long one.
+#: Maximum elements of an array, and maximum characters of a string, that are shown.
 _ELEMENTS = 8
 _CHARACTERS = 80
 
 
 @dataclass(frozen=True)
 class Value:
-    """A metadata value, as far as it is shown."""
+    """A metadata value for display."""
 
-    type: str  # in words: "integer", "text", "array of 32,000 texts", …
-    shown: Any  # a JSON value; of an array its first elements
-    left_out: int = 0  # elements, or characters of a text, that are not shown
+    type: str  # description: "integer", "text", "array of 32,000 texts", …
+    shown: Any  # JSON value; for an array, its first elements
+    left_out: int = 0  # number of elements or characters that are not shown
 
     def __str__(self) -> str:
         text = json.dumps(self.shown, ensure_ascii=False)
@@ -33,10 +33,10 @@ class Value:
 
 
 def value_of(file: GGUFFile, key: str, *, full: bool = False) -> Value:
-    """The value of ``key``; with ``full`` all of it."""
+    """Return the value of ``key``, shortened unless ``full`` is true."""
     try:
         value = file.metadata[key]
-    except GGUFError:  # a text that is not UTF-8; it is shown nevertheless
+    except GGUFError:  # invalid UTF-8 is shown with escapes
         return _text(file.metadata.raw(key).decode("utf-8", "backslashreplace"), full, "text, not valid UTF-8")
     if isinstance(value, str):
         return _text(value, full, "text")
@@ -56,7 +56,7 @@ def _text(text: str, full: bool, kind: str) -> Value:
 
 
 def _first(value: Any, n: int) -> list[Any]:
-    """The first ``n`` elements as JSON values."""
+    """Return the first ``n`` elements as JSON values."""
     if isinstance(value, StringArray):
         return [_string(value, i) for i in range(min(n, len(value)))]
     return [_first(v, n) if isinstance(v, Sequence | np.ndarray) else _json_value(v) for v in islice(value, n)]
@@ -70,13 +70,13 @@ def _string(strings: StringArray, i: int) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """A number or bool as JSON has it, which knows neither infinity nor NaN."""
+    """Return a number or bool for JSON; infinity and NaN become strings, because JSON has no such numbers."""
     plain = value.item() if isinstance(value, np.generic) else value
     if not isinstance(plain, float):
         return plain
     if not math.isfinite(plain):
         return str(plain)
-    # Most are float32: 1e-05 then, rather than the digits of the float64 that is nearest to it.
+    # Most values are float32: show 1e-05, not the digits of the nearest float64.
     with np.errstate(over="ignore"):
         narrow = np.float32(plain)
     return float(str(narrow)) if narrow == plain else plain

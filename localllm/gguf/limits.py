@@ -1,16 +1,16 @@
-"""Limits of GGUF files, for the reader and the writer: stricter than the specification, beyond all real files.
+"""Limits of GGUF files for the reader and the writer: stricter than the specification, larger than all real files.
 
-The largest vocabularies have about 650,000 strings (tokens and merges), real files have under 200 keys and a few
-thousand tensors, and no known model has arrays inside arrays.  Each costs time, or becomes a Python object larger
-than its bytes in the file, so these bound what a file of nothing but tiny entries can cost.
+The largest vocabularies have about 650,000 strings (tokens and merges), real files have fewer than 200 keys and a few
+thousand tensors, and no known model has arrays inside arrays. Each entry takes time, or becomes a Python object
+larger than its bytes in the file. The limits bound the cost of a file that contains only tiny entries.
 """
 
 MAX_KEYS = 1 << 12
 MAX_KEY_BYTES = 65_535  # specification
-#: Of all arrays together.
+#: In all arrays together.
 MAX_STRINGS = 1 << 21
 MAX_NESTED_ARRAYS = 1 << 12
-#: Arrays inside of each other.
+#: Depth of arrays inside arrays.
 MAX_NESTING = 4
 
 MAX_TENSORS = 1 << 14

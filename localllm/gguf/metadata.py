@@ -1,4 +1,4 @@
-"""Keys and typed values of a GGUF file.  Part of `localllm.gguf`."""
+"""Keys and typed values of a GGUF file. Part of `localllm.gguf`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localllm.gguf import limits
 from localllm.gguf.cursor import Cursor, StringRange, error_at
 from localllm.gguf.strings import StringArray, read_strings
 
-# The fewest bytes that an array inside an array takes: element type and length.
+# Minimum bytes of an array inside an array: element type and length.
 _MIN_ARRAY_BYTES = 4 + 8
 
 
@@ -54,15 +54,15 @@ DTYPES: dict[ValueType, np.dtype[Any]] = {
 
 
 MetadataValue: TypeAlias = "bool | int | float | str | NDArray[Any] | StringArray | tuple[MetadataValue, ...]"
-"""A number or text; a read-only numpy array; a `StringArray`; for an array of arrays, a tuple of these."""
+"""A number or string; a read-only numpy array; a `StringArray`; or a tuple of these for an array of arrays."""
 
 
 class Metadata(Mapping[str, MetadataValue]):
     """The file's keys and values, in the order of the file.
 
-    Numeric and bool arrays are read-only numpy arrays, straight from the file where its alignment and the
-    processor's byte order allow.  Texts are decoded when asked for: one that is not UTF-8 raises
-    `GGUFError` then, and `raw` gives its bytes.
+    Arrays of numbers and bools are read-only numpy arrays. They are views of the file if its alignment and the
+    processor's byte order allow this. A string is decoded when it is read: if it is not UTF-8, reading it raises
+    `GGUFError`, and `raw` returns its bytes.
     """
 
     __slots__ = ("_buffer", "_path", "_spans", "_values")
@@ -103,25 +103,25 @@ class Metadata(Mapping[str, MetadataValue]):
 
     @property
     def alignment(self) -> int:
-        """``general.alignment``: what the data section and each tensor in it are aligned to, in bytes."""
+        """``general.alignment``: alignment of the data section and of each tensor, in bytes."""
         alignment = self._values.get("general.alignment")
         return alignment if isinstance(alignment, int) else limits.DEFAULT_ALIGNMENT
 
     def raw(self, key: str) -> bytes:
-        """The bytes of a text, whether or not they are UTF-8."""
+        """Return the bytes of a string, which need not be valid UTF-8."""
         value = self._values[key]
         if not isinstance(value, StringRange):
             raise TypeError(f"the value of {key!r} is not a text")
         return self._buffer[value.start : value.stop]
 
     def encoded(self, key: str) -> bytes:
-        """A value's type and the value as the file has them, to be copied into another file."""
+        """Return the bytes of a value's type and value, to copy them into another file."""
         span = self._spans[key]
         return self._buffer[span.start : span.stop]
 
 
 def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
-    """Read ``n_keys`` keys and values from where the cursor stands."""
+    """Read ``n_keys`` keys and values at the position of the cursor."""
     values: dict[str, MetadataValue | StringRange] = {}
     spans: dict[str, StringRange] = {}
     for i in range(n_keys):

@@ -1,4 +1,4 @@
-"""Arrays of strings in GGUF metadata: indexed in one pass, decoded when asked for.
+"""Arrays of strings in GGUF metadata: indexed in one pass, decoded when they are read.
 
 Part of `localllm.gguf`.
 """
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from localllm.errors import quoted
 from localllm.gguf.cursor import Cursor, error_at
 
-# Those of a string's length, and so the least that it takes.
+# Bytes of a string's length, and therefore the minimum bytes of a string.
 _LENGTH_BYTES = _MIN_STRING_BYTES = 8
 
-# Bytes that are indexed at a time: enough to outweigh numpy's cost per call, few enough to stay in cache,
-# and about as many as the strings that are left can take, for beyond them lie other things.
+# Bytes that are indexed at a time: enough to outweigh numpy's cost per call, few enough to stay in cache.
+# Near the end of an array, the chunk is limited to the likely bytes of the remaining strings.
 _CHUNK = 1 << 17
 _LIKELY_STRING_BYTES = 32
 
@@ -30,10 +30,10 @@ _U64 = struct.Struct("<Q")
 
 
 class StringArray(Sequence[str]):
-    """A metadata array of strings, decoded from the file only when asked for.
+    """A metadata array of strings. A string is decoded from the file when it is read.
 
-    Indexing, slicing and iterating give ``str`` and raise `GGUFError`, naming the key and the index, for
-    a string that is not UTF-8.  `raw` and `raw_all` give the bytes as they stand in the file.
+    Indexing, slicing and iterating return ``str``. They raise `GGUFError` with the key and the index if a string is
+    not UTF-8. `raw` and `raw_all` return the bytes in the file.
     """
 
     __slots__ = ("_bounds", "_buffer", "_label", "_path")
@@ -42,7 +42,7 @@ class StringArray(Sequence[str]):
         self._path = path
         self._label = label
         self._buffer = buffer
-        # String i, with its 8 bytes of length, lies at bounds[i] : bounds[i + 1] in the file.
+        # String i, with its 8 bytes of length, is stored at bounds[i] : bounds[i + 1] in the file.
         self._bounds = bounds
 
     def __len__(self) -> int:
@@ -65,15 +65,15 @@ class StringArray(Sequence[str]):
         return iter(self._decoded_together() or [self._decode(string, i) for i, string in enumerate(self.raw_all())])
 
     def _decoded_together(self) -> list[str] | None:
-        """All strings, decoded as one text with their lengths as zero bytes between them; None where that cannot be.
+        """Return all strings, decoded together with zero bytes in place of their lengths; None if this is impossible.
 
-        A vocabulary is read whole at every start, and a loop over 300,000 strings takes three times as long.
+        Every start reads the whole vocabulary, and a loop over 300,000 strings takes three times as long.
         """
         start, n_bytes = int(self._bounds[0]), int(self._bounds[-1] - self._bounds[0])
         text = np.frombuffer(self._buffer, np.uint8, n_bytes, start).copy()
         for i in range(_LENGTH_BYTES):
             text[self._bounds[:-1] - start + i] = 0
-        if n_bytes - np.count_nonzero(text) != _LENGTH_BYTES * len(self):  # there are zero bytes in strings
+        if n_bytes - np.count_nonzero(text) != _LENGTH_BYTES * len(self):  # strings contain zero bytes
             return None
         try:
             return text.tobytes().decode().split("\0" * _LENGTH_BYTES)[1:]
@@ -81,12 +81,12 @@ class StringArray(Sequence[str]):
             return None
 
     def raw(self, index: int) -> bytes:
-        """The bytes of string ``index``, whether or not they are UTF-8."""
+        """Return the bytes of string ``index``, which need not be valid UTF-8."""
         index = range(len(self))[index]
         return self._buffer[int(self._bounds[index]) + 8 : int(self._bounds[index + 1])]
 
     def raw_all(self) -> list[bytes]:
-        """The bytes of every string."""
+        """Return the bytes of every string."""
         buffer = self._buffer
         return [buffer[start + 8 : stop] for start, stop in pairwise(self._bounds.tolist())]
 
@@ -100,19 +100,19 @@ class StringArray(Sequence[str]):
 
 
 def read_strings(cursor: Cursor, label: str) -> StringArray:
-    """Read the length of an array of strings, and step over the strings."""
+    """Read the length of an array of strings, and skip the strings."""
     n = cursor.count("strings", least_bytes=_MIN_STRING_BYTES, most=cursor.strings_left)
     cursor.strings_left -= n
     return StringArray(cursor.path, label, cursor.buffer, _string_bounds(cursor, n))
 
 
 def _string_bounds(cursor: Cursor, n: int) -> NDArray[np.int64]:
-    """Step over ``n`` strings; return where each begins (at its length), and where the last one ends.
+    """Skip ``n`` strings. Returns the start of each string (at its length), and the end of the last one.
 
-    Each length tells where the next string is, so a plain walk costs a few hundred nanoseconds of
-    Python a string, 0.1 s and more for a real vocabulary.  Instead, `_likely_strings` finds the lengths
-    of a whole chunk by how they look and keeps what the chain of lengths confirms; only the rest of the
-    chunk is walked.  So whatever the file holds, no chunk is looked at more than twice.
+    Each length determines the start of the next string, so a plain loop costs a few hundred nanoseconds of Python per
+    string: 0.1 s and more for a real vocabulary. Instead, `_likely_strings` guesses the lengths in a whole chunk from
+    their zero bytes and keeps the guesses that the chain of lengths confirms. A loop reads the rest of the chunk.
+    Thus every chunk is read at most twice, for any contents.
     """
     bounds = np.empty(n + 1, np.int64)
     done = 0
@@ -129,10 +129,10 @@ def _string_bounds(cursor: Cursor, n: int) -> NDArray[np.int64]:
 
 
 def _likely_strings(cursor: Cursor, most: int, chunk_end: int) -> NDArray[np.int64]:
-    """Step over fewer than ``most`` strings that lie before ``chunk_end``; return where they begin.
+    """Skip fewer than ``most`` strings that end before ``chunk_end``. Returns their starts.
 
-    Text has no zero bytes, and a length under 65,536 ends in six of them: so where a run of zero bytes
-    ends, a length is likely to end.  A guess counts only if the string before it ends there.
+    Text has no zero bytes, and a length under 65,536 ends in six zero bytes. Therefore a length probably ends where a
+    run of zero bytes ends. A guess is used only if the previous string ends at its start.
     """
     start = cursor.at
     n = chunk_end - start
@@ -141,7 +141,7 @@ def _likely_strings(cursor: Cursor, most: int, chunk_end: int) -> NDArray[np.int
     zero = np.frombuffer(cursor.buffer, np.uint8, n, start) == 0
     guesses = np.flatnonzero(zero[:-1] & ~zero[1:]) - 7
     guesses = guesses[guesses >= 0]
-    # The eight bytes from any place of the chunk on, as a number: overlapping, so without a copy.
+    # The eight bytes at every position of the chunk as integers: an overlapping view, without a copy.
     numbers = np.ndarray((n - 7,), "<u8", cursor.buffer, start, (1,))
     guesses = guesses[numbers[guesses] < 65_536][:most]
     if len(guesses) < 2 or guesses[0] != 0:
@@ -154,13 +154,13 @@ def _likely_strings(cursor: Cursor, most: int, chunk_end: int) -> NDArray[np.int
 
 
 def _walk_strings(cursor: Cursor, first: int, most: int, chunk_end: int) -> list[int]:
-    """Step one by one over at most ``most`` strings that begin before ``chunk_end``; return where they do.
+    """Skip at most ``most`` strings that start before ``chunk_end`` one by one. Returns their starts.
 
-    ``first`` is the index of the first, for error texts.
+    ``first`` is the index of the first string, for errors.
     """
     starts: list[int] = []
     buffer, at, end = cursor.buffer, cursor.at, cursor.end
-    stop = min(chunk_end, end - 7)  # past the last place where a length can begin
+    stop = min(chunk_end, end - 7)  # after the last position where a length can start
     while at < stop and len(starts) < most:
         starts.append(at)
         at += 8 + _U64.unpack_from(buffer, at)[0]

@@ -1,4 +1,4 @@
-"""The tensor table of a GGUF file, and the tensors as views of it.  Part of `localllm.gguf`."""
+"""The tensor table of a GGUF file, and tensors as views of the file. Part of `localllm.gguf`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 _REQUANTISE = "choose another quantisation of the model"
 
-# Types that GGUF once had; their ids are not used again.
+# Types removed from GGUF; their ids are not used again.
 _REMOVED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
 _REMOVED_TYPES |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorInfo:
-    """One tensor: its name, shape and type, and its bytes as a view of the file."""
+    """A tensor's name, shape and type, and its bytes as a view of the file."""
 
     name: str  # at most 63 bytes of UTF-8, unique in the model
     shape: tuple[int, ...]  # in numpy's order, GGUF's dimensions reversed: a weight matrix is (rows, columns)
-    type: GGMLType  # how the values are stored
+    type: GGMLType
     # uint8 [*shape[:-1], bytes of a row], read-only.  It stays valid after the file is closed.
     data: NDArray[np.uint8]
-    offset: int  # where the data begins, in bytes from the start of its file
+    offset: int  # start of the data, in bytes from the start of its file
     _buffer: mmap.mmap = field(repr=False)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that the tensor takes in the file, without padding."""
+        """Bytes of the tensor in the file, without padding."""
         return self.data.nbytes
 
     @property
@@ -46,14 +46,14 @@ class TensorInfo:
         return prod(self.shape)
 
     def parts(self) -> Iterator[NDArray[np.uint8]]:
-        """The data, in one piece."""
+        """Yield the data in one piece."""
         yield self.data
 
     def drop_pages(self) -> None:
-        """Tell the system that the data is not needed soon: its pages leave this process's memory.
+        """Remove the data's pages from this process's memory, because the data is not needed soon.
 
-        Call it once the tensor was packed.  Reading `data` later still works, from the file.  Only whole
-        pages inside the tensor go; without ``madvise`` (Windows) nothing does.
+        Call this after the tensor is packed. Reading `data` later still works and reads the file again. Only whole
+        pages inside the tensor are removed; without ``madvise`` (Windows) this does nothing.
         """
         if sys.platform == "win32":
             return
@@ -65,7 +65,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of the tensor table; ``offset`` counts from the data section and stands at ``offset_at``."""
+    """An entry of the tensor table. ``offset`` counts from the data section; the file stores it at ``offset_at``."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class Entry:
 
 
 def read_table(cursor: Cursor, n_tensors: int, alignment: int, file_bytes: int) -> list[Entry]:
-    """Read ``n_tensors`` lines of the tensor table from where the cursor stands, of a file of ``file_bytes``."""
+    """Read ``n_tensors`` entries of the tensor table at the cursor's position, in a file of ``file_bytes`` bytes."""
     entries = _read_entries(cursor, n_tensors)
     data_start = align(cursor.at, alignment)
     _check_bounds(cursor, entries, alignment, max(file_bytes - data_start, 0))
@@ -85,7 +85,7 @@ def read_table(cursor: Cursor, n_tensors: int, alignment: int, file_bytes: int) 
 
 
 def tensor_views(buffer: mmap.mmap, entries: list[Entry], data_start: int) -> list[TensorInfo]:
-    """The tensors of a file."""
+    """Return the tensors of a file."""
     file = np.frombuffer(buffer, np.uint8)
     tensors = []
     for entry in entries:
@@ -153,7 +153,7 @@ def _check_bounds(cursor: Cursor, entries: list[Entry], alignment: int, data_byt
 
 
 def _check_layout(cursor: Cursor, entries: list[Entry], alignment: int, data_start: int, file_bytes: int) -> None:
-    """Check that the tensors neither overlap nor leave holes, and that nothing follows them."""
+    """Check that the tensors do not overlap, leave no holes, and that no bytes follow them."""
     expected = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):
         if entry.offset != expected:

@@ -1,6 +1,6 @@
-"""Writing GGUF files: the header first, then tensor after tensor, under another name until all is there.
+"""Write GGUF files: first the header, then the tensors in order, under a temporary name until the file is complete.
 
-The layout is drawn in `localllm.gguf.file`.
+`localllm.gguf.file` describes the layout.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from localllm.gguf.metadata import DTYPES, Metadata, ValueType
 from localllm.gguf.strings import StringArray
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-# Bytes after which what was written is made sure to be on the disk.
+# Bytes written between two calls of fsync.
 _SYNC = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be written: ``shape`` as numpy has it."""
+    """A tensor to write. ``shape`` is in numpy's order."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,11 +44,15 @@ class TensorSpec:
 
 
 def encode_value(value: object, type: ValueType = ValueType.UINT32) -> bytes:
-    """A value's type and the value, as a file has them.
+    """Return a value's type and the value in the encoding of GGUF.
 
     Args:
-        value: a bool, number or text, or a list, tuple or array of one of these kinds.
-        type: of an integer that is not numpy's int32.  In arrays they are i32, or numpy's uint8; floats are f32.
+        value: a bool, number or string, or a list, tuple or array of values of one of these kinds.
+        type: type of an integer other than numpy's int32. Integers in arrays are i32, or the type of numpy's uint8
+            and uint64 arrays; floats are f32.
+
+    Raises:
+        UsageError: GGUF cannot store the value.
     """
     match value:
         case bool() | np.bool_():
@@ -68,7 +72,7 @@ def encode_value(value: object, type: ValueType = ValueType.UINT32) -> bytes:
 
 
 def _array(values: Sequence[Any] | NDArray[Any]) -> bytes:
-    """Element type, length and elements."""
+    """Return the element type, the length and the elements."""
     items: list[Any]
     if isinstance(values, np.ndarray):
         items = values.tolist() if values.ndim else [None]
@@ -120,7 +124,7 @@ def _no_value(value: object) -> UsageError:
 
 
 def read_back(path: Path, values: Mapping[str, object], tensors: Sequence[TensorSpec]) -> Metadata:
-    """Values as whoever reads a file with these tensors will find them; ``path`` is for errors."""
+    """Return the values as a reader of a file with these tensors will get them; ``path`` is for errors."""
     metadata = {}
     for key, value in values.items():
         try:
@@ -131,16 +135,16 @@ def read_back(path: Path, values: Mapping[str, object], tensors: Sequence[Tensor
 
 
 class _Draft(Cursor):
-    """A header that is not written yet: what the reader would not accept is whoever writes it to blame for."""
+    """A header before it is written. Values that the reader would reject are errors of the output, not of a file."""
 
     def error(self, defect: str, *, at: int | None = None, advice: str = "") -> OutputError:
         return OutputError(f"{path_text(self.path)} would not load: {self.context}: {defect}")
 
 
 def _header(path: Path, metadata: Mapping[str, bytes], tensors: Sequence[TensorSpec]) -> tuple[bytes, Metadata, int]:
-    """The header as a file has it, what the reader makes of it, and the bytes of the data section."""
+    """Return the encoded header, the metadata that the reader gets from it, and the bytes of the data section."""
     alignment = int.from_bytes(metadata.get("general.alignment", b"")[4:8], "little")
-    if not limits.MIN_ALIGNMENT <= alignment <= limits.MAX_ALIGNMENT:  # the reader takes no other, and the default
+    if not limits.MIN_ALIGNMENT <= alignment <= limits.MAX_ALIGNMENT:  # missing or invalid
         alignment = limits.DEFAULT_ALIGNMENT
     head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     head += [_string(key) + value for key, value in metadata.items()]
@@ -168,14 +172,14 @@ def _header(path: Path, metadata: Mapping[str, bytes], tensors: Sequence[TensorS
 
 
 class GGUFWriter(NewFile):
-    """A GGUF file being written, as a context manager: it gets its name when all tensors are there.
+    """A GGUF file being written, as a context manager: the file gets its name when all tensors are written.
 
     Args:
-        path: where it will be; nothing is there before it is complete.
-        metadata: values as `encode_value` and `Metadata.encoded` give them; ``general.alignment`` among them counts.
-        tensors: all tensors, in the order in which `write` brings them.
-        origin: what the tensors' bytes depend on.  If an earlier writer of this file was killed, and had the same
-            origin, metadata and tensors, what it wrote is kept.  By default nothing is.
+        path: the file to write. It does not exist before it is complete.
+        metadata: values encoded by `encode_value` or `Metadata.encoded`, including ``general.alignment`` if any.
+        tensors: all tensors, in the order of the calls of `write`.
+        origin: identifies the input of the tensors. If an earlier writer of this file was killed and had the same
+            origin, metadata and tensors, its complete data is kept. By default, all data is written again.
     """
 
     def __init__(
@@ -184,9 +188,9 @@ class GGUFWriter(NewFile):
         self._tensors = tensors
         self._header, read, n_bytes = _header(path, metadata, tensors)
         self._alignment = read.alignment
-        self._next = self.n_kept = 0  # tensors that an earlier writer wrote: `write` goes on behind them
+        self._next = self.n_kept = 0  # tensors that an earlier writer wrote; `write` continues after them
         self._left = self._unsynced = 0
-        # An unfinished file begins with this instead of the header's first bytes: it is not yet a GGUF file.
+        # An unfinished file starts with this mark instead of the header's first bytes, so it is not a GGUF file.
         self._mark = hashlib.sha256(self._header + origin.encode()).digest()[:24]
         super().__init__(path, len(self._header) + n_bytes, is_resumable=bool(origin))
 
@@ -199,7 +203,7 @@ class GGUFWriter(NewFile):
     def _n_kept(self) -> int:
         with self._partial.open("rb") as file:
             is_ours = file.read(24) == self._mark
-        # The rest may not have reached the disk when a computer lost its power.
+        # After a power failure, the last bytes may be missing on the disk.
         most = self._partial.stat().st_size - 2 * _SYNC
         end = len(self._header)
         for tensor in self._tensors if is_ours else ():
@@ -211,7 +215,7 @@ class GGUFWriter(NewFile):
         return end if self.n_kept else 0
 
     def write(self, data: NDArray[np.uint8]) -> None:
-        """Add bytes: the next of the tensor at hand, or the first of the next one."""
+        """Write the next bytes of the current tensor, or the first bytes of the next tensor."""
         if not self._left:
             self._left = self._tensors[self._next].n_bytes
             self._next += 1

@@ -1,1 +1,1 @@
-"""From a file to a model that runs: placement on devices, adapters, the encoder of pictures."""
+"""Load a model from a file: placement on devices, adapters, and the image and audio encoders."""

@@ -1,4 +1,4 @@
-"""Reading low-rank adapters, GGUF files and PEFT's folders, and writing models that have them in their weights."""
+"""Read low-rank adapters from GGUF files and PEFT folders, and write models with adapters merged into the weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ Array = NDArray[np.float32]
 
 
 def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
-    """An adapter for the model in a file."""
+    """Return an adapter for the model in a file.
+
+    Raises:
+        ModelNotFoundError: the adapter does not exist.
+        ModelError: the adapter is damaged, unsupported, or for another model.
+    """
     path = expanded(path)
-    if not os.path.exists(path):  # Path.exists raises where a name is too long
+    if not os.path.exists(path):  # Path.exists raises if a name is too long
         raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
     pairs, scale = _read_peft(path, file) if path.is_dir() else _read_gguf(path, file)
     lacking = [part for part, both in pairs.items() if not all(np.ndim(each) == 2 and each.size for each in both)]
@@ -51,12 +56,12 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
     return adapter
 
 
-#: A and B by the name of the tensor that they change, None for one that is lacking; and the scale for a rank.
+#: A and B by the name of the tensor that they change, None for a missing matrix; and the scale for a rank.
 _Read = tuple[dict[str, list[Any]], Callable[[int], float]]
 
 
 def _read_gguf(path: Path, file: GGUFFile) -> _Read:
-    """As llama.cpp's convert_lora_to_gguf.py writes it."""
+    """Read an adapter in the format of llama.cpp's convert_lora_to_gguf.py."""
     with GGUFFile.open(path) as adapter:
         metadata = adapter.metadata
         if metadata.get("general.type") != "adapter" or metadata.get("adapter.type") != "lora":
@@ -104,12 +109,12 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
         if match is None or target is None or "embedding" in match[2] or not is_matrix:
             raise ModelError(f"the adapter {path_text(folder)} changes {quoted(name)}, which is not supported")
         values = floats(stored.read())
-        if match[2] == "B":  # its rows are the weight's, which files may have in another order
+        if match[2] == "B":  # its rows are the weight's rows, whose order may differ in GGUF files
             try:
                 changed = conversion.tensor(theirs, values, _Heads(file, target))
-            except AttributeError:  # it asks for more than heads
+            except AttributeError:  # the conversion needs more settings than heads
                 changed = {}
-            except (ValueError, IndexError):  # of another model, which is said where shapes are compared
+            except (ValueError, IndexError):  # an adapter of another model: `check` reports different shapes
                 changed = values
             if not isinstance(changed, np.ndarray) or changed.shape != values.shape:
                 raise ModelError(
@@ -122,13 +127,13 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
     if alphas or config.get("rank_pattern"):
         raise ModelError(f"the adapter {path_text(folder)} has an unsupported alpha_pattern or rank_pattern")
     alpha, root = config.get("lora_alpha", 8), bool(config.get("use_rslora"))
-    if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:  # NaN is not less
+    if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:  # also False for NaN
         raise ModelError(f"the adapter {path_text(folder)} has lora_alpha = {quoted(alpha)}: download it again")
     return found, lambda rank: alpha / (rank**0.5 if root else rank)
 
 
 class _Heads:
-    """A layer's heads, which are all that is known of the configuration by which rows are put in order."""
+    """Numbers of heads of a layer: the only settings that are known when a conversion reorders rows."""
 
     model_type = ""
 
@@ -150,9 +155,9 @@ class _Heads:
 
 
 def merge(file: GGUFFile, adapters: Sequence[tuple[Adapter, float]], target: Path) -> Iterable[str]:
-    """Writes a model with adapters added to its weights, each so much of it, in the types that the file has.
+    """Write a model with adapters, each multiplied by a factor, added to its weights. Tensors keep their types.
 
-    Yields the name of each tensor when it is written.
+    Yields the name of each tensor after writing it.
     """
     check_is_new(target, file.paths)
     source = file.metadata

@@ -1,4 +1,4 @@
-"""Device names, and the backends that each one means."""
+"""Device names, and the backends that they open."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from localllm.kernels.backend import Backend
     from localllm.kernels.cuda.driver import Driver
 
-#: Names that `open_devices` knows.
+#: Examples of names that `open_devices` accepts.
 DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")
 
-#: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what splits of the cache come to.
+#: Bytes of GPU memory in addition to the model: kernels, uploaded batches, and partial results of split attention.
 GPU_OVERHEAD_BYTES = 256 << 20
 
-#: GPUs that may share each layer.
+#: Maximum number of GPUs that share each layer.
 MAX_SPLIT_ROWS = 8
 
 _CUDA = re.compile(r"(?:cuda|gpu)(?::?(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
@@ -32,15 +32,15 @@ _CUDA = re.compile(r"(?:cuda|gpu)(?::?(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
 class Device:
     """A backend, ready to load a model or some layers of one."""
 
-    name: str  # "cpu", "reference", or that of a GPU, "cuda:0"
-    kernels: str  # which kernels run, in words
-    threads: int  # how many compute steps of many tokens, as prompts are
-    decode_threads: int  # how many compute steps of few
+    name: str  # "cpu", "reference", or a GPU: "cuda:0"
+    kernels: str  # description of the kernels
+    threads: int  # number of threads for steps of many tokens (prefill)
+    decode_threads: int  # number of threads for steps of few tokens (decode)
     backend: Backend
     close: Callable[[], None]  # ends the threads; nothing runs on the device afterwards
-    # bytes that can be had of the device's own memory; None where that is the host's
+    # returns the available bytes of separate GPU memory; None if the device uses the host's memory
     free_memory: Callable[[], int] | None = None
-    note: Notice | None = None  # what whoever did not choose it by name should be told
+    note: Notice | None = None  # for users who chose the device "auto"
 
 
 def open_devices(
@@ -50,17 +50,20 @@ def open_devices(
     isa: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Device, ...]:
-    """The backends for a device: the host's, then those of GPUs.
+    """Return the backends for a device: the host, then GPUs.
 
     Args:
-        name: "cpu"; "cuda", all GPUs, or "cuda:0,1", these ones, with the CPU for layers that they have no room for;
-            "auto", "cuda" where there is a GPU that works, else "cpu"; or "reference", plain numpy in float32: slow,
-            exact, for finding out whether a kernel is at fault.
-        threads: how many compute; by default one for each physical core that the process may use, and to decode as
-            many of them as read memory fastest, which is measured on each machine and kept.
-        isa: the instruction set of the CPU's kernels, by name; by default the best that runs here.
-        progress: called with the kernels compiled so far and those to compile, when they are not cached yet: of the
-            CPU now, of a GPU when a model was loaded.
+        name: "cpu"; "cuda" for all GPUs or "cuda:0,1" for some, with the CPU for layers that do not fit on them;
+            "auto" for "cuda" if a GPU works, otherwise "cpu"; or "reference", plain numpy in float32. The reference
+            is slow and exact; compare with it to find faults of kernels.
+        threads: number of threads. Defaults to one per physical core that the process may use; decode then uses the
+            number that reads memory fastest, which is measured once per machine and cached.
+        isa: name of the instruction set of the CPU's kernels. Defaults to the best that the processor supports.
+        progress: called with the numbers of compiled kernels and of all kernels to compile, if they are not cached:
+            for the CPU during this call, for a GPU when a model is loaded.
+
+    Raises:
+        DeviceError: unknown device, or a GPU that does not work.
     """
     if name == "auto":
         gpus, note = _automatic(progress)
@@ -83,7 +86,7 @@ def open_devices(
 
 
 def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """The host, and its GPUs as one device that computes each layer on all of them."""
+    """Return the host, and its GPUs as one device that computes each layer on all of them."""
     host, *gpus = devices
     if not 2 <= len(gpus) <= MAX_SPLIT_ROWS:
         have = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"
@@ -91,7 +94,7 @@ def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
             f" is 'row', which needs 2 to {MAX_SPLIT_ROWS} GPUs, but there {have}: leave it out, or name GPUs as in "
         )
         raise UsageError(Argument("split_mode"), why, Argument("device", "cuda:0,1"))
-    # Imported here, as all of it: most machines have no GPU.
+    # Imported here because most machines have no GPU.
     from localllm.kernels.cuda.backend import CUDABackend
     from localllm.kernels.cuda.row_split import RowSplitBackend
 
@@ -104,13 +107,13 @@ def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
         kernels=" + ".join(dict.fromkeys(gpu.kernels for gpu in gpus)),
         backend=backend,
         close=backend.close,
-        # Each has as much of the model as any: the smallest counts.
+        # Each GPU has an equal part of the model, so the smallest free memory counts.
         free_memory=lambda: len(free) * min(each() for each in free),
     )
 
 
 def cuda_indices(numbers: str | None) -> tuple[int, ...] | None:
-    """The GPUs that a device's name lists, in this order, as "0,1"; None for all."""
+    """Return the GPUs that a device name lists, such as "0,1", in this order; None for all."""
     if numbers is None:
         return None
     indices = tuple(map(int, numbers.split(",")))
@@ -120,7 +123,7 @@ def cuda_indices(numbers: str | None) -> tuple[int, ...] | None:
 
 
 def gpu_memory(name: str) -> int:
-    """Bytes that models can have now on the GPUs that a device's name means; 0 where it means none that works."""
+    """Return the bytes available on the GPUs of a device name; 0 if no GPU works."""
     from localllm.kernels.cuda.installation import driver_cuda
 
     found = _CUDA.fullmatch("cuda" if name == "auto" else name.lower())
@@ -133,7 +136,7 @@ def gpu_memory(name: str) -> int:
     try:
         driver = open_driver()
         for index in cuda_indices(found[1]) or range(driver.device_count):
-            with contextlib.suppress(DeviceError):  # it is too old, or not there
+            with contextlib.suppress(DeviceError):  # too old, or missing
                 check_capability(index, driver.properties(index))
                 free += max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES)
     except DeviceError:
@@ -144,7 +147,7 @@ def gpu_memory(name: str) -> int:
 def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], None] | None) -> Device:
     if "llvmlite.binding" not in sys.modules:
         check_memory(LLVM_BYTES, "to load LLVM, which compiles kernels,")
-    # Imported here: numba takes a third of a second.
+    # Imported here because importing numba takes a third of a second.
     from localllm.kernels.cpu.backend import CPUBackend
 
     backend = CPUBackend(threads, isa, progress)
@@ -153,7 +156,7 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
 
 
 def _automatic(progress: Callable[[int, int], None] | None) -> tuple[tuple[Device, ...], Notice | None]:
-    """The GPUs that work; and if there is a driver, but none works, why not."""
+    """Return the GPUs that work. If there is a driver but no GPU works, also return the reason."""
     from localllm.kernels.cuda.installation import driver_cuda
 
     if driver_cuda() is None:
@@ -165,8 +168,8 @@ def _automatic(progress: Callable[[int, int], None] | None) -> tuple[tuple[Devic
 
 
 def _cuda(indices: tuple[int, ...] | None, progress: Callable[[int, int], None] | None) -> tuple[Device, ...]:
-    """The GPUs of these numbers, or all that can be used."""
-    # Imported here, as all of it: most machines have no GPU.
+    """Return the GPUs with these indices, or all GPUs that work."""
+    # Imported here because most machines have no GPU.
     from localllm.kernels.cuda.cupy_driver import open_driver
 
     driver, found, failed = open_driver(), list[Device](), list[DeviceError]()

@@ -1,8 +1,8 @@
-"""Which device has which layers of a model: a pure function from bytes to ranges of layers.
+"""Split the layers of a model between devices: a pure function from bytes to ranges of layers.
 
-As in llama.cpp the last layers go to the GPUs, in the order in which these were named, and with the very last one the
-norm and the output matrix; the first layers, and the embedding before them, stay with the host.  So hidden states
-cross from one device to the next once.
+As in llama.cpp, the last layers go to the GPUs, in the order in which the user named them. The norm and the output
+matrix follow the last layer. The first layers and the embedding stay on the host. Thus hidden states move from one
+device to the next only once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from localllm.errors import Argument, NotEnoughMemoryError, Notice, UsageError
 
 
 class LayerRange(NamedTuple):
-    """The layers that a device has; with the first goes the embedding, with the last norm and output matrix."""
+    """Layers on a device. The embedding follows the first layer; the norm and the output matrix follow the last."""
 
     device: str
     layers: range
 
 
-#: Bytes that a range of layers takes on a device.
+#: Returns the bytes that a range of layers takes on a device.
 Bytes = Callable[[str, range], int]
 
-#: Why there are no GPUs, if nothing else is known.
+#: Default reason why there are no GPUs.
 NO_GPU = Notice("no GPU was chosen: leave it out, or choose ", Argument("device", "cuda"))
 
 
@@ -39,29 +39,31 @@ def plan_layers(
     tensor_split: Sequence[float] | None = None,
     without_gpus: Notice = NO_GPU,
 ) -> list[LayerRange]:
-    """Which device has which layers; devices without any are left out.
+    """Return the layers of each device; devices without layers are omitted.
 
     Args:
-        host: what has the layers that no GPU has.  Whether they fit there is not looked at.
-        gpus: the bytes that can be had on each, in the order of their layers.
-        n_bytes: what layers take.
-        n_gpu_layers: how many of the last layers go to GPUs; by default as many as fit.
-        tensor_split: in what proportion, a number for each GPU; by default in that of their free memory, and where
-            this does not fit, any other that does.
-        without_gpus: why there are no GPUs, where there are none.
+        host: device of the remaining layers. Its memory is not checked.
+        gpus: bytes available on each GPU, in the order of their layers.
+        n_bytes: bytes that a range of layers takes on a device.
+        n_gpu_layers: number of last layers on GPUs. Defaults to the largest number that fits.
+        tensor_split: proportions of the layers, one number per GPU. Defaults to the proportions of free memory, or
+            to another split if that does not fit.
+        without_gpus: reason why there are no GPUs, for the error.
+
+    Raises:
+        UsageError: options for GPUs without GPUs, or ``tensor_split`` with the wrong length.
+        NotEnoughMemoryError: ``n_gpu_layers`` layers do not fit.
     """
     if not gpus and (n_gpu_layers or tensor_split is not None):
         asked = ("n_gpu_layers", n_gpu_layers) if n_gpu_layers else ("tensor_split", repr(_numbers(tensor_split)))
         raise UsageError(Argument(asked[0]), f" is {asked[1]}, but ", *without_gpus.args)
     if tensor_split is not None and len(tensor_split) != len(gpus):
         there = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"
-        needs = (
-            f" is {_numbers(tensor_split)!r}, but needs a number for each GPU, of which there {there}: give as many"
-        )
+        needs = f" is {_numbers(tensor_split)!r}, but needs one number for each GPU, and there {there}: give as many"
         raise UsageError(Argument("tensor_split"), needs, ", or leave it out")
 
     def counts(n: int) -> list[list[int]]:
-        """Ways to share the last ``n`` layers out, as the number for each GPU; the best first."""
+        """Return possible splits of the last ``n`` layers as the number on each GPU, best first."""
         if tensor_split is not None:
             return [in_proportion(n, tensor_split)]
         free = [max(0, n_free) for n_free in gpus.values()]
@@ -73,7 +75,7 @@ def plan_layers(
         return [LayerRange(device, range(*ends)) for device, ends in devices if ends[0] < ends[1]]
 
     def placed(n: int) -> list[LayerRange] | None:
-        """With ``n`` layers on GPUs; None if these do not fit."""
+        """Return the ranges with ``n`` layers on GPUs; None if they do not fit."""
         for found in map(ranges, counts(n) if gpus else [[]]):
             if all(each.device == host or n_bytes(*each) <= gpus[each.device] for each in found):
                 return found
@@ -98,8 +100,8 @@ def plan_layers(
 
 
 def in_proportion(n: int, weights: Sequence[float]) -> list[int]:
-    """``n`` layers, as whole numbers in the proportion of the weights, each off by less than one."""
-    exponent = frexp(max(weights, default=0))[1]  # without it sums of the largest would be infinite
+    """Return ``n`` layers split in proportion to the weights; each number is off by less than one."""
+    exponent = frexp(max(weights, default=0))[1]  # scaled because sums of very large numbers are infinite
     ends = list(accumulate(ldexp(weight, -exponent) for weight in weights))
     if not any(ends):
         return [n if i == len(ends) - 1 else 0 for i in range(len(ends))]
@@ -108,7 +110,7 @@ def in_proportion(n: int, weights: Sequence[float]) -> list[int]:
 
 
 def _filled(gpus: Mapping[str, int], n_layers: int, n: int, n_bytes: Bytes) -> list[int]:
-    """``n`` layers, of which the last GPU has as many as fit there, then the one before it, and so on."""
+    """Return a split of ``n`` layers that fills the last GPU first, then the GPU before it."""
     counts: list[int] = []
     start = n_layers
     for device, free in reversed(list(gpus.items())):

@@ -1,4 +1,4 @@
-"""Loading: a file is read, checked, placed in memory, and packed for a device.
+"""Loading: read a file, check it, place the model in memory, and pack its weights for a device.
 
 options ─▶ file ─▶ graph ─▶ `Planner.at`: placement, lowered ─▶ `Planner.load`: step ─▶ runner ─▶ engine
 """
@@ -55,16 +55,15 @@ from localllm.quant.lut import block_size
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
 
-# Those that chat import it where they do: jinja2 takes a good part of the time to the first token of those that
-# do not.
+# Only functions for chat import jinja2: the import would delay the first token of other programs.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.loading.vision import VisionEncoder
 
-#: What the warning of a long context is known by, for `warnings.filterwarnings`.
+#: Pattern of the warning of a long context, for `warnings.filterwarnings`.
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
 
-#: Bytes of memory left to the system and to other programs beside a model that takes all the rest, for its experts.
+#: Bytes of memory for the system and other programs if the experts of a model take all other memory.
 RESERVE = 1 << 30
 
 _log = logging.getLogger("localllm")
@@ -74,14 +73,14 @@ _log = logging.getLogger("localllm")
 class LoadedModel:
     tokenizer: Tokenizer
     engine: Engine
-    embedder: Embedder | None  # of a model that makes vectors of texts, what makes them of the engine's
-    encoder: VisionEncoder | None  # of pictures
-    options: LoadOptions  # what it was loaded with
+    embedder: Embedder | None  # converts the engine's vectors to embeddings of texts; None without pooling
+    encoder: VisionEncoder | None  # encoder of images and audio
+    options: LoadOptions
     info: ModelInfo
-    template_source: TemplateSource  # of the chat template
-    defaults: Mapping[str, Any]  # of sampling, which the file has
-    template: ChatTemplate | None  # the same compiled, if it was given and not the file's
-    warnings: tuple[Notice, ...]  # what whoever asked for the model should be told
+    template_source: TemplateSource  # source of the chat template
+    defaults: Mapping[str, Any]  # sampling settings of the file
+    template: ChatTemplate | None  # compiled template if it came from the options, not from the file
+    warnings: tuple[Notice, ...]  # to show to the user
 
 
 def load_file(options: LoadOptions) -> LoadedModel:
@@ -94,7 +93,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         reading = files.enter_context(_TokenizerReader(file))
         template_source, template = TemplateSource.of_file(sources[0].file), None
         defaults = sampling_defaults(sources[0].file.metadata)
-        if options.chat_template is not None:  # compiled now, to be checked
+        if options.chat_template is not None:  # compiled now to report errors before the weights are loaded
             template_source = TemplateSource(built_in(options.chat_template) or options.chat_template)
             template = compile_template(template_source, reading.result())
         if options.draft_model is not None:
@@ -114,7 +113,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         loaded = list[tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]]()
         try:
             for source, planner, placement in zip(sources, planners, plan.placements, strict=True):
-                if source.model.graph.caches_of not in (None, sources[0].model.graph):  # which was read again
+                if source.model.graph.caches_of not in (None, sources[0].model.graph):  # the target was read again
                     planner = replace(planner, model=source.read_again(placement.context), _known={})
                 loaded.append(_load(source, planner, placement, options, reading.check))
         except MemoryError as error:
@@ -133,10 +132,10 @@ def load_file(options: LoadOptions) -> LoadedModel:
     warnings = _device_warnings(devices) + warnings
     for draft_runner, draft_info, notices in loaded[1:]:
         _log_info(draft_info, "draft model ")
-        # Steps over one token take as long as reading the weights.
+        # A step of one token takes as long as reading the weights.
         cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
         drafting = make_draft_model(draft_runner, expected_cost=cost)
-        if sources[1].file is sources[0].file:  # a block, which is a part of it
+        if sources[1].file is sources[0].file:  # an MTP block of the same file
             n_values = sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph))
             draft_info = replace(draft_info, n_parameters=n_values)
         info, warnings = replace(info, draft=draft_info), warnings + notices
@@ -149,11 +148,11 @@ def load_file(options: LoadOptions) -> LoadedModel:
 
 
 def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
-    """The settings of sampling that a file has, by their names in `localllm.Sampling`, but for those out of range."""
+    """Return a file's sampling settings by their names in `localllm.Sampling`, without those out of range."""
     found = {}
     for name, option in declared(Sampling).items():
         value = metadata.get(f"general.sampling.{option.key}") if option.key else None
-        # A float32 becomes the number that was meant.
+        # Rounds a float32 to the decimal number that was written.
         value = option.kind.read(float(f"{value:.6g}") if isinstance(value, float) else value)
         if value is not None:
             found[name] = value
@@ -161,8 +160,8 @@ def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
 
 
 def plan_file(options: LoadOptions) -> Plan:
-    """Where `localllm.load` would put a model, and the bytes that takes; no weight is read."""
-    if options.threads is None:  # as many as loading takes, without measuring how many of them decode
+    """Return the plan of `localllm.load`: devices and bytes. Reads no weights."""
+    if options.threads is None:  # the default of loading, without measuring the threads for decode
         options = replace(options, threads=default_threads())
     with _open(options.path) as file, ExitStack() as at_end:
         encoder = _find_encoder(options, file)
@@ -179,7 +178,7 @@ def plan_file(options: LoadOptions) -> Plan:
 
 
 def _drop_tracebacks(error: BaseException) -> None:
-    """Drops the frames that an error came through: what was loaded shall not stay for as long as it is handled."""
+    """Remove the tracebacks of an error, whose frames would keep the loaded weights in memory."""
     cause: BaseException | None = error
     while cause is not None:
         cause.__traceback__ = None
@@ -191,7 +190,7 @@ def _drop_tracebacks(error: BaseException) -> None:
 
 @contextmanager
 def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
-    """A file that localllm runs, or that of the demo model, open for as long as the context lasts."""
+    """Yield the opened file of a supported model, or the demo model if ``path`` is None."""
     if path is None:
         demo = resources.files("localllm") / "data" / "demo.gguf"
         if not demo.is_file():
@@ -206,14 +205,14 @@ def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
 
 @dataclass
 class _ModelSource:
-    """A model that is not loaded yet."""
+    """A model before it is loaded."""
 
-    name: str  # for messages
+    name: str  # name in messages
     file: GGUFFile
-    read: Callable[[int | None], Model]  # its graph for a context
-    model: Model  # the same for the context asked for
-    hidden: Tensor | None = None  # what `ModelRunner.hidden` reads, if anything drafts from it
-    watch: Callable[[Graph], Tensor] = hidden_states  # gives it of a graph, which watches it from now on
+    read: Callable[[int | None], Model]  # returns the model for a context
+    model: Model  # the model for the requested context
+    hidden: Tensor | None = None  # tensor that `ModelRunner.hidden` reads; None if no draft model reads it
+    watch: Callable[[Graph], Tensor] = hidden_states  # returns that tensor of a graph, and marks it as watched
 
     def read_again(self, context: int) -> Model:
         self.model = self.read(context)
@@ -245,7 +244,7 @@ def _read(
 
 
 def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _ModelSource:
-    """A draft model: one of its own, or one that drafts from the caches or the hidden states of the other."""
+    """Return a draft model: independent, or reading the caches or the hidden states of the target model."""
     name = f"the draft model {path_text(file.path)}"
     architecture = file.metadata.get("general.architecture")
     if architecture not in DRAFTERS:
@@ -254,7 +253,7 @@ def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _
     if architecture in ("eagle3", "dflash"):
 
         def watch(graph: Graph) -> Tensor:
-            """What the drafter reads of the model: to read it records that in the model's graph."""
+            """Return the tensor that the drafter reads of the model. Reading the drafter marks it in the graph."""
             _read(file, options, name, target=lambda: graph)
             return _watched(graph)
 
@@ -271,14 +270,14 @@ def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _
 
 
 def _watched(graph: Graph) -> Tensor:
-    """The one tensor of a graph that can be read after a step."""
+    """Return the only tensor of a graph that can be read after a step."""
     (x,) = (x for x in graph.watched if isinstance(x, Tensor))
     return x
 
 
 def _draft_model(sources: Sequence[_ModelSource], runner: ModelRunner) -> Callable[..., DraftModel]:
-    """What makes the draft model of its runner and its ``expected_cost``; reads the norms between it and the model,
-    which has a ``runner``."""
+    """Return a factory for the draft model. Also loads the norms that connect it to the target model in
+    ``runner``."""
     if len(sources) < 2 or sources[0].hidden is None:
         return DraftModel
     graph, draft = (source.model.graph for source in sources)
@@ -342,23 +341,23 @@ def check_adapters(options: LoadOptions) -> None:
 
 
 def _blocks(sources: Sequence[_ModelSource], devices: Sequence[Device], options: LoadOptions) -> list[_ModelSource]:
-    """The block behind the model's last layer, if that drafts: on the host alone, as GPUs keep no hidden states."""
+    """Return the MTP block after the last layer, if any. Only for the host, because GPUs keep no hidden states."""
     if len(sources) > 1 or len(devices) > 1 or not has_block(sources[0].file):
         return []
-    block = _read(sources[0].file, options, "its block that predicts further tokens", is_block=True)
+    block = _read(sources[0].file, options, "the MTP block of the model", is_block=True)
     for source in (sources[0], block):
         source.hidden = hidden_states(source.model.graph)
     return [block]
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Reads a model's header, and no weights, to tell whether localllm runs it."""
+    """Read a model's header, without weights. Raises LocalLLMError if localllm does not support the model."""
     with _open(path) as file:
         read_model(file)
 
 
 def check_runs(file: GGUFFile) -> None:
-    """Makes sure that a file holds a model that localllm runs."""
+    """Raise ModelError if a file has an unsupported architecture or no weights."""
     find_architecture(file.metadata)
     if not any(name.startswith(("blk.", "enc.blk.")) for name in file.tensors):
         raise ModelError(
@@ -368,9 +367,9 @@ def check_runs(file: GGUFFile) -> None:
 
 
 class _TokenizerReader(threading.Thread):
-    """Reads a file's vocabulary in a thread of its own: packing weights leaves the one of Python's code idle.
+    """Reads a file's vocabulary in a thread, because packing weights leaves the Python thread idle.
 
-    As a context manager it is waited for at the end of the block, which closes the file.
+    Leaving the context waits for the thread, before the file is closed.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -386,15 +385,15 @@ class _TokenizerReader(threading.Thread):
             self._error = error
 
     def check(self) -> None:
-        """Raises what reading has raised so far."""
+        """Raise the thread's error, if any."""
         if self._error is not None:
             try:
                 raise self._error
             finally:
-                self._error = None  # which has the traceback, this frame, and in it the reader with the mapped file
+                self._error = None  # its traceback refers to this reader, and so to the mapped file
 
     def result(self) -> Tokenizer:
-        """The tokenizer, which is waited for."""
+        """Wait for the tokenizer and return it."""
         self.__exit__()
         self.check()
         assert self._tokenizer is not None
@@ -403,7 +402,7 @@ class _TokenizerReader(threading.Thread):
     def __enter__(self) -> Self:
         try:
             self.start()
-        except (RuntimeError, MemoryError):  # the system's limit of threads or of memory
+        except (RuntimeError, MemoryError):  # no more threads or memory
             self.run()
         return self
 
@@ -444,7 +443,7 @@ def _close(devices: Sequence[Device | VisionEncoder]) -> None:
 def _plan(
     sources: Sequence[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: VisionEncoder | None
 ) -> tuple[list[Planner], Plan]:
-    """Where the model goes, and the one that drafts for it, if any; beside the encoder of pictures, on the host."""
+    """Return planners and plan for the model and its draft model, if any, next to the encoder on the host."""
     available, sees = available_memory(), None
     reserve = RESERVE
     advice: list[str | Argument] = []
@@ -458,7 +457,7 @@ def _plan(
         available = max(0, available - sees.n_bytes)
     free = {each.name: available if each.free_memory is None else each.free_memory() for each in devices}
     split = None if options.tensor_split is None else tuple(options.tensor_split)
-    # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
+    # n_gpu_layers is for the model. The draft model uses its default, unless the user wants no layers on GPUs.
     numbers = options.n_gpu_layers, 0 if options.n_gpu_layers == 0 else None
     shared = frozenset[tuple[str, LayerTag]]()
     if sources[0].hidden is not None and devices[0].backend.shares_weights:
@@ -484,7 +483,7 @@ def _plan(
 def _plan_with_block(
     sources: list[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: VisionEncoder | None
 ) -> tuple[list[_ModelSource], list[Planner], Plan]:
-    """As `_plan`, and with the block behind the model's last layer, if there is one and memory for it."""
+    """Return the result of `_plan` with the MTP block after the last layer, if there is one and it fits in memory."""
     blocks = _blocks(sources, devices, options)
     try:
         return [*sources, *blocks], *_plan([*sources, *blocks], devices, options, encoder)
@@ -498,9 +497,9 @@ def _plan_with_block(
 def _load(
     source: _ModelSource, planner: Planner, placement: Placement, options: LoadOptions, check: Callable[[], None]
 ) -> tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]:
-    """Packs a model's weights, makes its cache, and gives its notices; ``check`` may end that."""
+    """Pack a model's weights, allocate its cache, and return its notices. ``check`` can raise to stop loading."""
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
-    # LongRoPE rotates short contexts differently.
+    # LongRoPE uses other frequencies for short contexts.
     if (placement.context > config.original_context) != planner.model.is_long:
         planner = replace(planner, model=source.read_again(placement.context), _known={})
     try:
@@ -532,7 +531,7 @@ def _load(
 
 
 def _counted(planner: Planner, report: Callable[[int, int], None] | None, check: Callable[[], None]) -> Progress:
-    """Reports the bytes of a model's weights that were packed so far, and of all of them, after a ``check``."""
+    """Return a callback that calls ``check`` and reports packed bytes and total bytes of a model's weights."""
     total = sum(_file_bytes(use.weight) for use in weights_of(planner.model.graph))
     packed: dict[Weight, int] = {}
 
@@ -547,7 +546,7 @@ def _counted(planner: Planner, report: Callable[[int, int], None] | None, check:
 
 
 def _file_bytes(weight: Weight) -> int:
-    """Bytes of a tensor in its file."""
+    """Return the bytes of a tensor in its file."""
     *n_rows, n_columns = weight.shape
     return prod(n_rows) * block_size(weight.type).row_bytes(n_columns)
 
@@ -565,7 +564,7 @@ def _plan_warnings(planner: Planner, placement: Placement, options: LoadOptions)
     context, trained = placement.context, config.context_length
     if context > trained:
         before = f"{name} was trained on {trained:,} tokens of context: with "
-        notices.append(Notice(before, Argument("context", context), " it may lose the thread"))
+        notices.append(Notice(before, Argument("context", context), " its answers may get worse"))
     if n := placement.spilled_layers:
         left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
         before = (
@@ -584,7 +583,7 @@ def _plan_warnings(planner: Planner, placement: Placement, options: LoadOptions)
 
 
 def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple[Notice, ...]:
-    """That weights took more than was planned, because the format planned on cannot hold their values."""
+    """Return a notice if weights take more memory than planned: the planned format cannot represent their values."""
     planned = {(w.name, w.layer): w for group in placement.groups for w in group.packed}
     larger = [w for group in loaded.groups for w in group.packed if w.n_bytes > planned[w.name, w.layer].n_bytes]
     if not larger:
@@ -592,8 +591,8 @@ def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple
     names = ", ".join(weight.name for weight in larger[:3]) + (", …" if len(larger) > 3 else "")
     before = sum(planned[weight.name, weight.layer].n_bytes for weight in larger)
     text = (
-        f"{len(larger)} of the tensors of {name} ({names}) have scales beyond the range of float16, in "
-        f"which {larger[0].file_type} is read: they are kept in {larger[0].kernel_type}, take "
+        f"{len(larger)} of the tensors of {name} ({names}) have scales outside the range of float16, the scale of "
+        f"{larger[0].file_type} in memory: they are stored as {larger[0].kernel_type}, take "
         f"{sum(w.n_bytes for w in larger) / 1e9:.2f} GB instead of {before / 1e9:.2f} GB, and are slower to compute "
         "with"
     )

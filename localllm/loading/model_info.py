@@ -1,4 +1,4 @@
-"""Facts about a loaded model, for people and for programs."""
+"""Facts about a loaded model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from localllm.kernels.graph import CacheType, Weight
 from localllm.loading.placement import EncoderInfo, Format, Placement, sum_formats
 from localllm.models.config import ModelConfig
 
-#: ``general.file_type`` (llama.cpp's ``enum llama_ftype``), in order; "-" are those that no file has any more.
+#: Names of ``general.file_type`` (llama.cpp's ``enum llama_ftype``), in order; "-" for removed types.
 _FILE_TYPES = """
 F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS
 IQ2_XS Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16 - - - TQ1_0 TQ2_0
 MXFP4_MOE NVFP4 Q1_0 Q2_0
 """
 
-#: Added to a file type that the converter was not told.
+#: Added to ``general.file_type`` if the converter guessed the type.
 _GUESSED = 1024
 
 
@@ -29,25 +29,25 @@ class ModelInfo:
     """Facts about a loaded model.
 
     Attributes:
-        path: its file, or the first of them.
-        name: as the file has it; None where it has none.
+        path: the file, or the first file of a split model.
+        name: name in the metadata; None if the file has no name.
         architecture: "llama", …
-        n_parameters: values in all tensors.
-        file_type: its quantisation, such as "Q4_K_M".
+        n_parameters: number of values in all tensors.
+        file_type: quantisation, such as "Q4_K_M".
         n_bytes: bytes of all tensors in the file.
-        n_vocab: tokens in the vocabulary.
-        n_layers: layers.
-        trained_context: tokens of context that it was trained for.
-        context: tokens that a sequence can hold here.
-        device: "cpu", "reference", or all that have a part of it: "cpu + cuda:0".
-        kernels: which kernels run, in words.
-        threads: how many compute steps of many tokens, as prompts are.
-        decode_threads: how many compute steps of few.
-        placement: device, kernels and bytes of every group of layers, and bytes in all.
-        config: its hyper-parameters.
-        fingerprint: what tells it from other models (`localllm.gguf.GGUFFile.fingerprint`).
-        draft: what is known of the draft model, where there is one.
-        encoder: what is known of the encoder of pictures, where the model sees.
+        n_vocab: number of tokens in the vocabulary.
+        n_layers: number of layers.
+        trained_context: tokens of context in training.
+        context: maximum tokens of a sequence.
+        device: "cpu", "reference", or all devices with layers: "cpu + cuda:0".
+        kernels: description of the kernels.
+        threads: number of threads for steps of many tokens (prefill).
+        decode_threads: number of threads for steps of few tokens (decode).
+        placement: device, kernels and bytes of every group of layers, and the total bytes.
+        config: hyperparameters.
+        fingerprint: hash that identifies the model (`localllm.gguf.GGUFFile.fingerprint`).
+        draft: the draft model, if any.
+        encoder: the image and audio encoder, if any.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class ModelInfo:
     encoder: EncoderInfo | None = None
 
     def __str__(self) -> str:
-        """Devices, formats and bytes, in a line."""
+        """Describe the model, its devices, formats and memory in a few lines."""
         threads = f"{self.threads} threads, {self.decode_threads} to decode"
         lines = [
             f"{self.title}: {self.architecture}, {self.n_parameters:,} parameters, {self.file_type}",
@@ -83,13 +83,13 @@ class ModelInfo:
         if self.encoder is not None:
             lines.append(f"  sees by {self.encoder}")
         included = ", Python and kernels included" if self.placement.overhead else ""  # a draft model adds none
-        is_lazy = all(group.device == "cpu" for group in self.placement.groups)  # on a GPU it is there at once
+        is_lazy = all(group.device == "cpu" for group in self.placement.groups)  # GPU memory is allocated at once
         grows = "; the cache takes its memory as texts grow" if is_lazy else ""
         lines.append(f"  in all {_megabytes(self.placement.total)}{included}{grows}")
         return "\n".join(lines if self.draft is None else [*lines, f"draft model {self.draft}"])
 
     def _repr_html_(self) -> str:
-        """The same for Jupyter: a table of the groups of layers."""
+        """Describe the model in HTML for Jupyter, with a table of the groups of layers."""
         head, running, *_ = str(self).split("\n")
         rows = [("layers", "device", "weights", f"{self.cache_type} KV cache")]
         for group in self.placement.groups:
@@ -103,7 +103,7 @@ class ModelInfo:
 
     @property
     def title(self) -> str:
-        """The name of the file, or the model's own name for a file of Ollama's, whose name is a hash."""
+        """The file's name; the model's name for Ollama's files, whose names are hashes."""
         file = self.path.name
         return self.name or file if file.startswith("sha256-") else file
 
@@ -114,16 +114,16 @@ class ModelInfo:
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes of GPU memory that weights, KV cache and activations take, those of the draft model too."""
+        """Bytes of GPU memory for weights, KV cache and activations, including the draft model."""
         groups = [group for group in self.placement.groups if group.device != self.placement.host]
         n_bytes = sum(group.weights + group.kv_cache + group.scratch for group in groups)
         return n_bytes + (0 if self.draft is None else self.draft.gpu_bytes)
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """How the weights lie in the file, as what kernels read them, and the bytes that takes; most bytes first.
+        """Formats of the weights in the file and in memory, with their bytes, largest first.
 
-        ``placement.groups`` have the same for each group of layers.
+        ``placement.groups`` contain the formats of each group of layers.
         """
         return sum_formats(weight for group in self.placement.groups for weight in group.packed)
 
@@ -133,7 +133,7 @@ def _megabytes(n_bytes: int) -> str:
 
 
 def file_type_name(metadata: Mapping[str, Any], tensors: Iterable[Weight]) -> str:
-    """The name of ``general.file_type``; where the file does not say, of the type of most bytes of its tensors."""
+    """Return the name of ``general.file_type``; without that key, the type with the most bytes of tensors."""
     number = metadata.get("general.file_type")
     if isinstance(number, int):
         number &= ~_GUESSED

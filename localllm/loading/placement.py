@@ -1,6 +1,6 @@
-"""Where a model goes, and how many bytes that takes: a pure function from its graph to a plan.
+"""Plan the devices and the memory of a model: a pure function from its graph to a plan.
 
-Backends answer for memory, by lowering what they will load: what a plan says is what loading takes.
+Backends compute memory by lowering the graph that they will load, so a plan equals the memory that loading takes.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from localllm.loading.devices import Device
 from localllm.loading.layer_split import NO_GPU, plan_layers
 from localllm.models.registry import Model
 
-#: The longest context that a model gets by default where memory is short, or another would push layers off GPUs.
+#: Largest default context if memory is short, or if a longer context would move layers off GPUs.
 SHORT_CONTEXT = 4096
 
-#: Steps in which a default context grows beyond that, in tokens.
+#: Tokens by which a default context grows above `SHORT_CONTEXT`.
 _CONTEXT_STEP = 1024
 
-#: Sequences of full length that a server's cache has room for at most, where nobody asks for a number.
+#: Maximum of the default for ``parallel``: sequences of full length that the cache has room for.
 MAX_DEFAULT_PARALLEL = 4
 
-#: The least that a context nobody asked for is reduced to where memory is short.
+#: Smallest default context if memory is short, in tokens.
 MIN_CONTEXT = 512
 
-#: Bytes beside the model's: compiled kernels, vocabulary, Python.
+#: Bytes in addition to the model: compiled kernels, vocabulary, Python.
 OVERHEAD_BYTES = 160 << 20
 
 
-# -- What lies where -----------------------------------------------------------------------------------------------
+# -- Placements ----------------------------------------------------------------------------------------------------
 
 
 class Format(NamedTuple):
-    """How weights lie in the file, as "IQ2_XS", what kernels read them as, and the bytes that this takes in memory.
+    """A weight format in the file, such as "IQ2_XS", the format that kernels read, and the bytes in memory.
 
-    The two are the same unless no kernel reads the first: then it is the nearest that loses nothing measurable.
+    The formats differ only if no kernel reads the file's format. Then weights are repacked to the nearest format
+    without a measurable loss.
     """
 
     file_type: str
@@ -58,7 +59,7 @@ class Format(NamedTuple):
 
 
 def sum_formats(weights: Iterable[PackedWeight]) -> tuple[Format, ...]:
-    """One entry for each pair of types, with the bytes of all of them; those of most bytes first."""
+    """Return one entry per pair of types with the sum of its bytes, largest first."""
     n_bytes: Counter[tuple[str, str]] = Counter()
     for weight in weights:
         n_bytes[weight.file_type, weight.kernel_type] += weight.own_bytes
@@ -67,35 +68,35 @@ def sum_formats(weights: Iterable[PackedWeight]) -> tuple[Format, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """A part of the model that lies on one device."""
+    """A part of the model on one device."""
 
-    name: str  # "embedding", "layers 0-21", "output", or "embedding and output" where these are one matrix
+    name: str  # "embedding", "layers 0-21", "output", or "embedding and output" if both use the same matrix
     device: str  # "cpu", …
-    packed: tuple[PackedWeight, ...]  # its weights, as the backend holds them
+    packed: tuple[PackedWeight, ...]  # weights in the backend's layout
     kv_cache: int = 0  # bytes of keys and values
-    scratch: int = 0  # bytes that a step takes there to compute in, and about those of its CUDA graphs
+    scratch: int = 0  # bytes of a step's activations, and approximately the bytes of its CUDA graphs
     pool: int = 0  # bytes for experts that stay in the file
-    kernels: str = ""  # which kernels run there, in words
-    layers: range = range(0)  # those in it
+    kernels: str = ""  # description of the kernels
+    layers: range = range(0)
 
     @property
     def weights(self) -> int:
-        """Bytes of packed weights, less those that are shared."""
+        """Bytes of packed weights, without shared weights."""
         return sum(weight.own_bytes for weight in self.packed)
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """Of the weights, those of most bytes first."""
+        """Formats of the weights, largest first."""
         return sum_formats(self.packed)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    page_size: int  # tokens in a page
-    # of each group of layers, with its window (`localllm.kernels.graph.Graph.windows`)
+    page_size: int  # tokens per page
+    # (window, number of pages) of each group of layers (`localllm.kernels.graph.Graph.windows`)
     n_pages: tuple[tuple[int | None, int], ...]
-    n_states: int  # slots for the recurrent states of a sequence; 0 where no layer has any
-    n_snapshots: int  # how many of those are for snapshots, if as many sequences run as were asked for
+    n_states: int  # slots for the recurrent states of a sequence; 0 if no layer has a state
+    n_snapshots: int  # slots left for snapshots while `Placement.parallel` sequences run
 
     def __str__(self) -> str:
         of = {window: "all tokens" if window is None else f"a window of {window:,}" for window, _ in self.n_pages}
@@ -106,18 +107,18 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights, cache and buffers of a model lie."""
+    """Devices and bytes of a model's weights, cache and buffers."""
 
     groups: tuple[LayerGroup, ...]  # in execution order
-    context: int  # tokens that a sequence can hold
-    parallel: int  # how many sequences of that length the cache has room for
-    cache_type: CacheType  # what keys and values are kept in
-    cache: CacheSizes  # what the cache has room for
-    overhead: int = OVERHEAD_BYTES  # bytes that the program itself takes, beside any model
-    host: str = "cpu"  # the device whose memory that is
-    # layers that are there because no GPU had room for them, not because somebody asked for it
+    context: int  # maximum tokens of a sequence
+    parallel: int  # sequences of that length that the cache has room for
+    cache_type: CacheType  # type of keys and values
+    cache: CacheSizes
+    overhead: int = OVERHEAD_BYTES  # bytes of the program without models
+    host: str = "cpu"  # the device whose memory contains the overhead
+    # layers on the host because GPUs have no room; 0 if the user chose the number of layers
     spilled_layers: int = 0
-    used_experts: float = 1.0  # the share of its experts that a token goes to
+    used_experts: float = 1.0  # fraction of the experts that compute a token
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -134,53 +135,52 @@ class Placement:
 
     @property
     def scratch(self) -> int:
-        """Bytes that steps compute in."""
+        """Bytes of activations."""
         return sum(group.scratch for group in self.groups)
 
     @property
     def pool(self) -> int:
-        """Bytes for experts that stay in the file; 0 where all are in memory."""
+        """Bytes for experts that stay in the file; 0 if all experts are in memory."""
         return sum(group.pool for group in self.groups)
 
     @property
     def experts_in_file(self) -> int:
-        """Bytes of experts that stay in the file, as they would be in memory."""
+        """Bytes that the experts in the file would take in memory."""
         return sum(weight.n_bytes for group in self.groups for weight in group.packed if weight.is_in_file)
 
     @property
     def total(self) -> int:
-        """Bytes of memory in all."""
+        """Sum of all bytes."""
         return self.weights + self.pool + self.kv_cache + self.scratch + self.overhead
 
     @property
     def multiplied(self) -> int:
-        """Bytes of the weights that a token is multiplied with: all but the experts that it does not go to, and a
-        table that only its row is taken of."""
+        """Bytes of weights read per token: without the embedding table and the unused experts."""
         weights = [weight for group in self.groups if group.name != "embedding" for weight in group.packed]
         experts = sum(weight.n_bytes for weight in weights if weight.is_expert)
         return sum(weight.n_bytes for weight in weights) - round(experts * (1 - self.used_experts))
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that have a part of it, in execution order."""
+        """Devices of the groups, in execution order."""
         return tuple(dict.fromkeys(group.device for group in self.groups))
 
     def on(self, device: str) -> Placement:
-        """The part on one device."""
+        """Return the part on one device."""
         groups = tuple(group for group in self.groups if group.device == device)
         return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0)
 
     def layers_on(self, device: str) -> int:
-        """How many layers a device has."""
+        """Return the number of layers on a device."""
         return sum(len(group.layers) for group in self.groups if group.device == device)
 
     def sharing(self, shared: Collection[tuple[str, LayerTag]]) -> Placement:
-        """The same beside another model that has packed some of its weights: those of these names and layers."""
+        """Return the placement with some weights, by name and layer, shared with another model that packed them."""
         weights = (weight for group in self.groups for weight in group.packed)
         return self.loaded(replace(w, is_shared=True) for w in weights if (w.name, w.layer) in shared)
 
     def loaded(self, weights: Iterable[PackedWeight]) -> Placement:
-        """The same with the weights as they were loaded."""
+        """Return the placement with the weights after loading, whose formats and bytes can differ from the plan."""
         held = {(weight.name, weight.layer): weight for weight in weights}
         groups = (replace(g, packed=tuple(held.get((w.name, w.layer), w) for w in g.packed)) for g in self.groups)
         return replace(self, groups=tuple(groups))
@@ -189,10 +189,10 @@ class Placement:
 @dataclass(frozen=True)
 class EncoderInfo:
     path: Path
-    family: str  # its projector, as the file names it
-    n_bytes: int  # of memory that it takes
-    n_tokens: int  # that it makes of a picture of 1,024 × 768 pixels, or 0
-    n_sound_tokens: int = 0  # that it makes of 30 seconds of sound, or 0
+    family: str  # projector type in the file
+    n_bytes: int  # bytes in memory
+    n_tokens: int  # tokens of an image of 1,024 × 768 pixels; 0 without an image encoder
+    n_sound_tokens: int = 0  # tokens of 30 seconds of audio; 0 without an audio encoder
 
     def __str__(self) -> str:
         words = [f"{self.path.name} ({self.family}): {self.n_bytes / 1e6:,.1f} MB"]
@@ -203,13 +203,13 @@ class EncoderInfo:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where models go, before they are loaded."""
+    """Placements of models before they are loaded."""
 
-    placements: tuple[Placement, ...]  # of the model, and of the one that drafts for it, if any
-    # bytes that can be had on each device: of the host's memory, and of GPUs that have their own
+    placements: tuple[Placement, ...]  # of the model, and of the draft model if there is a draft model
+    # bytes available on each device: the host, and GPUs with separate memory
     free: Mapping[str, int]
-    notices: tuple[Notice, ...]  # what the plan leaves to be desired
-    # that of pictures and sounds, where the model takes any; its bytes are beside those of placements
+    notices: tuple[Notice, ...]  # shortcomings of the plan
+    # encoder of images and audio; its bytes are not part of the placements
     encoder: EncoderInfo | None = None
 
     @property
@@ -222,11 +222,11 @@ class Plan:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether there are devices beside the host."""
+        """Whether there are devices in addition to the host."""
         return any(device != self.placement.host for device in self.free)
 
 
-# -- Where it goes -------------------------------------------------------------------------------------------------
+# -- Planning ------------------------------------------------------------------------------------------------------
 
 
 class StepSizes(NamedTuple):
@@ -240,28 +240,28 @@ class StepSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans where a model goes, for any context, and loads what it has planned."""
+    """Plans the placement of a model for any context, and loads the model as planned."""
 
-    name: str  # of the model, for messages
+    name: str  # name of the model in messages
     model: Model
-    devices: tuple[Device, ...]  # the host, and then GPUs; the model need not take all
-    free: Mapping[str, int] = field(default_factory=dict)  # bytes that can be had on each device
-    parallel: int = 1  # how many sequences of full length the cache shall have room for
+    devices: tuple[Device, ...]  # the host, then GPUs; the model can use fewer
+    free: Mapping[str, int] = field(default_factory=dict)  # bytes available on each device
+    parallel: int = 1  # sequences of full length that the cache must have room for
     # n_gpu_layers, tensor_split: see `localllm.loading.layer_split.plan_layers`
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
-    # weights of the model that it drafts for, which it takes as they are packed: their names and layers
+    # names and layers of weights of the target model that a draft model uses in their packed form
     shared: frozenset[tuple[str, LayerTag]] = frozenset()
-    expert_bytes: int | None = None  # of the host's memory for experts, where they stay in the file
+    expert_bytes: int | None = None  # host memory for experts; None if experts do not stay in the file
     _known: dict[tuple[str, range, StepSizes, int | None], Footprint] = field(default_factory=dict, compare=False)
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page of the cache."""
+        """Tokens per page of the cache."""
         return page_size([device.backend for device in self.devices])
 
     def sizes(self, context: int) -> StepSizes:
-        """The sizes of an engine's step for sequences of so many tokens."""
+        """Return the sizes of an engine's step for sequences of ``context`` tokens."""
         graph = self.model.graph
         wanted = self.devices if self.n_gpu_layers != 0 else self.devices[:1]
         n_tokens = max_step_tokens(graph, context, max(each.backend.step_tokens for each in wanted))
@@ -270,7 +270,7 @@ class Planner:
         return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
 
     def at(self, context: int) -> Placement:
-        """The placement with so many tokens of context."""
+        """Return the placement for ``context`` tokens."""
         host, *gpus = self.devices
         ranges = plan_layers(
             self.model.config.n_layers,
@@ -297,18 +297,18 @@ class Planner:
         )
 
     def as_draft(self, context: int) -> Placement:
-        """The same of a draft model, beside a model of so much context: no more than it was trained on helps it."""
+        """Return the placement as a draft model, with at most its trained context: a longer one does not help."""
         if self.model.graph.caches_of is None:
             context = min(context, self.model.config.context_length)
         return replace(self.at(context), overhead=0)
 
     def beside(self, *others: Placement) -> Planner:
-        """The same where other models lie already."""
+        """Return a planner with the free memory that other models leave."""
         taken = {name: sum(other.on(name).total for other in others) for name in self.free}
         return replace(self, free={name: free - taken[name] for name, free in self.free.items()})
 
     def load(self, placement: Placement, progress: Progress | None) -> Step:
-        """Makes the step of the model, placed as `at` has said."""
+        """Return the step of the model with the placement that `at` returned."""
         ranges = [(group.device, group.layers) for group in placement.groups if group.layers]
         steps = tuple(self.footprint(*each, placement.context).load(progress) for each in ranges)
         if len(steps) == 1:
@@ -318,7 +318,7 @@ class Planner:
         return SplitStep(steps, self.model.graph, self.page_size, n_pages=n_pages, **limits)
 
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
-        """The memory of a range of layers on a device."""
+        """Return the memory of a range of layers on a device."""
         sizes = self.sizes(context)
         if (key := (device, layers, sizes, self.expert_bytes)) not in self._known:
             backend = next(each.backend for each in self.devices if each.name == device)
@@ -329,7 +329,8 @@ class Planner:
         return self._known[key]
 
     def _n_bytes(self, device: str, layers: range, context: int) -> int:
-        """Their bytes, or those of weights and cache if these alone are too many, which is sooner known."""
+        """Return the bytes of layers; only weights and cache, which are faster to compute, if these already do not
+        fit."""
         n_layers = self.model.config.n_layers
         whole = self.footprint(device, range(n_layers), context)
         places = {*layers, "output"} if layers.stop == n_layers else {*layers}
@@ -338,7 +339,7 @@ class Planner:
         return least if least > self.free[device] else self.footprint(device, layers, context).n_bytes
 
     def _groups(self, device: str, layers: range, context: int) -> list[LayerGroup]:
-        """The groups of a device, in execution order."""
+        """Return the groups of a device, in execution order."""
         footprint = self.footprint(device, layers, context)
         kernels = next(each.kernels for each in self.devices if each.name == device)
         embedding, output = (tuple(w for w in footprint.weights if w.layer == end) for end in ("embedding", "output"))
@@ -354,7 +355,7 @@ class Planner:
 
 
 def _together(planners: Sequence[Planner], n_tokens: int) -> tuple[Placement, ...]:
-    """The placements of a model, and of one that drafts for it, with so many tokens of context."""
+    """Return the placements of a model and of its draft model, if any, for ``n_tokens`` tokens of context."""
     planner, *drafts = planners
     drafting = [draft.as_draft(n_tokens) for draft in drafts]
     model = planner.beside(*drafting).at(n_tokens)
@@ -362,10 +363,10 @@ def _together(planners: Sequence[Planner], n_tokens: int) -> tuple[Placement, ..
 
 
 def _leaves_memory(planners: Sequence[Planner], available: int, n_tokens: int, n_spilled: int) -> bool:
-    """Whether a context that nobody asked for is modest.
+    """Return whether a default context leaves enough memory.
 
-    On each device what grows with it takes at most half of what is free beside the weights, and no more than
-    ``n_spilled`` layers are on the host because GPUs have no room for them.
+    On each device, cache and activations must take at most half of the memory that weights and overhead leave, and
+    at most ``n_spilled`` layers may be on the host because GPUs have no room.
     """
     try:
         placements = _together(planners, n_tokens)
@@ -382,17 +383,20 @@ def _leaves_memory(planners: Sequence[Planner], available: int, n_tokens: int, n
 def fit(
     planners: Sequence[Planner], available: int, context: int | None = None, advice: Sequence[str | Argument] = ()
 ) -> tuple[Placement, ...]:
-    """The placements of a model, and of one that drafts for it, with the same context if both can have it.
+    """Return the placements of a model and of its draft model, if any, with the same context if both support it.
 
-    On GPUs the draft model comes first: every token waits for it several times.
+    GPU memory goes to the draft model first, because it runs several times per token.
 
     Args:
-        planners: of the model, and of the draft model, if there is one.
-        available: bytes of memory that can be had on the host.
-        advice: how more memory becomes available, in the error; `memory_advice` if it is empty.
-        context: tokens of context.  By default as many as the model was trained on, if they take at most half of the
-            memory that is free beside the weights, else as many as do.  Up to `SHORT_CONTEXT` they may take all;
-            where it is too small for those there are fewer, down to `MIN_CONTEXT`.
+        planners: of the model, and of the draft model if there is a draft model.
+        available: bytes of memory available on the host.
+        advice: how to free memory, for the error; `memory_advice` if empty.
+        context: tokens of context. Defaults to the trained context if it takes at most half of the memory that the
+            weights leave, otherwise to the longest context that does. Up to `SHORT_CONTEXT`, a default context may
+            take all memory; if that is too small, the context is reduced to `MIN_CONTEXT` at least.
+
+    Raises:
+        NotEnoughMemoryError: the models do not fit.
     """
     planner, *drafts = planners
     at = partial(_together, planners)
@@ -404,7 +408,7 @@ def fit(
             return True
 
     trained = planner.model.config.context_length
-    # What a longer context takes is lost to experts that stay in the file.
+    # With experts in the file, a longer context would leave less memory for experts.
     may_be_long = context is None and planner.expert_bytes is None
     if may_be_long and trained > SHORT_CONTEXT and _leaves_memory(planners, available, trained, 0):
         return at(trained)
@@ -417,11 +421,11 @@ def fit(
         too_long = bisect(longer, False, lo=1, key=lambda n: not _leaves_memory(planners, available, n, n_spilled))
         return at(longer[too_long - 1])
     contexts = range(0, wanted, planner.page_size)
-    fitting = contexts[bisect(contexts, False, lo=1, key=is_too_large) - 1]  # 0 where none does
+    fitting = contexts[bisect(contexts, False, lo=1, key=is_too_large) - 1]  # 0 if no context fits
     if context is None and fitting >= MIN_CONTEXT:
         return at(fitting)
     if drafts:
-        fit([planner], available, context, advice)  # raises if not even the model alone fits
+        fit([planner], available, context, advice)  # raises if the model does not fit without the draft model
     named = zip((each.name for each in planners), at(wanted), strict=True)
     needs = " and ".join(f"{name} needs {_needs(placed.on(placed.host))}" for name, placed in named)
     before = f"{needs}, but {_gigabytes(available)} is available: {'leave the draft model out, ' if drafts else ''}"
@@ -435,10 +439,10 @@ def fit(
 def with_experts_in_file(
     planners: Sequence[Planner], available: int, context: int | None = None
 ) -> tuple[list[Planner], tuple[Placement, ...]] | None:
-    """As `fit`, of a model larger than memory, whose experts stay in the file.
+    """Return planners and placements, as `fit`, for a model larger than memory whose experts stay in the file.
 
-    What is left of memory is for those that were chosen last, at least for one token's of a layer.  Gives None of a
-    model without experts on the host.
+    The remaining memory caches the experts used most recently, at least one token's experts of one layer.
+    None if the model has no experts on the host.
     """
     planner, *drafts = planners
     whole = planner.at(MIN_CONTEXT).on(planner.devices[0].name)
@@ -457,7 +461,8 @@ def with_experts_in_file(
 def widened(
     planners: Sequence[Planner], placements: tuple[Placement, ...], available: int
 ) -> tuple[list[Planner], tuple[Placement, ...]]:
-    """The same for as many sequences at once as leave room, up to `MAX_DEFAULT_PARALLEL`."""
+    """Return planners and placements for as many parallel sequences as leave memory, up to
+    `MAX_DEFAULT_PARALLEL`."""
     context, n_spilled = placements[0].context, placements[0].spilled_layers
     for n in range(MAX_DEFAULT_PARALLEL, 1, -1):
         wider = [replace(each, parallel=n) for each in planners]

@@ -13,10 +13,10 @@ from localllm.options.types import LoadProgress
 if TYPE_CHECKING:
     from localllm.loading.placement import Plan
 
-#: Called once before a model is loaded, with where it will lie.
+#: Called once with the plan, before a model is loaded.
 LoadPlan = Callable[["Plan"], object]
 
-#: Seconds of compiling after which somebody at a terminal is told.
+#: Seconds of compiling after which a terminal shows the notice.
 NOTICE_SECONDS = 2.0
 
 
@@ -34,10 +34,10 @@ def formats_text(plan: Plan) -> str:
 
 
 class CompileNotice:
-    """Says in one line on standard error that kernels are compiled, if it takes long.
+    """Prints one line to standard error if compiling the kernels takes long.
 
-    A library should be silent, but half a minute without a sign, once on each machine, looks like a program that
-    hangs.  So it is for terminals alone, where nobody asked for another report.
+    A library should be silent, but half a minute without output, once on each machine, looks like a hang.
+    So the notice is only for terminals, and only without another progress callback.
     """
 
     def __init__(self) -> None:
@@ -61,15 +61,15 @@ class CompileNotice:
 
 
 def default_progress() -> LoadProgress | None:
-    """The default progress callback of `localllm.load`: a `CompileNotice` on a terminal, else none."""
+    """Return the default progress callback of `localllm.load`: a `CompileNotice` on a terminal, otherwise None."""
     stderr = sys.stderr
-    # Without a console there is none (pythonw), and a program may have closed it.
+    # pythonw has no stderr, and a program may have closed it.
     is_terminal = stderr is not None and not stderr.closed and stderr.isatty()
     return CompileNotice() if is_terminal else None
 
 
 def of_stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], None] | None:
-    """``progress`` for one stage of loading."""
+    """Return ``progress`` for one stage of loading."""
     if progress is None:
         return None
 

@@ -17,7 +17,7 @@ _NO_NAME = re.compile(
 
 
 def find_projectors(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return the projector files next to a model that belong to it, best first, and the other ones."""
+    """Return the projector files next to a model that belong to it, best first, and the other projector files."""
     names = [file.name for file in path.parent.glob("*.gguf")]
     own = projector_names(path.name, names)
     others = sorted(name for name in names if _is_projector(name) and name not in own)

@@ -1,4 +1,4 @@
-"""Pictures and sounds to rows of embeddings: the encoders of an ``mmproj`` file that lies beside its model."""
+"""Encode images and audio to rows of embeddings with the encoders of an ``mmproj`` file."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from localllm.loading.placement import EncoderInfo
 from localllm.models.vision.encoder import EncoderModel, FrameRows, Prepared, Stage
 from localllm.models.vision.registry import PROJECTORS, projectors_of, read_encoder
 
-#: Patches that one step encodes at most, unless one frame has more.
+#: Maximum patches of a step, unless one frame has more.
 STEP_PATCHES = 4096
-#: Bytes of prepared pixels that the pictures of a prompt have at most before they are encoded.
+#: Maximum bytes of prepared pixels of a prompt's images before they are encoded.
 MAX_HELD_BYTES = 256 << 20
-#: Files whose pictures are known by their hashes.
+#: Maximum files whose images are remembered by hash.
 _MAX_KNOWN = 4096
-#: How long a piece of a step takes, between which the engine goes on with others.
+#: Seconds of a piece of a step. Between pieces the engine continues with other requests.
 PIECE_S = 0.02
-#: Seconds between two looks at whether a thread is done.
+#: Seconds between two checks whether a thread has finished.
 _LOOK_S = 0.001
 
 _T = TypeVar("_T")
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Released(Prepared):
-    """A picture without its pixels, or a sound without its samples, which are prepared again when it is encoded."""
+    """An image without its pixels, or audio without its samples; prepared again when it is encoded."""
 
     media: Media
 
@@ -54,19 +54,19 @@ _NO_MEDIA = Media(None)
 
 @dataclass(eq=False)
 class _Compiled:
-    """A part of an encoder, and the step that computes it."""
+    """A stage of an encoder, and its step."""
 
     stage: Stage
     step: Step | None = None
-    sizes: tuple[int, ...] = (0, 0, 0, 0)  # patches, rows, pages of the cache and frames that the step has room for
+    sizes: tuple[int, ...] = (0, 0, 0, 0)  # maximum patches, rows, cache pages and frames of the step
 
 
 @dataclass(eq=False)
 class _Encoder:
-    """An encoder of one kind."""
+    """The encoder of one kind of media."""
 
-    family: str  # its projector, as the file names it
-    model: EncoderModel  # its graphs, and how it prepares pictures or sounds
+    family: str  # projector type in the file
+    model: EncoderModel  # graphs and preprocessing
     stages: list[_Compiled] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,20 +75,20 @@ class _Encoder:
 
 @dataclass(eq=False)
 class VisionEncoder:
-    """Encoders of pictures and sounds.  What computes is not to be used by several threads at once."""
+    """Encoders of images and audio. Only one thread at a time may use the methods that encode."""
 
-    path: Path  # their file
-    encoders: dict[str, _Encoder]  # by what they encode, "image" or "audio"
+    path: Path  # the mmproj file
+    encoders: dict[str, _Encoder]  # by kind, "image" or "audio"
     _file: GGUFFile
-    backend: Backend | None = None  # what computes
+    backend: Backend | None = None  # set before the first `encode`
     image_max_tokens: int | None = None  # limit for each image; None for the limit of the model's processor
-    #: Pictures and sounds by their files' hashes, kinds and bounds of tokens, those that came last.
+    #: Most recent images and audio by hash of the file, kind and token limit.
     _known: dict[tuple[bytes, str, int | None], Picture] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> VisionEncoder:
-        """Opens a file; weights are read when the first picture or sound is encoded, which needs a ``backend``."""
+        """Open a file. The first `encode` reads the weights and needs a ``backend``."""
         file = GGUFFile.open(path)
         try:
             families = projectors_of(file.metadata)
@@ -100,7 +100,10 @@ class VisionEncoder:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], architecture: str, width: object) -> VisionEncoder:
-        """As `open`, for a text model of this architecture, whose embeddings have so many values."""
+        """Open a file for a text model of this architecture with embeddings of ``width`` values.
+
+        Raises ModelError if the file is for another model.
+        """
         encoder = cls.open(path)
         family = PROJECTORS[encoder.family]
         if architecture not in family.texts.split():
@@ -114,7 +117,7 @@ class VisionEncoder:
 
     @property
     def family(self) -> str:
-        """The projector of the first encoder, as the file names it."""
+        """Projector type of the first encoder."""
         return next(iter(self.encoders.values())).family
 
     @property
@@ -129,18 +132,18 @@ class VisionEncoder:
 
     @property
     def width(self) -> int:
-        """Of the rows that it makes."""
+        """Values per row of embeddings."""
         return self.model.width
 
     @property
     def markers(self) -> dict[str, tuple[str, str, str]]:
-        """Of each kind the marker that chat templates write, which `Prepared.parts` replace, between the texts that
-        stand around it where no template writes it."""
+        """By kind: the text before the marker, the marker of chat templates that `Prepared.parts` replace, and the
+        text after it. The texts are for templates that do not write the marker."""
         models = {kind: each.model for kind, each in self.encoders.items()}
         return {kind: (model.around[0], model.marker, model.around[1]) for kind, model in models.items()}
 
     def of_kind(self, kind: str) -> EncoderModel:
-        """The encoder of "image" or "audio".  Raises UsageError where there is none."""
+        """Return the encoder of "image" or "audio". Raises UsageError if the file has no such encoder."""
         if (found := self.encoders.get(kind)) is None:
             other, does = ("sounds", "hears") if kind == "audio" else ("pictures", "sees")
             raise UsageError(f"{path_text(self.path)} has no encoder of {other}, so the model {does} none")
@@ -165,7 +168,7 @@ class VisionEncoder:
         return model.prepare(model.open(source, where), min(limits, default=None))
 
     def picture(self, prepared: Prepared) -> Picture:
-        """A picture as requests have it, with the same key wherever its pixels are the same."""
+        """Return a request's image. Equal pixels have equal keys."""
         name = hashlib.sha256(self._file.fingerprint().encode())
         name.update(repr((prepared.parts, prepared.grid)).encode())
         for frame in prepared.frames:
@@ -181,16 +184,16 @@ class VisionEncoder:
         encode: Callable[[str], list[int]],
         known: dict[Media, Picture] | None = None,
     ) -> tuple[list[int], list[PictureTokens]]:
-        """The ids of a prompt of texts, pictures and sounds, and where the tokens of those are in it.
+        """Return the token ids of a prompt of text, images and audio, and the positions of the media tokens.
 
-        Texts among the ``pieces`` have no markers of pictures, and ``encode`` tokenizes them.  Pictures that are not
-        in ``known`` are prepared and added to it.
+        Strings in ``pieces`` must not contain markers of media; ``encode`` tokenizes them. Images and audio that are
+        not in ``known`` are prepared and added to it.
         """
         known = {} if known is None else known
         ids: list[int] = []
         placed: list[PictureTokens] = []
-        n_seen: Counter[str] = Counter()  # of each kind
-        words = ""  # what was not made ids of: texts of neighbouring pieces are tokenized together
+        n_seen: Counter[str] = Counter()  # images and audio so far, by kind
+        words = ""  # text that is not tokenized yet, because text of neighbouring pieces is tokenized together
         for piece in pieces:
             if isinstance(piece, str):
                 words += piece
@@ -212,8 +215,8 @@ class VisionEncoder:
         return ids + (encode(words) if words else []), placed
 
     def _kept(self, media: Media, others: Collection[Picture]) -> Picture:
-        """A picture of a prompt: another one of the same pixels, or without its own where others have many, or where
-        the same file came before: further turns of a chat open no file again."""
+        """Return a prompt's image. An equal image of the prompt is used again. Pixels are released if the images have
+        too many bytes, or if the same file came before: later turns of a chat do not open the file again."""
         name = None
         if isinstance(media.source, bytes):
             name = hashlib.sha256(media.source).digest(), media.kind, media.max_tokens
@@ -243,9 +246,9 @@ class VisionEncoder:
         return source
 
     def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
-        """The embeddings of pictures, float32 [n_tokens, n_embeddings, width] each; yields between pieces of work.
+        """Return the embeddings of images and audio, each float32 [n_tokens, n_embeddings, width].
 
-        Several frames are computed at once, and the same bits come of each whatever is beside it.
+        Yields between pieces of work. A step computes several frames; its results do not depend on the other frames.
         """
         prepared: list[Prepared] = []
         for picture in pictures:
@@ -274,7 +277,7 @@ class VisionEncoder:
     def _run(
         self, compiled: _Compiled, frames: Sequence[FrameRows], further: Sequence[Tensor] = ()
     ) -> Generator[None, None, list[NDArray[np.float32]]]:
-        """One step: [N, 1 + number of ``further``, width] of each frame."""
+        """Run one step. Returns [n_outputs, 1 + len(further), width] for each frame."""
         lengths = [frame.axes.shape[1] for frame in frames]
         starts = np.cumsum([0, *lengths]).astype(np.int32)
         pages = [-(-length // self._computed_by.page_size) for length in lengths]
@@ -305,7 +308,7 @@ class VisionEncoder:
         return np.split(made, np.cumsum([len(frame.outputs) for frame in frames])[:-1])
 
     def _compiled(self, compiled: _Compiled, *sizes: int) -> Generator[None, None, Step]:
-        """A step with room for so many patches, rows, pages and frames: that of before, or a larger one."""
+        """Return the step, or a larger one if there are more patches, rows, pages or frames than it has room for."""
         if compiled.step is None or any(size > room for size, room in zip(sizes, compiled.sizes, strict=True)):
             larger = tuple(map(max, sizes, compiled.sizes))
             footprint = self._footprint(compiled.stage.graph, *larger)
@@ -317,7 +320,7 @@ class VisionEncoder:
                 )
             for _ in footprint.pack():
                 yield
-            # On a machine that never saw a picture, kernels are compiled now.
+            # The first image on a machine compiles kernels.
             compiled.step = yield from _in_thread(partial(footprint.load, None), is_daemon=False)
             compiled.sizes = larger
         return compiled.step
@@ -330,7 +333,7 @@ class VisionEncoder:
 
     @property
     def info(self) -> EncoderInfo:
-        """Its memory for pictures of up to `STEP_PATCHES` patches."""
+        """Facts about the encoder, with its memory for images of up to `STEP_PATCHES` patches."""
         n_bytes = 0
         for each in self.encoders.values():
             n_patches = STEP_PATCHES
@@ -342,7 +345,7 @@ class VisionEncoder:
         return EncoderInfo(self.path, family, n_bytes, self.n_tokens("image"), self.n_tokens("audio"))
 
     def n_tokens(self, kind: str) -> int:
-        """Tokens that it makes of a picture of 1,024 × 768 pixels, or of 30 seconds of sound; 0 where of none."""
+        """Return the tokens of an image of 1,024 × 768 pixels or of 30 seconds of audio; 0 without an encoder."""
         if kind not in self.encoders:
             return 0
         model = self.encoders[kind].model
@@ -380,7 +383,7 @@ def _in_thread(work: Callable[[], _T], *, is_daemon: bool) -> Generator[None, No
 
 
 def _batches(frames: Sequence[FrameRows]) -> Iterator[list[FrameRows]]:
-    """Frames of together at most `STEP_PATCHES` patches, or one alone."""
+    """Yield batches of frames with at most `STEP_PATCHES` patches; a larger frame is a batch alone."""
     some: list[FrameRows] = []
     for frame in frames:
         if some and sum(each.axes.shape[1] for each in some) + frame.axes.shape[1] > STEP_PATCHES:
