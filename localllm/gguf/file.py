@@ -116,7 +116,7 @@ class GGUFFile:
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
             raise GGUFError(
-                f"{path_text(self.path)}: key 'general.architecture' is missing or is not a text, so the "
+                f"{path_text(self.path)}: key 'general.architecture' is missing or is not a string, so the "
                 "model family is unknown; convert the model again"
             )
         return architecture
@@ -257,7 +257,7 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
 def _read_version(cursor: Cursor) -> int:
     if cursor.buffer[:4] != b"GGUF":
         kind = _kind_of_file(cursor.buffer[:32])
-        why = f"but {kind}" if kind else "as it does not begin with 'GGUF'"
+        why = f"but {kind}" if kind else "as it does not start with 'GGUF'"
         raise cursor.error(f"not a GGUF file, {why}", advice="name a .gguf file")
     cursor.take(4, "the magic")
     version = cursor.u32("the version")
@@ -321,7 +321,7 @@ def _read_split(given: _SplitFile) -> list[_SplitFile]:
     n_tensors = sum(len(part.tensors) for part in parts)
     expected = _split_key(parts[0], "split.tensors.count")
     if n_tensors != expected:
-        defect = f"its files have {n_tensors} tensors together, but key 'split.tensors.count' says {expected}"
+        defect = f"its files have {n_tensors} tensors together, but key 'split.tensors.count' is {expected}"
         raise _split_error(parts[0], defect, "take all files from one model")
     return parts
 

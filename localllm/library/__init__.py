@@ -1,5 +1,5 @@
-"""The models on this machine, by name: found, listed, and fetched from the hub.
+"""The models on this machine and on the hub: find, list and download them by name.
 
-`localllm.library.find` turns what a user types into a file, `listing` lists what is there, `details` reads what is
-known of a file, and `pull` downloads.  `names` has what a name on the hub means, `hub_cache` where its files lie.
+`localllm.library.find` returns the file that a user's name means, `listing` lists models, `file_details` reads
+headers, and `pull` downloads. `hub_names` parses names of models on the hub, and `hub_cache` locates their files.
 """

@@ -1,8 +1,8 @@
-"""Details of a model's file: read from its header once, and kept for the next time.
+"""Details of a model's file, read from its header and cached.
 
-Reading takes some hundredths of a second a file, most of it for the vocabulary, so a hundred files would keep people
-waiting.  What was read is kept beside the compiled kernels, as long as a file's size and time stay the same; but not
-that a file cannot be run, which may change with the program.
+Reading takes some hundredths of a second per file, most of it for the vocabulary, so a list of a hundred files would
+take seconds. Details are stored next to the compiled kernels and valid while a file's size and time stay the same.
+Errors are not stored, because another version of localllm may support the file.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from localllm.version import __version__
 if TYPE_CHECKING:
     from localllm.gguf import GGUFFile
 
-#: To be raised when `Details` mean something else than before.
+#: To be increased when the meaning of `Details` changes.
 _VERSION = f"{__version__}-2"
-#: Files that are remembered at most.
+#: Maximum number of cached files.
 _MAX_KEPT = 2000
 
 
 @dataclass(frozen=True)
 class Details:
-    """The details in a file's header."""
+    """Details from a file's header."""
 
-    error: str | None = None  # why it cannot be run; of a file that cannot be read at all the rest is unknown
-    title: str | None = None  # its name for itself
+    error: str | None = None  # why it cannot be run; other fields are None if the file cannot be read
+    title: str | None = None  # name in the metadata
     architecture: str | None = None  # "llama", …
-    file_type: str | None = None  # its quantisation, such as "Q4_K_M"
+    file_type: str | None = None  # quantisation, such as "Q4_K_M"
     n_parameters: int | None = None  # values in all tensors
-    trained_context: int | None = None  # tokens of context that it was trained on
-    context: int | None = None  # those that it gets where nobody says how many
-    memory: int | None = None  # bytes that it takes in all with these, on the CPU and with an f16 cache
-    least_memory: int | None = None  # the same with the least context that a default is reduced to
+    trained_context: int | None = None  # tokens of context in training
+    context: int | None = None  # tokens of the default context
+    memory: int | None = None  # bytes of memory with the default context, on the CPU and with an f16 cache
+    least_memory: int | None = None  # the same with the smallest default context
 
     def fits(self, available: int) -> str | None:
-        """Whether ``available`` bytes are enough: "yes", "with less context" or "no"; None if it cannot be run."""
+        """Return whether ``available`` bytes suffice: "yes", "with less context", "no", or None if it cannot run."""
         if self.memory is None or self.least_memory is None:
             return None
         if self.memory <= available:
@@ -50,9 +50,9 @@ class Details:
 
 
 class DetailsReader:
-    """Reads files' details, and remembers them, on disk too once `save` is called.
+    """Reads details of files and caches them, in memory and, after `save`, on disk.
 
-    For one thread at a time.
+    Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class DetailsReader:
         self._is_changed = False
 
     def read(self, path: Path) -> Details:
-        """The details of a file; of a split model's first file those of all.  A broken one's tell the error."""
+        """Return the details of a model by its first file. Details of a damaged file contain the error."""
         stamp, key = _stamp(path), str(path)
         if stamp is not None and (kept := _remembered(self._kept.get(key), stamp)) is not None:
             return kept
-        from localllm.gguf import GGUFFile  # imported here, as all that reads files: most are remembered
+        from localllm.gguf import GGUFFile  # imported here because most files are cached
 
         try:
             with GGUFFile.open(path) as file:
@@ -74,13 +74,13 @@ class DetailsReader:
         except GGUFError as error:
             return Details(error=str(error))
         if stamp is not None and details.error is None:
-            self._kept.pop(key, None)  # so that it comes last
+            self._kept.pop(key, None)  # so that the entry moves to the end
             self._kept[key] = {"stamp": stamp, **asdict(details)}
             self._is_changed = True
         return details
 
     def save(self) -> None:
-        """Keeps what was read for the next program, if there is a place for it."""
+        """Write the cache to disk, if there is a cache folder."""
         if self._store is None or not self._is_changed:
             return
         files = dict(list(self._kept.items())[-_MAX_KEPT:])
@@ -88,7 +88,7 @@ class DetailsReader:
 
 
 def _stamp(path: Path) -> list[int] | None:
-    """Size and time of a file, which change with it; None if it is not there."""
+    """Return the size and the time of a file, which change when it changes; None if it does not exist."""
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -107,7 +107,7 @@ def _read_store(path: Path) -> dict[str, Any]:
 
 
 def _remembered(entry: Any, stamp: list[int]) -> Details | None:
-    """Details as they were stored; None if they are of another state of the file, or something else."""
+    """Return stored details; None if they are of another state of the file, or invalid."""
     if not isinstance(entry, dict) or entry.get("stamp") != stamp:
         return None
     texts = {"error", "title", "architecture", "file_type"}
@@ -137,13 +137,13 @@ def _details(file: GGUFFile) -> Details:
 def _text(file: GGUFFile, key: str) -> str | None:
     try:
         value = file.metadata.get(key)
-    except GGUFError:  # it is not valid UTF-8
+    except GGUFError:  # invalid UTF-8
         return None
     return value if isinstance(value, str) else None
 
 
 def _memory(file: GGUFFile) -> dict[str, Any]:
-    """The context that a model gets, and what it then takes."""
+    """Return the default context of a model, and its memory."""
     from localllm.kernels.cpu.backend import CPUBackend
     from localllm.kernels.cpu.host import default_threads
     from localllm.loading.devices import Device
@@ -154,7 +154,7 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
     check_runs(file)
     model = read_model(file)
     trained, threads = model.config.context_length, default_threads()
-    cpu = CPUBackend(threads)  # which starts none of them before they are needed
+    cpu = CPUBackend(threads)  # starts threads only when they are needed
     planner = Planner("the model", model, (Device("cpu", "", threads, threads, cpu, cpu.workers.close),))
     context = min(trained, SHORT_CONTEXT)
     memory, least = planner.at(context).total, planner.at(min(context, MIN_CONTEXT)).total

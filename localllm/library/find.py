@@ -1,5 +1,5 @@
-"""From what a user types to a file: a path, a name in a folder of models, ``ORG/REPO[:…]`` in the hub's cache, one of
-Ollama's names, or the beginning of a name of what is here."""
+"""Find the file that a user's name means: a path, a name in a folder of models, ``ORG/REPO[:…]`` in the hub's cache,
+a name of Ollama's, or words of the name of a model on this machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | None:
-    """The argument of `localllm.load` for a name: a file as `find` has it, or None for the demo model."""
+    """Return the argument of `localllm.load` for a name: the result of `find`, or None for the demo model."""
     return None if name is None or (name == DEMO and not os.path.lexists(DEMO)) else find(name, folders)
 
 
 def trained_context(path: str | Path) -> int | None:
-    """Tokens of context that a model was trained on; None if its file does not say."""
+    """Return the tokens of context that a model was trained on; None if the file has no such key."""
     from localllm.gguf import GGUFFile
 
     with GGUFFile.open(path) as file:
@@ -35,14 +35,16 @@ def trained_context(path: str | Path) -> int | None:
 
 
 def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
-    """The file that a name means, looked for on this machine alone.
+    """Return the file that a name means. Searches this machine only.
 
-    A path that exists, with or without ".gguf", comes first, then a file in one of the folders or in those of other
-    programs, "demo", a name of Ollama's, a name on the hub, a file of a Python package, PACKAGE/FILE, and words of a
-    name that `find_models` lists.  What looks like a path is given back as it is, for whoever opens it to complain
-    about.
+    The order is: an existing path, with or without ".gguf"; a file in ``folders`` or in folders of other programs;
+    "demo"; a name of Ollama's; a name on the hub; a file of a Python package, PACKAGE/FILE; words of a name that
+    `find_models` lists. Other names that look like paths are returned unchanged, so opening them raises the error.
 
-    ``folders``: that have models, which are named by their path in there, with or without ".gguf".
+    ``folders``: folders of models, which are named by their paths in the folder, with or without ".gguf".
+
+    Raises:
+        ModelNotFoundError: there is no such model on this machine.
     """
     if os.path.lexists(name):
         return name
@@ -51,7 +53,7 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     own, folders = list(folders), [*folders, *other_programs.folders()]
     for folder in folders:
         for path in (folder / name, folder / f"{name}.gguf"):
-            if os.path.isfile(path):  # Path.is_file raises where it may not look
+            if os.path.isfile(path):  # Path.is_file raises without permission
                 return path
     if name == DEMO:
         return demo_path()
@@ -69,7 +71,7 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     try:
         return find_cached(hub_name)
     except ModelNotFoundError:
-        for folder in (each / hub_name.repo for each in folders):  # as LM Studio keeps what it downloads from the hub
+        for folder in (each / hub_name.repo for each in folders):  # LM Studio's layout of models from the hub
             groups = models_in(folder)
             if groups and (hub_name.choice is None or matching(hub_name.choice, groups)):
                 return folder / choose(hub_name, groups, str(folder)).names[0]
@@ -77,11 +79,12 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
 
 
 def _by_words(name: str, folders: list[Path]) -> LocalModel | None:
-    """Of the models here whose names have these words, "smollm2" or "qwen2.5:7b", the one to run.
+    """Return the model to run among the models whose names contain these words, such as "smollm2" or "qwen2.5:7b".
 
-    That is the largest that fits into memory, in `DEFAULT_QUANT` where there are several of one size.
+    This is the largest model that fits into memory, in `DEFAULT_QUANT` if several have that size. None if no name
+    matches.
     """
-    from localllm.library.listing import find_models, read_details  # imported here: most names are paths
+    from localllm.library.listing import find_models, read_details  # imported here because most names are paths
 
     wanted = f"-{_slug(name)}"
     models = [each for each in find_models(folders).models if wanted in f"-{_slug(f'{each.name} {each.path.name}')}"]
@@ -105,7 +108,11 @@ def _slug(name: str) -> str:
 
 
 def find_cached(name: HubName) -> Path:
-    """The file of a model on the hub, the first one if it is split, if it is in the cache."""
+    """Return the file of a model on the hub in the cache, the first file of a split model.
+
+    Raises:
+        ModelNotFoundError: the model, or one of its files, is not in the cache.
+    """
     try:
         models = cached_models(name.repo)
     except OSError as error:

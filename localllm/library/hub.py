@@ -1,4 +1,4 @@
-"""The hub, asked through the package huggingface_hub, and what it refuses in one sentence each."""
+"""Access to the hub through the package huggingface_hub, with one-sentence errors for its refusals."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from localllm.library.hub_cache import hub_cache
 from localllm.nesting import parse_json
 from localllm.version import __version__
 
-#: Seconds to wait for an answer.
+#: Timeout of requests in seconds.
 _TIMEOUT = 20.0
 
-#: Bytes that the list of a repository's files may have; that of 20,000 files has about 8 MB.
+#: Maximum bytes of the list of a repository's files; a list of 20,000 files has about 8 MB.
 _MAX_LISTING = 64 << 20
 
-#: Seconds that a hub may ask us to wait; where it wants more, the user is told instead.
+#: Maximum seconds to wait before a request if the hub limits the rate; a longer wait is an error.
 _MAX_WAIT = 60.0
 
-#: What says to the hub who asks.
+#: Identifies the client to the hub.
 _LIBRARY = {"library_name": "localllm", "library_version": __version__}
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -39,7 +39,7 @@ class RemoteFile:
 
     name: str
     n_bytes: int
-    hash: str  # SHA-256 of its bytes, or if it is small git's SHA-1: what its blob in the cache is called
+    hash: str  # SHA-256, or git's SHA-1 for small files: the name of the blob in the cache
 
 
 #: Environment variables, in lower case, that the HTTP client reads when it is created.
@@ -51,7 +51,7 @@ def _session(package: Any) -> Any:
     """Return the HTTP client of huggingface_hub.
 
     Raises:
-        HubError: a proxy or a file of certificates in the environment cannot be used; the text names the variable.
+        HubError: a proxy or a file of certificates in the environment is invalid; the message names the variable.
     """
     try:
         return package.get_session()
@@ -79,7 +79,7 @@ def _set_variables(names: Sequence[str], is_wrong: Callable[[str], bool]) -> lis
 class Hub:
     """One repository on the hub, "ORG/REPO".
 
-    Whatever a method raises is one of those that `complaints` makes.
+    Methods raise the errors of `complaints` only.
     """
 
     def __init__(self, repo: str) -> None:
@@ -88,11 +88,11 @@ class Hub:
         self.endpoint: str = os.environ.get("HF_ENDPOINT") or self._package.constants.ENDPOINT
 
     def files(self, wanted: Callable[[str], bool]) -> tuple[str, dict[str, RemoteFile]]:
-        """The newest commit, and those of its files that are wanted, by name."""
+        """Return the newest commit, and by name its files that ``wanted`` accepts."""
         try:
             listing = parse_json(self._listing())
             commit = listing["sha"]
-            if not _COMMIT.fullmatch(commit):  # it becomes the name of a folder
+            if not _COMMIT.fullmatch(commit):  # used as the name of a folder
                 raise ValueError(f"the commit is {commit!r:.100}")
             names = [each for each in listing["siblings"] if wanted(each["rfilename"])]
             return commit, {each["rfilename"]: _remote_file(each) for each in names}
@@ -103,7 +103,7 @@ class Hub:
             raise HubError(f"{what}: check the network, and the environment variable HF_ENDPOINT") from error
 
     def _listing(self) -> bytes:
-        """The hub's description of the repository, as JSON; asked for once more where it is too busy."""
+        """Return the hub's description of the repository as JSON. Tries again once if the hub is busy."""
         url = f"{self.endpoint}/api/models/{self._repo}?blobs=true"
         with self.complaints():
             self._package.utils.validate_repo_id(self._repo)
@@ -130,26 +130,26 @@ class Hub:
         session, headers = _session(package), package.utils.build_hf_headers(**_LIBRARY) | headers
         with session.stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as answer:
             if answer.status_code >= 400:
-                # Without its body, which the package would read to its end, however long that is.
+                # Without its body, because the package would read a body of any length.
                 answer = type(answer)(answer.status_code, headers=answer.headers, request=answer.request)
             package.utils.hf_raise_for_status(answer)
             yield answer
 
     def open(self, name: str, commit: str, start: int) -> contextlib.AbstractContextManager[Any]:
-        """A file's bytes from ``start`` on, as an answer of HTTP: with status 206, or 200 if it begins at 0."""
+        """Open a stream of a file's bytes from ``start``, with HTTP status 206, or 200 if it starts at 0."""
         url = self._package.hf_hub_url(self._repo, name, revision=commit, endpoint=self.endpoint)
         ask = {"Range": f"bytes={start}-"} if start else {}
         return self._get(url, **{"Accept-Encoding": "identity"}, **ask)
 
     @property
     def http_error(self) -> type[Exception]:
-        """The error for a failed connection or a refusal of the hub."""
+        """The error of a failed connection or of a refusal by the hub."""
         error: type[Exception] = self._package.errors.HTTPError
         return error
 
     @contextlib.contextmanager
     def complaints(self) -> Iterator[None]:
-        """Says in one sentence what the hub, the network or the disk refused."""
+        """Convert errors of the hub, the network or the disk to HubError or UsageError in one sentence."""
         errors = self._package.errors
         try:
             yield
@@ -192,22 +192,26 @@ class Hub:
 
 
 def import_hub() -> Any:
-    """The package huggingface_hub."""
+    """Return the package huggingface_hub.
+
+    Raises:
+        HubError: the package cannot be imported.
+    """
     try:
         hub = importlib.import_module("huggingface_hub")
         for name in ("constants", "errors", "utils"):
             importlib.import_module(f"huggingface_hub.{name}")
-    except (ImportError, ValueError) as error:  # ValueError: a variable that it reads while it is imported
+    except (ImportError, ValueError) as error:  # ValueError: an invalid environment variable
         advice = "install it again, and check the environment variables HF_…"
         raise HubError(f"the package huggingface_hub cannot be loaded ({error}): {advice}") from error
     return hub
 
 
 def _remote_file(sibling: dict[str, Any]) -> RemoteFile:
-    """A file of the hub's answer; ValueError where its name, hash or size is none that a file can have."""
+    """Return a file of the hub's response. Raises ValueError if its name, hash or size is invalid."""
     name, lfs = sibling["rfilename"], sibling.get("lfs")
     sha, n_bytes = (sibling["blobId"], sibling["size"]) if lfs is None else (lfs["sha256"], lfs["size"])
-    # Both become names of files: they must not be able to lead elsewhere.
+    # Both become names of files, so they must not lead to another folder.
     if not name.isprintable() or {"", ".", ".."} & set(re.split(r"[/\\]", name)):
         raise ValueError(f"a file has the name {name!r:.100}")
     if not isinstance(sha, str) or not _HASH.fullmatch(sha) or not isinstance(n_bytes, int) or n_bytes < 0:
@@ -216,7 +220,7 @@ def _remote_file(sibling: dict[str, Any]) -> RemoteFile:
 
 
 def is_passing(error: Any) -> bool:
-    """Whether a failure is one of the connection, or of a server that may recover soon."""
+    """Return whether a failure may be temporary: of the connection, or of a busy server."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status == 429:
         return seconds_to_wait(error) is not None
@@ -224,7 +228,7 @@ def is_passing(error: Any) -> bool:
 
 
 def seconds_to_wait(error: Any) -> float | None:
-    """The wait that a busy hub asks for in Retry-After, in seconds or as a date; None if nothing, or too much."""
+    """Return the seconds of Retry-After, a number or a date; None if it is missing or above `_MAX_WAIT`."""
     text = getattr(getattr(error, "response", None), "headers", {}).get("Retry-After", "")
     try:
         wait = float(text) if text.isdigit() else email.utils.parsedate_to_datetime(text).timestamp() - time.time()

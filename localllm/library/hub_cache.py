@@ -1,11 +1,11 @@
-"""Where the Hugging Face hub's library keeps files on this machine; nothing here asks the network.
+"""Locate files in the cache of the Hugging Face hub on this machine, without network access.
 
-Layout (as its documentation has it under "Manage the cache")::
+Layout (see "Manage the cache" in the documentation of huggingface_hub)::
 
     models--ORG--REPO/
         blobs/<hash>                      the files
-        refs/main                         the commit that this name had when it was last asked for
-        snapshots/<commit>/<path>         links to blobs, under the names that they have in the repository
+        refs/main                         the commit of this name at the last download
+        snapshots/<commit>/<path>         links to blobs, under the names of the files in the repository
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _PREFIX = "models--"
 
 
 def hub_cache() -> Path:
-    """The folder of all repositories, as the hub's library finds it."""
+    """Return the folder of all repositories, by the same environment variables as huggingface_hub."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     return Path(os.path.expandvars(os.path.expanduser(folder)))
 
 
 def repo_folder(repo: str) -> Path:
-    """The folder of a repository, "ORG/REPO"."""
+    """Return the folder of a repository, "ORG/REPO"."""
     return hub_cache() / (_PREFIX + repo.replace("/", "--"))
 
 
 def cached_repos() -> Iterator[str]:
-    """The repositories of models in the cache, in order of their names."""
+    """Yield the repositories of models in the cache, in order of their names."""
     try:
         names = sorted(os.listdir(hub_cache()))
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def cached_repos() -> Iterator[str]:
 
 
 def snapshots(repo: str) -> list[Path]:
-    """The snapshots of a repository, a folder a commit: that of ``main`` first, then the newest."""
+    """Return the snapshots of a repository, one folder per commit: the commit of ``main`` first, then the newest."""
     folder = repo_folder(repo)
     try:
         found = [Path(entry.path) for entry in os.scandir(folder / "snapshots") if entry.is_dir()]
@@ -59,7 +59,7 @@ def snapshots(repo: str) -> list[Path]:
 
 
 def models_in(snapshot: Path) -> list[FileGroup]:
-    """The models in a snapshot's folder; links whose file is gone are left out."""
+    """Return the models in a snapshot's folder; broken links are omitted."""
     sizes: dict[str, int] = {}
     for folder, _, names in os.walk(snapshot):
         for name in names:
@@ -71,16 +71,16 @@ def models_in(snapshot: Path) -> list[FileGroup]:
 
 
 def cached_models(repo: str) -> list[tuple[Path, FileGroup]]:
-    """The models of a repository that are here, with their first files; of several commits the first with it."""
+    """Return the cached models of a repository with their first files. Earlier snapshots take precedence."""
     found: dict[str, tuple[Path, FileGroup]] = {}
     for snapshot in snapshots(repo):
         for group in models_in(snapshot):
-            # An older commit's complete set of files is worth more than a newer one's incomplete set.
+            # An older commit with all files of a model is better than a newer commit with some.
             if group.stem not in found or (group.is_complete and not found[group.stem][1].is_complete):
                 found[group.stem] = (snapshot / group.names[0], group)
     return list(found.values())
 
 
 def where_cached(name: HubName) -> str:
-    """In messages: the part of the cache that a name is looked for in."""
+    """Return the part of the cache for a name, for messages."""
     return f"the cache of {name.repo} here"

@@ -1,4 +1,4 @@
-"""Names of models on the hub, ``ORG/REPO[:FILE or QUANT]``, and which of a repository's files they mean."""
+"""Names of models on the hub, ``ORG/REPO[:FILE or QUANT]``, and the files of a repository that they mean."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Self
 
 from localllm.errors import UsageError
 
-#: What is taken where a repository has several files and nobody chose.
+#: Default quantisation if a repository has several files.
 DEFAULT_QUANT = "Q4_K_M"
 
-#: What names the model that comes with localllm, where no file has this name.
+#: Name of the model in localllm's package, unless a file has this name.
 DEMO = "demo"
 
 _NAME = re.compile(r"(?P<repo>[a-z0-9][\w.-]*/[a-z0-9_][\w.-]*)(:(?P<choice>.+))?", re.ASCII | re.IGNORECASE)
@@ -27,10 +27,10 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 _QUANT = re.compile(
     r"(?<![a-z0-9])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)(?:_[a-z0-9]+)*)(?![a-z0-9])", re.IGNORECASE
 )
-#: Models that a message lists at most.
+#: Maximum number of models that a message lists.
 _MAX_LISTED = 12
 
-#: GGUF files beside models: projectors of images, and statistics for quantisers.
+#: GGUF files that are not models: image projectors, and importance matrices for quantisation.
 _NO_MODEL = re.compile(r"(mmproj|imatrix)|.*\b(mmproj|imatrix)\b", re.IGNORECASE)
 
 
@@ -39,11 +39,11 @@ class HubName:
     """A model on the hub."""
 
     repo: str  # "ORG/REPO"
-    choice: str | None = None  # a file's name, or a quantisation; None if that is left open
+    choice: str | None = None  # name of a file, or a quantisation; None for the default
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The name that a text is, or that its address on the hub means; None if it can only be a path."""
+        """Parse a name or an address on the hub; None if the string can only be a path."""
         if address := _ADDRESS.match(text):
             text = f"{address['repo']}:{address['choice']}".rstrip(":")
         match = _NAME.fullmatch(text)
@@ -57,11 +57,11 @@ class HubName:
 
 @dataclass(frozen=True)
 class FileGroup:
-    """A model's file, or all files of a split one."""
+    """A model's file, or all files of a split model."""
 
     names: tuple[str, ...]  # paths in the repository, in order
-    n_bytes: int  # of all of them
-    n_parts: int = 1  # how many there should be
+    n_bytes: int  # bytes of all files
+    n_parts: int = 1  # number of files of the complete model
 
     @property
     def is_complete(self) -> bool:
@@ -69,21 +69,21 @@ class FileGroup:
 
     @property
     def stem(self) -> str:
-        """Its name without the part's number and ".gguf"."""
+        """The file's name without ".gguf" and the number of the part."""
         first = self.names[0]
         part = _PART.fullmatch(first)
         return part["stem"] if part else first[: -len(".gguf")]
 
     @property
     def quant(self) -> str | None:
-        """The quantisation that its name tells: "Q4_K_M", "UD-Q4_K_XL"."""
+        """The quantisation in the file's name: "Q4_K_M", "UD-Q4_K_XL"; None if there is none."""
         found = _QUANT.findall(PurePosixPath(self.stem).name) or _QUANT.findall(self.stem)
         return found[-1].upper() if found else None
 
 
 def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
-    """The models among a repository's files, in the order of their names.  ``sizes``: the bytes of each file, by its
-    path in the repository."""
+    """Return the models among a repository's files, in order of their names. ``sizes``: bytes of each file, by path
+    in the repository."""
     groups: dict[tuple[str, int], list[str]] = {}
     for name in sorted(sizes):
         if not name.lower().endswith(".gguf") or _NO_MODEL.match(PurePosixPath(name).name):
@@ -94,14 +94,15 @@ def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
 
 
 def label(group: FileGroup, groups: Iterable[FileGroup]) -> str:
-    """The label of a group: its quantisation if no other has the same, else its file's name."""
+    """Return the quantisation of a group if it is unique, otherwise the name of its file."""
     quant = group.quant
     is_unique = quant is not None and sum(other.quant == quant for other in groups) == 1
     return quant if quant is not None and is_unique else group.names[0]
 
 
 def choose(name: HubName, groups: Sequence[FileGroup], where: str) -> FileGroup:
-    """The group of files that a name means.  ``where``: what messages call the place that has the groups."""
+    """Return the group of files that a name means. Raises UsageError without a unique match. ``where``: name of the
+    repository or cache in messages."""
     if not groups:
         raise UsageError(
             f"{where} has no GGUF file: choose a repository of GGUF files, often named ORG/REPO-GGUF, or convert its "
@@ -124,7 +125,7 @@ def choose(name: HubName, groups: Sequence[FileGroup], where: str) -> FileGroup:
 
 
 def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
-    """The groups that ``choice`` names: by file; else by quantisation; else by another word of the name."""
+    """Return the groups that ``choice`` means: by file, else by quantisation, else by a word of the name."""
     wanted = choice.lower()
     word = re.compile(rf"(?<![a-z0-9_]){re.escape(choice)}(?![a-z0-9_])", re.IGNORECASE)
 
@@ -139,7 +140,7 @@ def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
 
 
 def choices(name: HubName, groups: Sequence[FileGroup], some: Sequence[FileGroup] | None = None) -> str:
-    """The choices, ``some`` of the groups or all, with their sizes."""
+    """List ``some`` of the groups, or all groups, with their sizes."""
     listed = groups if some is None else some
     more = [f"and {len(listed) - _MAX_LISTED:,} more"] if len(listed) > _MAX_LISTED else []
     shown = (f"{name.repo}:{label(group, groups)} ({_size(group.n_bytes)})" for group in listed[:_MAX_LISTED])

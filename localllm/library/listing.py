@@ -1,8 +1,8 @@
-"""The models on this machine: GGUF files in folders, in the hub's cache, where other programs keep them, and in
-Python packages.
+"""The models on this machine: GGUF files in folders, in the hub's cache, in folders of other programs, and in Python
+packages.
 
-Finding them reads no file, so it is quick; `read_details` adds what their headers tell, which is remembered.
-Nothing that is wrong with a folder or a file raises: it is told beside the list, or with the file.
+Finding models reads no file, so it is quick. `read_details` adds the contents of the headers, which are cached.
+Damaged files and unreadable folders do not raise: the result reports them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localllm.library.file_details import Details, DetailsReader
 from localllm.library.hub_cache import cached_models, cached_repos, hub_cache
 from localllm.library.hub_names import DEMO, FileGroup, group_files, label
 
-#: How deep folders are searched, and how many entries in all: whoever names a folder of models means no whole disk.
+#: Limits of a search, because a user might name a whole disk: depth of folders, and number of entries.
 MAX_DEPTH = 8
 MAX_ENTRIES = 100_000
 
@@ -29,28 +29,28 @@ MAX_ENTRIES = 100_000
 class LocalModel:
     """A model on this machine."""
 
-    name: str  # what a command takes after ``-m``
-    path: Path  # its file, the first one if it is split
-    n_bytes: int  # of all its files
-    n_files: int = 1  # how many these are
-    details: Details | None = None  # what its header tells; None before it was read
-    error: str | None = None  # what is wrong with it as far as names tell: files are missing
+    name: str  # argument of ``-m``
+    path: Path  # the file, or the first file of a split model
+    n_bytes: int  # bytes of all files
+    n_files: int = 1
+    details: Details | None = None  # contents of the header; None before it is read
+    error: str | None = None  # missing files of a split model
     aliases: tuple[str, ...] = ()  # Ollama's other names of the same file
 
 
 @dataclass(frozen=True)
 class Found:
-    """The models found, and what could not be searched."""
+    """Models on this machine, and folders that could not be searched."""
 
-    models: tuple[LocalModel, ...]  # of the hub's cache, folders, other programs, and Python packages; by name
-    problems: tuple[str, ...] = ()  # what could not be searched, and why
+    models: tuple[LocalModel, ...]  # from the hub's cache, folders, other programs, and Python packages
+    problems: tuple[str, ...] = ()  # folders that could not be searched, with the reasons
 
 
 def find_models(folders: Sequence[Path] = (), *, only_folders: bool = False) -> Found:
-    """The models in the hub's cache, in some folders and those below them, and of other programs and Python packages
-    (`other_programs`); a file that is there twice, once.
+    """Return the models in the hub's cache, in ``folders`` at any depth, and of other programs and Python packages
+    (`other_programs`). A file that is found twice is listed once.
 
-    ``only_folders``: those of the folders alone, which are named by their paths.
+    ``only_folders``: search ``folders`` only, and name models by their paths.
     """
     search = _Search()
     if not only_folders:
@@ -66,7 +66,7 @@ def find_models(folders: Sequence[Path] = (), *, only_folders: bool = False) -> 
 
 
 def demo_model() -> LocalModel | None:
-    """The model that comes with localllm; None where it was left out."""
+    """Return the model in localllm's package; None if the package has no model."""
     try:
         path = demo_path()
     except ModelNotFoundError:
@@ -75,7 +75,7 @@ def demo_model() -> LocalModel | None:
 
 
 def read_details(models: Sequence[LocalModel]) -> Iterator[LocalModel]:
-    """The same models one after the other, each with its details; a broken one's tell what is wrong with it."""
+    """Yield the models in order, each with its details. Details of a damaged file contain the error."""
     reader = DetailsReader()
     try:
         for model in models:
@@ -86,7 +86,7 @@ def read_details(models: Sequence[LocalModel]) -> Iterator[LocalModel]:
 
 
 class _Search:
-    """A search through folders, which remembers what it saw: links may lead in circles, and to one file twice."""
+    """A search through folders. It skips folders and files seen before, because links can form circles."""
 
     def __init__(self) -> None:
         self.models: list[LocalModel] = []
@@ -96,7 +96,7 @@ class _Search:
         self._n_entries = 0
 
     def hub(self) -> None:
-        """Adds what the hub's cache has."""
+        """Add the models in the hub's cache."""
         try:
             repos = list(cached_repos())
         except OSError as error:
@@ -124,7 +124,7 @@ class _Search:
                 self._complain(path, error)
 
     def packages(self) -> None:
-        """Adds what installed Python packages have, named PACKAGE/FILE."""
+        """Add the models of installed Python packages, named PACKAGE/FILE."""
         for package, paths in sorted(other_programs.package_models().items()):
             try:
                 groups = group_files({name: path.stat().st_size for name, path in paths.items()})
@@ -134,23 +134,23 @@ class _Search:
                 self._add(f"{package}/{group.names[0]}", paths[group.names[0]], group)
 
     def folder(self, folder: Path, *, by_path: bool = False) -> None:
-        """Adds what a folder has, at any depth."""
-        if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
+        """Add the models in a folder, at any depth."""
+        if not os.path.isdir(folder):  # Path.is_dir raises without permission
             advice = "" if by_path else ": see the setting model_folders"
             self.problems.append(f"{folder} is not a folder, or may not be read{advice}")
             return
         sizes: dict[str, int] = {}
         for path in self._files(folder, 0):
-            with contextlib.suppress(OSError):  # a link whose file is gone, or a file that has just been deleted
+            with contextlib.suppress(OSError):  # a broken link, or a file deleted just now
                 sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
         for group in group_files(sizes):
             name, path = group.names[0], folder / group.names[0]
-            # A name is looked up in the current folder first, and then in each folder in turn.
+            # Names are resolved in the current folder first, and then in the folders in order.
             is_taken = by_path or name in self._names or os.path.lexists(name)
             self._add(str(path) if is_taken else name, path, group)
 
     def _files(self, folder: Path, depth: int) -> Iterator[Path]:
-        """The GGUF files below a folder, in no order."""
+        """Yield the GGUF files in a folder, at any depth and in any order."""
         try:
             status = folder.stat()
             if self._is_seen(status) or depth > MAX_DEPTH:
@@ -193,7 +193,7 @@ class _Search:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder to be searched; hidden ones are not."""
+    """Return whether an entry is a folder to search: a folder whose name does not start with a dot."""
     try:
         return entry.is_dir() and not entry.name.startswith(".")
     except OSError:  # a link to itself

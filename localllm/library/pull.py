@@ -1,9 +1,9 @@
-"""Downloads from the hub into its cache on this machine, through the package huggingface_hub.
+"""Download models from the hub into its cache on this machine, with the package huggingface_hub.
 
-That package asks the hub, knows the user's token, and lays out the cache.  The bytes are fetched here: it deletes
-what it has of a file when it is interrupted, and a model of many gigabytes should go on from there.  What is fetched
-lies in ``blobs/<hash>.incomplete`` until it is whole and its hash is that which the hub told.  Where the system has
-no symbolic links, the package keeps a file under its name in ``snapshots`` and has no blob of it, and so does this.
+The package sends requests, reads the user's token, and defines the layout of the cache. localllm downloads the bytes
+itself, because the package deletes an incomplete file when it is interrupted, and a download of many gigabytes should
+continue. An incomplete file is named ``blobs/<hash>.incomplete`` until its size and hash match the hub's. On systems
+without symbolic links, files are stored under their names in ``snapshots`` without a blob, as in the package.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from localllm.library.hub import Hub, RemoteFile, is_passing, seconds_to_wait
 from localllm.library.hub_cache import hub_cache, repo_folder
 from localllm.library.hub_names import FileGroup, HubName, choose, group_files
 
-#: Called with "download" or "check", and the bytes of that done and to do.
+#: Called with "download" or "check", the bytes done, and the total bytes.
 PullProgress = Callable[[str, int, int], object]
 
-#: Seconds to wait before each new try when a connection was cut and brought nothing new.
+#: Seconds to wait before each retry after a connection that brought no new bytes.
 RETRY_SECONDS = (1.0, 3.0, 10.0)
-#: Bytes to be left on the disk.
+#: Bytes that must stay free on the disk.
 SPARE_BYTES = 100 << 20
 
 _CHECK = "check the environment variable HF_ENDPOINT, or try again later"
 
 
 def pull(name: str, progress: PullProgress | None = None) -> Path:
-    """Downloads a model, unless it is here already; returns its file in the cache, the first one if it is split.
+    """Download a model unless it is cached. Returns its file in the cache, the first file of a split model.
 
-    With it comes the encoder of pictures (``mmproj-….gguf``) that lies beside it on the hub, if any.
+    Also downloads the encoder of images and audio (``mmproj-….gguf``) in the model's folder on the hub, if any.
 
     ``name``: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE``; see `localllm.library.hub_names.choose`.
+
+    Raises:
+        HubError: the download failed; the message names the reason.
+        UsageError: the name is invalid or ambiguous.
     """
     return _puller(name, progress).model()
 
 
 def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
-    """Downloads a checkpoint, what is not here already of it; returns its folder in the cache.  ``name``:
-    ``ORG/REPO``."""
+    """Download the files of a checkpoint, ``ORG/REPO``, that are not cached. Returns its folder in the cache."""
     return _puller(name, progress).checkpoint()
 
 
@@ -61,13 +64,13 @@ def _puller(name: str, progress: PullProgress | None) -> _Puller:
 
 
 def _is_of_checkpoint(name: str) -> bool:
-    """Whether converting takes a file: those in folders are other formats of the same model."""
+    """Return whether a conversion reads a file. Files in folders are other formats of the same model."""
     known = (".safetensors", ".json", ".jinja", "tokenizer.model")
     return "/" not in name and name.endswith(known) and not name.startswith(("consolidated", "adapter_model"))
 
 
 def _encoder(group: FileGroup, names: Iterable[str]) -> list[str]:
-    """Return the projector file of a model, as `load` chooses it: at most one."""
+    """Return the projector file of a model that `load` would choose: at most one."""
     from localllm.loading.projector_files import projector_names
 
     folder = group.names[0].rpartition("/")[0]
@@ -103,7 +106,7 @@ class _Puller:
         return self._get(list(files.values()), commit)[0].parent
 
     def _get(self, files: list[RemoteFile], commit: str) -> list[Path]:
-        """Their places in the cache, where they are then."""
+        """Download missing files and return their paths in the cache."""
         blobs = {file.hash: file for file in files}.values()
         with self._hub.complaints(), contextlib.ExitStack() as locks:
             for file in blobs:
@@ -125,26 +128,26 @@ class _Puller:
         return self._folder / "snapshots" / commit / file.name
 
     def _is_here(self, file: RemoteFile, commit: str) -> bool:
-        """Whether the cache has a file; a blob of the wrong size is removed."""
+        """Return whether the cache contains a file. Removes a blob of the wrong size."""
         blob = self._blob(file)
         if _size(blob) == file.n_bytes or self._is_plain(self._named(file, commit), file):
             return True
         blob.unlink(missing_ok=True)
-        for other in (self._folder / "snapshots").glob("*"):  # the same file, of another commit
+        for other in (self._folder / "snapshots").glob("*"):  # the same file in another commit
             path = other / file.name
             if self._is_plain(path, file) and _hash_of(path, len(file.hash), lambda done: None) == file.hash:
-                with contextlib.suppress(OSError):  # not every system has hard links
+                with contextlib.suppress(OSError):  # some file systems have no hard links
                     blob.parent.mkdir(exist_ok=True)
                     os.link(path, blob)
                     return True
         return False
 
     def _is_plain(self, path: Path, file: RemoteFile) -> bool:
-        """Whether a file lies under its name itself, and not a link to it."""
+        """Return whether a path is the file itself, not a link."""
         return not path.is_symlink() and _size(path) == file.n_bytes
 
     def _link(self, file: RemoteFile, commit: str) -> Path:
-        """Gives a blob its name in the commit, as a link; where there are no links, moves it there."""
+        """Link a blob under its name in the commit, or move it there if the system has no links."""
         path, blob = self._named(file, commit), self._blob(file)
         if not self._is_plain(path, file):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +161,7 @@ class _Puller:
     # -- Fetching --------------------------------------------------------------------------------------------------
 
     def _fetch_all(self, files: list[RemoteFile], commit: str) -> None:
-        """Fetches files that are not here, or what is missing of them."""
+        """Download the missing bytes of files, and check their hashes."""
         total = sum(file.n_bytes for file in files)
         have = sum(min(file.n_bytes, _size(self._partial(file)) or 0) for file in files)
         self._check_disk_space(total - have)
@@ -176,7 +179,7 @@ class _Puller:
             done += file.n_bytes
 
     def _report(self, stage: str, before: int, total: int) -> Callable[[int], object]:
-        """A callback that reports the bytes of one file as those of all: ``before`` are done of others."""
+        """Return a callback that adds ``before``, the bytes of earlier files, to the bytes of one file."""
         return lambda n: self._progress(stage, before + n, total)
 
     def _check_disk_space(self, n_bytes: int) -> None:
@@ -189,7 +192,7 @@ class _Puller:
             raise HubError(f"{what} {free / 1e9:,.2f} GB are free: {advice}")
 
     def _fetch(self, file: RemoteFile, commit: str, report: Callable[[int], object]) -> None:
-        """Fetches what is missing of a file; when the connection is cut, goes on as long as that brings something."""
+        """Download the missing bytes of a file. Reconnects as long as connections bring new bytes."""
         partial = self._partial(file)
         partial.touch()
         waits = iter(RETRY_SECONDS)
@@ -221,13 +224,13 @@ class _Puller:
                 ) from cut
 
     def _stream(self, file: RemoteFile, commit: str, have: int, report: Callable[[int], object]) -> None:
-        """Adds to what is here of a file as long as the connection lasts."""
+        """Append bytes to the incomplete file until the connection ends."""
         with self._hub.open(file.name, commit, have) as answer:
             sent = answer.headers.get("Content-Range", answer.headers.get("Content-Length", "")).rpartition("/")[2]
             if sent.isdigit() and int(sent) != file.n_bytes:
                 what = f"lists {file.name} with {file.n_bytes:,} bytes, but sends {int(sent):,}"
                 raise HubError(f"{self._hub.endpoint} {what}: {_CHECK}")
-            if answer.status_code != 206:  # all of it comes, from the beginning
+            if answer.status_code != 206:  # the server sends the whole file
                 have = 0
             with self._partial(file).open("ab" if have else "wb") as out:
                 for data in answer.iter_raw():
@@ -238,7 +241,7 @@ class _Puller:
                         break
 
     def _lock(self, file: RemoteFile) -> Any:
-        """The lock that the hub's package has for a file too."""
+        """Acquire the lock that the hub's package also uses for a file."""
         filelock = importlib.import_module("filelock")
         path = hub_cache() / ".locks" / self._folder.name / f"{file.hash}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +253,7 @@ class _Puller:
     # -- Checking --------------------------------------------------------------------------------------------------
 
     def _check_model(self, paths: list[Path], group: FileGroup) -> None:
-        """Looks at the header of what was fetched, and removes it if it is not a model."""
+        """Read the header of a downloaded model, and remove its files if it is invalid."""
         try:
             GGUFFile.open(paths[0]).close()
         except GGUFError as error:
@@ -266,7 +269,7 @@ class _Puller:
 
 
 def _size(path: Path) -> int | None:
-    """A file's bytes; None if it is not there."""
+    """Return the bytes of a file; None if it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -274,7 +277,7 @@ def _size(path: Path) -> int | None:
 
 
 def _hash_of(path: Path, n_digits: int, report: Callable[[int], object]) -> str:
-    """SHA-256 of a file's bytes, or if that has 40 digits the SHA-1 that git names its content by."""
+    """Return the SHA-256 of a file's bytes, or git's SHA-1 of the blob if ``n_digits`` is 40."""
     digest = hashlib.sha256() if n_digits == 64 else hashlib.sha1(usedforsecurity=False)
     if n_digits != 64:
         digest.update(b"blob %d\0" % path.stat().st_size)
