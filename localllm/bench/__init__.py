@@ -1,1 +1,1 @@
-"""How fast models run here, and how much of what the machine can do that is."""
+"""Measure the speed of models on this machine, and compare it with the limits of the hardware."""

@@ -1,7 +1,7 @@
-"""Ceilings of the machine for what `localllm bench` measures, measured too.
+"""Measured ceilings of the machine for the tests of `localllm bench`.
 
-A token goes through the devices that share a model one after the other: what they need adds up.  Of a prompt they
-work on parts at the same time, and the slowest one decides.
+A token passes through the devices of a model in order, so their times add up. On a prompt, devices work at the same
+time on different parts, so the slowest device counts.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
 from localllm.loading.model_info import ModelInfo
 
-#: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
+#: Maximum bytes to read in a bandwidth test, and maximum part of the free memory, as a divisor.
 _MAX_READ, _PART_OF_MEMORY = 1 << 30, 4
 
-#: What measures, now, the seconds that a device needs at least: for a token that a test generates, or for a prompt.
+#: Measures the minimum seconds of a device for a generated token, or for a prompt.
 Seconds = Callable[[], float]
 
 
 def gpu_index(device: str) -> int | None:
-    """The number of a GPU, 1 of "cuda:1"; None for other devices."""
+    """Return the index of a GPU, 1 of "cuda:1"; None for other devices."""
     kind, _, number = device.partition(":")
     return int(number) if kind == "cuda" else None
 
 
 def has_gpu(info: ModelInfo) -> bool:
-    """Whether some of a model lies on a GPU."""
+    """Return whether a part of a model is on a GPU."""
     return any(gpu_index(device) is not None for device in info.placement.devices)
 
 
@@ -38,22 +38,22 @@ def threads_of(info: ModelInfo, test: Test) -> int:
 
 
 def unit_of(info: ModelInfo, test: Test) -> str:
-    """The unit of a test beside tokens.  On GPUs it is usual to count additions too."""
+    """Return the unit of a test's ceiling. On GPUs, it is usual to count additions too."""
     if test.kind == "tg":
         return "B/s"
     return "FLOP/s" if has_gpu(info) else "MAC/s"
 
 
 def amount(info: ModelInfo, test: Test, work: ModelCost) -> float:
-    """How many of those a token takes that a test generates, or a whole prompt."""
+    """Return the bytes of a generated token, or the operations of a whole prompt, in the base unit of `unit_of`."""
     if test.kind == "tg":
         return work.bytes_per_token(test)
     return sum(work.products(test)) * (2 if has_gpu(info) else 1)
 
 
 def ceiling(info: ModelInfo, test: Test, work: ModelCost, isa: str | None, stack: ExitStack) -> Seconds | None:
-    """A function that measures the machine's ceiling in `unit_of`; None where a device has none.  ``stack`` ends what
-    it takes."""
+    """Return a function that measures the machine's ceiling in `unit_of`; None if a device has no ceiling. ``stack``
+    releases its resources."""
     if "reference" in info.placement.devices:
         return None
     placement = info.placement
@@ -75,12 +75,12 @@ def _seconds(info: ModelInfo, device: str, test: Test, work: ModelCost, isa: str
     roofline = stack.enter_context(Roofline(threads_of(info, test), choose(isa), n_read))
     if test.kind == "tg":
         return lambda: n_bytes / roofline.read_bandwidth()
-    # At full speed each kind of multiplication would take its own time, one after the other.
+    # The ceiling assumes that the kinds of multiplications run in sequence, each at full speed.
     return lambda: of_bytes / roofline.dot_rate() + of_floats / roofline.fma_rate()
 
 
 def _gpu_seconds(index: int, test: Test, work: ModelCost) -> Seconds:
-    # Imported here, as all of CUDA's: most machines have no GPU.
+    # Imported here because most machines have no GPU.
     from localllm.kernels.cuda.cupy_driver import open_driver
     from localllm.kernels.cuda.roofline import CUDARoofline
 

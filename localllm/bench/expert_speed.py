@@ -1,4 +1,4 @@
-"""Experts that stay in the file of a model larger than memory: how many were in memory, and how fast others came."""
+"""Speed of experts that stay in the file: the fraction in memory, and the speed of reading the others."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from localllm.console import quantity
 from localllm.kernels.backend import ExpertReads
 from localllm.kernels.cpu.expert_pool import READERS
 
-#: Bytes of a read, about those of an expert's matrix, and of all reads of a measurement.
+#: Bytes per read, similar to an expert's matrix, and bytes of all reads of a measurement.
 _PIECE, _IN_ALL = 2 << 20, 256 << 20
 
 
 @dataclass(frozen=True)
 class ExpertSpeed:
-    hits: float  # share of the bytes of experts that were in memory when they were needed
+    hits: float  # fraction of the experts' bytes that were in memory when they were needed
     read_bytes: int
-    rate: float  # bytes a second from the file, while any were being read
-    busy: float  # share of the time in which any were
-    disk: float  # bytes a second that the disk gives
+    rate: float  # bytes per second from the file during reads
+    busy: float  # fraction of the time with reads
+    disk: float  # bytes per second of the disk
 
     @classmethod
     def of(cls, before: ExpertReads, after: ExpertReads, seconds: float, disk: float) -> ExpertSpeed:
@@ -44,8 +44,10 @@ class ExpertSpeed:
 
 
 def disk_rate(path: Path) -> float:
-    """Bytes a second that as many threads as read experts get of scattered pieces of a file, past the system's cache
-    where it can be told to forget them."""
+    """Return the bytes per second of reading scattered pieces of a file with as many threads as for experts.
+
+    Bypasses the system's page cache on systems with ``posix_fadvise``.
+    """
     pieces = range(0, max(1, path.stat().st_size - _PIECE), _PIECE)
     chosen = random.Random(time.monotonic_ns()).sample(pieces, min(len(pieces), _IN_ALL // _PIECE))
     with path.open("rb", buffering=0) as file:

@@ -1,14 +1,13 @@
-"""How fast a model evaluates and generates here, in turn with what the machine can do.
+"""Measure the speed of a model, alternating with measurements of the machine's limits.
 
-**What is measured.**  ``pp`` is the evaluation of a prompt, ``tg`` the generation of tokens one after the other,
-both as a program that uses the library sees them, sampling included.  At a depth, so many tokens stand before.
+**Tests.** ``pp`` is the evaluation of a prompt, ``tg`` the sequential generation of tokens. Both are measured as a user
+of the library sees them, including sampling. The depth is the number of tokens before the test.
 
-**What it is compared with.**  A token that is generated needs all weights, and the keys and values of all tokens
-before it: bytes that must be read.  Its ceiling is a plain streaming read of as many bytes; on a GPU a copy in its
-memory, whose bytes count twice.  The tokens of a prompt share each weight that was read; what they cost is
-multiplications, and their ceiling how fast the processor, or the GPU's tensor cores, multiply bytes (for weights
-whose kernels do) and floats (for others, and in attention).  Ceilings are measured before and after every repetition,
-for they drift.
+**Ceilings.** Generating a token needs all weights, and the keys and values of all tokens before it: bytes to read.
+The ceiling is a plain streaming read of the same bytes; on a GPU, a copy in its memory, whose bytes count twice.
+Tokens of a prompt share the weights that were read, so multiplications limit the speed. The ceiling is the speed at
+which the processor, or the GPU's tensor cores, multiply bytes (for weights whose kernels do so) and floats (for other
+weights, and in attention). Ceilings are measured before and after every repetition, because they drift.
 """
 
 from __future__ import annotations
@@ -40,25 +39,25 @@ class Measurement:
     test: Test
     threads: int
     unit: str
-    rates: tuple[float, ...]  # tokens a second, one a repetition
-    # what that is in bytes read, or multiplications, a second; none of a test that is of both kinds
+    rates: tuple[float, ...]  # tokens per second, one per repetition
+    # bytes read, or multiplications, per second of each repetition; empty for tests of both kinds
     achieved: tuple[float, ...]
-    # what the machine could do then, in the same unit; none where the device has no such ceiling
+    # ceilings in the same unit; empty if the device has no ceiling
     ceilings: tuple[float, ...] = ()
-    profiles: tuple[DeviceProfile, ...] = ()  # what the time on each GPU went to, if that was asked for
-    experts: ExpertSpeed | None = None  # those that stay in the file, if any do
-    drafts: Drafts | None = None  # those of all repetitions, if the model drafts
+    profiles: tuple[DeviceProfile, ...] = ()  # profile of each GPU, if requested
+    experts: ExpertSpeed | None = None  # experts that stay in the file, if any
+    drafts: Drafts | None = None  # drafts of all repetitions, if the model drafts
 
     @property
     def share(self) -> float | None:
-        """The median part of the ceiling that was reached."""
+        """Median fraction of the ceiling."""
         if not self.ceilings:
             return None
         return statistics.median(a / c for a, c in zip(self.achieved, self.ceilings, strict=True))
 
     @property
     def scatter(self) -> float:
-        """The highest ceiling divided by the lowest one."""
+        """Highest ceiling divided by the lowest ceiling."""
         return max(self.ceilings) / min(self.ceilings) if self.ceilings else 1.0
 
     def as_json(self) -> dict[str, Any]:
@@ -92,7 +91,7 @@ class Measurement:
 
 
 def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, quiet: bool = True) -> Measurement:
-    """Runs a test once to warm up, and then ``repetitions`` times in turn with what it is compared with."""
+    """Run a test once to warm up, and then ``repetitions`` times, alternating with the ceiling."""
     work, random = ModelCost.of(llm.info), np.random.default_rng(0)
     before = _random_ids(llm, random, test.depth)
     rates: list[float] = []
@@ -131,17 +130,17 @@ def _drafts(llm: LLM) -> tuple[int, int, int]:
 
 
 def profile(llm: LLM, test: Test, known: dict[str, DeviceCeilings]) -> Sequence[DeviceProfile]:
-    """A profile of a warm test on GPUs; see `profiles`."""
+    """Return a profile of a warm test on GPUs; see `profiles`."""
     random = np.random.default_rng(0)
     before = _random_ids(llm, random, test.depth)
     return profiles(llm.info, test, lambda test, watch: _rate(llm, test, before, random, watch), known)
 
 
 def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator, watch: Watch | None = None) -> float:
-    """Runs a test once, perhaps watched; tokens a second."""
+    """Run a test once, with ``watch`` if it is not None. Returns tokens per second."""
     if test.kind != "tg":
         if before:
-            llm.generate(before, max_tokens=0)  # unless the cache still has them
+            llm.generate(before, max_tokens=0)  # fills the cache unless it still contains the tokens
         else:
             llm.forget()
     prompt = before + _random_ids(llm, random, test.n) if test.kind != "tg" else before or _random_ids(llm, random, 1)

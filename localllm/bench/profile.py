@@ -1,4 +1,4 @@
-"""``localllm bench --profile``: where forward passes on GPUs spend their time."""
+"""``localllm bench --profile``: time per operation of forward passes on GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from localllm.kernels.cuda.roofline import Kind
     from localllm.kernels.cuda.step import Watch
 
-#: Tokens that are generated for a profile: one is as the other.
+#: Generated tokens of a profile; all tokens take the same operations.
 _GENERATED = 3
 _REPETITIONS = 3
 _COLUMNS = "  {:<44} {:>8} {:>10} {:>6} {:>11} {:>13} {:>8}"
@@ -28,9 +28,9 @@ _HEAD = ("operation", "launches", "a step", "share", "B/s", "FLOP/s", "of floor"
 class DeviceCeilings:
     """Measured ceilings of a GPU."""
 
-    copy: float  # bytes a second, read and written
-    read: float  # bytes a second, read only
-    rates: Mapping[Kind, float]  # operations a second
+    copy: float  # bytes per second, read and written
+    read: float  # bytes per second, read only
+    rates: Mapping[Kind, float]  # operations per second
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class DeviceProfile:
     test: Test
     device: str
     profile: Profile
-    busy: float  # the part of the test's time in which the GPU was at work on them
+    busy: float  # fraction of the test's time that the GPU computed
     ceilings: DeviceCeilings
 
     def floor(self, share: Share) -> float:
-        """Seconds that operations take at least."""
+        """Return the minimum seconds of operations."""
         return share.cost.seconds(self.ceilings.copy, self.ceilings.rates)
 
     def lines(self) -> Iterator[str]:
@@ -94,7 +94,7 @@ class DeviceProfile:
 
 
 def _count(n: float) -> str:
-    """Of launches a step; what only some of the steps do is a part of one."""
+    """Format the number of launches per step; below 1 if only some steps launch the operation."""
     return f"{n:.2g}" if n < 1 else f"{n:,.0f}"
 
 
@@ -103,7 +103,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def check_profiled(info: ModelInfo) -> None:
-    """Raises UsageError where a model has no part on a GPU."""
+    """Raise UsageError if no part of a model is on a GPU."""
     if not has_gpu(info):
         raise UsageError(
             f"--profile takes the time of kernels on a GPU, but the model runs on {info.device}: leave it out, or "
@@ -114,13 +114,17 @@ def check_profiled(info: ModelInfo) -> None:
 def profiles(
     info: ModelInfo, test: Test, rate: Callable[[Test, Watch], float], known: dict[str, DeviceCeilings]
 ) -> Sequence[DeviceProfile]:
-    """Profiles of a test's forward passes, one for each GPU of a model.  ``rate``: runs a test, watched; tokens a
-    second; ``known``: ceilings of devices; those that are missing are measured and added."""
+    """Return a profile of a test's forward passes for each GPU of a model.
+
+    Args:
+        rate: runs a test with a watch, and returns tokens per second.
+        known: ceilings of devices; missing ceilings are measured and added.
+    """
     from localllm.kernels.cuda.profile import BusyTime, Profiler
 
     busy, profiler = BusyTime(), Profiler(_REPETITIONS)
     seconds = test.n / rate(test, busy)
-    if test.kind == "tg":  # the step that gives the first token is not part of the time
+    if test.kind == "tg":  # the time does not include the step of the first token
         seconds *= (test.n + 1) / test.n
     rate(test if test.kind == "pp" else Test("tg", min(test.n, _GENERATED), test.depth), profiler)
     at_work = busy.seconds()

@@ -1,9 +1,9 @@
-"""``localllm bench --serve``: how a server does with many clients at once.
+"""``localllm bench --serve``: speed of a server with many concurrent clients.
 
-Clients send prompts of random words to ``/v1/completions`` and read their streams.  Lengths of prompts and of replies
-are log-normal around their means, as those of people's chats are: most are short, and some are very long.  With a
-rate, requests arrive as a Poisson process and wait for a client that is free; without one, every client sends its
-next request when it has read its last reply.
+Clients send prompts of random words to ``/v1/completions`` and read the streams. Lengths of prompts and replies have
+log-normal distributions, like real chats: most are short and some are very long. With a rate, requests arrive as a
+Poisson process and wait for a free client. Without a rate, every client sends its next request after reading the
+last reply.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import numpy as np
 from localllm.errors import LocalLLMError
 from localllm.nesting import parse_json
 
-#: Standard deviations of the logarithms of lengths: of prompts, and of replies.
+#: Standard deviations of the logarithms of the lengths of prompts and of replies.
 _SPREADS = (1.0, 0.7)
 
-#: Nothing is longer than so many times the mean, so that the context that is needed is known.
+#: Maximum length divided by the mean, which determines the necessary context.
 LONGEST = 4
 
-#: Common words, of which prompts are made.
+#: Common words for prompts.
 _WORDS = """
     the of and to in is was for on with as by at from it an be are this that have not but had his they you which one
     were all their there been many some could time these two may then first any my now such like our over man me even
@@ -46,7 +46,7 @@ _WORDS = """
 
 @dataclass
 class Result:
-    """Measurements of a request: seconds to its first token and between those that followed, and counts of tokens."""
+    """Measurements of a request: seconds to the first token and between further tokens, and numbers of tokens."""
 
     first_s: float
     gaps: list[float]
@@ -56,16 +56,16 @@ class Result:
 
 @dataclass
 class Load:
-    """Requests, and what came of them."""
+    """Requests to a server, and their results."""
 
-    url: str  # of the server
-    n_clients: int  # that send them, each one at a time
-    n_requests: int  # in all
-    rate: float | None = None  # requests that arrive a second, on average; None is as soon as a client is free
-    # mean_prompt, mean_reply: tokens
+    url: str  # address of the server
+    n_clients: int  # number of clients; each sends one request at a time
+    n_requests: int  # total number of requests
+    rate: float | None = None  # mean number of requests per second; None sends a request when a client is free
+    # mean_prompt, mean_reply: mean number of tokens
     mean_prompt: int = 512
     mean_reply: int = 128
-    model: str = ""  # that is asked for
+    model: str = ""  # name of the model in requests
     seed: int = 1
     results: list[Result] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Load:
             if not body:
                 return
             time.sleep(max(0.0, self._begin + due - time.perf_counter()))
-            # A new one for each request: servers close those that were idle for some seconds.
+            # A new connection for each request, because servers close connections that were idle for some seconds.
             with closing(http.client.HTTPConnection(address.hostname or "", address.port, timeout=600)) as connection:
                 try:
                     self.results.append(self._ask(connection, body, self._begin + due if self.rate else None))
@@ -139,7 +139,7 @@ class Load:
         return Result(times[0] - begin, gaps, usage.get("prompt_tokens", 0), n_reply)
 
     def summary(self) -> dict[str, Any]:
-        """Its results; times in milliseconds."""
+        """Return the results; times are in milliseconds."""
         n_reply = sum(each.n_reply for each in self.results)
         return {
             "clients": self.n_clients,
@@ -166,8 +166,12 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 @contextmanager
 def started(command: Sequence[str], line: Callable[[str], str | None]) -> Iterator[str]:
-    """A server in a process of its own.  ``command``: that starts it; ``line``: finds its address in a line of what
-    it says, once it is ready."""
+    """Start a server in a process, and yield its address.
+
+    Args:
+        command: starts the server.
+        line: returns the address from a line of the server's output, or None.
+    """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None
     said: list[str] = []
@@ -178,7 +182,7 @@ def started(command: Sequence[str], line: Callable[[str], str | None]) -> Iterat
             url = line(text)
         if url is None:
             raise LocalLLMError(f"the server did not start: {' '.join(''.join(said[-5:]).split())}")
-        threading.Thread(target=process.stdout.read, daemon=True).start()  # or it waits for a reader
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would block the server
         yield url
     finally:
         process.terminate()
@@ -187,7 +191,7 @@ def started(command: Sequence[str], line: Callable[[str], str | None]) -> Iterat
 
 
 def ours(file: str, n_clients: int, longest: int, threads: int | None = None) -> list[str]:
-    """The command that starts a server of ours."""
+    """Return the command that starts localllm's server."""
     words = ["-m", file, "--port", "0", "-np", str(n_clients), "-c", str(longest), "-kvu", "-q"]
     return [sys.executable, "-m", "localllm", "serve", *words, *(["-t", str(threads)] if threads else [])]
 
@@ -198,7 +202,7 @@ def our_address(line: str) -> str | None:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Results of a load as a table."""
+    """Format the results of a load as a table."""
     lines = [
         "{model}: {clients} clients, {requests} requests in {seconds:.1f} s, {prompt_tokens:,} tokens of prompts, "
         "{reply_tokens:,} of replies".format(**summary),

@@ -1,4 +1,4 @@
-"""The tests of `localllm bench`, and what they cost a model at least."""
+"""The tests of `localllm bench`, and the minimum cost of a test for a model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from localllm.quant.repack import repack_target
 
 @dataclass(frozen=True)
 class Test:
-    __test__ = False  # for pytest, which would take it for one of its own
+    __test__ = False  # so that pytest does not collect the class
 
-    kind: str  # "pp", "tg", or "pg" for both in turn
+    kind: str  # "pp", "tg", or "pg" for both in order
     n: int  # tokens to evaluate, or to generate
-    depth: int  # tokens that stand before
-    n_after: int = 0  # tokens that "pg" generates after it has evaluated ``n``
+    depth: int  # tokens before the test
+    n_after: int = 0  # tokens that "pg" generates after evaluating ``n``
 
     @property
     def name(self) -> str:
@@ -36,14 +36,14 @@ class Test:
 
     @property
     def context(self) -> int:
-        """Tokens of context that it takes."""
+        """Necessary tokens of context."""
         return max(self.depth, 1) + self.n + self.n_after + 1
 
 
 def make_tests(
     prompts: Sequence[int], generations: Sequence[int], depths: Sequence[int], pairs: Sequence[Sequence[int]] = ()
 ) -> list[Test]:
-    """The tests for lists of numbers, and pairs of them for tests of both kinds; 0 tokens are no test."""
+    """Return the tests for lists of numbers, and for pairs of numbers of both kinds. Omits tests of 0 tokens."""
     if wrong := [pair for pair in pairs if len(pair) != 2 or min(pair) < 1]:
         raise UsageError(
             f"-pg is {','.join(map(str, wrong[0]))}, but must be two whole numbers of at least 1, as 512,128"
@@ -57,7 +57,7 @@ def make_tests(
     tests += [Test("pg", n, depth, after) for depth in depths for n, after in pairs]
     tests = [test for test in tests if test.n]
     if not tests:
-        raise UsageError("there is nothing to measure: give -p or -n a number above 0")
+        raise UsageError("no test is left to measure: give -p or -n a number above 0")
     return tests
 
 
@@ -65,14 +65,14 @@ def make_tests(
 class ModelCost:
     """Bytes and multiplications that a model needs."""
 
-    weight_bytes: int  # read for every token that is generated
-    kv_bytes: float  # of one token's keys and values
+    weight_bytes: int  # read per generated token
+    kv_bytes: float  # keys and values of one token
     # multiplications of a token's activations with the layers' weights: of bytes, of floats
     layer_products: tuple[float, float]
-    head_products: tuple[float, float]  # the same of the output matrix, which a prompt needs once
-    attention_products: float  # multiplications of floats for each token that another one sees
-    # how many tokens a token sees at most, itself among them, None for all; and in what part of the layers' keys and
-    # values
+    head_products: tuple[float, float]  # the same for the output matrix, which runs once per prompt
+    attention_products: float  # multiplications of floats per token and visible token
+    # maximum number of visible tokens including the token, None for all, and the fraction of the layers' keys and
+    # values with this window
     windows: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
 
     @classmethod
@@ -99,7 +99,7 @@ class ModelCost:
         )
 
     def on(self, device: str, info: ModelInfo) -> ModelCost:
-        """The part of it that one of a model's devices does; layers count all the same."""
+        """Return the part of one device. Layers have equal costs."""
         placement = info.placement
         part = placement.layers_on(device) / info.n_layers
         has_head = device == placement.devices[-1]
@@ -114,25 +114,25 @@ class ModelCost:
         )
 
     def seen(self, test: Test) -> float:
-        """Tokens that a token of the test sees on average."""
+        """Return the mean number of visible tokens of a token in the test."""
         positions = np.arange(test.depth, test.depth + test.n) + 1
         parts = (part * np.minimum(positions, window or positions[-1]) for window, part in self.windows.items())
         return sum(float(part.mean()) for part in parts)
 
     def bytes_per_token(self, test: Test) -> float:
-        """Bytes that are read for a token that the test generates."""
+        """Return the bytes read per generated token of the test."""
         return self.weight_bytes + self.kv_bytes * self.seen(test)
 
     def products(self, test: Test) -> tuple[float, float]:
-        """Multiplications of bytes and of floats in the evaluation of the test's prompt."""
+        """Return the multiplications of bytes and of floats for the test's prompt."""
         of_bytes, of_floats = (test.n * a + b for a, b in zip(self.layer_products, self.head_products, strict=True))
         return of_bytes, of_floats + test.n * self.attention_products * self.seen(test)
 
 
 def products(matrices: Iterable[Weight], n_chosen: int = 0) -> tuple[int, int]:
-    """Multiplications of a token's activations with matrices, of experts with ``n_chosen``: of bytes, and of floats.
+    """Return multiplications of a token's activations with matrices, of bytes and of floats.
 
-    What counts is the format that kernels read, which for some is another one than the file's.
+    A token uses ``n_chosen`` experts. The format that kernels read counts, which can differ from the file's format.
     """
     n_bytes = n_floats = 0
     for matrix in matrices:

@@ -1,6 +1,6 @@
-"""A Hugging Face folder as if it was a GGUF file: keys, and tensors that are read when they are asked for.
+"""A Hugging Face folder with the interface of a GGUF file: keys, and tensors whose values are read on access.
 
-So it can be written by `localllm.quantize`, in any type.
+`localllm.quantize` writes it in any type.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from localllm.tokenizer import Tokenizer
 
 Array = NDArray[Any]
 
-#: Of the hyper-parameters of sampling, GGUF's names by those of generation_config.json.
+#: GGUF's names of sampling parameters, by their names in generation_config.json.
 _SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
-#: Tensors of a checkpoint that are not the language model's.
+#: Tensors of a checkpoint that do not belong to the language model.
 _OTHERS = re.compile(
     r"(^|\.)(mtp|masked_embedding|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|patch_merge_mlp|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
     r"|embed_audio)\.|^model\.merger\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
 )
-#: What encoders have behind their last layer: classifiers use it.
+#: Tensors after the last layer of an encoder, for classifiers.
 _HEAD = re.compile(r"^(pooler|head)\.(?!weight$)")
-#: How names of tensors in layers begin.
+#: Start of the names of tensors in layers.
 _LAYER = r"(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
-#: Of which a file has one tensor.
+#: Numbered tensors that are stacked to one tensor in GGUF files.
 _STACKED = r"\.(experts|norms|altup_(?:unembed_)?projections)\.(\d+)\."
-#: And the parts of a table of n-grams, whose rows follow one another.
+#: Parts of a table of n-grams, whose rows are concatenated.
 _PART = re.compile(r".*\.ple_embedding\.ngram_embedding\.(?:shard_(\d+)\.)?")
-#: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
+#: Tensors of an MTP block: GGUF's names after "nextn.", by DeepSeek's and Qwen's names.
 _NEXTN = {
     "eh_proj": "eh_proj",
     "enorm": "enorm",
@@ -75,21 +75,21 @@ _NEXTN = {
     "norm": "shared_head_norm",
 }
 
-#: ``pooling_type`` by what sentence-transformers' 1_Pooling/config.json has set.
+#: ``pooling_type`` by the setting in 1_Pooling/config.json of sentence-transformers.
 _POOLING = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
-#: And by its "pooling_mode", which newer ones have in place of those.
+#: ``pooling_type`` by "pooling_mode", which newer files contain instead.
 _POOLING_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 _KNOWN = ARCHITECTURES | DRAFTERS
 
-#: BERT's names of the layers of a classifier, by RoBERTa's.
+#: BERT's names of a classifier's layers, by RoBERTa's.
 _CLASSIFIER = {"dense": "pooler.dense.", "out_proj": "classifier."}
 
 
 @dataclass(frozen=True, eq=False)
 class CheckpointTensor:
-    """A tensor of the GGUF file to be, as `localllm.gguf.TensorInfo` gives those of one that is."""
+    """A tensor of the converted file, with the interface of `localllm.gguf.TensorInfo`."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,12 +98,12 @@ class CheckpointTensor:
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """uint8 [*shape[:-1], bytes of a row], read anew each time."""
+        """uint8 [*shape[:-1], bytes of a row], read at each access."""
         parts = [*self._bytes()]
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(*self.shape[:-1], -1)
 
     def parts(self) -> Iterator[NDArray[np.uint8]]:
-        """The same, of a table that is larger than memory as it is stored, some rows after others."""
+        """Yield the data in parts of several rows, for tables that are larger than memory."""
         return self._bytes() if len(self.shape) == 2 else iter([self.data])
 
     def _bytes(self) -> Iterator[NDArray[np.uint8]]:
@@ -120,14 +120,14 @@ class CheckpointTensor:
         return TensorSpec(self.name, self.shape, self.type).n_bytes
 
     def drop_pages(self) -> None:
-        """There are none."""
+        """Do nothing: values are not mapped into memory."""
 
 
 class Checkpoint:
     """A folder with config.json, safetensors and a tokenizer.
 
-    ``conversion``: by default its architecture's; ``target``: of a drafter that has no tokenizer, the model that it
-    drafts for.
+    ``conversion``: defaults to the conversion of the architecture; ``target``: target model of a drafter without a
+    tokenizer.
     """
 
     def __init__(self, folder: Path, conversion: Conversion | None = None, target: ModelFile | None = None) -> None:
@@ -158,7 +158,7 @@ class Checkpoint:
             meta = Metadata(target.metadata, str(target.metadata.get("general.architecture")))
             config.target = read_general(meta, target.tensors)
         files = read_folder(folder)
-        self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
+        self.paths = sorted({tensor.path for tensor in files.values()})  # safetensors files
         sources = config.tensors = find_sources(files, config)
         try:
             if config.num_hidden_layers > MAX_LAYERS:
@@ -190,7 +190,7 @@ class Checkpoint:
             | {"general.size_label": size_label(self.tensors)}
             | ({} if target is None else _vocabulary_of(target))
             | _sampling(read_json(folder / "generation_config.json"))
-            | _pooling(folder, self.architecture)  # which a classifier's keys replace
+            | _pooling(folder, self.architecture)  # a classifier's keys replace it
             | {
                 key.removeprefix(".") if key.startswith(".") else f"{self.architecture}.{key}": value
                 for key, value in keys.items()
@@ -207,7 +207,7 @@ class Checkpoint:
         config.check_all_read(conversion.meant)
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
-            # metadata, tensors: of the GGUF file that it makes
+            # metadata and tensors of the converted GGUF file
             self.metadata = read_back(folder, values, specs)
             read_model(self)
             if has_block(self):
@@ -223,7 +223,7 @@ class Checkpoint:
         return (tuple(self.tensors),)
 
     def check_unchanged(self) -> None:
-        """Reading says so itself where a file was shortened."""
+        """Do nothing: reading a tensor raises ModelError if a file was truncated."""
 
 
 def _vocabulary_of(target: ModelFile) -> dict[str, Any]:
@@ -232,10 +232,10 @@ def _vocabulary_of(target: ModelFile) -> dict[str, Any]:
 
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     if "draft_vocab_size" in config and config.get("num_hidden_layers") == 1:
-        return "eagle3"  # whatever its class, which some call that of the model
+        return "eagle3"  # for any class, because some files name the target model's class
     kind = str(values.get("model_type"))
     wanted = {kind, f"{kind}/{values.get('version')}", str(config.get("model_type"))}
-    kinds = _texts(config.get("architectures"))  # which some share a type with others
+    kinds = _texts(config.get("architectures"))  # some architectures share a model_type
     found = [name for name, each in _KNOWN.items() if kinds & set(each.hf_types.split())]
     found = found or [name for name, each in _KNOWN.items() if wanted & set(each.hf_types.split())]
     if found == ["bert"] and config.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
@@ -243,7 +243,7 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     if found[1:] and config.get("use_bidirectional_attention"):
         return next(name for name in found if _KNOWN[name].is_encoder)
     found = [name for name in found if not _KNOWN[name].is_encoder] or found
-    if found:  # of two, the one behind has experts
+    if found:  # of two architectures, the second has experts
         layers = config.get("layers_block_type") or config.get("hybrid_override_pattern")
         return found[-1 if {"moe", "E"} & _texts(layers) else 0]
     known = ", ".join(sorted({kind for each in _KNOWN.values() for kind in each.hf_types.split()}))
@@ -254,12 +254,12 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
 
 
 def _texts(values: Any) -> set[str]:
-    """The texts of a list, or the characters of a text."""
+    """Return the strings in a list, or the characters of a string."""
     return {each for each in values if isinstance(each, str)} if isinstance(values, list | str) else set()
 
 
 def checkpoint_name(folder: Path) -> str:
-    """The folder's name, or the repository's where it lies in the hub's cache (…/models--ORG--NAME/snapshots/…)."""
+    """Return the folder's name, or the repository's name in the hub's cache (…/models--ORG--NAME/snapshots/…)."""
     folder = folder.resolve()
     parent = folder.parent.parent.name
     return path_text(parent.rpartition("--")[2] if parent.startswith("models--") else folder.name)
@@ -288,8 +288,8 @@ def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
 
 
 def _dense(folder: Path) -> dict[str, CheckpointTensor]:
-    """The linear layers that sentence-transformers has behind the pooling, in folders 2_Dense and 3_Dense; or in
-    models of late interaction, which pool nothing, in 1_Dense and 2_Dense."""
+    """Return the linear layers after the pooling of sentence-transformers, in folders 2_Dense and 3_Dense. Models of
+    late interaction have no pooling; their folders are 1_Dense and 2_Dense."""
     found = {}
     first = 2 if (folder / "1_Pooling").exists() else 1
     for place, path in enumerate(sorted(folder.glob("[0-9]_Dense")), 2):
@@ -297,7 +297,7 @@ def _dense(folder: Path) -> dict[str, CheckpointTensor]:
         activation = str(values.get("activation_function", "Tanh")).rpartition(".")[2]
         if activation != "Identity" or path.name not in (f"{first}_Dense", f"{first + 1}_Dense"):
             raise ModelError(
-                f"{path_text(path)} is a linear layer behind the pooling, with the activation {quoted(activation)}: "
+                f"{path_text(path)} is a linear layer after the pooling, with the activation {quoted(activation)}: "
                 f"GGUF files have a place for two such layers, in {first}_Dense and {first + 1}_Dense, without an "
                 "activation"
             )
@@ -315,13 +315,13 @@ def _dense(folder: Path) -> dict[str, CheckpointTensor]:
 
 
 class _Namer:
-    """Gives a checkpoint's tensors GGUF's names, and plans what becomes of each."""
+    """Maps a checkpoint's tensors to GGUF's names, and plans their conversion."""
 
     def __init__(self, conversion: Conversion, config: Config, has_block: bool) -> None:
         self._conversion, self._config, self._has_block = conversion, config, has_block
 
     def tensors(self, sources: Mapping[str, Source]) -> dict[str, CheckpointTensor]:
-        """All tensors of the file, by name."""
+        """Return all tensors of the file, by name."""
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         tied_head: Source | None = None
         for name, source in sources.items():
@@ -337,7 +337,7 @@ class _Namer:
                 continue
             layer = re.match(_LAYER, name)
             if layer and int(layer[1]) >= self._config.num_hidden_layers and not self._has_block:
-                continue  # it predicts further tokens
+                continue  # part of an MTP block
             number = re.search(_STACKED, name)
             generic = name if number is None else name.replace(number[0], f".{number[1]}.*.")
             place = int(number[2]) if number else 0
@@ -351,8 +351,8 @@ class _Namer:
                 raise ModelError(f"the checkpoint lacks {what} of {quoted(name)}: download it again")
             found |= self._planned(name, [numbered[i] for i in range(len(numbered))])
         if tied_head is not None:
-            # A checkpoint may have tied weights under the head's name alone.  Weights that differ are not tied, as in
-            # transformers.
+            # A checkpoint may contain tied weights only under the head's name. Weights that differ are not tied, as
+            # in transformers.
             (head,) = self._planned("lm_head.weight", [tied_head]).values()
             embedding = found.setdefault("token_embd.weight", replace(head, name="token_embd.weight"))
             if embedding.shape != head.shape or not np.array_equal(embedding.data, head.data):
@@ -363,8 +363,8 @@ class _Namer:
         return found
 
     def _block_name(self, name: str) -> str:
-        """As DeepSeek names tensors of a block that predicts one token more, a layer behind the last: Qwen's stand
-        apart.  What only such blocks have is called as in GGUF files."""
+        """Return DeepSeek's name of a tensor of an MTP block, which is a layer after the last one; Qwen's files name
+        it separately. Tensors that only MTP blocks have get GGUF's names."""
         n_layers = self._config.num_hidden_layers
         name = re.sub(r"^(?:model\.)?mtp\.(?:layers\.0\.)?", f"model.layers.{n_layers}.", name)
         match = re.fullmatch(_LAYER + r"(.*)\.weight", name)
@@ -373,7 +373,7 @@ class _Namer:
         return name
 
     def _planned(self, name: str, sources: Sequence[Source]) -> dict[str, CheckpointTensor]:
-        """The plan for a tensor, or for that of all experts of a layer."""
+        """Return the planned tensors for a tensor, or for the tensors of all experts of a layer."""
         is_stacked = ".*." in name
         first, n_free = sources[0], 0 if is_stacked else 1
         if any((source.shape[n_free:], source.type) != (first.shape[n_free:], first.type) for source in sources):
@@ -400,7 +400,7 @@ class _Namer:
         return found
 
     def _moves_rows(self, name: str, source: Source, is_stacked: bool) -> bool:
-        """Whether the conversion moves whole rows only, so that it can move rows of blocks as well."""
+        """Return whether the conversion moves whole rows only, and therefore can also move rows of blocks."""
         n = BLOCK_SIZES[source.type].row_bytes(source.shape[-1])
         numbers = np.arange(n, dtype=np.uint16)
         try:
@@ -414,7 +414,8 @@ class _Namer:
         )
 
     def _changed(self, name: str, array: Array) -> dict[str, Array]:
-        """The file's tensors made from one of the checkpoint, by GGUF's names; of experts, gate and up are two."""
+        """Return the file's tensors for a tensor of the checkpoint, by GGUF's names. Gate and up of experts are
+        split."""
         array = floats(array) if array.ndim == 1 else array
         changed = self._conversion.tensor(name, array, self._config)
         if isinstance(changed, Mapping):
@@ -433,18 +434,18 @@ class _Namer:
 
 
 def _without_wrappers(name: str) -> str:
-    """A tensor's name as models without images, and without a task, have it."""
+    """Return a tensor's name without the prefixes of models with images or with a task."""
     name = re.sub(r"(^|\.)(language_model|text_model|bert|roberta|llm)\.", r"\1", name)
     return re.sub(r"^classifier\.(dense|out_proj)\.", lambda head: _CLASSIFIER[head[1]], name)
 
 
 def gguf_name(conversion: Conversion, name: str) -> str | None:
-    """The name in GGUF files of a checkpoint's tensor; None where they have no place for it."""
+    """Return the name of a checkpoint's tensor in GGUF files; None if GGUF has no such tensor."""
     names = {theirs: ours for ours, theirs in conversion.names.items()}
     prefix, name = _layer_of(_without_wrappers(name))
     if name.startswith("nextn."):
         return prefix + name
-    # Models with a head have one name more in front, and the mapping has those of the usual kind.
+    # Models with a head add a prefix, and the mapping contains names of the usual class.
     for whole in (name, f"model.{name}", f"transformer.{name}", name.removeprefix("model.")):
         stem, _, suffix = whole.rpartition(".")
         if ours := names.get(whole) or (f"{names[stem]}.{suffix}" if stem in names else None):
@@ -453,12 +454,12 @@ def gguf_name(conversion: Conversion, name: str) -> str | None:
 
 
 def _layer_of(name: str) -> tuple[str, str]:
-    """The beginning of GGUF's name of a layer's tensor, and the rest of its name in the checkpoint."""
+    """Return the prefix of GGUF's name of a layer's tensor, and the remaining name in the checkpoint."""
     match = re.fullmatch(_LAYER + "(.*)", name)
     before = "enc." if name.startswith("encoder.block.") else ""
     return (f"{before}blk.{match[1]}.", match[2]) if match else ("", name)
 
 
 def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:
-    """An array of a shape that takes no memory: all rows are ``row``."""
+    """Return an array of a shape without memory: every row is ``row``."""
     return np.broadcast_to(row if shape else row[0], (1, *shape) if is_stacked else tuple(shape))

@@ -1,4 +1,4 @@
-"""The encoders of pictures and sounds of a Hugging Face folder as if it was an ``mmproj`` file."""
+"""The image and audio encoders of a Hugging Face folder, with the interface of an ``mmproj`` file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from localllm.models.vision.registry import PROJECTORS, Projector, read_encoder
 from localllm.quant.types import GGMLType
 from localllm.quantize.mixes import is_quantizable
 
-#: GGUF's keys behind ``clip.vision.`` or ``clip.audio.``, and the names that config.json has for them, of which the
-#: first counts.
+#: GGUF's keys after ``clip.vision.`` or ``clip.audio.``, and their names in config.json. The first name with a value
+#: is used.
 _NAMES = {
     "image_size": "image_size",
     "patch_size": "patch_size",
@@ -35,7 +35,7 @@ _NAMES = {
     "num_mel_bins": "num_mel_bins",
 }
 
-#: What belongs to the text model, and to sounds in a model that sees, too.
+#: Tensors of the text model, and audio tensors in models for images.
 _OTHERS = re.compile(
     r"^(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b"
     r"|^(lm_head|mtp|llm|apm|tts|audio_projection_layer)\."
@@ -45,7 +45,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class MmprojCheckpoint:
-    """A folder with config.json, preprocessor_config.json and safetensors, of a model that sees or hears."""
+    """A folder with config.json, preprocessor_config.json and safetensors, of a model for images or audio."""
 
     architecture = "clip"
 
@@ -54,7 +54,7 @@ class MmprojCheckpoint:
         values = read_json(folder / "config.json")
         kind, processor = values.get("model_type"), _processor(folder)
         config = Settings(values, defaults=DEFAULTS.get(str(kind)), names=NAMES.get(str(kind), ()))
-        found: dict[str, tuple[Projector, Checkpoint]] = {}  # by what they encode
+        found: dict[str, tuple[Projector, Checkpoint]] = {}  # by kind of media
         for media, section in (("image", "vision_config"), ("audio", "audio_config")):
             own = values.get(section)
             if isinstance(own, dict):
@@ -79,7 +79,7 @@ class MmprojCheckpoint:
                 f"convert; it converts those of {known}"
             )
         files = read_folder(folder)
-        self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
+        self.paths = sorted({tensor.path for tensor in files.values()})  # safetensors files
         try:
             sources = find_sources(files, Config(values))
             self.tensors = _tensors(sources, found) | _rows(folder, sources, found)
@@ -95,7 +95,7 @@ class MmprojCheckpoint:
                 _check_read(checkpoint, family.meant)
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
-            # metadata, tensors: of the GGUF file that it makes
+            # metadata and tensors of the converted GGUF file
             self.metadata = read_back(folder, metadata, specs)
             for media in found:
                 read_encoder(self, media)
@@ -109,11 +109,11 @@ class MmprojCheckpoint:
         return (tuple(self.tensors),)
 
     def check_unchanged(self) -> None:
-        """Reading says so itself where a file was shortened."""
+        """Do nothing: reading a tensor raises ModelError if a file was truncated."""
 
 
 def _processor(folder: Path) -> Settings:
-    """The values of the processor of pictures in preprocessor_config.json or processor_config.json."""
+    """Return the settings of the image processor in preprocessor_config.json or processor_config.json."""
     values = read_json(folder / "preprocessor_config.json")
     whole = read_json(folder / "processor_config.json")
     merged = values | (values.get("media_proc_cfg") or {}) | whole | (whole.get("image_processor") or {})
@@ -162,7 +162,7 @@ def _keys(folder: Path, found: Mapping[str, tuple[Projector, Checkpoint]]) -> di
 def _tensors(
     sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, Checkpoint]]
 ) -> dict[str, CheckpointTensor]:
-    """All tensors of the file, by name."""
+    """Return all tensors of the file, by name."""
     names = {
         media: {theirs: ours for ours, each in family.names.items() for theirs in each.split()}
         for media, (family, _) in families.items()
@@ -188,7 +188,7 @@ def _tensors(
 def _rows(
     folder: Path, sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, Checkpoint]]
 ) -> dict[str, CheckpointTensor]:
-    """Embeddings of tokens that llama.cpp wants in the file, where the folder has both."""
+    """Return the token embeddings that llama.cpp expects in the file, if the folder contains token embeddings."""
     wanted = [family.row for family, _ in families.values() if family.row is not None]
     added = (read_json(folder / "tokenizer.json").get("added_tokens") or ()) if wanted else ()
     ids = {token["content"]: int(token["id"]) for token in added}
@@ -210,7 +210,7 @@ def _placeholder(source: Source) -> Array:
 
 
 def _changed(name: str, array: Array, family: Projector, c: Checkpoint, names: Mapping[str, str]) -> dict[str, Array]:
-    """The file's tensors made from one of the checkpoint, by GGUF's names."""
+    """Return the file's tensors for a tensor of the checkpoint, by GGUF's names."""
     array = floats(array) if array.ndim < 2 else array
     changed = family.tensor(name, array, c)
     if isinstance(changed, Mapping):

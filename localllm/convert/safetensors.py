@@ -1,7 +1,7 @@
-"""Safetensors files: the header is checked against the file, and tensors are read when they are asked for.
+"""Safetensors files: the header is checked against the file, and tensors are read on access.
 
 Layout (https://github.com/huggingface/safetensors): u64 length of the header, that many bytes of JSON
-``{name: {"dtype", "shape", "data_offsets": [first, last]}}``, and the data that the offsets count in.
+``{name: {"dtype", "shape", "data_offsets": [first, last]}}``, and the data, where the offsets start at 0.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from localllm.errors import ModelError, path_text, quoted
 from localllm.kernels.regular_file import open_regular
 from localllm.nesting import parse_json
 
-#: numpy's types; those that numpy lacks are read as their bits.
+#: numpy's types. Types without a numpy type are read as their bits.
 DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
     "U8": "u1", "BOOL": "u1", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
 }  # fmt: skip
-_MAX_HEADER_BYTES = 100_000_000  # as the format's own library
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's library
 _AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file: ``dtype`` is one of `DTYPES`."""
+    """A tensor in a file. ``dtype`` is a key of `DTYPES`."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class FileTensor:
     offset: int
 
     def read(self) -> NDArray[Any]:
-        """Its values, or their bits where numpy lacks the type."""
+        """Return the values, or their bits if numpy has no such type."""
         try:
             with open_regular(self.path) as file:
                 values = np.fromfile(file, DTYPES[self.dtype], prod(self.shape), offset=self.offset)
@@ -52,7 +52,7 @@ class FileTensor:
 
 
 def read_folder(folder: Path) -> dict[str, FileTensor]:
-    """The tensors of all safetensors files of a checkpoint, by name."""
+    """Return the tensors of all safetensors files of a checkpoint, by name."""
     index = read_json(folder / "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict):
         names = sorted({name for name in index.values() if isinstance(name, str) and Path(name).name == name})
@@ -80,7 +80,7 @@ def read_folder(folder: Path) -> dict[str, FileTensor]:
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """The tensors of one file, by name."""
+    """Return the tensors of one file, by name."""
     try:
         with open_regular(path) as file:
             n_file = os.fstat(file.fileno()).st_size
@@ -97,8 +97,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _entry(path: Path, name: str, entry: dict[str, Any], data: int, n_file: int) -> FileTensor:
-    """A tensor as the header describes it.  ``data``: the position of the first tensor's bytes; ``n_file``: bytes of
-    the file.
+    """Return a tensor by its entry in the header. ``data``: start of the data in the file; ``n_file``: bytes of the
+    file.
     """
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:

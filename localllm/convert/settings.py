@@ -1,4 +1,4 @@
-"""JSON objects of a checkpoint: settings with the defaults and names of a class, which record what was read."""
+"""JSON objects of a checkpoint: settings with a class's defaults and names, which record the names that were read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from localllm import nesting
 from localllm.errors import ModelError, path_text, quoted
 from localllm.kernels.regular_file import read_regular
 
-#: Bytes that a JSON file of a checkpoint may have; large vocabularies take 35 MB.
+#: Maximum bytes of a checkpoint's JSON file; large vocabularies take 35 MB.
 _MAX_BYTES = 1 << 28
 
 
 def read_file(path: Path) -> bytes | None:
-    """Return the content of a small file of a checkpoint; None if there is none."""
+    """Return the content of a small file of a checkpoint; None if it does not exist."""
     try:
         return read_regular(path, _MAX_BYTES, folder=path.parent)
     except FileNotFoundError:
@@ -26,7 +26,7 @@ def read_file(path: Path) -> bytes | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the values of a checkpoint's JSON file; empty if there is none."""
+    """Return the values of a checkpoint's JSON file; empty if it does not exist."""
     if (data := read_file(path)) is None:
         return {}
     try:
@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _with_special_floats(value: Any) -> Any:
-    """Return a value with the objects replaced with which transformers 5 writes infinity."""
+    """Return a value with floats in place of the objects that transformers 5 writes for infinity."""
     if isinstance(value, list):
         return [_with_special_floats(each) for each in value] if any(isinstance(x, dict) for x in value) else value
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""A checkpoint's tensors, whatever they are packed in: floats, FP8, or integers and FP4 with scales of groups.
+"""Tensors of a checkpoint in any packing: floats, FP8, or integers and FP4 with scales of groups.
 
-How a tensor is packed is told by the names and types of those beside it.  Blocks of 32 that GGUF has as well are
-repacked, and keep their integers: GPTQ, AWQ and compressed-tensors' INT4 as Q4_0 or Q4_1, INT8 as Q8_0, and MXFP4.
-The rest (FP8, NVFP4, other bits, columns in another order) becomes floats.
+The names and types of neighbouring tensors determine the packing. Blocks of 32 that GGUF also has are repacked with
+the same integers: GPTQ, AWQ and compressed-tensors' INT4 as Q4_0 or Q4_1, INT8 as Q8_0, and MXFP4. Other packings
+(FP8, NVFP4, other numbers of bits, columns in another order) become floats.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ class Source:
     """A tensor of a checkpoint."""
 
     shape: tuple[int, ...]
-    type: GGMLType  # F32, F16, BF16 or I32, or the blocks that `blocks` gives
-    values: Callable[[], Array]  # reads it: float32, float16, bfloat16 as uint16, or int32
-    # reads it as blocks of ``type``, uint8 [*shape[:-1], bytes of a row]; None where it has none
+    type: GGMLType  # F32, F16, BF16 or I32, or the type of `blocks`
+    values: Callable[[], Array]  # reads the values: float32, float16, bfloat16 as uint16, or int32
+    # reads blocks of ``type``, uint8 [*shape[:-1], bytes of a row]; None for tensors without blocks
     blocks: Callable[[], Array] | None = None
 
 
 def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str, Source]:
-    """The tensors of a checkpoint by the names that they have where nothing is packed."""
+    """Return the tensors of a checkpoint by their unpacked names.
+
+    Raises:
+        ModelError: a tensor and its scales do not match.
+    """
     sources: dict[str, Source] = {}
     settings = config.inner("quantization_config").raw()
-    # DeepSeek V4 has "scale" beside "weight".
+    # DeepSeek V4 names the scales "scale" instead of "weight_scale".
     short = {f"{name.removesuffix('weight')}scale" for name, tensor in tensors.items() if tensor.dtype in _SCALED}
     tensors = {f"{name[:-5]}weight_scale" if name in short else name: tensor for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
@@ -69,7 +73,7 @@ def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str,
 
 _SCALES = {"weight_scale", "weight_scale_inv"}
 _SCALED = ("F8_E4M3", "F8_E5M2", "I8", "U8")
-#: Names of tensors beside a packed weight, which are not the model's own.
+#: Names of tensors that belong to a packed weight.
 _BESIDE = (
     "weight", "weight_packed", "qweight", "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv",
     "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale",
@@ -88,7 +92,7 @@ def _plain(tensor: FileTensor) -> Source:
 
 
 def read_float32(tensor: FileTensor) -> NDArray[np.float32]:
-    """Values of any type in float32."""
+    """Return values of any type in float32."""
     values = tensor.read()
     if tensor.dtype == "F8_E5M2":
         return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
@@ -100,7 +104,7 @@ def read_float32(tensor: FileTensor) -> NDArray[np.float32]:
 
 
 def _e4m3() -> NDArray[np.float32]:
-    """The values of 8 bits with 4 of exponent, of which only 0x7f and 0xff are NaN."""
+    """Return the values of E4M3: 8 bits with 4 bits of exponent, where only 0x7f and 0xff are NaN."""
     sizes = 2 * HALF_UE4M3[:128]
     sizes[127] = np.nan
     return np.concatenate([sizes, -sizes])
@@ -111,7 +115,7 @@ _FP4 = E2M1_DOUBLED / 2
 
 
 def _bfloat16(values: NDArray[np.float32]) -> Array:
-    """Rounded to bfloat16, as its bits; also NaN."""
+    """Return values rounded to bfloat16, including NaN, as bits."""
     rounded = bfloat16(values)
     rounded[np.isnan(values)] = 0x7FC0
     return rounded
@@ -135,7 +139,7 @@ def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
         return found.reshape(-1, 1) if per_row else found.reshape(1, 1)
 
     def values() -> Array:
-        with np.errstate(invalid="ignore"):  # NaN is found when it is written
+        with np.errstate(invalid="ignore"):  # writing the file detects NaN
             return _bfloat16(read_float32(weight) * read_scale())
 
     zero = beside.get("weight_zero_point")
@@ -155,7 +159,7 @@ def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
 
 
 def _halves(scales: Array, name: str) -> NDArray[np.float16]:
-    """Scales as float16."""
+    """Return scales as float16. Raises ModelError if they are not finite."""
     with np.errstate(over="ignore"):
         halves = scales.astype(np.float16)
     if not np.isfinite(halves).all():
@@ -184,7 +188,7 @@ class _Groups:
         return (centred * self.scales[:, self.groups]).astype(np.float16)
 
     def blocks(self, type: GGMLType) -> Array:
-        """Q4_0 where all zeros are 8, else Q4_1."""
+        """Return Q4_0 or Q4_1 blocks. Q4_0 requires that all zeros are 8."""
         first = self.groups[::32]
         scales = self.scales[:, first].ravel()
         minima = _halves(-scales * self.zeros[:, first].ravel(), self.name)
@@ -196,7 +200,7 @@ class _Groups:
 def _grouped(
     shape: tuple[int, int], bits: int, read: Callable[[], _Groups], zeros_and_groups: tuple[Array, Array]
 ) -> Source:
-    """A source of `_Groups`, which ``read`` reads whole; blocks need one group for every 32 columns."""
+    """Return a source of `_Groups`. Blocks need one group for every 32 columns. ``read`` reads all groups."""
     zeros, groups = zeros_and_groups
     if groups.shape != shape[1:] or groups.min() < 0 or groups.max() >= zeros.shape[1]:
         raise ValueError(f"groups {list(groups.shape)} for {shape[1]} columns")
@@ -207,7 +211,7 @@ def _grouped(
 
 
 def _groups(columns: int, n_groups: int, settings: Mapping[str, Any]) -> NDArray[np.int32]:
-    """The group of each column, of which the last may have fewer columns, by the size that config.json gives."""
+    """Return the group of each column, for the group size in config.json. The last group may have fewer columns."""
     sets = settings.get("config_groups")  # compressed-tensors'
     weights = (
         [each.get("weights") for each in sets.values() if isinstance(each, dict)] if isinstance(sets, dict) else []
@@ -225,13 +229,13 @@ def _groups(columns: int, n_groups: int, settings: Mapping[str, Any]) -> NDArray
 
 
 def _unpacked(words: Array, bits: int, order: list[int] | None = None) -> NDArray[np.uint8]:
-    """[rows, words] to [rows, integers], the lowest bits first, or in the order that is given."""
+    """Unpack [rows, words] to [rows, integers], the lowest bits first, or in ``order``."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)[slice(None) if order is None else order]
     found = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
     return found.astype(np.uint8).reshape(len(words), -1)
 
 
-#: Of the integers in a word of AWQ, the places of the first, second, …
+#: Positions of the first, second, … integer in a word of AWQ.
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
@@ -246,7 +250,7 @@ def _gptq_or_awq(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) 
     if packed_zeros.shape != (n_groups, rows * bits // 32) or (not is_gptq and weight.shape[1] * 32 // bits != rows):
         raise ValueError(f"shapes {list(weight.shape)}, {list(packed_zeros.shape)} and {list(scales.shape)}")
     order = None if is_gptq else _AWQ_ORDER
-    # GPTQ's first format stores zeros less 1.
+    # GPTQ's first format stores zeros minus 1.
     more = 1 if is_gptq and settings.get("checkpoint_format", "gptq") == "gptq" else 0
 
     def zeros_and_groups() -> tuple[Array, Array]:
@@ -264,7 +268,7 @@ def _gptq_or_awq(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) 
 
 
 def _packed(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> Source:
-    """compressed-tensors' packs, and NVFP4 as ModelOpt has it."""
+    """Return a tensor packed by compressed-tensors, or NVFP4 in ModelOpt's format."""
     weight, scale = beside.get("weight_packed") or beside["weight"], beside["weight_scale"]
     if weight.dtype in ("U8", "I8"):
         shape = (weight.shape[0], weight.shape[1] * 2)
@@ -301,7 +305,7 @@ def _packed(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
 
 
 def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> Source:
-    """Blocks of 32 with a power of two each: of a byte, the lower half comes first."""
+    """Blocks of 32 values with one power of two each; the lower half of a byte comes first."""
     if scales.shape != (*shape[:-1], shape[-1] // 32) or shape[-1] % 32:
         raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
 
@@ -325,7 +329,7 @@ def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> So
 def _nvfp4(
     weight: FileTensor, scales: FileTensor, beside: Mapping[str, FileTensor], shape: tuple[int, ...]
 ) -> Source:
-    """Blocks of 16 with FP8 scales, and a factor or divisor for all."""
+    """Blocks of 16 with FP8 scales, and one factor or divisor for the tensor."""
     factor, divisor = beside.get("weight_scale_2"), beside.get("weight_global_scale")
     if scales.shape != (shape[0], shape[1] // 16):
         raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
@@ -335,7 +339,7 @@ def _nvfp4(
         if factor is not None:
             whole = read_float32(factor).reshape(-1)[0]
         elif divisor is not None:
-            with np.errstate(divide="ignore"):  # infinity is found when it is written
+            with np.errstate(divide="ignore"):  # writing the file detects infinity
                 whole = 1 / read_float32(divisor).reshape(-1)[0]
         found = _FP4[bit_fields(weight.read(), 4, 2).reshape(shape[0], -1, 16)]
         with np.errstate(invalid="ignore"):

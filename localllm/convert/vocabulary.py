@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer and chat template as GGUF's keys.
 
-``tokenizer.model`` (sentencepiece) is taken where there is one, else ``tokenizer.json``: byte-level BPE, WordPiece,
-Unigram, or BPE with sentencepiece's spaces, whose scores are made of the order of merges.
+``tokenizer.model`` (sentencepiece) takes precedence over ``tokenizer.json``, which has byte-level BPE, WordPiece,
+Unigram, or BPE with sentencepiece's spaces. Scores of the last kind are computed from the order of merges.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPECIAL = {
     "pad": "padding_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
 }  # fmt: skip
 
-#: Cut by each kind of pre-tokenizer otherwise than by the others.
+#: Text that each kind of pre-tokenizer splits differently.
 _PROBE = (
     "Hello  world!\n\n\n   It's we'RE I'll   1234567 x1y22z333 3.14159 \t\ttabs  \r\n  camelCaseWord HTTPServer "
     "naïve café e\u0301te\u0301 Привет, мир你好世界こんにちは안녕하세요 नमस्ते ١٢٣٤٥ 12345678901 "
@@ -37,7 +37,11 @@ _PROBE = (
 
 
 def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
-    """The keys ``tokenizer.*`` for a model whose embedding has ``n_vocab`` rows."""
+    """Return the keys ``tokenizer.*`` for a model whose embedding has ``n_vocab`` rows.
+
+    Raises:
+        TokenizerError: the tokenizer is missing, damaged or unsupported.
+    """
     try:
         return _keys(folder, config, n_vocab)
     except (TypeError, KeyError, AttributeError, ValueError, IndexError, OverflowError) as error:
@@ -95,8 +99,8 @@ def _end_ids(folder: Path, config: Config, n_tokens: int) -> list[int]:
 def _with_ends(keys: dict[str, Any], ends: Sequence[int]) -> dict[str, Any]:
     """Return the keys with every token that ends a reply.
 
-    These are ``ends`` and the token after a reply in the chat template.  llama.cpp knows some by their text, and
-    reads two others from keys; ``eos_token_ids`` lists all.
+    These are ``ends`` and the token after a reply in the chat template. llama.cpp recognises some by their text and
+    reads two others from keys. ``eos_token_ids`` lists all.
     """
     eos = keys.get("tokenizer.ggml.eos_token_id")
     after = _end_of_turn(keys)
@@ -131,16 +135,16 @@ def _end_of_turn(keys: Mapping[str, Any]) -> int | None:
     return None if text is None or text in _MESSAGE_ENDS else controls[text]
 
 
-#: A reply that no template has a part of.
+#: A reply that does not occur in any template.
 _REPLY = "localllm-reply"
-#: Tokens that end a message of several in one reply (gpt-oss), which then continues.
+#: Tokens that end one of several messages in a reply (gpt-oss); the reply then continues.
 _MESSAGE_ENDS = ("<|end|>",)
 
 
 def _added_tokens(
     settings: Mapping[str, Any], json: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> dict[int, tuple[str, bool]]:
-    """Of added tokens by id, the text, and whether they are special: not to be found in a text that a user writes."""
+    """Return text and specialness of added tokens by id. Special tokens are not recognised in a user's text."""
     found = {i: (text, False) for text, i in plain.items() if type(i) is int}
     listed = [(entry.get("id"), entry) for entry in json.get("added_tokens") or () if isinstance(entry, dict)]
     listed += list((settings.get("added_tokens_decoder") or {}).items())
@@ -151,7 +155,7 @@ def _added_tokens(
 
 
 def _looks_special(text: str) -> bool:
-    """Some files do not say so of tokens that are."""
+    """Return whether a token looks special, because some files do not mark special tokens."""
     brackets = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
     return text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]") or any(
         text.startswith(first) and text.endswith(last) for first, last in brackets
@@ -191,7 +195,7 @@ def _sentencepiece(path: Path, added: Mapping[int, tuple[str, bool]], n_vocab: i
 
 
 def _word_piece(json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]]) -> dict[str, Any]:
-    """Tokens that begin a word get sentencepiece's space, those within one lose their ``##``."""
+    """Return WordPiece's keys. Tokens at the start of a word get sentencepiece's space, others lose their ``##``."""
     special = {text for text, is_special in added.values() if is_special}
     texts = sorted(json["model"]["vocab"], key=json["model"]["vocab"].__getitem__)
     normalizer = json.get("normalizer") or {}
@@ -208,7 +212,7 @@ def _word_piece(json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]]) 
 def _unigram(
     path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int
 ) -> dict[str, Any]:
-    """As XLM-R's, of sentencepiece: what it does with spaces is seen from what it makes of some."""
+    """Return the keys of a Unigram tokenizer such as XLM-R's. Its handling of spaces is found by encoding some."""
     model, tokenizer = json["model"], _read_tokenizer(path)
     n = min(len(model["vocab"]), n_vocab)
     tokens = [text for text, _ in model["vocab"][:n]] + [f"[PAD{i}]" for i in range(n, n_vocab)]
@@ -234,7 +238,7 @@ def _read_tokenizer(path: Path) -> Any:
         return tokenizers.Tokenizer.from_buffer(read_file(path) or b"")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library has no type for it, and where it panics that is no Exception
+    except BaseException as error:  # the library has no error type, and its panics are not an Exception
         raise TokenizerError(f"{path_text(path)} cannot be read ({error!s:.100}): download it again") from error
 
 
@@ -249,7 +253,7 @@ def _bpe(path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, boo
         if i < n_vocab:
             tokens[i], types[i] = text, TokenType.NORMAL
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
-    # Spaces inside a part, which would divide it, as byte-level BPE spells them.
+    # Spaces inside a part would split it, so they are written as in byte-level BPE.
     joined = [" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges]
     tokenizer = _read_tokenizer(path)
     flags = _added_around(tokenizer)
@@ -277,7 +281,7 @@ def _is_byte_level(json: Mapping[str, Any]) -> bool:
 
 
 def _added_around(tokenizer: Any) -> dict[str, Any]:
-    """Whether a text gets tokens before and behind it."""
+    """Return the keys for tokens that the tokenizer adds before and after a prompt."""
     inner = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
     n_before = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), 0)
@@ -286,7 +290,7 @@ def _added_around(tokenizer: Any) -> dict[str, Any]:
 
 
 def _pre_tokenizer(path: Path, tokenizer: Any, model: Mapping[str, Any]) -> str:
-    """The name of the first kind that cuts a text as this one does."""
+    """Return the name of the first pre-tokenizer that splits `_PROBE` like this one."""
     from tokenizers import pre_tokenizers
 
     from localllm.tokenizer.encoders import word_splitter
@@ -306,14 +310,14 @@ def _pre_tokenizer(path: Path, tokenizer: Any, model: Mapping[str, Any]) -> str:
     )
 
 
-#: Of kinds that are the same, the names that are known best.
+#: Names preferred among equal pre-tokenizers.
 _USUAL = ("llama-bpe", "gpt-2", "qwen2", "deepseek-v3", "starcoder", "gpt-4o", "glm4")
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat template, and others by name.
+    """Return the chat template, and other templates by name.
 
-    As in transformers, which since 4.52 writes them to files of their own, those count before settings.
+    As in transformers, separate files (written since 4.52) take precedence over settings.
     """
     found = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     named: Sequence[Any] = found if isinstance(found, list) else ()

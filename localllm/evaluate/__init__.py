@@ -1,10 +1,10 @@
-"""Evaluation: how well a model predicts texts, and what was lost where it was made smaller.
+"""Evaluation of models: how well a model predicts texts, and the loss by quantisation.
 
     from localllm.evaluate import choices, divergence, perplexity
 
-`perplexity` of a text, and `divergence` from the logits that another model had for it (`BaseLogits`), are those of
-llama.cpp's ``llama-perplexity``, and so is the file of logits; `choices` is multiple choice.
-`localllm.evaluate.lm_eval` lets lm-evaluation-harness run on an `LLM`.
+`perplexity` of texts, `divergence` from another model's logits (`BaseLogits`), and the file of logits follow
+llama.cpp's ``llama-perplexity``. `choices` evaluates multiple-choice questions.
+`localllm.evaluate.lm_eval` runs lm-evaluation-harness on an `LLM`.
 """
 
 from localllm.evaluate.base_logits import BaseLogits

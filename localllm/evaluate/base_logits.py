@@ -1,10 +1,10 @@
-"""The file in which llama.cpp's ``llama-perplexity --kl-divergence-base`` keeps what a model thought of a text::
+"""The file of ``llama-perplexity --kl-divergence-base`` of llama.cpp, with a model's log-probabilities for a text::
 
     "_logits_", i32 context, i32 n_vocab, i32 n_chunks, i32 tokens [n_chunks * context]
     n_chunks × (context - 1 - context / 2) × { f32 scale, f32 lowest, u16 steps [n_vocab, rounded up to even] }
 
-Each row has the log-probabilities ``lowest + scale * steps`` of what follows a token of a chunk's second half; those
-more than 16 below the likeliest are cut off there.
+Each row has the log-probabilities ``lowest + scale * steps`` of the token after a token of a chunk's second half.
+Log-probabilities more than 16 below the maximum are clipped.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from localllm.quant.bits import Floats
 _MAGIC = b"_logits_"
 _HEADER = struct.Struct("<8siii")
 
-#: Log-probabilities further below the likeliest are all the same.
+#: Log-probabilities are clipped at this distance below the maximum.
 RANGE = np.float32(16)
 _STEPS = np.float32(65535)
 
 
 def rows_of_chunk(context: int) -> int:
-    """Tokens of a chunk that are predicted: those of its second half, but for the first of them."""
+    """Return the number of predicted tokens of a chunk: the tokens of its second half, without the first."""
     return context - 1 - context // 2
 
 
 def _row_size(n_vocab: int) -> int:
-    """Values of 16 bits in a row."""
+    """Return the number of 16-bit values per row."""
     return 2 * ((n_vocab + 1) // 2) + 4
 
 
@@ -43,14 +43,14 @@ def _row_size(n_vocab: int) -> int:
 class BaseLogits:
     """An open file of logits."""
 
-    path: Path  # the file
-    tokens: NDArray[np.int32]  # int32 [n_chunks, context], as the text has them: BOS is not yet in its place
-    n_vocab: int  # logits a token
-    _rows: NDArray[np.uint16]  # [n_chunks, rows_of_chunk, _row_size], in the file
+    path: Path
+    tokens: NDArray[np.int32]  # int32 [n_chunks, context], tokens of the text, without BOS in place of the first
+    n_vocab: int  # logits per token
+    _rows: NDArray[np.uint16]  # [n_chunks, rows_of_chunk, _row_size], a view of the file
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> BaseLogits:
-        """Open a file."""
+        """Open a file. Raises UsageError if it is damaged or of another format."""
         path = Path(path)
         try:
             with path.open("rb") as file:
@@ -72,11 +72,11 @@ class BaseLogits:
 
     @property
     def context(self) -> int:
-        """Tokens of a chunk."""
+        """Tokens per chunk."""
         return int(self.tokens.shape[1])
 
     def log_probabilities(self, chunk: int) -> Floats:
-        """float32 [rows_of_chunk, n_vocab]."""
+        """Return the log-probabilities of a chunk, float32 [rows_of_chunk, n_vocab]."""
         rows = self._rows[chunk]
         scale, lowest = np.ascontiguousarray(rows[:, :4]).view("<f4").T[:, :, None]
         with np.errstate(over="ignore", invalid="ignore"):
@@ -90,7 +90,7 @@ class BaseLogits:
 
 
 class BaseLogitsWriter(NewFile):
-    """A file of logits being written: chunk after chunk, by `add`."""
+    """A file of logits being written, chunk by chunk with `add`."""
 
     def __init__(self, path: Path, tokens: NDArray[np.int32], n_vocab: int) -> None:
         """``tokens``: int32 [n_chunks, context]."""
@@ -99,13 +99,13 @@ class BaseLogitsWriter(NewFile):
         self._head = _HEADER.pack(_MAGIC, tokens.shape[1], n_vocab, len(tokens)) + tokens.astype("<i4").tobytes()
 
     def add(self, rows: NDArray[np.uint16]) -> None:
-        """The next chunk, of `packed` rows."""
+        """Write the next chunk of `packed` rows."""
         head, self._head = self._head, b""
         self.put(head + rows.tobytes())
 
 
 def packed(logits: Floats) -> NDArray[np.uint16]:
-    """Rows of the file for logits [n, n_vocab]."""
+    """Return the rows of the file for logits [n, n_vocab]."""
     n_vocab = logits.shape[1]
     peak = logits.max(axis=1, keepdims=True)
     low = np.maximum(logits.min(axis=1, keepdims=True), peak - RANGE)
@@ -113,7 +113,7 @@ def packed(logits: Floats) -> NDArray[np.uint16]:
     scale = (peak - low) / _STEPS
     rows = np.zeros((len(logits), _row_size(n_vocab)), "<u2")
     rows[:, :4] = np.concatenate([scale, low - peak - log_total], axis=1).astype("<f4").view("<u2")
-    with np.errstate(divide="ignore", invalid="ignore"):  # of equal logits the scale is 0, and so are the steps
+    with np.errstate(divide="ignore", invalid="ignore"):  # scale and steps of equal logits are 0
         steps = np.where(logits > low, np.rint((logits - low) * (np.float32(1) / scale)), 0)
     rows[:, 4 : 4 + n_vocab] = np.where(scale > 0, steps, 0)
     return rows

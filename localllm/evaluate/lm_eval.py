@@ -1,4 +1,4 @@
-"""lm-evaluation-harness (the package ``lm_eval``) on a model of ours::
+"""Run lm-evaluation-harness (the package ``lm_eval``) on a localllm model::
 
 import lm_eval, localllm
 from localllm.evaluate.lm_eval import HarnessModel
@@ -22,15 +22,15 @@ try:
 except ImportError as error:
     raise UsageError(f"lm_eval is not there ({error}): pip install lm_eval, and what its tasks need") from None
 
-#: Requests that are under way at once.
+#: Number of concurrent requests.
 _AT_ONCE = 16
 
-#: Tokens of an answer where a task sets no limit.
+#: Default limit of an answer's tokens.
 _MAX_TOKENS = 256
 
 
 class HarnessModel(LM):  # type: ignore[misc]
-    """A model as lm-evaluation-harness asks it; it sends all requests of a task at once."""
+    """The interface of lm-evaluation-harness to a model. All requests of a task are sent together."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of the harness's cache of prompts."""
+        """Name of the harness's cache of prompts."""
         return self._llm.info.path.name
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a chat, for ``simple_evaluate(apply_chat_template=True)``."""
+        """Return the prompt of a chat, for ``simple_evaluate(apply_chat_template=True)``."""
         return self._llm.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """The log-likelihood of each (context, continuation), and whether it is the greedy one."""
+        """Return for each (context, continuation) its log-likelihood, and whether it is the greedy continuation."""
         numbered = sorted(enumerate(request.args for request in requests), key=lambda each: each[1][0])
         groups = [list(group) for _, group in groupby(numbered, key=lambda each: each[1][0])]
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
@@ -61,12 +61,12 @@ class HarnessModel(LM):  # type: ignore[misc]
         return results
 
     def _prompt(self, context: str) -> str | list[int]:
-        """A context as text, or of a chat, whose control tokens text cannot have, as tokens."""
+        """Return a context as text; a chat as tokens, because text cannot contain its control tokens."""
         ids = self._llm.tokenize(context, parse_special=True)
         return context if ids == self._llm.tokenize(context) else ids
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """The log-likelihood of each text, a context's length at a time."""
+        """Return the log-likelihood of each text, evaluated in windows of the context length."""
         return list(in_order(lambda request: self._of_text(request.args[0]), requests, _AT_ONCE))
 
     def _of_text(self, text: str) -> float:
@@ -79,7 +79,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         return sum(self._llm.score(start, [part])[0].logprob for start, part in zip(starts, parts, strict=True))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """The continuation of each context, up to one of the texts ``until``."""
+        """Return the continuation of each context, up to one of the strings ``until``."""
         return list(in_order(lambda request: self._completion(*request.args), requests, _AT_ONCE))
 
     def _completion(self, context: str, options: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Multiple choice by likelihood, as lm-evaluation-harness counts it: the answer is what the model finds likeliest."""
+"""Multiple choice by likelihood, as in lm-evaluation-harness: the answer is the likeliest choice."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from localllm.nesting import parse_json
 from localllm.options.checks import as_int
 from localllm.parallel import in_order
 
-#: Questions that are under way at once.
+#: Number of concurrent questions.
 _AT_ONCE = 16
 
-#: Called with the questions done, all of them, and the accuracy so far.
+#: Called with the number of finished questions, the total number, and the current accuracy.
 Progress = Callable[[int, int, float], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    prompt: str  # the question, as the model is asked it, without white space at its end
-    choices: Sequence[str]  # the answers; a space comes between the prompt and each
-    answer: int  # position of the right one
+    prompt: str  # prompt for the model, without white space at its end
+    choices: Sequence[str]  # the answers; a space separates the prompt and an answer
+    answer: int  # index of the correct answer
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    accuracy: Estimate  # by the likelihood of the whole answer (``acc`` of lm-evaluation-harness)
-    normalized: Estimate  # by that divided by the answer's length in characters (its ``acc_norm``)
-    chance: float  # what guessing would give
-    n_questions: int  # how many
-    answers: Sequence[tuple[int, int]]  # the position of the likeliest answer of each, by the whole and by its length
+    accuracy: Estimate  # by the likelihood of the answer (``acc`` of lm-evaluation-harness)
+    normalized: Estimate  # by the log-likelihood divided by the answer's characters (``acc_norm``)
+    chance: float  # expected accuracy of guessing
+    n_questions: int
+    answers: Sequence[tuple[int, int]]  # index of the likeliest answer to each question: plain, and normalized
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[Question]:
-    """The questions of a JSONL file: in each line ``{"prompt": "…", "choices": ["…", "…"], "answer": 0}``."""
+    """Read questions from a JSONL file with lines ``{"prompt": "…", "choices": ["…", "…"], "answer": 0}``."""
     lines = read_text(path).splitlines()
     questions = [_question(line, f"{path_text(path)}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not questions:
@@ -57,9 +57,9 @@ def _question(line: str, where: str) -> Question:
         raise UsageError(f"{where} is not a JSON object with prompt, choices and answer")
     prompt, choices, answer = (values.get(name) for name in ("prompt", "choices", "answer"))
     if not isinstance(prompt, str) or not prompt.strip():
-        raise UsageError(f"{where}: prompt is {prompt!r:.80}, but must be a text")
+        raise UsageError(f"{where}: prompt is {prompt!r:.80}, but must be a string")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise UsageError(f"{where}: choices is {choices!r:.80}, but must be a list of two texts or more")
+        raise UsageError(f"{where}: choices is {choices!r:.80}, but must be a list of at least two strings")
     position = as_int(answer)
     if position is None or not 0 <= position < len(choices):
         raise UsageError(f"{where}: answer is {answer!r:.80}, but must be a position in choices, from 0 on")
@@ -67,7 +67,7 @@ def _question(line: str, where: str) -> Question:
 
 
 def choices(llm: LLM, questions: Sequence[Question], *, progress: Progress | None = None) -> Accuracy:
-    """How many questions a model answers right."""
+    """Return the accuracy of a model on questions."""
     if not questions:
         raise UsageError("there are no questions: give at least one")
     answers: list[tuple[int, int]] = []
@@ -85,7 +85,7 @@ def choices(llm: LLM, questions: Sequence[Question], *, progress: Progress | Non
 
 
 def _likelihoods(llm: LLM, questions: Iterable[Question]) -> Iterator[list[float]]:
-    """The log-likelihood of each answer, question by question."""
+    """Yield the log-likelihoods of each question's answers."""
 
     def work(question: Question) -> list[float]:
         return [score.logprob for score in llm.score(question.prompt, [" " + c for c in question.choices])]

@@ -1,8 +1,8 @@
-"""Perplexity of a text, and how far a model's distributions are from another's, as llama.cpp's tool defines them.
+"""Perplexity of texts, and divergence of a model from another, as defined by llama.cpp's tool.
 
-A text is cut into chunks of ``context`` tokens, each with BOS in place of its first token if the model wants one, and
-each evaluated by itself.  What counts are the tokens of a chunk's second half, so that each has at least half a
-context before it.  Uncertainties are standard errors of the mean.
+Texts are split into chunks of ``context`` tokens. If the model uses BOS, it replaces the first token of each chunk.
+Chunks are evaluated independently. Only tokens in the second half of a chunk count, so each has at least half a
+context before it. Uncertainties are standard errors of the mean.
 
 Source: ``tools/perplexity/perplexity.cpp`` of llama.cpp.
 """
@@ -30,39 +30,39 @@ from localllm.quant.bits import Floats
 
 Doubles = NDArray[np.float64]
 
-#: Tokens of a chunk where nobody asks for another number.
+#: Default number of tokens per chunk.
 CONTEXT = 512
 
-#: Chunks that are under way at once: one is evaluated while what others brought is reckoned.
+#: Number of concurrent chunks: one chunk is evaluated while statistics of others are computed.
 _AT_ONCE = 4
 
-#: Characters tokenized first for each token wanted, and tokens at a cut that may be others than in the whole.
+#: Characters to tokenize per token at first, and number of tokens before a cut that may differ from the whole text's.
 _CHARACTERS, _CUT_TOKENS = 6, 256
 
-#: Logits that are reckoned at once, so that they stay in the cache.
+#: Logits per block of the statistics, so that a block stays in the cache.
 _BLOCK = 1 << 20
 
-#: Percentiles that are told.
+#: Percentiles in the result.
 PERCENTILES = (0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 
-#: Base log-probabilities that are not above it have no part in a divergence.
+#: Tokens whose base log-probability is not greater do not count in a divergence.
 _LEAST = np.float32(-16)
 
-#: Called with the chunks done, all of them, and the mean so far: the perplexity, or the divergence.
+#: Called with the number of finished chunks, the total number, and the current perplexity or mean divergence.
 Progress = Callable[[int, int, float], object]
 
 _Result = TypeVar("_Result")
 
 
 class Estimate(NamedTuple):
-    """A value, and its standard error."""
+    """A value and its standard error."""
 
     value: float
     error: float
 
     @classmethod
     def mean(cls, values: Doubles) -> Estimate:
-        """The mean of independent values [n]."""
+        """Return the mean of independent values [n]."""
         n = len(values)
         return cls(float(values.mean()), float(values.std() / np.sqrt(n - 1)) if n > 1 else 0.0)
 
@@ -73,31 +73,32 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    perplexity: Estimate  # the exponential of the mean negative log-likelihood of a token
-    n_tokens: int  # tokens that count
-    # n_chunks, context: chunks, and tokens of each
+    perplexity: Estimate  # exponential of the mean negative log-likelihood of a token
+    n_tokens: int  # number of tokens that count
+    # n_chunks: number of chunks; context: tokens per chunk
     n_chunks: int
     context: int
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far a model is from the base model, whose logits a file has."""
+    """Divergence of a model from the base model of a file of logits."""
 
-    perplexity: Perplexity  # the model's, with counts of tokens and chunks
-    base_perplexity: Estimate  # the base model's
-    log_ratio: Estimate  # the natural logarithm of the perplexities' ratio
-    # ratio, difference: of the perplexities, the model's to and less the base model's.  Both have the bound of the
-    # file's format: no token is less likely than e^-16 times the likeliest.  `perplexity` has no such bound.
+    perplexity: Perplexity  # of the model, with numbers of tokens and chunks
+    base_perplexity: Estimate  # of the base model
+    log_ratio: Estimate  # natural logarithm of the ratio of perplexities
+    # ratio: the model's perplexity divided by the base model's; difference: the model's minus the base model's. Both
+    # are computed with the file's limit: a token's probability is at least e^-16 times the highest. `perplexity` is
+    # computed without the limit.
     ratio: Estimate
     difference: Estimate
-    correlation: float  # of the log-likelihoods of tokens
-    kl: Estimate  # the mean Kullback-Leibler divergence of the base model's distribution from the model's, in nats
-    kl_percentiles: dict[float, float]  # of the tokens' divergences, by percent
-    probability_change: Estimate  # the mean change of the probability of the token that came
-    probability_change_rms: Estimate  # the root of its mean square
-    probability_change_percentiles: dict[float, float]  # of the tokens' changes, by percent
-    same_top: Estimate  # the part of tokens for which both have the same likeliest one
+    correlation: float  # correlation of the log-likelihoods of tokens
+    kl: Estimate  # mean Kullback-Leibler divergence of the base model's distribution from the model's, in nats
+    kl_percentiles: dict[float, float]  # percentiles of the divergences of tokens, by percent
+    probability_change: Estimate  # mean change of the probability of the text's next token
+    probability_change_rms: Estimate  # root mean square of the change
+    probability_change_percentiles: dict[float, float]  # percentiles of the change, by percent
+    same_top: Estimate  # fraction of tokens with the same likeliest token in both models
 
 
 def perplexity(
@@ -109,14 +110,14 @@ def perplexity(
     save_logits: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """The perplexity of a text.
+    """Return the perplexity of a text.
 
     Args:
         llm: the model.
-        text: at least two chunks of tokens; or the path of a file, which is read as far as ``chunks`` take.
-        context: tokens of a chunk.
-        chunks: how many, from the beginning; all where it is None.
-        save_logits: a file to write for `divergence`, with llama.cpp's format.
+        text: at least two chunks of tokens; or the path of a file; only its first ``chunks`` are read.
+        context: tokens per chunk.
+        chunks: number of chunks from the start of the text; None for all.
+        save_logits: file to write for `divergence`, in llama.cpp's format.
         progress: called after each chunk.
     """
     tokens = _chunks(llm, text, context, chunks)
@@ -147,8 +148,10 @@ def perplexity(
 def divergence(
     llm: LLM, base: BaseLogits, *, chunks: int | None = None, progress: Progress | None = None
 ) -> Divergence:
-    """How far a model is from the one whose logits a file has, on the text that the file has.  ``chunks``: the first
-    ones alone."""
+    """Return the divergence of a model from the base model whose logits are in a file, on the text in the file.
+
+    ``chunks``: number of chunks from the start; None for all.
+    """
     if base.n_vocab != llm.info.n_vocab:
         raise UsageError(
             f"the base logits are of a vocabulary of {base.n_vocab:,} tokens, but the model's has "
@@ -171,7 +174,7 @@ def divergence(
 
 
 def _chunks(llm: LLM, text: str | os.PathLike[str], context: int, chunks: int | None) -> NDArray[np.int32]:
-    """The tokens of a text, int32 [n_chunks, context]."""
+    """Return the tokens of the text, int32 [n_chunks, context]."""
     whole_number("context", context, 4)
     if chunks is not None:
         whole_number("chunks", chunks, 1)
@@ -188,7 +191,7 @@ def _chunks(llm: LLM, text: str | os.PathLike[str], context: int, chunks: int | 
 
 
 def _first_tokens(llm: LLM, text: str | os.PathLike[str], n: float) -> list[int]:
-    """The first ``n`` tokens of a text, or all that it has; reads no more of it than that takes."""
+    """Return the first ``n`` tokens of the text, or all if there are fewer. Reads only the necessary part of it."""
     size = len(text) if isinstance(text, str) else Path(text).stat().st_size if Path(text).is_file() else 0
     n_read = _CHARACTERS * n
     while n_read < size:
@@ -209,36 +212,38 @@ def _check_context(llm: LLM, context: int) -> None:
 
 
 def _evaluated(llm: LLM, tokens: NDArray[np.int32], compute: Callable[[int, Floats], _Result]) -> Iterator[_Result]:
-    """Calls a function with each chunk's number and its logits [rows_of_chunk, n_vocab]; yields results in order."""
+    """Call a function with the index and the logits [rows_of_chunk, n_vocab] of each chunk; yield results in order."""
     n_rows = rows_of_chunk(tokens.shape[1])
 
     def work(chunk: int) -> _Result:
         ids = llm.tokenizer.with_bos(tokens[chunk].tolist(), replaced=1)
-        # What comes after the last token is not known.
+        # The text does not contain the token after the last one.
         return compute(chunk, llm.logits(ids[:-1], last=n_rows))
 
     return in_order(work, range(len(tokens)), _AT_ONCE)
 
 
 def _blocks(logits: Floats) -> Sequence[slice]:
-    """Slices of rows, of a size that is quick to compute."""
+    """Return slices of rows, of a size that is fast to compute."""
     step = max(1, _BLOCK // logits.shape[1])
     return [slice(start, start + step) for start in range(0, len(logits), step)]
 
 
 def _log_totals(logits: Floats) -> Doubles:
-    """The logarithm of the sum of exponentials of each row."""
+    """Return the logarithm of the sum of exponentials of each row."""
     peak = logits.max(axis=1, keepdims=True)
     totals: Doubles = np.log(np.exp(logits - peak).sum(axis=1, dtype=np.float64)) + peak[:, 0]
     return totals
 
 
 def _compared(logits: Floats, expected: Floats, came: NDArray[np.int32]) -> Doubles:
-    """float64 [6, n]: both negative log-likelihoods, the divergence, the change of probability, the same likeliest,
-    and the model's negative log-likelihood with the bound that the file has for the base model's.
+    """Return float64 [6, n]: negative log-likelihoods of the model and of the base model, divergence, change of
+    probability, equality of the likeliest tokens, and the model's negative log-likelihood with the file's limit.
 
-    ``logits``: of the model, [n, n_vocab]; ``expected``: log-probabilities of the base model, [n, n_vocab]; ``came``:
-    the tokens, [n].
+    Args:
+        logits: logits of the model, [n, n_vocab].
+        expected: log-probabilities of the base model, [n, n_vocab].
+        came: tokens of the text, [n].
     """
     rows = np.arange(len(logits))
     log_totals = _log_totals(logits)
@@ -257,7 +262,7 @@ def _perplexity(nll: Doubles, tokens: NDArray[np.int32]) -> Perplexity:
 
 def _divergence(compared: Doubles, tokens: NDArray[np.int32]) -> Divergence:
     nll, base_nll, kl, change, same, bounded_nll = compared
-    # Both have the same bound, so that a model's ratio to its own logits is 1.
+    # Both use the same limit, so that the ratio of a model to its own logits is 1.
     own, base = Estimate.mean(bounded_nll), Estimate.mean(base_nll)
     n = len(nll)
     covariance = (np.mean(bounded_nll * base_nll) - bounded_nll.mean() * base_nll.mean()) / (n - 1)
@@ -285,7 +290,7 @@ def _divergence(compared: Doubles, tokens: NDArray[np.int32]) -> Divergence:
 
 
 def _root(square: float) -> float:
-    """The root of what is negative by rounding alone."""
+    """Return the square root, or 0 for values that are negative because of rounding."""
     return float(np.sqrt(max(square, 0.0)))
 
 

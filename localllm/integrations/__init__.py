@@ -1,1 +1,1 @@
-"""localllm inside other programs: what they load by name, and what serves it on several machines."""
+"""Integrations: plugins of other programs, and services on several machines."""

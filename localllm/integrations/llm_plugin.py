@@ -1,6 +1,6 @@
 """A plugin of the program ``llm`` (https://llm.datasette.io): ``llm -m localllm/demo "hi"``.
 
-Every model that `localllm models` lists is one of its models, or of its embedding models.
+Registers every model that `localllm models` lists as a model or as an embedding model.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-@functools.lru_cache(maxsize=1)  # two may not fit
+@functools.lru_cache(maxsize=1)  # memory might not suffice for two models
 def _loaded(name: str) -> LLM:
     return load(model_path(name))
 
 
 def _names(*, encoders: bool) -> Iterator[str]:
-    """The models here that write texts, or those that make vectors of them."""
+    """Yield the names of local models that generate text, or of embedding models."""
     for model in read_details(find_models().models):
         architecture = None if model.details is None else ARCHITECTURES.get(model.details.architecture or "")
         if architecture is not None and architecture.is_encoder == encoders:
@@ -58,7 +58,7 @@ def register_embedding_models(register: Any) -> None:
 
 
 class LocalModel(llm.Model):
-    """A model that answers."""
+    """A model that generates text."""
 
     can_stream = True
     supports_schema = True
@@ -72,7 +72,7 @@ class LocalModel(llm.Model):
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
     ) -> Iterator[StreamEvent]:
-        """The events of a reply: text and reasoning; calls of tools are told to ``response``."""
+        """Yield text and reasoning of a reply. Tool calls are added to ``response``."""
         options = prompt.options.model_dump(exclude_none=True)
         if prompt.schema is not None:
             options["json_schema"] = prompt.schema
@@ -96,13 +96,13 @@ class LocalModel(llm.Model):
                 if chunk.usage is not None:
                     response.set_usage(input=chunk.usage.prompt_tokens, output=chunk.usage.completion_tokens)
         for call in calls:
-            if call.is_whole:  # else it was cut off
+            if call.is_whole:  # False if the reply was cut off
                 arguments = json.loads(call.arguments)
                 response.add_tool_call(llm.ToolCall(call.name, arguments, tool_call_id=call.id or None))
 
 
 def _as_openai(message: Message) -> Iterator[dict[str, Any]]:
-    """A message as `LLM.chat` takes it; of results of tools one for each."""
+    """Yield a message in the format of `LLM.chat`; one message per tool result."""
     content: list[dict[str, Any]] = []
     more: dict[str, Any] = {}
     for part in message.parts:
@@ -130,7 +130,7 @@ def _as_openai(message: Message) -> Iterator[dict[str, Any]]:
 
 
 class LocalEmbeddingModel(llm.EmbeddingModel):
-    """A model whose vectors texts are compared by."""
+    """An embedding model."""
 
     batch_size = 64
 
@@ -138,7 +138,7 @@ class LocalEmbeddingModel(llm.EmbeddingModel):
         self.model_id, self._name = _PREFIX + name, name
 
     def embed_batch(self, items: Iterable[str | bytes], *, key: str | None = None) -> Iterator[list[float]]:
-        """The vectors of texts."""
+        """Yield the embeddings of texts."""
         texts = [item if isinstance(item, str) else item.decode() for item in items]
         vectors: list[list[float]] = _loaded(self._name).embed(texts).tolist()
         yield from vectors

@@ -1,10 +1,10 @@
-"""Texts for all rows of a dataset, on several machines, by Ray Data (https://docs.ray.io).
+"""Generate text for all rows of a dataset on several machines with Ray Data (https://docs.ray.io).
 
     ds = ray.data.read_parquet("prompts/")
     generate(ds, "/models/qwen.gguf", actors=3, temperature=0).write_parquet("answers/")
 
-Each actor has the model.  Where a machine fails, Ray gives its rows to others; what is greedy, or has a seed, is the
-same wherever it is evaluated.  `resume` lets a later run go on where an earlier one ended.
+Each actor loads the model. If a machine fails, Ray evaluates its rows on other machines; greedy decoding, or a seed,
+gives the same text everywhere. With `resume`, a later run continues after the rows that an earlier run wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from localllm.llm import load
 
 
 class Generator:
-    """An actor with a model: adds a column of answers to a batch of rows."""
+    """An actor with a model: adds a column of generated texts to a batch of rows."""
 
     def __init__(
         self, model: str | None, column: str, output: str, options: Mapping[str, Any], load_options: Mapping[str, Any]
@@ -47,17 +47,17 @@ def generate(
     load_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ray.data.Dataset:
-    """The dataset with a column more.
+    """Return the dataset with a column of generated texts.
 
     Args:
-        model: as `localllm.load` takes it, on each machine; None is the demo model.
-        column: has prompts: texts, or lists of messages, which are chats.
-        output: the column of answers.
-        actors: how many have the model, or between how many Ray chooses.
-        batch_size: rows that an actor evaluates together, and that are lost or kept together.
-        threads: processors of an actor.
-        load_options: other keywords of `localllm.load`.
-        options: those of `LLM.generate`, as ``max_tokens``.
+        model: argument of `localllm.load` on each machine; None for the demo model.
+        column: column of prompts: strings, or chats as lists of messages.
+        output: name of the new column.
+        actors: number of actors, or minimum and maximum between which Ray chooses.
+        batch_size: rows that an actor evaluates together. A failure loses or keeps a whole batch.
+        threads: processors per actor.
+        load_options: other keyword arguments of `localllm.load`.
+        options: keyword arguments of `LLM.generate`, such as ``max_tokens``.
     """
     return dataset.repartition(target_num_rows_per_block=batch_size).map_batches(
         Generator,
@@ -73,10 +73,10 @@ def _pool(least: int, most: int) -> ray.data.ActorPoolStrategy:
 
 
 def resume(folder: str, id_column: str = "id") -> None:
-    """Has Ray keep in a folder which rows are written, and leave these out of later runs, until one has written all.
+    """Make Ray record written rows in a folder, and skip them in later runs, until a run has written all rows.
 
     Args:
-        folder: that all machines reach, or an address such as ``s3://…``.
-        id_column: tells rows apart; datasets have to be read from files and written to files.
+        folder: folder that all machines can access, or an address such as ``s3://…``.
+        id_column: column that identifies rows. The dataset must be read from files and written to files.
     """
     ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(id_column, folder)

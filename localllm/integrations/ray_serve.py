@@ -1,13 +1,13 @@
-"""One model on several machines, by Ray Serve (https://docs.ray.io): replicas, with the APIs of `localllm serve`.
+"""Serve one model on several machines with Ray Serve (https://docs.ray.io): replicas of `localllm serve`.
 
     serve run localllm.integrations.ray_serve:app model=/models/qwen.gguf max_replicas=3
 
-Ray starts replicas, watches them, and adds and removes them as requests come.  Requests of one conversation go to one
-replica, whose cache has what was said before, by Ray's consistent hashing of how the conversation begins.  A request
-whose replica dies is asked again of another, unless a part of its answer has been sent.
+Ray starts and monitors replicas, and adjusts their number to the load. Ray's consistent hashing of the start of a
+conversation sends its requests to one replica, whose cache contains the earlier messages. If a replica dies, its
+requests are sent to another replica, unless a part of the response has been sent.
 """
 
-# Without postponed annotations: the command ``serve run`` reads the type of the argument of `app`.
+# Without postponed annotations, because ``serve run`` reads the argument type of `app`.
 
 import asyncio
 import hashlib
@@ -31,12 +31,12 @@ from localllm.server.app import App
 from localllm.server.http import Limits
 from localllm.server.models import Models
 
-#: Replicas that a request is given to at most, one after the other.
+#: Maximum number of replicas that a request is sent to, in order.
 _TRIES = 4
-#: Characters of a prompt that choose its replica.
+#: Number of characters of a prompt that determine its replica.
 _PREFIX = 512
 
-#: Status and headers of an answer; then come pieces of its body.
+#: Status and headers of a response, before the pieces of its body.
 _Head = tuple[int, list[tuple[bytes, bytes]]]
 
 
@@ -44,15 +44,15 @@ class Config(pydantic.BaseModel):
     """The arguments of `app`.
 
     Attributes:
-        model: as `localllm.load` takes it, on each machine; None is the demo model.
-        name: what requests call it; None takes the file's name.
-        min_replicas, max_replicas: how many there are, of which 0 takes time to begin with.
-        target_requests: requests at work on a replica, on average, beyond which Ray adds one.
-        max_requests: requests at work on a replica at most; others wait, or go to the next one.
-        threads: processors of a replica.
-        load: other keywords of `localllm.load`, such as ``{"context": 8192, "parallel": 8}``.
-        api_keys: keys that let somebody in; without any everybody is.
-        hosts: names of the machines that requests may give in ``Host``.
+        model: argument of `localllm.load` on each machine; None for the demo model.
+        name: name of the model in requests; None for the file's name.
+        min_replicas, max_replicas: limits of the number of replicas. Starting from 0 takes time.
+        target_requests: mean number of running requests per replica; above it, Ray adds a replica.
+        max_requests: maximum number of running requests per replica; others wait, or go to another replica.
+        threads: processors per replica.
+        load: other keyword arguments of `localllm.load`, such as ``{"context": 8192, "parallel": 8}``.
+        api_keys: accepted keys; empty to accept every client.
+        hosts: host names that the header ``Host`` of requests may contain.
     """
 
     model: str | None = None
@@ -68,7 +68,7 @@ class Config(pydantic.BaseModel):
 
 
 class Replica:
-    """A process with the model, which answers requests as `localllm serve` does."""
+    """A process with the model, which handles requests like `localllm serve`."""
 
     def __init__(self, config: Config) -> None:
         self._llm = load(model_path(config.model), threads=config.threads, **{"parallel": None, **config.load})
@@ -77,11 +77,11 @@ class Replica:
         self._app = App(models, Limits(api_keys=config.api_keys, hosts=config.hosts))
 
     async def respond(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[_Head | bytes]:
-        """The head of an answer, and then its body as it comes.
+        """Yield the head of a response, and then the pieces of its body.
 
         Args:
-            scope: of ASGI, as far as it can be sent.
-            body: of the request.
+            scope: ASGI scope, without entries that cannot be serialised.
+            body: body of the request.
         """
         sent: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         received = [{"type": "http.request", "body": body, "more_body": False}]
@@ -112,7 +112,7 @@ class Replica:
             task.cancel()
 
     def check_health(self) -> None:
-        """Raises ClosedError where the model is gone: Ray then starts another replica."""
+        """Raise ClosedError if the model is closed, so that Ray starts another replica."""
         self._llm.tokenizer.encode("")
 
     def __del__(self) -> None:
@@ -120,7 +120,7 @@ class Replica:
 
 
 class Front:
-    """Takes requests, and gives each to the replica of its conversation."""
+    """Sends each request to the replica of its conversation."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas
@@ -150,7 +150,7 @@ class Front:
             try:
                 status, headers = await anext(answer)
                 first = await anext(answer, b"")
-            except RayError as error:  # its replica has died
+            except RayError as error:  # the replica died
                 fault = error
                 continue
             response = StreamingResponse(_pieces(first, answer), status)
@@ -160,7 +160,7 @@ class Front:
 
 
 async def _pieces(first: bytes, answer: Any) -> AsyncIterator[bytes]:
-    """The rest of a body; where it breaks off, so does the connection, for what was sent cannot be taken back."""
+    """Yield the remaining body. On an error the connection is closed, because sent bytes cannot be taken back."""
     try:
         yield first
         async for piece in answer:
@@ -170,9 +170,9 @@ async def _pieces(first: bytes, answer: Any) -> AsyncIterator[bytes]:
 
 
 def conversation_key(body: bytes) -> str:
-    """What requests of one conversation share: messages up to the first of the user, or the beginning of a prompt.
+    """Return a hash of the messages up to the first user message, or of a prompt's start.
 
-    Empty where a request has neither: any replica will do.
+    Requests of one conversation have the same hash. Empty without messages or a prompt, for any replica.
     """
     try:
         given = parse_json(body)
@@ -191,7 +191,7 @@ def conversation_key(body: bytes) -> str:
 
 
 def app(config: Config) -> serve.Application:
-    """The application, for ``serve.run(app(Config(...)))`` and the command ``serve run``."""
+    """Return the application, for ``serve.run(app(Config(...)))`` and the command ``serve run``."""
     replicas = serve.deployment(
         Replica,
         max_ongoing_requests=config.max_requests,
@@ -208,6 +208,6 @@ def app(config: Config) -> serve.Application:
         graceful_shutdown_wait_loop_s=2,
         graceful_shutdown_timeout_s=60,
     )
-    at_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}  # without which there is no cluster
+    at_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}  # a cluster always has a head node
     front = serve.deployment(Front, max_ongoing_requests=1000, ray_actor_options=at_head)
     return front.bind(replicas.bind(config))

@@ -99,7 +99,7 @@ class Hub:
         except (HubError, UsageError):
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            what = f"what answered at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200})"
+            what = f"the server at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200})"
             raise HubError(f"{what}: check the network, and the environment variable HF_ENDPOINT") from error
 
     def _listing(self) -> bytes:
@@ -167,11 +167,11 @@ class Hub:
     def _refused(self, error: BaseException) -> NoReturn:
         errors, repo = self._package.errors, self._repo
         status = getattr(getattr(error, "response", None), "status_code", None)
-        login = "say who you are with 'hf auth login' or the environment variable HF_TOKEN"
+        login = "log in with 'hf auth login' or the environment variable HF_TOKEN"
         if isinstance(error, errors.OfflineModeIsEnabled):
-            text = "the environment variable HF_HUB_OFFLINE forbids to ask the hub: unset it to download"
+            text = "the environment variable HF_HUB_OFFLINE forbids access to the hub: unset it to download"
         elif isinstance(error, errors.GatedRepoError):
-            text = f"{repo} is gated: ask for access on its page on the hub, and then {login}"
+            text = f"{repo} is gated: request access on its page on the hub, and then {login}"
         elif isinstance(error, errors.RepositoryNotFoundError):
             text = f"the hub has no repository {repo}, or it is private: check the name; for a private one {login}"
         elif status in (401, 403):
@@ -181,7 +181,7 @@ class Hub:
         elif status == 429:
             wait = error.response.headers.get("Retry-After", "")  # type: ignore[attr-defined]
             later = f"in {wait} seconds" if wait.isdigit() else "later"
-            text = f"the hub is asked too often (HTTP 429): try again {later}, or {login}"
+            text = f"the hub got too many requests (HTTP 429): try again {later}, or {login}"
         elif status is not None:
             text = f"the hub does not answer for {repo} (HTTP {status}): try again later"
         else:

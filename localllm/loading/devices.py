@@ -86,7 +86,7 @@ def open_devices(
 
 
 def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return the host, and its GPUs as one device that computes each layer on all of them."""
+    """Return the host, and its GPUs as one device that computes each layer on all GPUs."""
     host, *gpus = devices
     if not 2 <= len(gpus) <= MAX_SPLIT_ROWS:
         have = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"

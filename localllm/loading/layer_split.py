@@ -1,6 +1,6 @@
 """Split the layers of a model between devices: a pure function from bytes to ranges of layers.
 
-As in llama.cpp, the last layers go to the GPUs, in the order in which the user named them. The norm and the output
+As in llama.cpp, the last layers go to the GPUs, in the user's order. The norm and the output
 matrix follow the last layer. The first layers and the embedding stay on the host. Thus hidden states move from one
 device to the next only once.
 """

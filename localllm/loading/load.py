@@ -483,7 +483,7 @@ def _plan(
 def _plan_with_block(
     sources: list[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: VisionEncoder | None
 ) -> tuple[list[_ModelSource], list[Planner], Plan]:
-    """Return the result of `_plan` with the MTP block after the last layer, if there is one and it fits in memory."""
+    """Return the result of `_plan` with the MTP block after the last layer, if it exists and fits in memory."""
     blocks = _blocks(sources, devices, options)
     try:
         return [*sources, *blocks], *_plan([*sources, *blocks], devices, options, encoder)

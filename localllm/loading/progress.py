@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Called once with the plan, before a model is loaded.
 LoadPlan = Callable[["Plan"], object]
 
-#: Seconds of compiling after which a terminal shows the notice.
+#: Seconds of compiling before a terminal shows the notice.
 NOTICE_SECONDS = 2.0
 
 

@@ -1,9 +1,9 @@
-"""A type for each tensor, so that a file is of a given size, or as small as a given loss allows.
+"""Choose a type for each tensor to reach a file size, or the smallest file with a given loss.
 
-How much a tensor's precision matters is measured once: the Kullback-Leibler divergence of the model with that tensor
-alone at about three bits from the model as it is.  At other types it is taken to go with the square of the tensor's
-error, and over all tensors to add up.  The bytes then go where each of them lessens the sum most; what really comes
-out is measured in the end.
+The sensitivity of a tensor is measured once: the Kullback-Leibler divergence from the original model if only this
+tensor is quantised to about three bits. For other types, the loss is assumed to be proportional to the square of the
+tensor's error, and losses of tensors are assumed to add up. Bytes are then spent on the tensors that reduce the sum
+most. At the end, the divergence of the result is measured.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from localllm.quantize.imatrix_collection import step_batch
 from localllm.quantize.mixes import fitting, is_quantizable
 from localllm.quantize.run import TensorPlan, TensorWork
 
-#: Types to choose from, and the one at which sensitivity is measured.
+#: Candidate types, and the type that sensitivity is measured with.
 LADDER = (GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.IQ4_XS, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.Q8_0)
 _MEASURED = GGMLType.Q3_K
-#: Values of a tensor whose error is measured at each type.
+#: Values per tensor for measuring the error of each type.
 _SAMPLE = 1 << 17
-#: Tokens of a piece of text, and how many pieces are read in each measurement.
+#: Tokens per piece of text, and number of pieces per measurement.
 CONTEXT, PIECES = 256, 8
-#: How often a choice is corrected by what was measured of it.
+#: Maximum number of corrections after measuring the divergence.
 _ROUNDS = 6
 
-#: Called with the measurements done, and how many there are.
+#: Called with the number of finished measurements and the total number.
 Progress = Callable[[int, int], object]
 
 
@@ -58,14 +58,14 @@ class _Replaced:
 
 
 class _DivergenceMeter:
-    """Measures divergence from a model as it is on pieces of a text, of whose tokens the second halves count."""
+    """Measures divergence from the original model on pieces of text; the second half of each piece counts."""
 
     def __init__(self, file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend) -> None:
         self._file, self._pieces, self._backend = file, pieces, backend
         self._base = self._log_probabilities({})
 
     def divergence(self, tensors: Mapping[str, TensorInfo]) -> float:
-        """The mean Kullback-Leibler divergence of the model with these tensors in place of its own, in nats."""
+        """Return the mean Kullback-Leibler divergence, in nats, of the model with these tensors replaced."""
         found = self._log_probabilities(tensors)
         each = [(np.exp(p) * (p - q)).sum(axis=1).mean() for p, q in zip(self._base, found, strict=True)]
         return max(0.0, float(np.mean(each)))
@@ -88,10 +88,13 @@ class _DivergenceMeter:
 def allot(
     options: Mapping[str, Sequence[TypeOption]], *, n_bytes: float = np.inf, loss: float = 0.0
 ) -> dict[str, TypeOption]:
-    """For each tensor the option with which all take at most ``n_bytes``, or cost no more than ``loss``.
+    """Choose an option for each tensor so that the file has at most ``n_bytes``, or the loss is at most ``loss``.
 
-    Each byte goes where it lessens the loss most: tensors begin at their smallest option and take steps along the
-    lower convex hull of theirs, the best step of all tensors first.
+    Tensors start at their smallest option and take steps along the lower convex hull of their options. Steps that
+    reduce the loss most per byte come first.
+
+    Raises:
+        UsageError: the smallest options take more than ``n_bytes``.
     """
     steps: list[tuple[float, str, TypeOption]] = []
     chosen: dict[str, TypeOption] = {}
@@ -122,7 +125,7 @@ def _gain(a: TypeOption, b: TypeOption) -> float:
 
 @dataclass(frozen=True)
 class TypeChoice:
-    """Types by tensor, and the divergence from the model as it is that was measured with them."""
+    """Types by tensor, and the measured divergence from the original model."""
 
     types: Mapping[str, GGMLType]
     divergence: float
@@ -142,11 +145,11 @@ def choose_types(
     """Choose a type for each tensor that is worth quantising.
 
     Args:
-        file: the model, of floats.
-        pieces: token ids of a text, of the same even number each.
-        n_bytes: of the file to be.
-        divergence: instead, the Kullback-Leibler divergence on the text that it may have, in nats.
-        imatrix, search: what it will be quantised with.
+        file: the model, in float types.
+        pieces: token ids of a text; all pieces have the same even length.
+        n_bytes: maximum bytes of the quantised file.
+        divergence: alternative to ``n_bytes``: maximum Kullback-Leibler divergence on the text, in nats.
+        imatrix, search: options of the quantisation.
     """
     meter = _DivergenceMeter(file, pieces, backend)
     feedbacks: dict[int, Feedback] = {}
@@ -199,7 +202,7 @@ def choose_types(
 
 
 def _sampled(tensor: TensorInfo) -> TensorInfo:
-    """Some rows of a tensor, of each expert's matrix."""
+    """Return some rows of a tensor, from each expert's matrix."""
     every = max(tensor.n_values // _SAMPLE, 1)
     data = tensor.data[..., ::every, :]
     return replace(tensor, data=data, shape=(*data.shape[:-1], tensor.shape[-1]))

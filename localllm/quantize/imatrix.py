@@ -1,14 +1,14 @@
-"""Importance matrices: for each tensor, how much the activations that meet its columns amount to.
+"""Importance matrices: for each tensor, the magnitude of the activations that its columns multiply.
 
-A file has the sums of squared activations and how many were added, of each expert's weights in mixtures.  There are
-two formats: GGUF (tensors ``NAME.in_sum2`` and ``NAME.counts``), and the older one of llama.cpp::
+A file contains sums of squared activations and numbers of activations, for each expert in mixtures of experts. There
+are two formats: GGUF (tensors ``NAME.in_sum2`` and ``NAME.counts``), and the older one of llama.cpp::
 
     i32 n_entries, n_entries × { i32 length, name, i32 n_calls, i32 n_values, f32 values (means times n_calls) }
     i32 n_chunks, i32 length, name of the text                                                      (optional)
 
-GGUF files of ours may also have **Hessians** (``NAME.hessian``): XᵀX [n, n] of the rows X that meet a matrix, from
-which `localllm.quant.encode.Feedback` is made.  Weights that meet the same rows share one: ``imatrix.hessians`` lists
-``NAME=NAME of the one that has it``.  Other programs leave these alone.
+GGUF files written by localllm may also contain **Hessians** (``NAME.hessian``): XᵀX [n, n] of a matrix's input rows
+X, for `localllm.quant.encode.Feedback`. Weights with the same input share a Hessian: ``imatrix.hessians`` lists
+``NAME=NAME of the stored one``. Other programs ignore Hessians.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from localllm.quant.bits import Floats
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 
-#: Tokens of a piece where a file does not say.
+#: Default tokens per piece, for files without the number.
 _CHUNK = 512
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Sums over the rows that the matrices of one tensor multiply."""
+    """Sums over the input rows of one tensor's matrices."""
 
-    sums: NDArray[np.floating]  # of the squares of each column, [n_matrices, n_columns]
-    counts: NDArray[np.number]  # rows that were added up, [n_matrices]
-    # float32 [n_columns, n_columns], XᵀX of the rows of a single matrix, if it was collected
+    sums: NDArray[np.floating]  # sums of squares of each column, [n_matrices, n_columns]
+    counts: NDArray[np.number]  # number of rows, [n_matrices]
+    # float32 [n_columns, n_columns]: XᵀX of the rows of a single matrix; None if it was not collected
     hessian: Floats | None = None
 
     def __add__(self, other: Entry) -> Entry:
@@ -52,18 +52,18 @@ class Entry:
 
     @property
     def means(self) -> Floats:
-        """float32 [n_matrices * n_columns]; 1 for matrices that no row met."""
+        """float32 [n_matrices * n_columns]; 1 for matrices without rows."""
         counts = self.counts[:, None].astype(np.float64)
         return np.where(counts > 0, self.sums / np.maximum(counts, 1), 1).astype(np.float32).ravel()
 
 
 @dataclass(frozen=True)
 class ImportanceMatrix:
-    path: Path | None  # of its file; None of one that was not written
+    path: Path | None  # the file; None if it was not written
     entries: Mapping[str, Entry]  # by tensor
-    datasets: tuple[str, ...] = ()  # the texts it was made with, if the file says
-    n_chunks: int = 0  # how many pieces of those; 0 where the file does not say
-    chunk_size: int = _CHUNK  # tokens of a piece
+    datasets: tuple[str, ...] = ()  # names of the texts, if the file contains them
+    n_chunks: int = 0  # number of pieces; 0 if unknown
+    chunk_size: int = _CHUNK  # tokens per piece
 
     @classmethod
     def read(cls, path: Path) -> ImportanceMatrix:
@@ -80,7 +80,7 @@ class ImportanceMatrix:
         return found
 
     def write(self, path: Path) -> None:
-        """Write a file: GGUF, or the older format where its name ends in ``.dat``."""
+        """Write a file: GGUF, or the older format if its name ends in ``.dat``."""
         if path.suffix == ".dat":
             data = self._in_old_format()
             with NewFile(path, len(data)) as file:
@@ -120,9 +120,9 @@ class ImportanceMatrix:
         return b"".join([*data, struct.pack("<ii", self.n_chunks, len(dataset)), dataset])
 
     def __add__(self, other: ImportanceMatrix) -> ImportanceMatrix:
-        """Both together, as if they had been collected at once."""
+        """Return the sum of both matrices, as if they had been collected together."""
         entries = dict(self.entries)
-        hessians: dict[int, Floats | None] = {}  # by that of one: those that weights share stay one
+        hessians: dict[int, Floats | None] = {}  # sums by id of the first Hessian, so that weights still share them
         for name, entry in other.entries.items():
             mine = entries.get(name)
             if mine is not None and mine.sums.shape != entry.sums.shape:
@@ -135,7 +135,7 @@ class ImportanceMatrix:
         return ImportanceMatrix(None, entries, datasets, self.n_chunks + other.n_chunks, other.chunk_size)
 
     def of(self, name: str, shape: tuple[int, ...]) -> Floats | None:
-        """The importance of a tensor's columns: [n_columns], or [shape[0], n_columns]; None where there is none."""
+        """Return the importance of columns, [n_columns] or [shape[0], n_columns]; None if it was not collected."""
         if name not in self.entries:
             return None
         values = self.entries[name].means
@@ -143,7 +143,7 @@ class ImportanceMatrix:
             return values
         if len(shape) == 3 and values.size == shape[0] * shape[-1]:
             return values.reshape(shape[0], shape[-1])
-        if name == "token_embd.weight":  # as the output it has columns of importance, as an embedding none
+        if name == "token_embd.weight":  # has importance as the output matrix, but not as the embedding
             return None
         raise ModelError(
             f"{self._name} is of another model: {quoted(name)} has {values.size} columns there and "
@@ -155,7 +155,7 @@ class ImportanceMatrix:
         return "the importance matrix" if self.path is None else path_text(self.path)
 
     def check_is_of(self, names: Collection[str]) -> None:
-        """Raise ModelError if it has none of these tensors."""
+        """Raise ModelError if the matrix contains none of these tensors."""
         if not any(name in self.entries for name in names):
             example = quoted(next(iter(self.entries), ""))
             raise ModelError(
@@ -198,7 +198,7 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
 
 
 def _hessian(path: Path, tensors: Mapping[str, TensorInfo], name: str, n: int) -> Floats:
-    """Of a tensor; it is read from the file when it is used."""
+    """Return the Hessian of a tensor, a view of the file."""
     tensor = tensors.get(f"{name}.hessian")
     if tensor is None or tensor.shape != (n, n) or tensor.type is not GGMLType.F32:
         raise _damaged(path, f"{quoted(name)} should have a Hessian of {n} columns")
@@ -234,7 +234,7 @@ def _read_old(path: Path, data: bytes) -> ImportanceMatrix:
         name = take(number()).decode("utf-8", "replace")
         n_calls, n_values = number(), number()
         values = np.frombuffer(take(4 * n_values), "<f4")
-        # What was added up is not kept there: as many calls with these means are the same.
+        # The number of rows is not stored; n_calls chunks with these means give the same result.
         entries[name] = Entry(values.astype(np.float64)[None] * _CHUNK, np.array([max(n_calls, 1) * _CHUNK]))
     if not entries:
         raise _damaged(path, "it is empty, or is another kind of file")

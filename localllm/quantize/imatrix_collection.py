@@ -1,4 +1,4 @@
-"""Collecting importance matrices: a model reads a text, and what its weights multiply is squared and added up."""
+"""Collect importance matrices: run a model on pieces of text, and sum the squared inputs of its weights."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from localllm.models.registry import read_model
 from localllm.quantize.imatrix import Entry, ImportanceMatrix
 from localllm.tokenizer import Tokenizer
 
-#: Tokens of a piece of text that the model reads by itself.
+#: Tokens of an independent piece of text.
 CONTEXT = 512
-#: Tokens that are evaluated at a time: what is watched of them, in all layers, is in memory.
+#: Tokens per step: the watched tensors of all layers for these tokens are in memory.
 _STEP = 128
 
 
 @dataclass(frozen=True)
 class _Product:
-    """Rows that weights multiply, and where they go to experts, to which."""
+    """Rows that weights multiply, and the routing if the weights are experts."""
 
     x: Tensor
     weights: tuple[str, ...]
@@ -35,7 +35,7 @@ class _Product:
 
 
 def _products(graph: Graph) -> Iterator[_Product]:
-    """The products of a graph's layers.  That of the output is left alone, as llama.cpp does: it is kept precise."""
+    """Yield the products of a graph's layers, without the output's: llama.cpp omits it, because it stays precise."""
     for node in graph.nodes:
         operation = node.operation
         if node.layer == "output":
@@ -53,8 +53,8 @@ def _products(graph: Graph) -> Iterator[_Product]:
 
 
 def chunks(tokenizer: Tokenizer, text: str, context: int = CONTEXT) -> list[list[int]]:
-    """The text in pieces of so many tokens; each begins with BOS if the model's texts do.  What is left over is not
-    used.
+    """Return the text in pieces of ``context`` tokens. Pieces start with BOS if the model's prompts do. Remaining
+    tokens are not used.
     """
     ids = tokenizer.encode(text)
     n = len(ids) // context
@@ -66,15 +66,13 @@ def chunks(tokenizer: Tokenizer, text: str, context: int = CONTEXT) -> list[list
 def collect(
     file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend, *, hessians: bool = False
 ) -> Iterator[ImportanceMatrix]:
-    """Collects the activations that a model's weights multiply, on pieces of text, each by itself.  Yields what was
-    collected so far, after each piece.
+    """Collect the inputs of a model's weights on independent pieces of text. Yields the sums after each piece.
 
     Args:
-        file: the model; one that is quantised serves, too.
-        pieces: token ids, of the same number each.
+        file: the model; it may be quantised.
+        pieces: token ids; all pieces have the same length.
         backend: the CPU or the reference.
-        hessians: also XᵀX of the rows X that meet each matrix, but for those of experts: 4 n² bytes of memory for n
-            columns.
+        hessians: also collect XᵀX of each matrix's input rows X, without experts: 4 n² bytes of memory for n columns.
     """
     context = len(pieces[0])
     graph = read_model(file, context).graph
@@ -83,7 +81,7 @@ def collect(
     n_pages, n_tokens = n_cache_pages(graph, context, 1, backend.page_size), min(_STEP, context)
     needed = backend.footprint(graph, n_pages=n_pages, max_tokens=n_tokens, max_outputs=1, n_states=1)
     squares = sum(4 * product.x.width**2 for product in products if hessians and product.routing is None)
-    check_memory(needed.n_bytes + squares, "the model with what is collected")
+    check_memory(needed.n_bytes + squares, "the model with the collected sums")
     step = needed.load(None)
     file.check_unchanged()
     sums: dict[_Product, Entry] = {}
@@ -98,7 +96,7 @@ def collect(
 
 
 def _entry(step: Step, product: _Product, hessians: bool) -> Entry:
-    """The sums of one step, for each expert by itself."""
+    """Return the sums of one step, separately for each expert."""
     x = step.value(product.x)
     rows = np.square(x, dtype=np.float64)
     if product.routing is None:
@@ -113,7 +111,7 @@ def _entry(step: Step, product: _Product, hessians: bool) -> Entry:
 def step_batch(
     piece: Sequence[int], start: int, stop: int, n_pages: tuple[int, ...], page_size: int, *, outputs: bool = False
 ) -> Batch:
-    """The tokens start : stop of a sequence that begins at the first page of the cache, with their logits or none."""
+    """Return a batch of tokens start : stop of a sequence at the first page of the cache, with or without logits."""
     n_blocks = -(-len(piece) // page_size)
     tables: NDArray[np.int32] = np.zeros((len(n_pages), 1, n_blocks), np.int32)
     for table, n in zip(tables, n_pages, strict=True):

@@ -1,8 +1,8 @@
-"""Which type each tensor of a model gets: llama.cpp's choices for the names that files are published under.
+"""Types of a model's tensors: llama.cpp's choices for the usual names of quantised files.
 
-A mix such as Q4_K_M is a type for most tensors and better ones for those that matter more: the output, the values of
-attention, the down projections of the first and last layers.  Rows that do not fill the blocks of their type get a
-type of about the same size with shorter blocks.
+A mix such as Q4_K_M is a type for most tensors and larger types for tensors that matter more: the output, the values
+of attention, the down projections of the first and last layers. If rows do not fill the blocks of a type, the tensor
+gets a type of about the same size with shorter blocks.
 
 Source: llama.cpp, ``src/llama-quant.cpp`` (``llama_tensor_get_type_impl``, ``tensor_type_fallback``).
 """
@@ -22,7 +22,7 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 T = GGMLType
 
-#: The number in ``general.file_type`` and the type of most tensors, by the mix's name.
+#: Number in ``general.file_type`` and type of most tensors, by name of the mix.
 MIXES: dict[str, tuple[int, GGMLType]] = {
     "F32": (0, T.F32), "F16": (1, T.F16), "BF16": (32, T.BF16), "Q8_0": (7, T.Q8_0),
     "Q4_0": (2, T.Q4_0), "Q4_1": (3, T.Q4_1), "Q5_0": (8, T.Q5_0), "Q5_1": (9, T.Q5_1),
@@ -36,7 +36,7 @@ MIXES: dict[str, tuple[int, GGMLType]] = {
 }  # fmt: skip
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}
 
-#: What takes the place of a type whose blocks do not fit the rows.
+#: Replacement for a type whose blocks do not fit the rows.
 _SHORTER = {
     T.IQ1_S: T.IQ4_NL, T.IQ1_M: T.IQ4_NL, T.IQ2_XXS: T.IQ4_NL, T.IQ2_XS: T.IQ4_NL, T.IQ2_S: T.IQ4_NL,
     T.IQ3_XXS: T.IQ4_NL, T.IQ3_S: T.IQ4_NL, T.IQ4_XS: T.IQ4_NL,
@@ -44,10 +44,10 @@ _SHORTER = {
     T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0,
 }  # fmt: skip
 
-#: Types that are of no use without an importance matrix, except for embeddings and the output.
+#: Types that need an importance matrix, except for embeddings and the output.
 _BLIND = {T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S}
 
-#: Parts of the names of tensors that are small, or that suffer more than they save.
+#: Parts of the names of tensors that are small, or that lose more than they save.
 _NEVER = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
     "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "attn_rel_b.weight",
@@ -62,8 +62,8 @@ _LOWEST = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"}
 
 
 def mix_named(name: str) -> str:
-    """The mix that a user means."""
-    numbers = {str(number): mix for mix, (number, _) in MIXES.items()}  # as llama-quantize takes them
+    """Return the mix that a user means. Raises UsageError if there is no such mix."""
+    numbers = {str(number): mix for mix, (number, _) in MIXES.items()}  # llama-quantize accepts them
     found = _ALIASES.get(name.upper(), numbers.get(name, name.upper()))
     if found not in MIXES:
         near = difflib.get_close_matches(found, MIXES, n=1)
@@ -72,7 +72,7 @@ def mix_named(name: str) -> str:
     return found
 
 
-#: What tensors are for, as far as mixes tell that apart.
+#: Roles of tensors that mixes distinguish.
 Role = Enum("Role", "TOKENS OUTPUT QKV KV_B V K Q ATTENTION_OUTPUT UP GATE DOWN OTHER")
 
 _ROLES = {
@@ -92,8 +92,8 @@ def role_of(name: str) -> Role:
 
 
 def is_quantizable(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is ever quantised: a weight of at least two dimensions, and none that is better left alone.
-    ``shape``: as numpy has it.
+    """Return whether a tensor is ever quantised: a weight of at least two dimensions that is not in the exceptions.
+    ``shape``: in numpy's order.
     """
     is_matrix = prod(shape[:-1]) > 1
     kept = name in _NEVER_WHOLE or any(part in name for part in _NEVER)
@@ -101,36 +101,36 @@ def is_quantizable(name: str, shape: Sequence[int]) -> bool:
 
 
 def needs_importance(name: str, type: GGMLType, mix: str) -> bool:
-    """Whether a tensor of this type would be of no use without an importance matrix."""
+    """Return whether a tensor of this type needs an importance matrix."""
     if role_of(name) in (Role.TOKENS, Role.OUTPUT):
         return False
     return type in _BLIND or (type is T.Q2_K and mix == "Q2_K_S")
 
 
 def layer_order(name: str) -> tuple[int, str]:
-    """The order in which tensors are counted and written: by layer, then by name; those of no layer first."""
+    """Return the sort key for counting and writing tensors: by layer, then by name; tensors without a layer first."""
     match = re.match(r"blk\.(\d+)\.", name)
     return (int(match[1]) if match else -1, name)
 
 
 @dataclass
 class Chooser:
-    """Chooses types, tensor after tensor in `layer_order`: how many there were of a role counts."""
+    """Chooses types of tensors in `layer_order`. Choices depend on the number of earlier tensors of a role."""
 
     mix: str  # a name in `MIXES`
-    # architecture, n_layers, n_experts, n_groups: of the model; query heads for each key-value head
+    # architecture, n_layers, n_experts: of the model; n_groups: query heads per key-value head
     architecture: str
     n_layers: int
     n_experts: int
     n_groups: int
-    n_values: int  # tensors for values of attention in the model
-    is_tied: bool  # it has no output tensor, and the embedding of tokens serves
+    n_values: int  # number of value tensors of attention in the model
+    is_tied: bool  # the token embedding is also the output matrix
     has_importance: bool  # there is an importance matrix
-    overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = ()  # patterns of names and types for them
+    overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = ()  # patterns of names, and their types
     _seen: dict[str, int] = field(default_factory=dict)
 
     def wanted_type(self, name: str, shape: Sequence[int], old: GGMLType) -> GGMLType:
-        """The type for a tensor of numpy's ``shape``, now of ``old``, also where its blocks do not fill rows."""
+        """Return the type for a tensor of numpy's ``shape`` with type ``old``. Ignores the block length."""
         _, default = MIXES[self.mix]
         if not is_quantizable(name, shape):
             return old
@@ -169,13 +169,13 @@ class Chooser:
         return default
 
     def _count(self, what: str) -> int:
-        """How many there were before."""
+        """Return the number of earlier calls for ``what``."""
         n = self._seen.get(what, 0)
         self._seen[what] = n + 1
         return n
 
     def _layer(self, what: str, name: str) -> int:
-        """A tensor's layer; in models without experts the number of tensors of its role before it."""
+        """Return a tensor's layer; in models without experts, the number of earlier tensors of its role."""
         n = self._count(what)
         return layer_order(name)[0] if self.n_experts > 1 else n
 
@@ -213,7 +213,8 @@ class Chooser:
         return T.Q8_0 if self.n_experts == 8 else new
 
     def _is_70b(self) -> bool:
-        """Whether llama.cpp calls the model "70B": there eight heads share their values, so they are small."""
+        """Whether llama.cpp classifies the model as "70B": eight heads share their values, which are therefore
+        small."""
         if self.architecture == "llama":
             return self.n_layers == 80 and self.n_groups != 1
         return self.n_layers == {"qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}.get(self.architecture)
@@ -267,12 +268,12 @@ _WITH_BETTER_ATTENTION = frozenset(
 
 
 def _matters_more(layer: int, n: int) -> bool:
-    """The first and the last eighth of the layers, and of those between every third."""
+    """Return whether a layer is in the first or the last eighth of the layers, or every third layer between them."""
     return layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
 
 
 def fitting(type: GGMLType, n: int) -> GGMLType:
-    """``type``, or what takes its place in rows of ``n`` values that do not fill its blocks."""
+    """Return ``type``, or its replacement if rows of ``n`` values do not fill its blocks."""
     if n % BLOCK_SIZES[type].length == 0:
         return type
     shorter = _SHORTER.get(type, type)
@@ -287,7 +288,7 @@ def chooser_for(
     has_importance: bool,
     overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = (),
 ) -> Chooser:
-    """A `Chooser` for the model with these keys and tensors."""
+    """Return a `Chooser` for the model with these keys and tensors."""
 
     def number(key: str, default: int) -> int:
         value = Metadata(metadata, architecture).find(key)

@@ -1,4 +1,4 @@
-"""Quantising a file: what each tensor becomes, and the work itself, a part of a tensor after the other."""
+"""Quantise a file: plan the types of its tensors, then encode and write them part by part."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from localllm.quantize.mixes import (
 )
 from localllm.version import __version__
 
-# Values that a thread decodes and encodes at a time, and those of a tensor whose error is measured.
+# Values that a thread decodes and encodes at a time, and values per tensor for measuring the error.
 _PIECE = 1 << 17
 _SAMPLE = 1 << 17
-# Factors of Hessians in memory at a time.
+# Maximum number of factorised Hessians in memory.
 _KEPT_FEEDBACKS = 3
 _QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
@@ -54,12 +54,12 @@ class SourceTensor(Weight, Protocol):
     @property
     def n_bytes(self) -> int: ...
     def parts(self) -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
-        """Its data in one piece or in several, which follow one another."""
+        """Yield the data in order, in one or several parts."""
         ...
 
 
 class SourceFile(Protocol):
-    """The source: a `GGUFFile`, or a `localllm.convert.Checkpoint`."""
+    """The source: a `GGUFFile` or a `localllm.convert.Checkpoint`."""
 
     @property
     def architecture(self) -> str: ...
@@ -76,11 +76,11 @@ class SourceFile(Protocol):
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The types of a tensor before and after: ``new`` is ``old`` where it is copied."""
+    """The types of a tensor before and after quantisation; ``new`` equals ``old`` for a copied tensor."""
 
     source: SourceTensor
     new: GGMLType
-    wanted: GGMLType | None = None  # the type in whose place ``new`` stands, as its blocks do not fit the rows
+    wanted: GGMLType | None = None  # the type that ``new`` replaces because its blocks do not fit the rows
 
     @property
     def name(self) -> str:
@@ -102,10 +102,10 @@ class TensorPlan:
 @dataclass(frozen=True)
 class TensorResult:
     plan: TensorPlan
-    # the root of the weighted squared error over that of the weighted squares, measured on some hundred thousand
-    # values; with a Hessian, of products with its inputs.  None where it was copied.
+    # root of the weighted squared error divided by the root of the weighted squares, of some hundred thousand values;
+    # with a Hessian, of the products with its inputs.  None for a copied tensor.
     error: float | None
-    n_cleared: int = 0  # values that were not finite and became 0
+    n_cleared: int = 0  # number of values that were not finite and became 0
 
 
 @dataclass(frozen=True)
@@ -113,15 +113,15 @@ class QuantizePlan:
     file: SourceFile
     mix: str  # a name in `MIXES`
     imatrix: ImportanceMatrix | None
-    tensors: Sequence[TensorPlan]  # in the order in which they are written
-    files: Sequence[tuple[Path, Sequence[TensorPlan]]]  # the output files, and the names of the tensors in each
-    # tensors that cannot be quantised without an importance matrix and have none
+    tensors: Sequence[TensorPlan]  # in writing order
+    files: Sequence[tuple[Path, Sequence[TensorPlan]]]  # output files, and the tensors of each file
+    # tensors whose type needs an importance matrix, but that lack one
     missing_importance: Sequence[TensorPlan]
-    search: bool = False  # look for the best scales where there is no importance, too
+    search: bool = False  # search for the best scales also without importance
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all tensors, quantised."""
+        """Bytes of all tensors after quantisation."""
         return sum(tensor.spec.n_bytes for tensor in self.tensors)
 
 
@@ -141,14 +141,14 @@ def plan(
 
     Args:
         file: an open model.
-        target: the file to be written; with ``keep_split`` its name is the beginning of theirs.
-        mix: a name in `MIXES`, in any case; None keeps every tensor as it is, but for ``types``.
-        types: by tensor.
+        target: the file to write; with ``keep_split``, the start of the files' names.
+        mix: a name in `MIXES`, case-insensitive; None keeps the types of all tensors that are not in ``types``.
+        types: types by tensor.
         imatrix: importance of columns.
-        overrides: regular expressions, and the type for tensors whose names have a match; the first one counts.
-        keep_split: write as many files as the model has.
-        allow_requantize: take tensors that are quantised already, at a loss.
-        search: as `localllm.quant.encode.quantize` takes it.
+        overrides: regular expressions, and types of tensors with matching names. The first match counts.
+        keep_split: write as many files as the source has.
+        allow_requantize: accept tensors that are already quantised, with a further loss.
+        search: see `localllm.quant.encode.quantize`.
     """
     names = sorted(file.tensors, key=layer_order)
     if imatrix is not None:
@@ -178,7 +178,7 @@ def _fitted(source: SourceTensor, wanted: GGMLType) -> TensorPlan:
 
 
 def _mix_of(tensors: Sequence[TensorPlan]) -> str:
-    """The mix for the type of most bytes of what `mixes` would quantise; F32 where it has none."""
+    """Return the mix of the type with the most bytes of quantisable tensors; F32 if there are no such tensors."""
     n_bytes: Counter[GGMLType] = Counter()
     for tensor in tensors:
         if is_quantizable(tensor.name, tensor.source.shape):
@@ -219,7 +219,7 @@ def _files(
 
 
 def _numbered(target: Path, parts: Sequence[Sequence[TensorPlan]]) -> list[tuple[Path, Sequence[TensorPlan]]]:
-    """The files of a split model, whose names llama.cpp has so."""
+    """Return the files of a split model with llama.cpp's names."""
     stem = re.sub(r"(-\d{5}-of-\d{5})?(\.gguf)?$", "", target.name)
     names = [f"{stem}-{number:05d}-of-{len(parts):05d}.gguf" for number in range(1, len(parts) + 1)]
     return [(target.with_name(name), part) for name, part in zip(names, parts, strict=True)]
@@ -228,9 +228,9 @@ def _numbered(target: Path, parts: Sequence[Sequence[TensorPlan]]) -> list[tuple
 def split_files(
     tensors: Sequence[TensorPlan], target: Path, max_tensors: int, max_bytes: int | None = None
 ) -> list[tuple[Path, Sequence[TensorPlan]]]:
-    """Files of at most ``max_bytes`` of tensors, but for a tensor that is larger; without it of ``max_tensors``.
+    """Return files of at most ``max_bytes`` of tensors, or one larger tensor; by default of ``max_tensors`` tensors.
 
-    Their names begin as that of ``target``.
+    Their names start with the name of ``target``.
     """
     parts: list[list[TensorPlan]] = [[]]
     n_bytes = 0
@@ -251,12 +251,14 @@ def run(
     progress: Callable[[TensorPlan, int, int], object] | None = None,
     threads: int | None = None,
 ) -> Iterator[TensorResult]:
-    """Write the files of a plan; yields each tensor when it was written.
+    """Write the files of a plan. Yields each tensor after writing it.
 
-    After Ctrl-C or a kill, the same call goes on where that one stopped; tensors that were written are not yielded.
+    After Ctrl-C or a kill, the same call continues there and does not yield tensors that are already written.
 
-    ``allow_nan``: make values that are not finite 0, instead of refusing them; ``progress``: called with the tensor
-    at hand, and the bytes of the source that are done and that there are; ``threads``: by default one a processor.
+    Args:
+        allow_nan: set values that are not finite to 0 instead of raising ModelError.
+        progress: called with the current tensor, the bytes of the source that are done, and all its bytes.
+        threads: number of threads; one per processor by default.
     """
     if plan.missing_importance:
         first = plan.missing_importance[0]
@@ -269,7 +271,7 @@ def run(
         check_is_new(path, plan.file.paths)
     total = sum(tensor.source.n_bytes for tensor in plan.tensors)
     done, feedbacks = 0, dict[int, Feedback]()
-    with ExitStack() as files:  # which get their names together, at its end
+    with ExitStack() as files:  # all files get their names together at the end
         origin = _origin(plan, allow_nan)
         writers = [
             GGUFWriter(path, _metadata(plan, number), [tensor.spec for tensor in tensors], origin)
@@ -293,7 +295,7 @@ def run(
 
 
 def _origin(plan: QuantizePlan, allow_nan: bool) -> str:
-    """A hash of all that the bytes of a plan's tensors depend on; empty where a part of it has no stable name."""
+    """Return the inputs and options that the tensors' bytes depend on; empty if the importance matrix has no file."""
     inputs = [*plan.file.paths]
     if plan.imatrix is not None:
         if plan.imatrix.path is None or not plan.imatrix.path.exists():
@@ -305,7 +307,7 @@ def _origin(plan: QuantizePlan, allow_nan: bool) -> str:
 
 
 def _metadata(plan: QuantizePlan, number: int) -> dict[str, bytes]:
-    """The keys of an output file: those of the input, and what llama.cpp's quantiser adds."""
+    """Return the keys of an output file: keys of the input, and the keys that llama.cpp's quantiser adds."""
     source = plan.file.metadata
     split = {
         "split.no": encode_value(number, ValueType.UINT16),
@@ -333,7 +335,7 @@ def _metadata(plan: QuantizePlan, number: int) -> dict[str, bytes]:
 
 
 class _Piece(NamedTuple):
-    """Encoded rows; of some of them the squared error and the squares, and values of all that were not finite."""
+    """Encoded rows, squared error and squares of a sample, and the number of values that were not finite."""
 
     data: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     error: float = 0.0
@@ -344,7 +346,7 @@ class _Piece(NamedTuple):
 class TensorWork:
     """Encodes a tensor in threads, some rows at a time, and measures the error.
 
-    ``feedbacks``: made of Hessians so far, by their ids; those of one file share a dictionary.
+    ``feedbacks``: `Feedback` by the id of its Hessian, shared by the tensors of one file.
     """
 
     def __init__(
@@ -357,7 +359,7 @@ class TensorWork:
         search: bool,
     ) -> None:
         self.tensor = tensor
-        self.n_cleared = 0  # values that were not finite
+        self.n_cleared = 0  # number of values that were not finite
         self._importance: Floats | None = None
         self._hessian: Floats | None = None
         if imatrix is not None and not tensor.is_copied:
@@ -371,7 +373,7 @@ class TensorWork:
         self._error = self._whole = 0.0
 
     def _feedback_of(self, hessian: Floats, feedbacks: dict[int, Feedback]) -> Feedback:
-        """Made once for weights that share inputs, which are near each other in a file."""
+        """Return the feedback of a Hessian. Cached for weights with the same input, which are close in a file."""
         if id(hessian) not in feedbacks:
             if len(feedbacks) == _KEPT_FEEDBACKS:
                 del feedbacks[next(iter(feedbacks))]
@@ -382,7 +384,7 @@ class TensorWork:
         return feedbacks[id(hessian)]
 
     def pieces(self) -> Iterator[tuple[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
-        """The encoded bytes, rows after rows, each with the bytes of the source that are done after it."""
+        """Yield the bytes of the source that are done, and the next encoded rows."""
         source = self.tensor.source
         n = source.shape[-1] if source.shape else 1
         per_expert = self._importance is not None and self._importance.ndim == 2
@@ -396,7 +398,7 @@ class TensorWork:
             return rows.nbytes, self._encode(rows, weights, slice(-first % every, None, every))
 
         done = 0
-        for data in source.parts():  # of a checkpoint, read now
+        for data in source.parts():  # a checkpoint reads the data here
             data = data.reshape(groups, -1, data.shape[-1] if data.ndim else 1)
             places = [(data, group, first) for group in range(groups) for first in range(0, data.shape[1], step)]
             for n_bytes, piece in map(encode, places) if len(places) < 2 else in_order(encode, places, self._threads):
@@ -409,12 +411,12 @@ class TensorWork:
     def _encode(
         self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], weights: Floats | None, sample: slice
     ) -> _Piece:
-        """Encodes rows and measures the error of the ``sample`` of them."""
+        """Encode rows, and measure the error of a ``sample``."""
         old, new = self.tensor.old, self.tensor.new
         if self.tensor.is_copied and old not in _FLOATS:
             return _Piece(rows)
         values, n_cleared = dequantize(rows, old), 0
-        if not -np.inf < values.min() <= values.max() < np.inf:  # NaN is neither
+        if not -np.inf < values.min() <= values.max() < np.inf:  # also True for NaN
             values, n_cleared = self._cleared(values)
         if self.tensor.is_copied and not n_cleared:
             return _Piece(rows)
@@ -427,7 +429,7 @@ class TensorWork:
         return _Piece(encoded, lost, self._square(was, weights), n_cleared)
 
     def _cleared(self, values: Floats) -> tuple[Floats, int]:
-        """Values with 0 for those that are not finite, and how many of them there are."""
+        """Return values with 0 in place of NaN and infinity, and the number of replaced values."""
         finite = np.isfinite(values)
         if not (self._allow_nan or finite.all()):
             raise ModelError(
@@ -438,7 +440,7 @@ class TensorWork:
         return values, int((~finite).sum())
 
     def _square(self, rows: Floats, weights: Floats | None) -> float:
-        """The sum of the squares of rows, weighted; with a Hessian, of their products with its inputs."""
+        """Return the weighted sum of squares of rows; with a Hessian, of their products with its inputs."""
         if self._hessian is not None:
             return float(((rows @ self._hessian) * rows).sum(dtype=np.float64))
         return float((rows.astype(np.float64) ** 2 * (1.0 if weights is None else weights)).sum())

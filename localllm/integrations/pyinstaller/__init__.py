@@ -1,4 +1,4 @@
-"""Hooks for PyInstaller, which finds ``hook-localllm.py`` by the entry point ``pyinstaller40``."""
+"""Hooks for PyInstaller, which finds ``hook-localllm.py`` with the entry point ``pyinstaller40``."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def hook_folders() -> list[str]:
-    """The folder with the hook."""
+    """Return the folder of the hook."""
     return [os.path.dirname(__file__)]

@@ -1,4 +1,4 @@
-"""PyInstaller's hook: modules that are imported by name, and the sources that kernels are compiled from."""
+"""PyInstaller's hook: modules that are imported by name, and the source files that kernels are compiled from."""
 
 from importlib.util import find_spec
 
@@ -10,5 +10,5 @@ datas = collect_data_files("localllm") + copy_metadata("llguidance")
 
 module_collection_mode = "py"  # as files, with their sources
 numba = find_spec("numba")
-if numba is not None and numba.submodule_search_locations:  # kernels that are kept belong to a version of it
+if numba is not None and numba.submodule_search_locations:  # cached kernels depend on numba's version
     datas += [(f"{numba.submodule_search_locations[0]}/_version.py", "numba")]

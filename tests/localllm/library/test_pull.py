@@ -285,8 +285,8 @@ def test_two_downloads_of_one_file_are_one_too_many(hub: HubServer) -> None:
 @pytest.mark.parametrize(
     ("refusal", "refuses_files", "message"),
     [
-        ((401, "GatedRepo"), True, "org/repo is gated: ask for access on its page"),
-        ((403, "GatedRepo"), True, "org/repo is gated: ask for access on its page"),
+        ((401, "GatedRepo"), True, "org/repo is gated: request access on its page"),
+        ((403, "GatedRepo"), True, "org/repo is gated: request access on its page"),
         ((401, "RepoNotFound"), False, "the hub has no repository org/repo, or it is private: check the name"),
         ((404, "RepoNotFound"), False, "the hub has no repository org/repo, or it is private: check the name"),
         ((403, ""), False, r"the hub refuses access to org/repo \(HTTP 403\)"),
@@ -314,7 +314,7 @@ def test_no_repository_no_files_no_hub(hub: HubServer, monkeypatch: pytest.Monke
     with pytest.raises(UsageError, match="org/repo has no GGUF file"):
         pull("org/repo")
     hub.listings["org/page"] = b"<html>Log in to this network</html>"
-    with pytest.raises(HubError, match=r"what answered at http://127\.0\.0\.1:\d+ is not a hub"):
+    with pytest.raises(HubError, match=r"the server at http://127\.0\.0\.1:\d+ is not a hub"):
         pull("org/page")
     hub.listings["org/list"] = b"[]"
     with pytest.raises(HubError, match="is not a hub"):
@@ -413,7 +413,7 @@ def test_a_busy_hub_is_asked_again_when_it_says(hub: HubServer, monkeypatch: pyt
 
 def test_a_hub_that_is_busy_for_long_is_told(hub: HubServer) -> None:
     hub.repos["org/repo"] = Repo({"a.gguf": small_gguf()}, busy={""}, wait="3600")
-    with pytest.raises(HubError, match=r"asked too often \(HTTP 429\): try again in 3600 seconds"):
+    with pytest.raises(HubError, match=r"too many requests \(HTTP 429\): try again in 3600 seconds"):
         pull("org/repo")
     assert hub.requests == []
 
