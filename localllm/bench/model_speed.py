@@ -1,7 +1,7 @@
 """Measure the speed of a model, alternating with measurements of the machine's limits.
 
-**Tests.** ``pp`` is the evaluation of a prompt, ``tg`` the sequential generation of tokens. Both are measured as a user
-of the library sees them, including sampling. The depth is the number of tokens before the test.
+**Tests.** ``pp`` is the evaluation of a prompt, ``tg`` the sequential generation of tokens. Both are measured as in
+a program that uses the library, including sampling. The depth is the number of tokens before the test.
 
 **Ceilings.** Generating a token needs all weights, and the keys and values of all tokens before it: bytes to read.
 The ceiling is a plain streaming read of the same bytes; on a GPU, a copy in its memory, whose bytes count twice.

@@ -48,7 +48,7 @@ _NAMES = (
 )
 
 #: Settings that change nothing in the converted file, with any value: of training, memory, generation, other
-#: programs, of biases and norms that the tensors show, and of images and sounds (`localllm.convert.mmproj`).
+#: programs, of biases and norms that the tensors show, and of images and audio (`localllm.convert.mmproj`).
 _IRRELEVANT_NAMES = """
     adapt add_bias_linear add_classification_head add_qkv_bias allow_global_per_layer_attribute_access architectures
     attention_bias attention_out_bias attention_softmax_in_fp32 attn_bias attn_impl attn_implementation

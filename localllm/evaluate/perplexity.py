@@ -212,7 +212,7 @@ def _check_context(llm: LLM, context: int) -> None:
 
 
 def _evaluated(llm: LLM, tokens: NDArray[np.int32], compute: Callable[[int, Floats], _Result]) -> Iterator[_Result]:
-    """Call a function with the index and the logits [rows_of_chunk, n_vocab] of each chunk; yield results in order."""
+    """Call a function with the index and logits [rows_of_chunk, n_vocab] of each chunk. Yields results in order."""
     n_rows = rows_of_chunk(tokens.shape[1])
 
     def work(chunk: int) -> _Result:

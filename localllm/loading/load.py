@@ -571,14 +571,14 @@ def _plan_warnings(planner: Planner, placement: Placement, options: LoadOptions)
             f"the GPU has room for {left} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
             "smaller context or quantisation leaves more room, and "
         )
-        notices.append(Notice(before, Argument("n_gpu_layers", config.n_layers - n), " says that it is meant so"))
+        notices.append(Notice(before, Argument("n_gpu_layers", config.n_layers - n), " silences this warning"))
     if placement.pool and options.max_memory is None:
         before = (
             f"{name} is larger than memory: {placement.experts_in_file / 1e9:.2f} GB of experts stay in the file, "
             f"{placement.pool / 1e9:.2f} GB of them are in memory at a time, and the disk decides how fast it is; "
         )
         advice = f"{memory_advice()} or choose a smaller quantisation, and "
-        notices.append(Notice(before, advice, Argument("max_memory"), " says that it is meant so"))
+        notices.append(Notice(before, advice, Argument("max_memory"), " silences this warning"))
     return tuple(notices)
 
 
@@ -591,7 +591,7 @@ def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple
     names = ", ".join(weight.name for weight in larger[:3]) + (", …" if len(larger) > 3 else "")
     before = sum(planned[weight.name, weight.layer].n_bytes for weight in larger)
     text = (
-        f"{len(larger)} of the tensors of {name} ({names}) have scales outside the range of float16, the scale of "
+        f"{len(larger)} of the tensors of {name} ({names}) have scales outside the range of float16, the scales' type of "
         f"{larger[0].file_type} in memory: they are stored as {larger[0].kernel_type}, take "
         f"{sum(w.n_bytes for w in larger) / 1e9:.2f} GB instead of {before / 1e9:.2f} GB, and are slower to compute "
         "with"

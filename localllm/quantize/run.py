@@ -257,7 +257,7 @@ def run(
 
     Args:
         allow_nan: set values that are not finite to 0 instead of raising ModelError.
-        progress: called with the current tensor, the bytes of the source that are done, and all its bytes.
+        progress: called with the current tensor, the finished bytes and the total bytes of the source.
         threads: number of threads; one per processor by default.
     """
     if plan.missing_importance:

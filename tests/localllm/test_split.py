@@ -253,7 +253,7 @@ def test_a_plan_that_leaves_something_to_be_desired(
     outcome = run_main(capfdbinary, "inspect", path, "--plan")
     assert outcome.code == 0
     assert "warning: the GPU has room for no layer" in outcome.err
-    assert "and -ngl 0 says that it is meant so" in outcome.err
+    assert "and -ngl 0 silences this warning" in outcome.err
     outcome = run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 1)
     assert (outcome.code, outcome.out) == (1, "")
     assert "1 layers on GPUs need" in outcome.error()

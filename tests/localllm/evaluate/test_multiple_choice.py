@@ -72,8 +72,8 @@ def test_questions_are_read_from_lines(tmp_path: Path) -> None:
     [
         ("{", "line 2 is not valid JSON"),
         ("[1]", "line 2 is not a JSON object"),
-        ('{"choices": ["b", "c"], "answer": 1}', "line 2: prompt is None, but must be a text"),
-        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "line 2: choices is .* two texts or more"),
+        ('{"choices": ["b", "c"], "answer": 1}', "line 2: prompt is None, but must be a string"),
+        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "line 2: choices is .* at least two strings"),
         ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "line 2: choices is "),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "line 2: answer is 2, but must be a position"),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": "b"}', "line 2: answer is 'b'"),

@@ -181,9 +181,7 @@ def test_what_is_asked_of_gpus_that_are_not_there() -> None:
         plan(room("cpu", 0), n_gpu_layers=3)
     [share] = plan(room("cpu", 0), n_gpu_layers=0)
     assert share.layers == range(10)
-    with pytest.raises(
-        UsageError, match="tensor_split is '3,1', but needs a number for each GPU, of which there is 1"
-    ):
+    with pytest.raises(UsageError, match="tensor_split is '3,1', but needs one number for each GPU, and there is 1"):
         plan(room("cpu", 0), [room("cuda:0", 50)], tensor_split=[3, 1])
     with pytest.raises(UsageError, match="tensor_split is '1', but no GPU was chosen"):
         plan(room("cpu", 0), tensor_split=[1.0])
