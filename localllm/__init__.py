@@ -1,4 +1,4 @@
-"""Run large language models (GGUF files) on your own computer, in Python alone.
+"""Run large language models (GGUF files) on your own computer, in pure Python.
 
     import localllm
 
@@ -9,36 +9,35 @@
         print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
         print(llm.info)  # what runs where, and how many bytes it takes
 
-help() of each of these names says more:
+help() describes these names:
 
-    load              loads a model file, or one that was pulled from the hub
+    load              loads a model file, or a model downloaded from the hub
     LLM               a loaded model: generate, chat, stream, score, tokenize, ...
-    Options           keywords of generate and its kin: max_tokens, stop, ...
+    Options           keywords of generate, chat and stream: max_tokens, stop, ...
     Sampling          how the next token is chosen: temperature, top_k, seed, ...
-    Completion        a text that a model wrote
-    Stream, Chunk     the same while it is written
-    Usage, Timings, Drafts          its counts of tokens, seconds and drafts
-    Choice, Score     how likely a token is, and a continuation
-    ModelInfo         what LLM.info knows of a model
-    Tokenizer, ChatTemplate, GGUFFile    the parts that LLM is made of
+    Completion        generated text
+    Stream, Chunk     generated text as an iterator
+    Usage, Timings, Drafts          counts of tokens, seconds and drafts
+    Choice, Score     log-probabilities of a token, and of a continuation
+    ModelInfo         facts about a model, in LLM.info
+    Tokenizer, ChatTemplate, GGUFFile    components of LLM
 
-Every failure is a LocalLLMError that says what to do; an unknown keyword is a TypeError.
+Failures raise a LocalLLMError whose message states the remedy.  An unknown keyword is a TypeError.
 
-    GGUFError         the file is damaged, or not a GGUF; of its kind is
-    ModelNotFoundError               there is no such file (a FileNotFoundError)
+    GGUFError         the file is damaged, or not a GGUF; its subclass is
+    ModelNotFoundError               the file does not exist (a FileNotFoundError)
     ModelError, UnsupportedArchitectureError, TokenizerError, TemplateError
-                      the file holds no model that localllm runs, or a broken one
+                      the file's model is not supported, or broken
     UsageError        an argument is out of range (a ValueError)
     GrammarError                     a JSON schema or grammar cannot be used (a ValueError)
     ContextLengthError               the prompt is too long (a ValueError)
     NotEnoughMemoryError, DeviceMemoryError    it does not fit (a MemoryError)
     DeviceError, DeviceLostError, KernelError  a device cannot be used, or failed
-    ExpertReadError   experts that stay in the model's file could not be read
+    ExpertReadError   experts in the model's file could not be read
     ClosedError, QueueFullError      the model was closed; too many requests wait
     HubError, OutputError, PromptCacheError, SettingsError, StoreError    files and downloads
 
-Programs written for llama-cpp-python: localllm.compat.  Names are loaded when they are first used: the import
-itself costs nothing.
+localllm.compat runs programs written for llama-cpp-python.  Names are loaded at the first use, so the import is fast.
 """
 
 import atexit as _atexit
@@ -47,12 +46,12 @@ import sys as _sys
 
 from localllm.version import __version__ as __version__
 
-# In a checkout kernels/, models/, quant/ and tui/ stand beside this folder, which has symlinks to them.  On Windows
-# git may write these as small files: then the folders themselves are looked through.
+# In a checkout kernels/, models/, quant/ and tui/ are next to this folder, which contains symlinks to them.  On
+# Windows git may write the symlinks as small files; the real folders are then added to the search path.
 if _os.path.isfile(_os.path.join(__path__[0], "kernels")):
     __path__.append(_os.path.dirname(__path__[0]))
 
-# Type checkers take it for true.  What `typing` has of that name would take longer to import than all else here.
+# Type checkers assume that this is true.  Importing `typing` for it would take longer than the rest of this module.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ if TYPE_CHECKING:
     from localllm.tokenizer import Tokenizer as Tokenizer
 
 
-#: The module that each public name comes from.  There is no __all__: help() would print every class in full.
+#: Module of each public name.  __all__ is not defined, because help() would then print every class in full.
 _HOMES = {
     name: home
     for home, names in (
@@ -126,7 +125,7 @@ _HOMES = {
 
 @_atexit.register
 def _end() -> None:
-    """Registered with the import: what a program registers later is called earlier, and can still use its models."""
+    """Registered at the import.  Functions that a program registers later run earlier, and can still use models."""
     if (process := _sys.modules.get("localllm.kernels.process")) is not None:
         process.end()
 
@@ -137,11 +136,11 @@ def __getattr__(name: str) -> object:
         from localllm.options.foreign_names import THEIR_NAMES, no_attribute
 
         raise no_attribute("module 'localllm'", name, THEIR_NAMES)
-    # Imported here, so that it is not among the package's names.
+    # Imported here, so that it is not a name of the package.
     from importlib import import_module
 
     value = getattr(import_module(f"localllm.{home}"), name)
-    globals()[name] = value  # so that it is looked up once
+    globals()[name] = value  # so that it is resolved only once
     return value
 
 

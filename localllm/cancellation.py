@@ -1,4 +1,4 @@
-"""Ends long work in Python, such as rendering a chat, when whoever asked for it has gone."""
+"""Cancels long work in Python, such as rendering a chat, when its caller no longer needs the result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _is_cancelled: ContextVar[Callable[[], bool] | None] = ContextVar("is_cancelled"
 
 
 class CancelledError(BaseException):
-    """Nobody waits for this work any more: not an `Exception`, so that nothing takes it for a failure of the work."""
+    """The work was cancelled.  Not an `Exception`, so that handlers of failures do not catch it."""
 
 
 @contextmanager
 def cancellable(is_cancelled: Callable[[], bool]) -> Iterator[None]:
-    """Lets `check_cancelled` end the work in this block, which is done in one thread."""
+    """Enables `check_cancelled` in this block and thread: it raises when ``is_cancelled`` returns True."""
     token = _is_cancelled.set(is_cancelled)
     try:
         yield
@@ -24,7 +24,7 @@ def cancellable(is_cancelled: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Called now and then by what may take long."""
+    """Raises `CancelledError` if the work was cancelled.  Long work calls this regularly."""
     is_cancelled = _is_cancelled.get()
     if is_cancelled is not None and is_cancelled():
         raise CancelledError

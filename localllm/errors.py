@@ -1,4 +1,4 @@
-"""Every failure a user can meet is one of these: one clear sentence that says what to do about it."""
+"""Errors that users see.  The message of an error is one sentence that also states the remedy."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
-#: Characters of a value from a file that an error text shows.
+#: Maximum number of characters of a file's value in an error message.
 _MAX_QUOTED = 60
-#: How the paths of localllm's own modules begin.
+#: Start of the paths of localllm's modules.
 _HERE = os.path.join(os.path.dirname(__file__), "")
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _MAX_QUOTED
 
 
 def quoted(value: object) -> str:
-    """A value that a file gave, for an error text: on one line, escaped, and at most 60 characters long."""
-    text = _short.repr(value).replace("\n", " ")  # of an array; a text's are escaped
+    """Return a value from a file for an error message: on one line, escaped, at most 60 characters."""
+    text = _short.repr(value).replace("\n", " ")  # line breaks of an array; those in a string are escaped
     return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 1] + "…"
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """A path for an error text: whole, with escapes for what cannot be printed or is not UTF-8."""
+    """Return a complete path for an error message.  Unprintable characters and invalid UTF-8 are escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in os.fspath(path))
 
 
 def shown(value: object) -> str:
-    """A value that was given, for an error text."""
+    """Return an argument's value for an error message."""
     try:
         return f"{value!r:.80}"
-    except ValueError:  # a number with thousands of digits, which Python does not print
+    except ValueError:  # Python does not print numbers with thousands of digits
         return "a number of very many digits"
 
 
 class Argument(NamedTuple):
-    """An argument of the library in the text of an error, which each front end calls by a name of its own.
+    """The name of a library argument in an error message.  Front ends replace it by their own name for the argument.
 
-    Its text is the library's: ``context``, or with a value ``context=4096``.
+    As a string it is the library's name: ``context``, or with a value ``context=4096``.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Argument(NamedTuple):
         return self.name if self.value is ... else f"{self.name}={shown(self.value)}"
 
 
-#: What to do where no GPU serves.
+#: The remedy if no GPU can be used.
 ON_CPU = Argument("device", "cpu")
 
 
 class _Sentence:
-    """A text in parts, some of which are arguments."""
+    """A message that consists of strings and arguments."""
 
     args: tuple[Any, ...]
 
@@ -62,16 +62,16 @@ class _Sentence:
         return self.worded(str)
 
     def worded(self, word: Callable[[Argument], str]) -> str:
-        """The text with what ``word`` calls each argument."""
+        """Return the message with each argument's name replaced by ``word(argument)``."""
         return "".join(word(part) if isinstance(part, Argument) else str(part) for part in self.args)
 
 
 class Notice(_Sentence, UserWarning):
-    """A warning whose text names arguments."""
+    """A warning whose message contains arguments."""
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
-    """Warns of the line outside localllm that called it, however deep in localllm we are."""
+    """Issues a warning for the nearest line of the call stack outside localllm."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         frame, level = frame.f_back, level + 1
@@ -79,16 +79,16 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
 
 
 class LocalLLMError(_Sentence, Exception):
-    """The root of all errors that localllm raises on purpose; made of the parts of its text."""
+    """Base class of all errors that localllm raises on purpose.  Its arguments are the parts of the message."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle, by which other processes are told: not all are made of the parts of their text alone."""
+        """Support pickle, which sends errors to other processes; some subclasses have other constructor arguments."""
         return _unpickled, (type(self), self.args, self.__dict__)
 
 
 def _unpickled(kind: type[LocalLLMError], parts: tuple[Any, ...], fields: dict[str, Any]) -> LocalLLMError:
     base: Any = kind
-    while base.__module__ != "builtins":  # that of Python's own exceptions which makes objects of this kind
+    while base.__module__ != "builtins":  # find the built-in exception that creates these objects
         base = base.__base__
     error: LocalLLMError = base.__new__(kind)
     error.args = parts
@@ -97,80 +97,80 @@ def _unpickled(kind: type[LocalLLMError], parts: tuple[Any, ...], fields: dict[s
 
 
 class GGUFError(LocalLLMError):
-    """A GGUF file that cannot be believed.  The text names the file, the place in it and the defect."""
+    """A GGUF file is invalid.  The message states the file, the position in the file and the defect."""
 
 
 class ModelError(LocalLLMError):
-    """A model whose hyper-parameters or tensors do not fit together."""
+    """The hyperparameters or tensors of a model contradict each other."""
 
 
 class UnsupportedArchitectureError(ModelError):
-    """``general.architecture`` names a model family that localllm does not have."""
+    """``general.architecture`` names a model family that localllm does not support."""
 
 
 class TokenizerError(LocalLLMError):
-    """The vocabulary in the file is broken, or a text or id cannot be translated with it."""
+    """The file's vocabulary is broken, or it cannot convert a text or token id."""
 
 
 class TemplateError(LocalLLMError, ValueError):
-    """The chat template is missing, not valid, or ran past its bounds; or messages are malformed or refused."""
+    """The chat template is missing, invalid or exceeds its limits, or messages are malformed or rejected."""
 
 
 class UsageError(LocalLLMError, ValueError):
-    """An argument out of range, or arguments that contradict each other."""
+    """An argument is out of range, or arguments contradict each other."""
 
     @classmethod
     def of(cls, name: str, value: object, rule: str) -> Self:
-        """The error of an argument that ``rule`` does not allow."""
+        """Return the error of an argument whose value violates ``rule``."""
         return cls(Argument(name), f" is {shown(value)}, but must be {rule}")
 
     @property
     def argument(self) -> str | None:
-        """The name of the argument that the text begins with, if it does."""
+        """The name of the argument at the start of the message; None if the message starts with text."""
         return self.args[0].name if self.args and isinstance(self.args[0], Argument) else None
 
 
 class GrammarError(UsageError):
-    """A JSON schema, regular expression or grammar that cannot be read or satisfied."""
+    """A JSON schema, regular expression or grammar cannot be parsed or satisfied."""
 
 
 class QueueFullError(LocalLLMError):
-    """More requests wait for the model already than it accepts."""
+    """The model's queue of requests is full."""
 
 
 class SettingsError(LocalLLMError):
-    """The settings file cannot be read, or has what it cannot have; says where, and what it can."""
+    """The settings file cannot be read or has an invalid entry.  The message states the line and the valid values."""
 
 
 class OutputError(LocalLLMError):
-    """A file cannot be written: its place is taken or not writable, the disk is full, or no program would load it."""
+    """A file cannot be written: it exists or is not writable, the disk is full, or no program could load it."""
 
 
 class ModelNotFoundError(GGUFError, FileNotFoundError):
-    """A model was named that is not on this machine; says how to get it."""
+    """The named model is not on this machine.  The message explains how to download it."""
 
 
 class HubError(LocalLLMError):
-    """A model cannot be fetched from the hub: no such repository, no access, no network, no room, or a bad file."""
+    """A download from the hub failed: unknown repository, no access, no network, disk full, or a damaged file."""
 
 
 class ContextLengthError(LocalLLMError, ValueError):
-    """A prompt too long for the context.
+    """A prompt is too long for the context.
 
     Attributes:
         n_tokens: tokens in the prompt.
         context: tokens that fit.
-        truncated: whether what may be left out of it was.
+        truncated: whether the prompt is too long even after truncation.
     """
 
     def __init__(self, n_tokens: int, context: int, *other: str | Argument, truncated: bool = False) -> None:
-        """``other`` is what can be done beside shortening the prompt and a larger context."""
+        """Create the error.  ``other``: further remedies, next to a shorter prompt and a larger context."""
         what, shorten = "the prompt has", "it"
         if truncated:
             what, shorten = "the last message alone makes a prompt of", "it or the system's"
         ways = f"shorten {shorten}{',' if other else ', or'} give a larger "
         end = (", or ", *other) if other else ()
-        # Programs know by llama.cpp's words, "exceeds the available context size", that they have to shorten it.
+        # Programs recognize llama.cpp's words "exceeds the available context size", and then shorten the prompt.
         holds = f"{n_tokens:,} tokens, which exceeds the available context size of {context:,}"
         super().__init__(f"{what} {holds}: {ways}", Argument("context"), *end)
         self.n_tokens = n_tokens
@@ -179,17 +179,17 @@ class ContextLengthError(LocalLLMError, ValueError):
 
 
 class NotEnoughMemoryError(LocalLLMError, MemoryError):
-    """The model would not fit into memory; said before loading, with the numbers."""
+    """The model would not fit into memory.  Raised before loading; the message states the sizes."""
 
 
 class DeviceError(LocalLLMError):
-    """A device was asked for that is not there or cannot be used; says why."""
+    """The requested device does not exist or cannot be used.  The message states the reason."""
 
 
 class DeviceLostError(DeviceError):
-    """A device failed while it worked: a kernel went wrong, or the hardware did.
+    """A device failed during computation: a kernel or the hardware failed.
 
-    Nothing more can be done with it in this process, and what was in its memory is gone.
+    This process cannot use the device any longer, and the contents of its memory are lost.
     """
 
 
@@ -198,8 +198,8 @@ class DeviceMemoryError(NotEnoughMemoryError):
 
     Attributes:
         device: the device's number.
-        n_bytes: what was asked for; None if that is not known, as where a driver wants memory of its own.
-        free_bytes: what was free then.
+        n_bytes: requested bytes; None if unknown, for example if the driver itself needed memory.
+        free_bytes: free bytes at the time of the error.
     """
 
     def __init__(self, device: int, n_bytes: int | None, free_bytes: int, total_bytes: int) -> None:
@@ -214,11 +214,11 @@ class DeviceMemoryError(NotEnoughMemoryError):
 
 
 class ExpertReadError(LocalLLMError):
-    """Experts that stay in a model's file could not be read while it was in use.
+    """Experts that are stored only in the model's file could not be read during a step.
 
     Attributes:
-        sequences: those of the batch that lack them.
-        logits: of the whole batch; those of other sequences are good.
+        sequences: sequences of the batch that need these experts.
+        logits: logits of the complete batch; the logits of other sequences are valid.
     """
 
     def __init__(self, message: str, sequences: frozenset[int], logits: Any) -> None:
@@ -228,7 +228,7 @@ class ExpertReadError(LocalLLMError):
 
 
 class KernelError(LocalLLMError):
-    """No kernel fits the shapes or formats at hand, or one could not be compiled."""
+    """No kernel supports the shapes or formats, or a kernel could not be compiled."""
 
 
 class ClosedError(LocalLLMError):
@@ -236,8 +236,8 @@ class ClosedError(LocalLLMError):
 
 
 class PromptCacheError(LocalLLMError):
-    """A file of saved prompts that is not there, damaged, or of another model."""
+    """A file of saved prompts does not exist, is damaged, or belongs to another model."""
 
 
 class StoreError(LocalLLMError):
-    """Saved chats cannot be read or written, or a file is no exported chat."""
+    """Saved chats cannot be read or written, or a file is not an exported chat."""

@@ -1,4 +1,4 @@
-"""The library's front door: `load` a model file, and generate text with the `LLM` that it gives."""
+"""The library's main entry point: `load` opens a model file and returns an `LLM`, which generates text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
 
-# jinja2, which it imports, takes a good part of the time to the first token of those that do not chat.
+# Importing jinja2 would delay the first token of programs that do not chat.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Media, Message
@@ -55,16 +55,16 @@ if TYPE_CHECKING:
     from localllm.loading.vision import VisionEncoder
     from localllm.sampling.grammar import Grammars
 
-    #: Messages of a chat, as OpenAI's API has them or in the form of `localllm.chat.conversation`.
+    #: Messages of a chat, in the format of OpenAI's API or of `localllm.chat.conversation`.
     Messages = Sequence[Message | Mapping[str, object]]
 
-#: The place of a picture or a sound in the prompt of `LLM.generate`, as in llama.cpp.
+#: Placeholder of an image or audio clip in the prompt of `LLM.generate`, the same as in llama.cpp.
 MEDIA = "<__media__>"
 
-#: Prompts of `LLM.generate_many` that are under way at once.
+#: Maximum number of prompts that `LLM.generate_many` runs at once.
 _AT_ONCE = 64
 
-#: Names that `LLM.chat` gives to a template, or to the functions that run it, itself.
+#: Variable names that `LLM.chat` sets for the template or for the functions that render it.
 _RESERVED_NAMES = frozenset({"messages", "tools", "tokenizer", "template", "self"})
 
 
@@ -99,17 +99,17 @@ def load(
         {options}
 
     Raises:
-        TypeError: a keyword is unknown; names the one that was meant.
-        ModelNotFoundError: there is no such file, nor a model of this name; also a FileNotFoundError.
-        GGUFError: the file is not a GGUF, or damaged.
-        UnsupportedArchitectureError, ModelError: it holds no model that localllm runs, or a broken one.
-        TokenizerError, TemplateError: its vocabulary, or the template given, is broken.
-        DeviceError: the device is not there, or does not execute the instruction set.
-        NotEnoughMemoryError: the model, or the draft model beside it, would not fit; said before anything is loaded.
-        UsageError: an argument is out of range, or the draft model has another vocabulary.
-        SettingsError: the name has to be looked for in ``model_folders``, and the settings file is broken.
+        TypeError: a keyword is unknown; the message suggests the correct name.
+        ModelNotFoundError: no file or model has this name; also a FileNotFoundError.
+        GGUFError: the file is not in the GGUF format, or is damaged.
+        UnsupportedArchitectureError, ModelError: the file's architecture is not supported, or its model is broken.
+        TokenizerError, TemplateError: the file's vocabulary, or ``chat_template``, is broken.
+        DeviceError: the device does not exist, or does not support the instruction set.
+        NotEnoughMemoryError: the model and the draft model would not fit; raised before anything is loaded.
+        UsageError: an argument is out of range, or the draft model has a different vocabulary.
+        SettingsError: the name must be searched in ``model_folders``, but the settings file is broken.
     """
-    given = dict(locals())  # the names are those of `LoadOptions`
+    given = dict(locals())  # the same names as in `LoadOptions`
     if given.pop("unknown"):
         check_keywords(unknown, declared(LoadOptions), THEIR_LOAD)
     given["path"] = model_file(path)
@@ -125,15 +125,16 @@ def load(
 
 
 def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
-    """The file that a name means, found as the command line finds it; the demo model is None, or its file.
+    """Return the path of the model called ``name``, by the same search as on the command line.
 
-    What is neither a text nor a path is given back, for `LoadOptions` to refuse.
+    None is the demo model; with ``demo_is_a_file``, the demo model's path is returned instead.  A value that is
+    neither a string nor a path is returned unchanged, and `LoadOptions` rejects it.
     """
     if isinstance(name, os.PathLike):
         return expanded(name)
     if not isinstance(name, str) or os.path.lexists(name):
         return name
-    # Imported here: most name a file.
+    # Imported here because most callers pass a file.
     from localllm.library.find import model_path
     from localllm.library.listing import demo_model
     from localllm.options.settings import load_settings
@@ -144,18 +145,18 @@ def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
 
 
 class LLM:
-    """A loaded model; `load` makes it.
+    """A loaded model, created by `load`.
 
-    Any number of threads and tasks may use it at once, and a program may have several: a thread of its own evaluates
-    what they ask in common batches.  What a prompt has in common with an earlier one is not evaluated again: the
-    turns of a chat cost only what is new in them.
+    Any number of threads and tasks may use a model at once.  A dedicated thread evaluates their requests in shared
+    batches.  A program may load several models.  A prefix that a prompt shares with an earlier prompt is not
+    evaluated again, so a turn of a chat costs only its new tokens.
 
-    Everything raises `ClosedError` after `close`.
+    All methods raise `ClosedError` after `close`.
 
     Attributes:
-        template_variables: what the chat template reads in every chat, where a call does not say otherwise.
-        defaults: options of calls where these do not say otherwise: at first those of sampling that the file has
-            (``general.sampling.*``).
+        template_variables: variables of the chat template in every chat; arguments of a call override them.
+        defaults: default options; arguments of a call override them.  Initially the sampling options in the
+            file's metadata (``general.sampling.*``).
     """
 
     def __init__(self, loaded: object) -> None:
@@ -178,7 +179,7 @@ class LLM:
 
     @property
     def info(self) -> ModelInfo:
-        """Facts about the model: architecture, device, kernels, and the bytes of each group of layers."""
+        """Facts about the model: architecture, device, kernels, and the bytes per group of layers."""
         return self._info
 
     @property
@@ -187,36 +188,36 @@ class LLM:
 
     @property
     def is_late(self) -> bool:
-        """Whether it makes vectors of tokens (ColBERT): `embed` with ``per_token``, and `rerank`."""
+        """Whether the model returns one vector per token (ColBERT): use `embed` with ``per_token``, or `rerank`."""
         return self._embedder is not None and self._embedder.is_late
 
     @property
     def writes_text(self) -> bool:
-        """Whether the model writes text: others make vectors (`embed`), or scores (`rerank`)."""
+        """Whether the model generates text, and not vectors (`embed`) or scores (`rerank`)."""
         return self._embedder is None
 
     @property
     def sees(self) -> bool:
-        """Whether the model takes pictures: it was loaded with an encoder of them, of an ``mmproj`` file."""
+        """Whether the model accepts images: it was loaded with an image encoder from an ``mmproj`` file."""
         return self._encoder is not None and "image" in self._encoder.encoders
 
     @property
     def hears(self) -> bool:
-        """Whether the model takes sounds, likewise."""
+        """Whether the model accepts audio: it was loaded with an audio encoder from an ``mmproj`` file."""
         return self._encoder is not None and "audio" in self._encoder.encoders
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the file has a chat template, or one was given to `load`."""
+        """Whether the file contains a chat template, or `load` was given a template."""
         self._opened()
         return self._template_source.text is not None
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The file's chat template, or the one given to `load`.
+        """The chat template passed to `load`, or the file's.
 
         Raises:
-            TemplateError: it is not valid.
+            TemplateError: the template is not valid.
         """
         self._opened()
         if self._template is None:
@@ -224,20 +225,20 @@ class LLM:
         return self._template
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """The tokens of a text.
+        """Return the token ids of a string.
 
         Args:
-            text: any text.
-            add_special: put BOS in front, and EOS behind, if the model asks for them.
-            parse_special: read names of control tokens, such as ``<|im_end|>``, as those tokens; leave it off
-                for text of others.
+            text: any string.
+            add_special: add BOS at the start and EOS at the end, if the model requires them.
+            parse_special: convert names of control tokens, such as ``<|im_end|>``, to these tokens.  Keep it off
+                for untrusted text.
 
         Raises:
-            UsageError: it is not a text.
-            TokenizerError: the text is not valid Unicode.
+            UsageError: ``text`` is not a string.
+            TokenizerError: ``text`` is not valid Unicode.
 
         Warns:
-            TokenizerWarning: the vocabulary has no token for a byte of a character, and that is left out.
+            TokenizerWarning: the vocabulary has no token for a byte of a character; the byte is omitted.
         """
         self._opened()
         return self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
@@ -250,12 +251,13 @@ class LLM:
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
     ) -> list[int]:
-        """The tokens of the prompt that `chat` makes of the same arguments, whether or not they fit the context.
+        """Return the token ids of the prompt that `chat` builds from the same arguments.
 
-        Those of pictures and sounds are numbers below 0, the same ones for the same picture.
+        The prompt may be longer than the context.  Tokens of images and audio are negative numbers, which are equal
+        for equal images.
 
         Raises:
-            TemplateError, TokenizerError, UsageError: as `chat`.
+            TemplateError, TokenizerError, UsageError: as in `chat`.
         """
         from localllm.chat.conversation import read_messages
 
@@ -276,13 +278,13 @@ class LLM:
         return self._tokenizer.decode(token_ids(ids, self._info.n_vocab), special=special)
 
     def logits(self, ids: Sequence[int], *, last: int | None = None) -> NDArray[np.float32]:
-        """The logits after each token, or after the ``last`` ones, float32 [n, n_vocab].
+        """Return the logits after the ``last`` tokens (default: all tokens), float32 [n, n_vocab].
 
-        Tokens before those that the cache has are not evaluated again.
+        Earlier tokens in the cache are not evaluated again.
 
         Raises:
-            UsageError: there are no ids, or one is outside the vocabulary; ``last`` is not 1 to their number.
-            ContextLengthError: there are more than the context holds.
+            UsageError: ``ids`` is empty, an id is outside the vocabulary, or ``last`` is not from 1 to ``len(ids)``.
+            ContextLengthError: ``ids`` is longer than the context.
             NotEnoughMemoryError: the result would not fit into memory.
         """
         engine = self._opened()
@@ -307,20 +309,20 @@ class LLM:
         add_special: bool = True,
         top_logprobs: int = 0,
     ) -> list[Score]:
-        """How likely each continuation of a prompt is; the prompt is evaluated once.
+        """Return the log-probabilities of continuations of a prompt; the prompt is evaluated once.
 
-        To choose among answers, take the one with the greatest ``logprob``, or, where they differ in length,
-        ``logprob / len(ids)``.
+        To choose among answers, take the answer with the greatest ``logprob``, or the greatest
+        ``logprob / len(ids)`` if their lengths differ.
 
         Args:
-            prompt: a text, or tokens; of an empty one BOS is the beginning.
-            continuations: texts, or tokens.  A text is tokenized together with the prompt, so that a word that goes
-                on across the border is that word; spaces at the prompt's end count as the continuation's.
-            add_special: whether the prompt begins as the model's texts do; see `tokenize`.
-            top_logprobs: how many of the likeliest tokens to tell of each place (`Score.top`).
+            prompt: a string or token ids.  An empty prompt consists of BOS.
+            continuations: strings or lists of token ids.  A string is tokenized together with the prompt, so a word
+                may span both.  Spaces at the end of the prompt count as part of the continuation.
+            add_special: whether to add the model's BOS to the prompt; see `tokenize`.
+            top_logprobs: number of likeliest tokens to report per position (`Score.top`).
 
         Raises:
-            TypeError, UsageError, ContextLengthError: as `generate`.
+            TypeError, UsageError, ContextLengthError: as in `generate`.
         """
         engine = self._opened()
         self._check_writes()
@@ -331,14 +333,14 @@ class LLM:
         return scores(engine, pairs, top_logprobs)
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Adds a low-rank adapter, a GGUF file or a folder of PEFT's, for ``generate(..., adapters={name: 0.8})``.
+        """Adds a low-rank adapter, a GGUF file or a PEFT folder, for ``generate(..., adapters={name: 0.8})``.
 
-        The model is loaded again with it, so that requests under way end with a `ClosedError`; better give adapters
-        to `load`.  One of this name is replaced.
+        The adapter replaces an adapter of the same name.  The model is reloaded, which ends running requests with a
+        `ClosedError`; prefer to pass adapters to `load`.
 
         Raises:
-            ModelNotFoundError, GGUFError, ModelError: there is none, it is damaged, or for another model; the model
-                is then as it was.
+            ModelNotFoundError, GGUFError, ModelError: the adapter does not exist, is damaged, or belongs to a
+                different model.  The loaded model is unchanged.
         """
         self._opened()
         adapters = {**(self._options.adapters or {}), text("name", name): path}
@@ -383,19 +385,19 @@ class LLM:
         truncate: bool = False,
         per_token: bool = False,
     ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
-        """The vectors of texts, float32 [n, width], by a model that is made for them.
+        """Return the vectors of texts, float32 [n, width].  Requires an embedding model.
 
         Args:
-            texts: texts, or tokens, which are taken as they are.
-            prefix: stands before each text, such as "search_query: "; the model's card says which.
-            dimensions: of each vector, that many of the first values, for models that allow it (Matryoshka).
-            normalize: whether vectors have the length 1, so that their products are cosines.
-            truncate: whether a text that does not fit into the context is cut at its end; else that is an error.
-            per_token: whether to give, in place of one vector, a list of arrays [n_tokens, width]: the vectors of
-                each text's tokens, as models of late interaction (ColBERT) have them, before they are pooled.
+            texts: strings, or lists of token ids, which are used unchanged.
+            prefix: added before each text, such as "search_query: "; see the model card.
+            dimensions: number of leading values of each vector to return, for models that support it (Matryoshka).
+            normalize: whether to scale vectors to length 1, so that their dot products are cosines.
+            truncate: whether to cut a text that does not fit into the context at its end.  False is an error.
+            per_token: return the token vectors before pooling, as models of late interaction (ColBERT) use them:
+                a list with one array [n_tokens, width] per text.
 
         Raises:
-            UsageError: it is another kind of model, or an argument is out of range.
+            UsageError: the model is not an embedding model, or an argument is out of range.
             TokenizerError: a text is not valid Unicode.
             ContextLengthError: a text is too long.
         """
@@ -426,14 +428,14 @@ class LLM:
         return np.ascontiguousarray(unit_length(vectors) if normalize else vectors)
 
     def rerank(self, query: str, documents: Sequence[str]) -> NDArray[np.float32]:
-        """How well each document answers a query, float32 [n]: the more, the better.
+        """Return the relevance of each document to a query, float32 [n]; higher is better.
 
-        By a reranker, or by a model of late interaction (ColBERT): then each token of the query counts with its
-        largest cosine to one of the document's.
+        Requires a reranker or a model of late interaction (ColBERT).  For late interaction, the score is the sum over
+        query tokens of the largest cosine to a document token.
 
         Raises:
-            UsageError: it is another kind of model, or an argument is not a text.
-            TokenizerError, ContextLengthError: as `embed`.
+            UsageError: the model cannot rerank, or an argument is not a string.
+            TokenizerError, ContextLengthError: as in `embed`.
         """
         engine, embedder = self._opened(), self._embedder
         if embedder is None or not (embedder.is_reranker or embedder.is_late):
@@ -457,21 +459,21 @@ class LLM:
         audio: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Completion:
-        """Goes on with a prompt.
+        """Generates a continuation of a prompt.
 
         Args:
-            prompt: a text, or tokens, which are taken as they are.  Of an empty one BOS is the beginning.
-            add_special, parse_special: how a text is tokenized; see `tokenize`.
-            images: pictures, each a path, the bytes of a file, a Pillow image or an array uint8 [height, width, 3].
-                They stand where the prompt has ``<__media__>``, or before it where it has none.
-            audio: sounds, each a path, the bytes of a WAV, MP3, FLAC or OGG file, or an array of samples at 16 kHz,
-                floats or int16 [n] or [n, channels]; behind the pictures, in the same way.
+            prompt: a string, or token ids, which are used unchanged.  An empty prompt consists of BOS.
+            add_special, parse_special: how a string is tokenized; see `tokenize`.
+            images: paths, bytes of files, Pillow images or arrays uint8 [height, width, 3].  They replace the
+                ``<__media__>`` placeholders of the prompt.  Without placeholders they precede the prompt.
+            audio: paths, bytes of WAV, MP3, FLAC or OGG files, or arrays of samples at 16 kHz, floats or int16 [n]
+                or [n, channels].  They follow the images and replace placeholders in the same way.
             options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TypeError: an option is unknown.
-            UsageError: an option or token is out of range, or the prompt empty and the model without BOS; a picture
-                or sound cannot be read, or the model takes none.
+            UsageError: an option or token is out of range; the prompt is empty and the model has no BOS; or an image
+                or audio clip cannot be read, or the model does not accept it.
             GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
@@ -488,9 +490,10 @@ class LLM:
         audio: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Stream:
-        """As `generate`, but an iterator of chunks, as they come, for ``for`` and ``async for``.
+        """Like `generate`, but return an iterator of chunks, for ``for`` and ``async for``.
 
-        Closing it stops the work.  Where a long prompt must not hold up an event loop, call it in another thread.
+        Closing the iterator cancels the request.  The call tokenizes the prompt: in an event loop, call it in another
+        thread if the prompt is long.
         """
         return self._stream(prompt, add_special, parse_special, self.with_defaults(options), images, audio)
 
@@ -505,23 +508,23 @@ class LLM:
     ) -> Completion:
         """Answers the last message of a chat.
 
-        The completion's ``text`` is the answer; what the model thinks and which tools it calls stand beside it.  A
-        call that cannot be read, or of a tool that was not offered, stays in the text, and is a warning.
+        The completion's ``text`` is the answer.  Separate fields contain the reasoning and the tool calls.  A tool
+        call that cannot be parsed, or that calls a tool not in ``tools``, stays in the text and causes a warning.
 
         Args:
-            messages: each with a ``role`` ("system", "user", "assistant") and a ``content``: a text, or a list of
-                parts, ``{"type": "text", "text": …}`` and ``{"type": "image", "image": …}`` as ``images`` of
-                `generate` has them, or OpenAI's ``image_url`` with a data URL; and likewise ``{"type": "audio",
-                "audio": …}``, or OpenAI's ``input_audio``.
-            tools: JSON schemas of functions that the model may call; a template that does not use them is a warning.
-            template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
-            reply_prefix: what the answer begins with; the model goes on from there, and only what it adds comes
-                back.  Names of control tokens in it are text.
+            messages: mappings with a ``role`` ("system", "user", "assistant") and a ``content``: a string, or a list
+                of parts.  Parts are ``{"type": "text", "text": …}``, ``{"type": "image", "image": …}`` with a value
+                that ``images`` of `generate` accepts, ``{"type": "audio", "audio": …}``, and OpenAI's ``image_url``
+                (with a data URL) and ``input_audio``.
+            tools: JSON schemas of functions that the model may call.  A template that ignores tools causes a warning.
+            template_variables: further variables of the template, such as ``{"enable_thinking": False}``.
+            reply_prefix: the start of the answer, which the model continues.  The completion contains only the
+                continuation.  Names of control tokens in the prefix are plain text.
             options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
-            TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
-            TypeError, UsageError, ContextLengthError: as `generate`.
+            TemplateError: ``messages`` is empty, a message is malformed, or the template fails or rejects it.
+            TypeError, UsageError, ContextLengthError: as in `generate`.
         """
         given = self.with_defaults(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
@@ -536,10 +539,10 @@ class LLM:
         reply_prefix: str = "",
         **options: Unpack[Options],
     ) -> Stream:
-        """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work.
+        """Like `chat`, but return an iterator of chunks.  Closing the iterator cancels the request.
 
-        Each is an event of the reply: ``text``, ``reasoning``, or what comes of a ``call``; the last one has its
-        ``warnings``.  With ``stream.parser = None``, the text is all that the model writes.
+        A chunk contains ``text``, ``reasoning``, or a piece of a ``call``.  The last chunk contains the reply's
+        ``warnings``.  With ``stream.parser = None``, the text is the model's unparsed output.
         """
         given = self.with_defaults(options)
         return self._stream_chat(messages, tools, template_variables, reply_prefix, given)
@@ -552,21 +555,22 @@ class LLM:
         parse_special: bool = False,
         **options: Unpack[Options],
     ) -> Iterator[Completion]:
-        """As `generate`, for many prompts: evaluates them together, and yields what is written in their order.
+        """Like `generate` for many prompts.  Runs them concurrently and yields completions in order.
 
-        By default they run in the background of other requests (``priority``).
+        By default the prompts have a lower priority than other requests (``priority``).
 
         Args:
-            prompts: any iterable; what is under way at once is taken from it ahead of what is yielded.  A list of
-                messages is answered, as `chat` does.
-            add_special, parse_special: as `generate`.
-            options: as `generate`, but that ``progress`` is called with the completions done and begun.
+            prompts: any iterable.  Prompts are read ahead of the yielded completions.  A list of messages is a chat,
+                which is answered as by `chat`.
+            add_special, parse_special: as in `generate`.
+            options: as in `generate`, except that ``progress`` is called with the number of finished and of started
+                completions.
 
         Raises:
             TypeError, UsageError: an option is unknown or out of range.
 
-        What is wrong with a prompt is raised in its turn, after the completions of those before it; none behind it is
-        taken any more.
+        The error of a prompt is raised in place of its completion, after the completions of earlier prompts.  Later
+        prompts are not read.
         """
         options.setdefault("priority", "background")
         given = self.with_defaults(options)
@@ -598,7 +602,7 @@ class LLM:
                             streams[i] = self._stream(prompt, add_special, parse_special, given, on_end=on_end)
                     except Exception as error:
                         if streams and isinstance(error, QueueFullError):
-                            refused = [(i, prompt)]  # it is tried again when one of ours has ended
+                            refused = [(i, prompt)]  # retried when one of these streams has ended
                         else:
                             done[i], refused, numbered = error, [], enumerate(())
                         break
@@ -633,7 +637,7 @@ class LLM:
         audio: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Completion:
-        """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
+        """Like `generate`, for asyncio.  Other tasks keep running; cancelling the task cancels the request."""
         given = self.with_defaults(options)
         return warned(await self._stream(prompt, add_special, parse_special, given, images, audio).aread())
 
@@ -646,19 +650,19 @@ class LLM:
         reply_prefix: str = "",
         **options: Unpack[Options],
     ) -> Completion:
-        """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
+        """Like `chat`, for asyncio.  Other tasks keep running; cancelling the task cancels the request."""
         given = self.with_defaults(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
         return warned(await stream.aread())
 
-    #: The same under names that say what they are for.
+    #: Aliases for asyncio; a `Stream` supports ``async for``.
     astream, astream_chat = stream, stream_chat
 
     def prepare_grammars(self) -> None:
-        """Does what the first ``json_schema``, ``regex`` or ``grammar`` needs; later calls do nothing.
+        """Builds the tables that ``json_schema``, ``regex`` and ``grammar`` need; later calls do nothing.
 
-        For a large vocabulary that takes half a second, in which no other thread of Python can run: a server does it
-        while it loads the model.
+        For a large vocabulary this takes half a second, during which no other Python thread can run.  A server calls
+        it while it loads the model.
         """
         engine = self._opened()
         if self._embedder is None:
@@ -671,31 +675,31 @@ class LLM:
 
     @property
     def n_waiting(self) -> int:
-        """Requests that wait for others."""
+        """Number of queued requests."""
         return self._opened().n_waiting
 
     def forget(self) -> None:
-        """Drops what the cache keeps of earlier prompts: the next one is evaluated from its beginning."""
+        """Clears the cache of earlier prompts.  The next prompt is evaluated completely."""
         self._opened().forget()
 
     @property
     def prompts_key(self) -> str:
-        """The key of saved prompts: a hash of model, version, device and kind of cache."""
+        """Return the key of saved prompts: a hash of the model, version, device and cache type."""
         from localllm.version import __version__
 
         info = self._info
-        is_long = info.context > info.config.original_context  # which some models rotate otherwise
+        is_long = info.context > info.config.original_context  # some models rotate differently then
         text = f"{info.fingerprint} {__version__} {info.device} {info.kernels} {info.cache_type} {is_long}"
-        # A DFlash drafter's keys and values lie beside the model's.
+        # The cache also stores the keys and values of a DFlash drafter.
         if info.draft is not None and info.draft.architecture == "dflash":
             text += f" {info.draft.fingerprint}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def save_prompts(self, path: str | os.PathLike[str]) -> int:
-        """Writes what the cache keeps of prompts and replies to a file; returns the tokens.
+        """Writes the cache of prompts and replies to a file, and returns the number of tokens.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the file cannot be written.
         """
         from localllm.engine import saved_prompts
 
@@ -703,14 +707,14 @@ class LLM:
         return saved_prompts.save(self._opened().with_cache, target, key)
 
     def load_prompts(self, path: str | os.PathLike[str]) -> int:
-        """Puts what `save_prompts` has written into the cache: prompts that begin so are not evaluated again.
+        """Loads a file of `save_prompts` into the cache; its prefixes of prompts are not evaluated again.
 
         Returns:
-            The tokens, of which there are fewer if the cache has no room for all.
+            The number of loaded tokens; smaller than the number saved if the cache is full.
 
         Raises:
-            PromptCacheError: there is no such file, it is damaged, or from another model, version, device or type of
-                cache; what stands before the damage is loaded.
+            PromptCacheError: the file does not exist, is damaged, or belongs to another model, version, device or
+                cache type.  The tokens before the damage are loaded.
         """
         from localllm.engine import saved_prompts
 
@@ -718,7 +722,7 @@ class LLM:
         return saved_prompts.load(self._opened().with_cache, source, key)
 
     def close(self) -> None:
-        """Frees the model's memory.  Requests under way in other threads end with a `ClosedError`."""
+        """Frees the model's memory.  Running requests of other threads end with a `ClosedError`."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -730,7 +734,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    if not TYPE_CHECKING:  # checkers would believe that every attribute is there
+    if not TYPE_CHECKING:  # type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> Never:
             raise no_attribute("'LLM' object", name, THEIR_METHODS)
@@ -743,7 +747,7 @@ class LLM:
         return f"<LLM {self._info.path.name} ({self._info.file_type}) on {self._info.device}, {state}>"
 
     def with_defaults(self, options: Options | Mapping[str, Any]) -> CheckedOptions:
-        """The options of a call with the defaults; settings given as a whole have no defaults beside them."""
+        """Return the options of a call, with `defaults` added.  With ``sampling``, no sampling defaults are added."""
         defaults = {} if options.get("sampling") is not None else self.defaults
         if any(options.get(name) is not None for name in GRAMMARS):
             defaults = {name: value for name, value in defaults.items() if name not in GRAMMARS}
@@ -778,13 +782,13 @@ class LLM:
             ids = self._prompt_ids(prompt, add_special, parse_special)
             if given.overflow == "truncate":
                 ids = truncate(ids, context - given.reserved_for_reply(context), self._tokenizer.bos_id)
-        # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
+        # After text, the first space belongs to the continuation; after BOS or a control token it does not.
         continuation = ids[-1] >= 0 and not self._tokenizer.is_special(ids[-1])
         more: dict[str, Any] = {"truncatable": not media, "pictures": pictures, "on_end": on_end}
         return self._start(ids, given, continuation=continuation, **more)
 
     def _media(self, images: Sequence[Any], audio: Sequence[Any]) -> list[Media]:
-        """Pictures, and behind them sounds."""
+        """Return the images, followed by the audio clips."""
         if not (images or audio):
             return []
         from localllm.chat.conversation import Media
@@ -801,7 +805,10 @@ class LLM:
     def _prompt_with_media(
         self, prompt: str | Sequence[int], media: Sequence[Media], add_special: bool, parse_special: bool
     ) -> tuple[list[int], Pictures]:
-        """The ids of a text with pictures and sounds in place of `MEDIA`, or before it."""
+        """Return the token ids of a text whose `MEDIA` placeholders are replaced by images and audio.
+
+        Without placeholders, the media precede the text.
+        """
         encoder, tokenizer = self._encoder_of(media), self._tokenizer
         name = Argument("images" if media[0].kind == "image" else "audio")
         if not isinstance(prompt, str):
@@ -821,13 +828,13 @@ class LLM:
         return self._with_bos(ids, placed) if add_special else (ids, Pictures(placed))
 
     def _with_bos(self, ids: list[int], placed: Sequence[PictureTokens]) -> tuple[list[int], Pictures]:
-        """A prompt with BOS in front, if the model asks for it and it is not there."""
+        """Return a prompt that starts with BOS, if the model requires it."""
         begun = self._tokenizer.with_bos(ids)
         n = len(begun) - len(ids)
         return begun, Pictures([each._replace(start=each.start + n) for each in placed])
 
     def _encoder_of(self, media: Sequence[Media]) -> VisionEncoder:
-        """The encoder of pictures and sounds.  Raises UsageError where there is none of one of these."""
+        """Return the encoder of images and audio.  Raises UsageError if the encoder does not support ``media``."""
         for kind in dict.fromkeys(each.kind for each in media):
             if self._encoder is None:
                 what, does = ("sounds", "hears") if kind == "audio" else ("pictures", "sees")
@@ -843,7 +850,7 @@ class LLM:
     def _continued(
         self, prompt: str | Sequence[int], continuation: str | Sequence[int], add_special: bool
     ) -> tuple[list[int], int]:
-        """The tokens of a prompt and its continuation, and where that begins."""
+        """Return the tokens of a prompt with its continuation, and the index of the continuation's first token."""
         if isinstance(continuation, str) and isinstance(prompt, str):
             stripped = prompt.rstrip()
             before = self._prompt_ids(stripped, add_special, False)
@@ -892,7 +899,7 @@ class LLM:
         (ids, pictures), n_turns = encode(chat), sum(message.role == "user" for message in chat)
         limit = context - given.reserved_for_reply(context)
         if given.overflow == "truncate" and len(ids) > limit and n_turns > 1:
-            # Each turn makes a prompt longer: bisection finds the fewest to leave out.
+            # The prompt's length grows with the number of turns, so bisection finds the smallest number to omit.
             n_left_out = range(1, n_turns - 1)
             n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
             ids, pictures = encode(without_turns(chat, n))
@@ -914,7 +921,7 @@ class LLM:
     def _chat_encoder(
         self, tools: Sequence[Mapping[str, object]] | None, variables: Mapping[str, object] | None, reply_prefix: str
     ) -> Callable[[Sequence[Message]], tuple[list[int], Pictures]]:
-        """A function that makes tokens of messages, and says where pictures' are."""
+        """Return a function that converts messages to token ids and the positions of media."""
         from localllm.chat import encode_chat
 
         tokenizer = self._tokenizer
@@ -963,9 +970,9 @@ class LLM:
 
         Args:
             splitter: separates reasoning, which stop strings do not end, from the answer.
-            truncatable: whether a prompt that is too long has something that can be left out.
-            template: the chat template, if this is the beginning of an answer.
-            pictures: those of the prompt, where ``ids`` are theirs.
+            truncatable: whether a prompt that is too long can be truncated.
+            template: the chat template, if this request starts an answer.
+            pictures: media of the prompt, with their positions in ``ids``.
         """
         engine, tokenizer = self._opened(), self._tokenizer
         self._check_writes()
@@ -1017,7 +1024,7 @@ class LLM:
         return Stream(engine, decoder, make_request, logprobs=logprobs, progress=given.progress, on_end=on_end)
 
     def _adapter_scales(self, wanted: Mapping[str, float] | None) -> tuple[float, ...]:
-        """How much a request gets of each adapter; nothing at all where that is 0 of each."""
+        """Return the scale of each adapter for a request; empty if all scales are 0."""
         wanted, loaded = wanted or {}, self._options.adapters or {}
         for name in wanted.keys() - loaded.keys():
             known = f"loaded are {', '.join(map(repr, loaded))}" if loaded else "none is loaded"
@@ -1027,7 +1034,7 @@ class LLM:
 
     def _all_grammars(self, engine: Engine) -> Grammars:
         if self._grammars is None:
-            # Imported here: most texts have none.
+            # Imported here because most requests have no grammar.
             from localllm.sampling.grammar import Grammars
 
             self._grammars = Grammars(self._tokenizer, engine.n_vocab)
@@ -1042,15 +1049,15 @@ def warned(completion: Completion) -> Completion:
 
 
 def _is_chat(prompt: object) -> bool:
-    """Whether a prompt is a list of messages."""
+    """Return whether a prompt is a list of messages."""
     return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
 
 
 def checked_variables(value: object) -> dict[str, object]:
-    """The ``template_variables`` that were given.
+    """Return ``template_variables`` as a dict.
 
     Raises:
-        UsageError: it is not a mapping, or has a name that is not a text or has another meaning.
+        UsageError: the value is not a mapping, or a name is not a string or is reserved.
     """
     if not isinstance(value, Mapping):
         raise UsageError.of("template_variables", value, "a mapping of names to values")
@@ -1063,7 +1070,7 @@ def checked_variables(value: object) -> dict[str, object]:
 
 
 def truncate(ids: list[int], n_tokens: int, bos_id: int | None) -> list[int]:
-    """The newest of ``ids``, ``n_tokens`` at most, with BOS in front if it was there."""
+    """Return at most the last ``n_tokens`` of ``ids``.  A BOS at the start is retained."""
     if len(ids) <= n_tokens:
         return ids
     if ids[0] == bos_id and n_tokens > 1:
@@ -1072,9 +1079,9 @@ def truncate(ids: list[int], n_tokens: int, bos_id: int | None) -> list[int]:
 
 
 def without_turns(messages: Sequence[Message], n: int) -> list[Message]:
-    """A chat without its ``n`` oldest turns, each a user's message and what was said to it.
+    """Return a chat without its ``n`` oldest turns.  A turn is a user message with the messages that follow it.
 
-    Messages of the system among them stay.
+    System messages are retained.
     """
     start = [i for i, message in enumerate(messages) if message.role == "user"][n]
     return [*(each for each in messages[:start] if each.role in ("system", "developer")), *messages[start:]]

@@ -1,12 +1,11 @@
-"""The calls of llama-cpp-python that programs use most, with its dicts as answers: change one import, and they run.
+"""The most used part of llama-cpp-python's API, with the same dicts as results.  Programs change only one import.
 
     from localllm.compat import Llama  # was: from llama_cpp import Llama
 
     llm = Llama("model.gguf", n_ctx=2048)
     print(llm("Q: Name the planets. A:", max_tokens=32, stop=["Q:", "\\n"], echo=True)["choices"][0]["text"])
 
-What it cannot do is a `NotAvailableError`, not another answer.  Its own names are `localllm.load` and `localllm.LLM`,
-which do more.
+Unsupported functions raise `NotAvailableError`.  The native API (`localllm.load`, `localllm.LLM`) has more features.
 """
 
 from __future__ import annotations
@@ -86,24 +85,24 @@ from localllm.options.foreign_names import THEIR_METHODS, no_attribute
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import TextOffsets
 
-#: Other modules of llama_cpp that programs import from, which are this one too.
+#: Modules of llama_cpp that programs import from.  Their names become aliases of this module.
 for _module in ("llama", "llama_grammar", "llama_speculative", "llama_cache"):
     sys.modules[f"{__name__}.{_module}"] = sys.modules[__name__]
 
-#: llama.cpp's number for "a fresh seed".
+#: llama.cpp's number for a random seed.
 _ANY_SEED = 0xFFFFFFFF
 
-#: llama.cpp's numbers of the types that a cache can have here.
+#: llama.cpp's numbers of the supported cache types.
 _CACHE_TYPES: Mapping[int, CacheType] = {1: "f16", 2: "q4_0", 6: "q5_0", 8: "q8_0"}
 
 _NO_EFFECT = """
     n_batch n_ubatch n_threads_batch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf
     last_n_tokens_size main_gpu split_mode embedding pooling_type attention_type verbose
 """
-#: Keywords of the constructor that change nothing here: batches, memory and attention are localllm's own affair.
+#: Keywords of the constructor without effect, because localllm manages batches, memory and attention itself.
 _WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
 
-#: Those that have to be what they are by default, as other values would change what the model says.
+#: Keywords accepted only with their default value, because other values would change the output.
 _ONLY_DEFAULT: Mapping[str, tuple[object, ...]] = {
     "vocab_only": (False,),
     "kv_overrides": (None, {}),
@@ -126,7 +125,7 @@ _SAME = """
     temperature top_p min_p typical_p top_k frequency_penalty presence_penalty repeat_penalty mirostat_tau
     mirostat_eta stop seed logit_bias
 """
-#: Keywords of a completion, and what they are called here.
+#: Keywords of a completion, and their names in localllm.
 _OPTIONS = {
     **dict(zip(_SAME.split(), _SAME.split(), strict=True)),
     "mirostat_mode": "mirostat",
@@ -136,7 +135,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class LlamaState:
-    """The tokens that `Llama.save_state` keeps; `Llama.load_state` fills the cache with them again."""
+    """The tokens saved by `Llama.save_state`.  `Llama.load_state` evaluates them again."""
 
     input_ids: tuple[int, ...]
     seed: int
@@ -148,7 +147,7 @@ class LlamaState:
 
 @dataclass(frozen=True)
 class LlamaPromptLookupDecoding:
-    """As ``draft_model`` of `Llama`: tokens are drafted from what the text had before."""
+    """A ``draft_model`` of `Llama` that drafts tokens from earlier text."""
 
     max_ngram_size: int = 2
     num_pred_tokens: int = 10
@@ -156,37 +155,38 @@ class LlamaPromptLookupDecoding:
 
 @dataclass(frozen=True)
 class LlamaGrammar:
-    """A text's grammar, for ``grammar`` of a completion.
+    """A grammar, for the argument ``grammar`` of a completion.
 
     Attributes:
-        options: what it is for `LLM.generate`: ``grammar`` or ``json_schema``.
+        options: the keyword of `LLM.generate`: ``grammar`` or ``json_schema``.
     """
 
     options: Mapping[str, str]
 
     @classmethod
     def from_string(cls, grammar: str, verbose: bool = True) -> Self:
-        """Of GBNF, as llama.cpp writes grammars."""
+        """Create a grammar from a string in GBNF, llama.cpp's notation."""
         return cls({"grammar": grammar})
 
     @classmethod
     def from_file(cls, file: str | Path, verbose: bool = True) -> Self:
-        """Of a file of GBNF."""
+        """Create a grammar from a GBNF file."""
         return cls.from_string(read_text(file))
 
     @classmethod
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> Self:
-        """Of the text of a JSON schema."""
+        """Create a grammar from a JSON schema, given as a string."""
         return cls({"json_schema": json_schema})
 
 
-#: Changes the logits, float32 [n_vocab], behind tokens; and says whether the text ends with these.
+#: Types of functions of the tokens and of the logits after them, float32 [n_vocab].
+#: A processor returns new logits.  A criterion returns whether the text ends.
 LogitsProcessor = Callable[[NDArray[Any], NDArray[np.float32]], NDArray[np.float32]]
 StoppingCriteria = Callable[[NDArray[Any], NDArray[np.float32]], bool]
 
 
 class LogitsProcessorList(list[LogitsProcessor]):
-    """Functions of the tokens and the logits, for ``logits_processor``."""
+    """Functions of tokens and logits, for ``logits_processor``."""
 
     def __call__(self, input_ids: NDArray[Any], scores: NDArray[np.float32]) -> NDArray[np.float32]:
         for processor in self:
@@ -195,7 +195,7 @@ class LogitsProcessorList(list[LogitsProcessor]):
 
 
 class StoppingCriteriaList(list[StoppingCriteria]):
-    """Functions of the tokens and the logits, for ``stopping_criteria``: the text ends where one says so."""
+    """Functions of tokens and logits, for ``stopping_criteria``.  The text ends if any returns True."""
 
     def __call__(self, input_ids: NDArray[Any], logits: NDArray[np.float32]) -> bool:
         return any(criterion(input_ids, logits) for criterion in self)
@@ -203,7 +203,7 @@ class StoppingCriteriaList(list[StoppingCriteria]):
 
 @dataclass
 class MinTokensLogitsProcessor:
-    """Forbids a token until so many were written."""
+    """Forbids a token until ``min_tokens`` tokens were generated."""
 
     min_tokens: int
     token_eos: int
@@ -258,7 +258,7 @@ class CompletionOptions(SamplingOptions, total=False):
     stopping_criteria: Callable[[NDArray[Any], NDArray[np.float32]], bool] | None
 
 
-#: What to use in place of attributes of ``llama_cpp.Llama`` that are not here.
+#: Replacements for unsupported attributes of ``llama_cpp.Llama``.
 _INSTEAD = {
     **{name: text.replace("LLM.", "Llama.llm.") for name, text in THEIR_METHODS.items()},
     "tokenizer": "Llama.llm.tokenizer",
@@ -269,24 +269,24 @@ class Llama:
     """A loaded model with the methods of ``llama_cpp.Llama``.
 
     Args:
-        model_path: as `localllm.load` takes it.
-        n_gpu_layers: layers on GPUs; -1 is as many as fit, and 0 the CPU alone.
-        n_ctx: tokens of context; 0 is as many as the model was trained on.
-        seed: of all random numbers; by default fresh ones.
+        model_path: the argument ``path`` of `localllm.load`.
+        n_gpu_layers: number of layers on GPUs; -1 is the largest number that fits, 0 only the CPU.
+        n_ctx: tokens of context; 0 is the model's training context.
+        seed: seed of all random numbers; random by default.
         type_k, type_v: llama.cpp's number of the cache's type: 1 is F16, 2 Q4_0, 6 Q5_0 and 8 Q8_0.
-        chat_format: a name such as "chatml" or "llama-3", or one that the program has registered
-            (`localllm.compat.llama_chat_format`), replaces the file's chat template; others have no effect but a
-            warning.
-        chat_handler: a `MTMDChatHandler` or one of its kin, with the encoder of a model that sees; or a function
-            that answers chats (`llama_chat_format.LlamaChatCompletionHandler`).
-        logits_all: whether `eval` keeps logits, for `scores`.
+        chat_format: a name such as "chatml" or "llama-3", or a format that the program has registered
+            (`localllm.compat.llama_chat_format`).  It replaces the file's chat template.  An unknown name only causes
+            a warning.
+        chat_handler: an `MTMDChatHandler` (or subclass) with the encoder of a model that accepts images, or a
+            function that answers chats (`llama_chat_format.LlamaChatCompletionHandler`).
+        logits_all: whether `eval` stores logits, for `scores`.
         draft_model: a `LlamaPromptLookupDecoding`, or a GGUF file of a smaller model.
-        more: its other keywords, which change nothing here, or must be as by default.
+        more: further keywords of llama-cpp-python, which have no effect or must have their default value.
 
     Raises:
         TypeError: a keyword is unknown.
-        NotAvailableError: a value is one that this version of localllm has nothing for.
-        LocalLLMError: as `localllm.load`.
+        NotAvailableError: a value is not supported in this version of localllm.
+        LocalLLMError: as in `localllm.load`.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class Llama:
         self._rows: list[NDArray[np.float32]] = []
         cache_type = _cache_type(type_k, type_v)
         try:
-            #: The same model with all that localllm has.
+            #: The same model with localllm's native API.
             self.llm: LLM = load(
                 model_path,
                 device="cpu" if n_gpu_layers == 0 else "auto",
@@ -355,15 +355,15 @@ class Llama:
 
     @classmethod
     def from_pretrained(cls, repo_id: str, filename: str | None = None, **options: Any) -> Self:
-        """Loads a model from the hub, and downloads it first where it is not in the cache.
+        """Loads a model of the hub.  Downloads it first if it is not in the cache.
 
         Args:
             repo_id: "ORG/REPO".
-            filename: a file in it, or a pattern such as "*Q4_K_M.gguf".
+            filename: a file of the repository, or a pattern such as "*Q4_K_M.gguf".
 
         Raises:
-            HubError: it cannot be downloaded.
-            UsageError: no file fits, or several do.
+            HubError: the model cannot be downloaded.
+            UsageError: no file matches, or several files match.
         """
         choice = None if filename is None else _choice(filename)
         name = HubName(repo_id, choice)
@@ -420,19 +420,21 @@ class Llama:
         model: str | None = None,
         **options: Any,
     ) -> Any:
-        """Goes on with a prompt: a dict as OpenAI's completions are, or with ``stream`` an iterator of such dicts.
+        """Generates a continuation of a prompt.
+
+        Returns a dict in the format of OpenAI's completions, or an iterator of such dicts with ``stream``.
 
         Args:
-            suffix: put behind the text.
-            max_tokens: None and numbers below 1 are no limit.
-            logprobs: how many of the likeliest tokens to report with each.
-            echo: put the prompt before the text; with ``logprobs``, its tokens' too.
+            suffix: appended to the text.
+            max_tokens: None and numbers below 1 mean no limit.
+            logprobs: number of likeliest tokens to report per position.
+            echo: start the text with the prompt; with ``logprobs`` also report the prompt's tokens.
             model: the name in the answer.
-            options: ``temperature``, ``top_k``, ``stop``, ``seed``, … with its names and defaults.
+            options: ``temperature``, ``top_k``, ``stop``, ``seed``, … with llama-cpp-python's names and defaults.
 
         Raises:
             TypeError: a keyword is unknown.
-            LocalLLMError: as `LLM.generate`.
+            LocalLLMError: as in `LLM.generate`.
         """
         given = self._options(options, max_tokens, logprobs)
         before = prompt if isinstance(prompt, str) else self.llm.detokenize(prompt)
@@ -451,7 +453,7 @@ class Llama:
     __call__ = create_completion
 
     def _prompt_choices(self, prompt: str | Sequence[int], n_top: int) -> tuple[Choice, ...]:
-        """The tokens of a prompt, but for the one that begins texts, with how likely each and the likeliest were."""
+        """Return the tokens of a prompt without BOS, with log-probabilities and the ``n_top`` likeliest tokens."""
         ids = self.llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else list(prompt)
         (score,) = self.llm.score(ids[:1], [ids[1:]], top_logprobs=n_top)
         return (Choice(ids[0], 0.0), *score.choices)[ids[0] == self.llm.tokenizer.bos_id :]
@@ -506,25 +508,26 @@ class Llama:
         stream: bool = False,
         **options: Unpack[ChatOptions],
     ) -> Any:
-        """Answers a chat: a dict as OpenAI's chat completions are, or with ``stream`` an iterator of its chunks.
+        """Answers a chat.
 
-        Tools are shown to the model by its own template.  Calls that it writes come as ``tool_calls``, in a
-        stream with their arguments as they are written.
+        Returns a dict in the format of OpenAI's chat completions, or an iterator of its chunks with ``stream``.  The
+        model's chat template describes the tools.  Tool calls are returned as ``tool_calls``; a stream contains
+        pieces of their arguments.
 
         Args:
             functions, function_call: the old names of ``tools`` and ``tool_choice``.
-            tool_choice: "auto", "none" for no tools, or a function that is called:
+            tool_choice: "auto", "none" for no tools, or a function that the model must call:
                 ``{"type": "function", "function": {"name": ...}}``.
-            response_format: None, ``{"type": "text"}``, ``{"type": "json_object"}``, perhaps with a ``schema``, or
+            response_format: None, ``{"type": "text"}``, ``{"type": "json_object"}`` with an optional ``schema``, or
                 ``{"type": "json_schema", "json_schema": {"schema": ...}}``.
-            logprobs, top_logprobs: whether to report log-probabilities, and of how many of the likeliest tokens.
-            max_tokens, options: as `create_completion`.
+            logprobs, top_logprobs: whether to report log-probabilities, and the number of likeliest tokens.
+            max_tokens, options: as in `create_completion`.
 
         Raises:
             TypeError: a keyword is unknown.
             UsageError: the function is not among the tools.
-            NotAvailableError: another format is asked for, or "required" tools.
-            LocalLLMError: as `LLM.chat`.
+            NotAvailableError: the format is unknown, or ``tool_choice`` is "required".
+            LocalLLMError: as in `LLM.chat`.
         """
         given: dict[str, Any] = {"functions": functions, "function_call": function_call, "stream": stream, **options}
         given |= {"tools": tools, "tool_choice": tool_choice}
@@ -532,7 +535,7 @@ class Llama:
         return answer(messages=messages, **given)
 
     def create_chat_completion_openai_v1(self, *args: Any, **options: Any) -> Any:
-        """As `create_chat_completion`, but OpenAI's objects: a ``ChatCompletion``, or an iterator of its chunks."""
+        """Like `create_chat_completion`, but return OpenAI's ``ChatCompletion``, or an iterator of its chunks."""
         try:
             from openai.types.chat import ChatCompletion, ChatCompletionChunk
         except ImportError:
@@ -560,7 +563,7 @@ class Llama:
         top_logprobs: int | None = None,
         **options: Any,
     ) -> Any:
-        """A chat's answer, to the prompt of the model's template or of a formatter."""
+        """Answer a chat with the prompt of the model's template or of a formatter."""
         if functions is not None:
             tools = [{"type": "function", "function": function} for function in functions]
         choice = tool_choice if function_call is None else function_call
@@ -600,9 +603,9 @@ class Llama:
                 return self._begin(self.llm.stream, made.prompt, **special, **more)
             stream = self._begin(self.llm.stream_chat, messages, tools=offered, **given)
             if name is not None and stream.parser is not None:
-                stream.parser.offer(())  # what it writes after reasoning is the arguments
+                stream.parser.offer(())  # after reasoning the model writes only arguments
             elif not offered:
-                stream.parser = None  # as in llama-cpp-python, the content is all that the model writes
+                stream.parser = None  # as in llama-cpp-python, the content is the unparsed output
             return stream
 
         head = _ResponseHead(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
@@ -668,9 +671,9 @@ class Llama:
             yield head.chunk(choice, _with_tool_finish(chunk) if has_calls else chunk)
 
     def _chunks(self, begin: Callable[[], Stream]) -> Iterator[Chunk]:
-        """Chunks with text, reasoning or a piece of a call, and one without them that has the finish reason.
+        """Yield chunks with text, reasoning or a piece of a call, and a final chunk with the finish reason.
 
-        Tokens that bring none of these go with the one that does.
+        Tokens without output are part of the next chunk.
         """
         waiting: tuple[Choice, ...] = ()
         with begin() as stream:
@@ -687,18 +690,18 @@ class Llama:
                     yield Chunk("", logprobs=waiting or None, finish_reason=chunk.finish_reason)
 
     def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
-        """The keywords of `LLM.stream` for those of llama-cpp-python."""
+        """Convert llama-cpp-python's keywords to the keywords of `LLM.stream`."""
         others = ("grammar", "max_tokens", "logprobs", "stream", "stopping_criteria", "tfs_z")
         check_keywords(given, [*_OPTIONS, *others], {})
         if given.get("tfs_z") not in (None, 1):
             raise NotAvailableError("tfs_z is not available in this version of localllm: leave it out")
         options = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS and value is not None}
-        # Numbers below 0 are other ways to say 0.
+        # Negative numbers mean 0.
         for name in ("temperature", "top_k"):
             if isinstance(options.get(name), int | float) and options[name] < 0:
                 options[name] = 0
         if "processors" in options:
-            processors = options["processors"]  # or one alone, which llama-cpp-python calls just so
+            processors = options["processors"]  # a list, or a single function
             options["processors"] = tuple(processors) if isinstance(processors, Iterable) else (processors,)
         if (criteria := given.get("stopping_criteria")) is not None:
             options["processors"] = self._processors(options.get("processors", ()), criteria)
@@ -718,7 +721,7 @@ class Llama:
     def _processors(
         self, processors: Sequence[LogitsProcessor], criteria: Callable[[NDArray[Any], NDArray[np.float32]], bool]
     ) -> tuple[LogitsProcessor]:
-        """One processor that does what others do, and lets nothing but the end follow where criteria say so."""
+        """Combine processors and stopping criteria.  If a criterion is true, only end-of-text tokens are allowed."""
         criteria = criteria if callable(criteria) else StoppingCriteriaList(criteria)
         if (eos := self.llm.tokenizer.eos_id) is None:
             raise NotAvailableError("stopping_criteria need a model that can end its texts: leave them out")
@@ -735,7 +738,7 @@ class Llama:
     def _logprobs(
         self, choices: Sequence[Choice] | None, offset: int, with_prompt: bool = False
     ) -> dict[str, list[Any]] | None:
-        """OpenAI's form; the first token of a prompt has no probability there."""
+        """Return log-probabilities in OpenAI's format; None for the first token of a prompt."""
         if choices is None:
             return None
         label = self.llm.tokenizer.token_label
@@ -768,7 +771,7 @@ class Llama:
     # -- Tokens ------------------------------------------------------------------------------------------------
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """The tokens of a text in UTF-8; with ``special`` names of control tokens are read as these."""
+        """Return the token ids of UTF-8 text.  ``special`` converts names of control tokens to these tokens."""
         if not isinstance(text, bytes):
             raise UsageError(f"text is {text!r:.80}, but must be bytes: give text.encode()")
         return self.llm.tokenize(text.decode(errors="replace"), add_special=add_bos, parse_special=special)
@@ -776,49 +779,49 @@ class Llama:
     def detokenize(
         self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
     ) -> bytes:
-        """The text of tokens in UTF-8, without the space that follows BOS; ``special`` names control tokens."""
+        """Return the UTF-8 text of tokens, without the space after BOS.  ``special`` includes control tokens."""
         tokenizer = self.llm.tokenizer
         text = b"".join(tokenizer.token_bytes(id_, special=special) for id_ in tokens)
         begins = not prev_tokens and len(tokens) > 0 and tokens[0] == tokenizer.bos_id
         return text.removeprefix(b" ") if begins else text
 
     def n_ctx(self) -> int:
-        """Tokens of context."""
+        """Return the context length in tokens."""
         return self.llm.info.context
 
     def n_embd(self) -> int:
-        """The hidden width."""
+        """Return the hidden size."""
         return self.llm.info.config.n_embd
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The file's metadata, values as text."""
+        """The file's metadata, with values as strings."""
         with GGUFFile.open(self.llm.info.path) as file:
             return {name: str(value) for name, value in file.metadata.items()}
 
     def set_cache(self, cache: object) -> None:
-        """Does nothing: what prompts have in common is kept without it."""
+        """Does nothing: common prefixes of prompts are always cached."""
 
     def n_vocab(self) -> int:
-        """Tokens in the vocabulary."""
+        """Return the size of the vocabulary."""
         return self.llm.info.n_vocab
 
     def token_bos(self) -> int:
-        """The token that begins a text; -1 if there is none."""
+        """Return the BOS token, or -1 if the vocabulary has no BOS."""
         return -1 if self.llm.tokenizer.bos_id is None else self.llm.tokenizer.bos_id
 
     def token_eos(self) -> int:
-        """The token that ends a text; -1 if there is none."""
+        """Return the EOS token, or -1 if the vocabulary has no EOS."""
         return -1 if self.llm.tokenizer.eos_id is None else self.llm.tokenizer.eos_id
 
     def token_nl(self) -> int:
-        """The token that ends a line."""
+        """Return the newline token."""
         return self.tokenize(b"\n", add_bos=False)[-1]
 
     # -- Token by token ----------------------------------------------------------------------------------------
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens behind those that there are; with ``logits_all`` their logits are kept in `scores`."""
+        """Appends and evaluates tokens.  With ``logits_all``, `scores` contains their logits."""
         if tokens:
             ids = (*self._ids, *tokens)
             rows = self._begin(self.llm.logits, ids, last=len(tokens) if self._keeps_scores else 1)
@@ -827,10 +830,11 @@ class Llama:
 
     @property
     def scores(self) -> NDArray[np.float32]:
-        """The logits behind each token that `eval` was given, float32 [n_tokens, n_vocab].
+        """The logits after each token passed to `eval`, float32 [n_tokens, n_vocab].
 
         Raises:
-            NotAvailableError: the model was loaded without ``logits_all=True``, or others than `eval` wrote tokens.
+            NotAvailableError: the model was loaded without ``logits_all=True``, or tokens were generated without
+                `eval`.
         """
         if not self._keeps_scores or len(self._rows) != len(self._ids):
             raise NotAvailableError("scores need Llama(..., logits_all=True), and Llama.eval of all tokens")
@@ -840,7 +844,7 @@ class Llama:
 
     @property
     def eval_tokens(self) -> deque[int]:
-        """The tokens that there are."""
+        """The current tokens."""
         return deque(self._ids, self.n_ctx())
 
     @property
@@ -850,13 +854,13 @@ class Llama:
 
     @property
     def input_ids(self) -> NDArray[np.intc]:
-        """The tokens that there are, as an array."""
+        """The current tokens, as an array."""
         return np.array(self._ids, np.intc)
 
     _input_ids = input_ids
 
     def sample(self, temp: float = 0.8, **options: Unpack[CompletionOptions]) -> int:
-        """A token to follow those that there are; `eval` appends it."""
+        """Sample the next token.  `eval` appends it."""
         ids, rows = self._ids, self._rows
         try:
             return next(self.generate((), temp, reset=False, **options), self.token_eos())
@@ -866,11 +870,11 @@ class Llama:
     def generate(
         self, tokens: Sequence[int], temp: float = 0.8, *, reset: bool = True, **options: Unpack[CompletionOptions]
     ) -> Generator[int, Sequence[int] | None, None]:
-        """The tokens that follow others, up to the one that ends the text.
+        """Yield the tokens that the model generates after ``tokens``, up to the end of the text.
 
         Args:
             temp: the temperature.
-            reset: whether nothing stands before ``tokens``; else those that there are do.
+            reset: whether ``tokens`` replace the current tokens; otherwise they are appended.
             options: ``top_k``, ``logits_processor``, ``stopping_criteria``, ``grammar``, … as for a completion.
         """
         ids = [*tokens] if reset else [*self._ids, *tokens]
@@ -897,7 +901,7 @@ class Llama:
                         continue
                     ids += chunk.ids
                     self._ids = tuple(ids)
-                    if more := (yield chunk.ids[0]):  # sent by whoever reads: they follow
+                    if more := (yield chunk.ids[0]):  # tokens sent by the caller are appended
                         ids += more
                         is_ended = False
                         break
@@ -906,38 +910,38 @@ class Llama:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the last prompt and what was written after it."""
+        """Number of tokens of the last prompt and its completion."""
         return len(self._ids)
 
     def save_state(self) -> LlamaState:
-        """The tokens of the last prompt and what was written after it."""
+        """Return the tokens of the last prompt and its completion."""
         return LlamaState(self._ids, self.seed)
 
     def load_state(self, state: LlamaState) -> None:
-        """Evaluates the tokens of a state, unless the cache has them: prompts that begin with them go on there."""
+        """Evaluates the tokens of a state that are not in the cache, so that prompts can continue them."""
         self.set_seed(state.seed)
         self._ids = state.input_ids
-        if self._ids and min(self._ids) >= 0:  # those of pictures are encoded again when they are asked about
+        if self._ids and min(self._ids) >= 0:  # images are encoded again by the next prompt
             self.llm.generate(self._ids[: self.n_ctx()], max_tokens=0)
 
     def reset(self) -> None:
-        """Forgets the tokens and what the cache keeps of them."""
+        """Clears the current tokens and the cache."""
         self._ids, self._rows = (), []
         self.llm.forget()
 
     def set_seed(self, seed: int | None) -> None:
-        """Seeds all random numbers from now on; None and -1 are fresh ones."""
+        """Sets the seed of all following random numbers; None and -1 mean a random seed."""
         self.seed = _ANY_SEED if seed in (None, -1) else seed
         self._random = None if self.seed == _ANY_SEED else random.Random(self.seed)
 
     def embed(self, input: str | Sequence[str], normalize: bool = False, truncate: bool = True) -> Any:
-        """The vector of a text, or those of several; see `LLM.embed`."""
+        """Return the vector of a string, or the vectors of a list of strings; see `LLM.embed`."""
         texts = [input] if isinstance(input, str) else list(input)
         vectors = self.llm.embed(texts, normalize=normalize, truncate=truncate).tolist()
         return vectors[0] if isinstance(input, str) else vectors
 
     def create_embedding(self, input: str | Sequence[str], model: str | None = None) -> CreateEmbeddingResponse:
-        """The same, in the form of OpenAI's."""
+        """Return the vectors of texts in OpenAI's format."""
         texts = [input] if isinstance(input, str) else list(input)
         n_tokens = sum(len(self.llm.tokenize(text)) for text in texts)
         usage: Any = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
@@ -946,7 +950,7 @@ class Llama:
         return {"object": "list", "data": data, "model": model or self.model_path, "usage": usage}
 
     def close(self) -> None:
-        """Lets the model's memory go."""
+        """Frees the model's memory."""
         self.llm.close()
 
     def __enter__(self) -> Self:
@@ -955,7 +959,7 @@ class Llama:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    if not TYPE_CHECKING:  # checkers would believe that every attribute is there
+    if not TYPE_CHECKING:  # type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> Never:
             raise no_attribute("'Llama' object", name, _INSTEAD)
@@ -963,7 +967,7 @@ class Llama:
 
 @dataclass(frozen=True)
 class _ResponseHead:
-    """The fields that all dicts of one reply share."""
+    """The fields shared by all dicts of a reply."""
 
     id: str
     object: str
@@ -989,22 +993,22 @@ _Said = TypeVar("_Said", Chunk, Completion)
 
 
 def _with_tool_finish(said: _Said) -> _Said:
-    """The finish reason of a reply with calls, unless it was cut off."""
+    """Set the finish reason of a reply with calls, unless the reply was cut off."""
     return replace(said, finish_reason="tool_calls") if said.finish_reason == "stop" else said  # type: ignore[arg-type]
 
 
 def _call(head: _ResponseHead, number: int, name: str, arguments: str) -> dict[str, Any]:
-    """A call of a tool, or a part of its arguments."""
+    """Return a tool call, or a piece of its arguments."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call__{number}_{name}_{head.id}", "type": "function", "function": function}
 
 
-#: Our options' names in llama-cpp-python.
+#: llama-cpp-python's names of localllm's options.
 _THEIR_NAMES = {"context": "n_ctx", "threads": "n_threads", **{ours: theirs for theirs, ours in _OPTIONS.items()}}
 
 
 def _with_their_names(error: LocalLLMError) -> LocalLLMError:
-    """The same error with its arguments named as in llama-cpp-python."""
+    """Return the error with the argument names of llama-cpp-python."""
     error.args = tuple(
         each._replace(name=_THEIR_NAMES.get(each.name, each.name)) if isinstance(each, Argument) else each
         for each in error.args
@@ -1027,7 +1031,7 @@ def __getattr__(name: str) -> object:
 
 
 def _choice(filename: str) -> str | None:
-    """The choice of files that a pattern stands for: a quantisation, or a file's name."""
+    """Convert a file pattern to a quantization or a file name."""
     choice = filename.strip("*").removesuffix(".gguf").strip("*.-_") if "*" in filename else filename
     if set(choice) & set("*?["):
         raise NotAvailableError(f"filename is {filename!r:.80}: write a name, or a quantisation as *Q4_K_M.gguf")

@@ -1,4 +1,4 @@
-"""Chat formats of a program's own: what makes a prompt of messages in place of the file's template."""
+"""Custom chat formats: functions that convert messages to a prompt, in place of the file's chat template."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class ChatFormatterResponse:
-    """A prompt, and where its answer ends."""
+    """A prompt, and the stop strings of its answer."""
 
     prompt: str
     stop: str | list[str] | None = None
     stopping_criteria: Any = None
-    added_special: bool = False  # whether the prompt begins with the token that begins texts
+    added_special: bool = False  # whether the prompt starts with BOS
 
 
 class ChatFormatter(Protocol):
-    """Makes a prompt of messages."""
+    """Converts messages to a prompt."""
 
     def __call__(self, *, messages: Sequence[Mapping[str, Any]], **more: Any) -> ChatFormatterResponse: ...
 
 
 class LlamaChatCompletionHandler(Protocol):
-    """Answers a chat: called with ``llama`` and the keywords of `Llama.create_chat_completion`."""
+    """Answers a chat.  Called with ``llama`` and the keywords of `Llama.create_chat_completion`."""
 
     def __call__(self, *, llama: Llama, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any: ...
 
@@ -42,7 +42,7 @@ _handlers: dict[str, LlamaChatCompletionHandler] = {}
 
 
 def register_chat_format(name: str) -> Callable[[_F], _F]:
-    """A decorator of a function that makes a `ChatFormatterResponse`, for ``chat_format=name`` of `Llama`."""
+    """Return a decorator that registers a `ChatFormatter`, for ``chat_format=name`` of `Llama`."""
 
     def register(formatter: _F) -> _F:
         register_chat_completion_handler(name)(chat_formatter_to_chat_completion_handler(formatter))
@@ -52,7 +52,7 @@ def register_chat_format(name: str) -> Callable[[_F], _F]:
 
 
 def register_chat_completion_handler(name: str) -> Callable[[_H], _H]:
-    """A decorator of a function that answers chats, for ``chat_format=name`` of `Llama`."""
+    """Return a decorator that registers a function that answers chats, for ``chat_format=name`` of `Llama`."""
 
     def register(handler: _H) -> _H:
         if name in _handlers:
@@ -64,15 +64,15 @@ def register_chat_completion_handler(name: str) -> Callable[[_H], _H]:
 
 
 def registered_formats() -> list[str]:
-    """Names of those that the program has registered."""
+    """Return the names of registered chat formats."""
     return list(_handlers)
 
 
 def get_chat_completion_handler(name: str) -> LlamaChatCompletionHandler:
-    """The handler that a program has registered by a name.
+    """Return the handler registered under a name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no handler has this name.
     """
     if name not in _handlers:
         raise UsageError(f"there is no chat format {name!r:.80}: register_chat_format makes one")
@@ -80,7 +80,7 @@ def get_chat_completion_handler(name: str) -> LlamaChatCompletionHandler:
 
 
 def chat_formatter_to_chat_completion_handler(formatter: ChatFormatter) -> LlamaChatCompletionHandler:
-    """The handler that gives a formatter's prompts to the model."""
+    """Return a handler that answers the formatter's prompts with the model."""
 
     def handler(*, llama: Llama, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         return llama._chat(messages, formatter, **options)
@@ -118,10 +118,10 @@ Qwen25VLChatHandler = Gemma4ChatHandler = MTMDChatHandler
 
 
 class Jinja2ChatFormatter:
-    """A formatter of a chat template's source.
+    """A formatter that renders a chat template.
 
     Args:
-        stop_token_ids: tokens that end a reply, beside the model's own.
+        stop_token_ids: tokens that end a reply, in addition to the model's EOS tokens.
     """
 
     def __init__(
@@ -141,5 +141,5 @@ class Jinja2ChatFormatter:
         return ChatFormatterResponse(prompt, [self._eos_token], ends, added_special=True)
 
     def to_chat_handler(self) -> LlamaChatCompletionHandler:
-        """As ``chat_handler`` of `Llama`."""
+        """Return the formatter as a ``chat_handler`` of `Llama`."""
         return chat_formatter_to_chat_completion_handler(self)

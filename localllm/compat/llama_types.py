@@ -1,4 +1,4 @@
-"""The dicts of llama-cpp-python's answers, which are OpenAI's, for type checkers."""
+"""Types of llama-cpp-python's result dicts, which have OpenAI's format."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class CreateEmbeddingResponse(TypedDict):
 
 CreateCompletionStreamResponse = CreateCompletionResponse
 
-#: Messages, tools and formats are read as the server reads them: whatever OpenAI's clients send.
+#: Messages, tools and formats are parsed by the same code as the server's requests.
 ChatCompletionRequestMessage = ChatCompletionTool = ChatCompletionFunction = dict[str, Any]
 ChatCompletionRequestResponseFormat = ChatCompletionToolChoiceOption = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Checks of arguments: a `UsageError` names one that is of the wrong type or out of range."""
+"""Checks of arguments.  A `UsageError` reports an argument of the wrong type or out of range."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 from localllm.errors import Argument, UsageError, shown
 
-# Imported where it is used: the command line's help does not wait for it.
+# numpy is imported at its use, because the command line's help should not wait for it.
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 
 def as_int(value: object) -> int | None:
-    """An int, or a numpy integer as one; None for anything else, booleans among it."""
+    """Convert an int or a numpy integer to an int; None for anything else, including booleans."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # a numpy array has __index__, but seldom means it
+    except TypeError:  # numpy arrays have __index__, but most raise
         return None
 
 
@@ -37,7 +37,7 @@ def whole_number(name: str, value: object, low: int) -> int:
 
 def seconds(name: str, value: object) -> float:
     if not isinstance(value, bool) and isinstance(value, Real):
-        with contextlib.suppress(OverflowError):  # an int beyond any float
+        with contextlib.suppress(OverflowError):  # the int exceeds the range of floats
             number = float(value)
             if 0 < number < math.inf:
                 return number
@@ -67,9 +67,11 @@ def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
 
 
 def token_ids(ids: object, n_vocab: int, name: str = "tokens", rule: str = "a list of whole numbers") -> list[int]:
-    """Tokens as a list of ints.  ``n_vocab``: tokens in the vocabulary; ``rule``: what is said where it is not a
-    sequence at all."""
-    if hasattr(ids, "tolist"):  # of numpy
+    """Return token ids as a list of ints.
+
+    ``n_vocab`` is the size of the vocabulary.  ``rule`` describes valid values, for the error message.
+    """
+    if hasattr(ids, "tolist"):  # a numpy array
         ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
         raise UsageError(Argument(name), f" must be {rule}, not {type(ids).__name__}")
@@ -83,8 +85,8 @@ def token_ids(ids: object, n_vocab: int, name: str = "tokens", rule: str = "a li
 
 
 def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where: str | None = None) -> None:
-    """Makes sure that integers are ids of a vocabulary; ``where`` is the argument that has them."""
-    # Without NumPy, whose comparison of a single id, one for each token, takes many times as long.
+    """Raises UsageError if an id is outside the vocabulary.  ``where`` is the name of the argument."""
+    # Not with NumPy, which is many times slower for a single id, the usual case.
     outside = next((id_ for id_ in ids if not 0 <= id_ < n_vocab), None)
     if outside is not None:
         place = () if where is None else (" in ", Argument(where))
@@ -92,8 +94,10 @@ def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where:
 
 
 def check_keywords(given: Collection[str], known: Collection[str], theirs: Mapping[str, str]) -> None:
-    """Raises a TypeError that says what to write instead where a keyword is not known.  ``theirs``: keywords of other
-    libraries, and what to do about each."""
+    """Raises TypeError for an unknown keyword, and suggests a replacement.
+
+    ``theirs``: advice for keywords of other libraries.
+    """
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *theirs], n=1, cutoff=0.75)

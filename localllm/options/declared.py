@@ -4,7 +4,7 @@ From these come the checks, `help`, the flags of the command line, the keys of t
 Nothing heavy is imported here, so that ``localllm --help`` need not wait for it.
 """
 
-# Fields are declared by calls, as those of dataclasses are.
+# Fields are declared by function calls, as in dataclasses.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MAX = sys.float_info.max
 class OptionKind(NamedTuple):
     """The kind of an option's values: how they are read, checked and shown."""
 
-    words: str  # what a value must be
-    read: Callable[[Any], Any]  # a value in its plain Python type; None if it is not one
-    parse: Callable[[str], Any] = str  # makes a value of a word of the command line
-    metavar: str = "NAME"  # what stands for a value in the command line's help
-    json: Any = None  # the type of a value in a request of the server; None where a request cannot have it
+    words: str  # description of valid values
+    read: Callable[[Any], Any]  # converts a value to its plain Python type; returns None if it is invalid
+    parse: Callable[[str], Any] = str  # parses a word of the command line
+    metavar: str = "NAME"  # placeholder of the value in the command line's help
+    json: Any = None  # type in requests of the server; None if requests cannot set it
 
 
 def _real(value: object, low: float, high: float) -> float | None:
@@ -55,7 +55,7 @@ def _real(value: object, low: float, high: float) -> float | None:
         return None
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond any float
+    except OverflowError:  # the integer exceeds the range of floats
         return None
     return number if low <= number <= high else None
 
@@ -79,7 +79,7 @@ def _of_type(words: str, types: Any, metavar: str = "NAME", json: Any = None) ->
 
 
 def _mapping_of(key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Callable[[object], dict[Any, Any] | None]:
-    """Reads mappings of what ``key`` and ``value`` read."""
+    """Return a reader of mappings whose keys and values are read by ``key`` and ``value``."""
 
     def read(given: object) -> dict[Any, Any] | None:
         if not isinstance(given, Mapping):
@@ -91,7 +91,7 @@ def _mapping_of(key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Calla
 
 
 def _tuple_of(is_valid: Callable[[Any], object]) -> Callable[[object], tuple[Any, ...] | None]:
-    """Reads what can be gone through, but for a text."""
+    """Return a reader of iterables other than strings."""
 
     def read(given: object) -> tuple[Any, ...] | None:
         items = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
@@ -126,18 +126,18 @@ def _read_cache_type(value: object) -> str | None:
 
 
 def _read_schema(value: Any) -> str | None:
-    """A JSON schema's text, of which a pydantic model class makes its own."""
+    """Return the JSON text of a schema, which may be a dict, JSON text or a pydantic model class."""
     schema = value.model_json_schema() if callable(getattr(value, "model_json_schema", None)) else value
     try:
         schema = parse_json(schema) if isinstance(schema, str) else schema
-        # Not sorted: the order of properties is that of the text.
+        # Keys are not sorted: the reply's properties have the schema's order.
         return json.dumps(schema, allow_nan=False) if isinstance(schema, Mapping) else None
     except (ValueError, TypeError, RecursionError):
         return None
 
 
 def _parse_schema(text: str) -> str:
-    """A JSON schema of the command line, as it is."""
+    """Return a JSON schema of the command line unchanged.  Raises UsageError if it is not valid JSON."""
     try:
         parse_json(text)
     except ValueError as error:
@@ -195,7 +195,7 @@ _BIASES = OptionKind(
     json=dict[str, float] | list[tuple[int | str, float | bool]],  # OpenAI's form, and llama.cpp's
 )
 
-#: The kind of what is on or off; its flag of the command line has no value.
+#: A boolean.  Its flag of the command line has no value.
 SWITCH = _of_type("True or False", bool, json=bool)
 
 
@@ -204,19 +204,19 @@ SWITCH = _of_type("True or False", bool, json=bool)
 
 @dataclass(frozen=True)
 class Option:
-    """The metadata of an option's field, beside its name, type and default."""
+    """Metadata of an option's field, in addition to its name, type and default."""
 
     kind: OptionKind
-    help: str  # what it does, in a line; and, after two spaces, sentences for `help` alone
-    flags: str = ""  # of the command line, with spaces between; "--" is the field's name as one
-    label: str = ""  # in the chat's form; empty if it is not there
-    none: str = ""  # what None stands for; empty if it is not a value
-    is_setting: bool = True  # whether the settings file, and a chat, may keep it
-    key: str = ""  # behind "general.sampling." in a model's file, which may have a default of its own
+    help: str  # one line, followed by two spaces and sentences that only `help` shows
+    flags: str = ""  # command-line flags, separated by spaces; "--" is the flag with the field's name
+    label: str = ""  # label in the chat's form; empty if the form omits the option
+    none: str = ""  # meaning of None; empty if None is invalid
+    is_setting: bool = True  # whether the settings file and chats may store it
+    key: str = ""  # suffix of "general.sampling." for the model file's default
 
     @property
     def brief(self) -> str:
-        """The line without the sentences behind it."""
+        """The first line of ``help``, without the sentences after it."""
         return self.help.partition(".  ")[0]
 
 
@@ -225,7 +225,7 @@ def _setting(default: Any, kind: OptionKind, help: str, flags: str = "--", label
 
 
 def _call_option(default: Any, kind: OptionKind, help: str, flags: str = "", *, none: str = "") -> Any:
-    """An option of single calls, which is not kept."""
+    """Declare an option of single calls, which is not stored."""
     return field(default=default, metadata={"option": Option(kind, help, flags, none=none, is_setting=False)})
 
 
@@ -287,8 +287,8 @@ class LoadOptions(_Checked):
         None,
         _PATH,
         "a GGUF file, any one of a split model's, or a name that ``localllm models`` lists.  ``~`` is the home "
-        "folder.  A name is one in the cache of the Hugging Face hub, such as 'ORG/REPO:QUANT', where ``localllm "
-        "pull`` puts it; or a file in the folders of the setting ``model_folders``; or 'demo'.  A Path is always a "
+        "folder.  A name is a model in the cache of the Hugging Face hub, such as 'ORG/REPO:QUANT', where ``localllm "
+        "pull`` stores it; or a file in the folders of the setting ``model_folders``; or 'demo'.  A Path is always a "
         "file.",
         none="the demo model",
     )
@@ -342,8 +342,8 @@ class LoadOptions(_Checked):
     threads: int | None = _setting(
         None,
         _whole(1),
-        "number of threads.  Decoding uses as many as read memory fastest, which is measured on each machine and "
-        "kept.",
+        "number of threads.  Decoding uses the number that reads memory fastest.  It is measured on each machine and "
+        "stored.",
         "-t --threads",
         none="one per physical core, and for decoding what localllm doctor shows",
     )
@@ -428,7 +428,7 @@ class LoadOptions(_Checked):
     )
 
 
-#: Settings that hold a text to a grammar, of which one can be given.
+#: Settings that constrain the text to a grammar.  At most one can be given.
 GRAMMARS = ("json_schema", "regex", "grammar")
 
 
@@ -557,15 +557,14 @@ class Sampling(_Checked):
     logprobs: int | None = _call_option(
         None,
         _whole(0),
-        "log-probabilities of each token and of the N likeliest.  They are those of the model, before any setting "
-        "here.",
+        "log-probabilities of each token and of the N likeliest.  They are the model's, before any of these settings.",
         none="no log-probabilities",
     )
     post_sampling_probs: bool = _call_option(
         False,
         SWITCH,
-        "report the probabilities that tokens were drawn with, after all samplers.  Tokens that samplers leave out "
-        "are then not listed.",
+        "report the probabilities that tokens were drawn with, after all samplers.  Tokens that samplers removed are "
+        "then not listed.",
         "--",
     )
     json_schema: str | Mapping[str, Any] | type | None = _call_option(
@@ -574,7 +573,7 @@ class Sampling(_Checked):
         "write JSON that follows this schema.  It is a dict, JSON text, or a pydantic model class.  As with "
         "``regex`` and ``grammar``, reasoning before the answer is free, and only ``max_tokens`` and ``stop`` can "
         "cut the answer off before it is complete.  An object has only the properties that the schema names, unless "
-        "``additionalProperties`` says otherwise.",
+        "``additionalProperties`` allows more.",
         "-j --json-schema",
         none="any text",
     )
@@ -584,16 +583,16 @@ class Sampling(_Checked):
     grammar: str | None = _call_option(
         None,
         _GRAMMAR,
-        "write text that follows a grammar in Lark's notation or llama.cpp's GBNF.  Lark's begins with the rule "
-        "``start``, GBNF's with ``root``.",
+        "write text that follows a grammar in Lark's notation or llama.cpp's GBNF.  The first rule is ``start`` in "
+        "Lark's notation, and ``root`` in GBNF.",
         "--",
         none="any text",
     )
     processors: tuple[LogitsProcessor, ...] = _call_option(
         (),
         OptionKind("a tuple of functions", _tuple_of(callable)),
-        "called in turn after ``logit_bias``, each with the tokens so far, the prompt's among them, int32 [n], and "
-        "the logits, float32 [n_vocab], of which it returns its own",
+        "called in order after ``logit_bias``, with the tokens of prompt and reply, int32 [n], and the logits, float32 "
+        "[n_vocab]; they return the new logits",
     )
 
     def __post_init__(self) -> None:
@@ -601,21 +600,21 @@ class Sampling(_Checked):
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
             each = [part for name in given[1:] for part in (" and ", Argument(name))]
-            both = " each hold the text to a grammar: leave all but one of them out"
+            both = " each constrain the text to a grammar: give only one"
             raise UsageError(Argument(given[0]), *each, both)
 
     @property
     def draws_depend(self) -> bool:
-        """Whether a token that is drawn changes how the next ones are."""
+        """Whether a sampled token changes how the next tokens are sampled."""
         return bool(self.mirostat) or self.adaptive_target >= 0
 
     @property
     def grammar_kind(self) -> str | None:
-        """Which of ``json_schema``, ``regex`` and ``grammar`` is given."""
+        """The name of the given option among ``json_schema``, ``regex`` and ``grammar``; None without one."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     def replace(self, **changes: Any) -> Self:
-        """The same settings but for ``changes``."""
+        """Return a copy of the settings with ``changes``."""
         names = declared(type(self))
         for name in changes:
             if name not in names:
@@ -628,7 +627,7 @@ describes(Sampling)(Sampling)
 
 @dataclass(frozen=True)
 class CheckedOptions(_Checked):
-    """`localllm.Options` in their plain Python types, with defaults."""
+    """Checked `localllm.Options`, in plain Python types and with defaults."""
 
     max_tokens: int | None = _call_option(
         None,
@@ -637,15 +636,14 @@ class CheckedOptions(_Checked):
         "-n --predict --n-predict --max-tokens",
         none="until the model ends its text or the context is full",
     )
-    stop: tuple[str, ...] = _call_option((), STOPS, "stop before this text, which is left out", "--")
-    ignore_eos: bool = _call_option(False, SWITCH, "go on when the model would end its text", "--")
+    stop: tuple[str, ...] = _call_option((), STOPS, "stop before this text, which is omitted", "--")
+    ignore_eos: bool = _call_option(False, SWITCH, "continue when the model would end its text", "--")
     overflow: Overflow = _call_option(
         "error",
         _one_of("error", "truncate"),
         "what to do with a prompt that is too long for the context: 'error', or 'truncate' to drop its oldest part.  "
-        "The error is a `ContextLengthError`.  BOS and a chat's system messages are never dropped: of a chat it is "
-        "the oldest turns, to make room for ``max_tokens``, by default a quarter of the context, and at most half of "
-        "it.",
+        "The error is a `ContextLengthError`.  BOS and a chat's system messages are never dropped.  A chat loses its "
+        "oldest turns, to make room for ``max_tokens``, by default a quarter and at most half of the context.",
         "--",
     )
     sampling: Sampling = field(
@@ -667,11 +665,11 @@ class CheckedOptions(_Checked):
     speculate: Speculate | None = _call_option(
         "auto",
         _one_of("auto", "lookup", "draft", "mtp"),
-        "how to draft several tokens, which the model then verifies in one step.  The text is the same, and comes "
-        "sooner if drafts are good; `Completion.drafts` says how good they were.  'lookup' drafts what followed the "
-        "same words earlier in the text or the prompt; 'draft' uses the ``draft_model`` of `localllm.load`; 'mtp' a "
-        "block of the model's own file that predicts further tokens; 'auto' whichever of these two there is; None "
-        "drafts nothing.",
+        "how to draft several tokens, which the model then verifies in one step.  The text is the same, and is "
+        "generated faster if drafts are good; `Completion.drafts` counts accepted drafts.  'lookup' drafts the text "
+        "that followed the same words earlier in the text or the prompt; 'draft' uses the ``draft_model`` of "
+        "`localllm.load`; 'mtp' uses a block of the model's file that predicts further tokens; 'auto' uses the "
+        "available one of 'draft' and 'mtp'; None drafts nothing.",
         none="no drafts",
     )
     draft_max: int = _call_option(
@@ -689,8 +687,8 @@ class CheckedOptions(_Checked):
     priority: Priority = _call_option(
         "normal",
         _one_of("normal", "background"),
-        "'background' requests let others begin first, for up to 30 seconds.  Requests that have begun to decode "
-        "share every step.",
+        "'background' requests let others start first, for up to 30 seconds.  Requests that already decode share "
+        "every step.",
     )
     client: str = _call_option(
         "", _TEXT, "a name for the client: clients share the model evenly, however many requests each has"
@@ -704,7 +702,7 @@ class CheckedOptions(_Checked):
     timeout: float | None = _call_option(
         None,
         _SECONDS,
-        "seconds after which the text ends, with the ``finish_reason`` 'timeout'; waiting in the queue counts",
+        "maximum seconds for the text, including the time in the queue; then its ``finish_reason`` is 'timeout'",
         none="no limit",
     )
 
@@ -721,12 +719,12 @@ class CheckedOptions(_Checked):
         return cls(**given | {"sampling": sampling})
 
     def reserved_for_reply(self, context: int) -> int:
-        """Tokens that a truncated prompt leaves free for the answer."""
+        """Return the number of tokens that a truncated prompt reserves for the answer."""
         wanted = context // 4 if self.max_tokens is None else self.max_tokens
         return min(wanted, context // 2)
 
 
-#: Flags of arguments that the table gives none, or that are no options.
+#: Flags of arguments without a flag in their declaration, and of arguments that are not options.
 _FLAGS = {
     "path": "-m",
     "adapters": "--lora",
@@ -741,9 +739,11 @@ _FLAGS = {
 
 
 def in_flags(argument: Argument, from_settings: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The command line's name of an argument of the library: "--top-k", "--device cpu".  ``from_settings``: what to
-    call those in place of a flag that the settings file gave."""
+    """Return the command line's name of a library argument: "--top-k", "--device cpu".
+
+    ``from_settings``: names of arguments that come from the settings file, in place of flags.
+    """
     name, value = argument
-    unknown = name if name.startswith("-") else f"--{name.replace('_', '-')}"  # -p of bench is named as it is
+    unknown = name if name.startswith("-") else f"--{name.replace('_', '-')}"  # bench's -p is unchanged
     flag = from_settings.get(name) or _FLAGS.get(name) or unknown
     return flag if value is ... else f"{flag} {value}"

@@ -1,4 +1,4 @@
-"""Names that users of other libraries try, above all of llama-cpp-python, and what to write in their place."""
+"""Names from other libraries, mainly llama-cpp-python, with advice for their replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_HERE = "this version of localllm has nothing like it"
 
 
 def split_names(advice: Mapping[str, T]) -> dict[str, T]:
-    """One entry for each of the names in a key."""
+    """Return a mapping with one entry per name in a key."""
     return {name: value for names, value in advice.items() for name in names.split()}
 
 
@@ -46,7 +46,7 @@ THEIR_LOAD = split_names(
     }
 )
 
-#: Keywords that `LLM.generate`, `LLM.chat` and their kin do not have.
+#: Keywords that `LLM.generate` and `LLM.chat` do not have.
 THEIR_OPTIONS = split_names(
     {
         "temp": "write temperature=",
@@ -137,6 +137,6 @@ THEIR_NAMES = split_names(
 
 
 def no_attribute(owner: str, name: str, theirs: Mapping[str, str]) -> AttributeError:
-    """The error for an attribute that is not there, with what to use in place of one that other libraries have."""
+    """Return the error for a missing attribute, with the replacement for an attribute of another library."""
     hint = f": use {theirs[name]}" if name in theirs else ""
     return AttributeError(f"{owner} has no attribute {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""The keywords of `LLM.generate`, `stream`, `chat` and their kin, for type checkers and `help`."""
+"""The keywords of `LLM.generate`, `stream` and `chat`, for type checkers and `help`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 from localllm.options.declared import CheckedOptions, Sampling, describes
 from localllm.options.types import Overflow, Priority, Progress, Speculate
 
-#: The ids so far (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
-#: -> the logits to go on with (float32 ``[n_vocab]``).
+#: The token ids of prompt and reply (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
+#: -> the new logits (float32 ``[n_vocab]``).
 LogitsProcessor = Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 
 

@@ -9,7 +9,7 @@ A file has keys of `Settings`, and a table ``[sampling]`` with settings of `loca
     [sampling]
     temperature = 0.7
 
-Flags override it, and it overrides defaults.  Without a file everything is as by default.
+Flags override the file, which overrides defaults.
 """
 
 from __future__ import annotations
@@ -38,48 +38,48 @@ CONFIG_VARIABLE = "LOCALLLM_CONFIG"
 #: The table of sampling settings.
 SAMPLING = "sampling"
 
-#: The table of the chat's tools; `localllm.tui.chat.tools` knows what is in it.
+#: The table of the chat's tools, which `localllm.tui.chat.tools` parses.
 TOOLS = "tools"
 
-#: The table of the chat's keys; `localllm.tui.commands` knows their names.
+#: The table of the chat's keys, whose names are in `localllm.tui.commands`.
 CHAT_KEYS = "keys"
 
-#: A settings file of more bytes than this is another file.
+#: Maximum size of a settings file in bytes.
 _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Settings:
-    model: str | None = None  # as ``-m`` takes it; None for the demo model
-    device: str = "auto"  # see `localllm.load`, as of the next six
-    # n_gpu_layers, tensor_split, split_mode: hold for that device only
+    model: str | None = None  # value of ``-m``; None for the demo model
+    device: str = "auto"  # for this and the next six fields see `localllm.load`
+    # n_gpu_layers, tensor_split, split_mode: apply only to that device
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
     split_mode: SplitMode | None = None
     context: int | None = None  # tokens
-    threads: int | None = None  # how many compute
-    cache_type: CacheType = "f16"  # what keys and values are kept in
+    threads: int | None = None  # number of compute threads
+    cache_type: CacheType = "f16"  # type of the KV cache
     system_prompt: str | None = None  # the message before the user's first
-    stop: tuple[str, ...] = ()  # texts that end an answer
-    theme: str = "dark"  # the chat app's
-    # ranks pieces of large files in the chat, as ``-m`` takes it; None goes by their words
+    stop: tuple[str, ...] = ()  # stop strings
+    theme: str = "dark"  # theme of the chat app
+    # model that ranks pieces of large files in the chat, a value of ``-m``; None ranks by words
     embedding_model: str | None = None
-    model_folders: tuple[Path, ...] = ()  # where GGUF files are looked for, beside the cache of the Hugging Face hub
-    # those settings of `localllm.Sampling` that the file has, as the keywords of `LLM.chat`
+    model_folders: tuple[Path, ...] = ()  # folders of GGUF files, in addition to the cache of the hub
+    # settings of `localllm.Sampling` in the file, as keywords of `LLM.chat`
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    given: frozenset[str] = frozenset()  # the keys that the file has; those of sampling as "sampling.temperature"
-    # the table of the chat's tools, as it is
+    given: frozenset[str] = frozenset()  # keys in the file; sampling keys as "sampling.temperature"
+    # the unparsed table of the chat's tools
     tools: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    # the table of the chat's keys, by the commands that they call
+    # the chat's keys by command
     keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def values(self) -> Iterator[tuple[str, object]]:
-        """Every key but for sampling's, and its value."""
+        """Yield the keys and values, except sampling."""
         return ((name, getattr(self, name)) for name in KEYS)
 
 
 def settings_path() -> Path | None:
-    """The settings file: ``LOCALLLM_CONFIG``, or one in the platform's folder; None where there is no home for it."""
+    """Return ``LOCALLLM_CONFIG``, or the settings file in the platform's folder; None without a home folder."""
     if named := os.environ.get(CONFIG_VARIABLE):
         return expanded(named)
     try:
@@ -95,7 +95,7 @@ def settings_path() -> Path | None:
 
 
 def load_settings(path: Path | None = None) -> Settings:
-    """The settings of a file, by default the user's own; without a file, the defaults."""
+    """Return the settings of a file (default: the user's settings file); the defaults if it does not exist."""
     path = path or settings_path()
     values = {} if path is None else read_file(path)
     if not values or path is None:
@@ -108,11 +108,11 @@ def load_settings(path: Path | None = None) -> Settings:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values in a settings file, not checked; none if there is no file."""
+    """Return the unchecked values of a settings file; empty if it does not exist."""
     text = read_text(path)
     if not text:
         return {}
-    # Imported here: most have no such file, and a start should not wait for it.
+    # Imported here because most users have no settings file.
     import tomllib
 
     try:
@@ -124,7 +124,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a settings file; empty if there is no file."""
+    """Return the text of a settings file; empty if it does not exist."""
     try:
         if path.is_fifo():
             raise ValueError("it is a pipe, which may have no end")
@@ -143,7 +143,7 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-# -- What a file may have ------------------------------------------------------------------------------------------
+# -- Keys of a file ------------------------------------------------------------------------------------------------
 
 _DEVICE = re.compile(r"auto|cpu|reference|(cuda|gpu)(:\d+(,\d+)*)?")
 
@@ -158,12 +158,12 @@ def _device(value: Any) -> str | None:
 
 _LOAD = {name: option.kind for name, option in declared(LoadOptions).items() if option.is_setting}
 
-#: All keys but for those of the table of sampling settings.
+#: All keys except sampling settings.
 KEYS: Mapping[str, OptionKind] = {
     "model": OptionKind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
     **_LOAD,
     "device": OptionKind("'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'", _device),
-    "system_prompt": OptionKind("a text that is not empty", _text),
+    "system_prompt": OptionKind("a non-empty string", _text),
     "stop": STOPS,
     "theme": OptionKind("the name of a theme, such as 'dark' or 'light'", _text),
     "embedding_model": OptionKind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
@@ -175,8 +175,10 @@ SAMPLING_KEYS = {name: option.kind for name, option in declared(Sampling).items(
 
 
 def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]:
-    """The settings that a file's values come to, and what is wrong with the rest.  ``folder``: of the file, which
-    paths in it begin at."""
+    """Convert the values of a file to settings.  Also return the problems of invalid values.
+
+    Relative paths start at ``folder``, the folder of the file.
+    """
     top = {name: value for name, value in values.items() if name not in (SAMPLING, TOOLS, CHAT_KEYS)}
     good, problems = _check_keys(top, KEYS, lambda name: _unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
     if "model_folders" in good:
@@ -199,7 +201,7 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
 def _check_keys(
     values: Mapping[str, Any], keys: Mapping[str, OptionKind], unknown: Callable[[str], str], table: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
-    """The values of a table that are good, and what is wrong with the rest."""
+    """Return the valid values of a table, and the problems of the others."""
     good: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in values.items():
@@ -213,7 +215,7 @@ def _check_keys(
 
 
 def _unknown(name: str, names: Any, table: str = "", where: str = "") -> str:
-    """That there is no such key, and which one may be meant: also one of the table, if ``table`` is its prefix."""
+    """Return the message for an unknown key, with the most similar key, which may be in ``table``."""
     there = [*names, *SAMPLING_KEYS] if table else list(names)
     near = difflib.get_close_matches(name.replace("-", "_"), there, n=1, cutoff=0.75)
     if not near:

@@ -1,33 +1,32 @@
-"""The types of options, and bounds that more than one module has."""
+"""Types of options, and limits that several modules use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal
 
-#: What happens to a prompt that is too long: it is refused, or its oldest part is left out.
+#: Treatment of a prompt that is too long: reject it, or drop its oldest part.
 Overflow = Literal["error", "truncate"]
 
-#: What drafts tokens for the model to verify: the text itself, the draft model, or ("auto") the draft model if there
-#: is one.
+#: Source of draft tokens: earlier text ("lookup"), the draft model, a block of the model's file ("mtp"), or the
+#: available one of the last two ("auto").
 Speculate = Literal["auto", "lookup", "draft", "mtp"]
 
-#: How GPUs share a model: each has some of the layers, or a part of every layer.
+#: How GPUs share a model: whole layers per GPU, or a part of every layer.
 SplitMode = Literal["layer", "row"]
 
-#: Requests that somebody waits for, and those that can wait for them.
+#: Priority of requests: "background" requests wait for "normal" requests.
 Priority = Literal["normal", "background"]
 
-#: Called while a long prompt is evaluated, with the tokens done so far and those of the whole prompt.
+#: Called while a long prompt is evaluated, with the number of evaluated tokens and of all tokens.
 Progress = Callable[[int, int], object]
 
-#: Called while a model is loaded: "weights" with the bytes packed and the bytes of all, and "kernels" with the
-#: kernels compiled and those to compile, which the first start on a machine has to do.
+#: Called while a model is loaded: "weights" with packed and total bytes, or "kernels" with the numbers of compiled
+#: and of all kernels.  Kernels are compiled at the first start on a machine.
 LoadProgress = Callable[[str, int, int], object]
 
-#: Drafts a step at most where nobody asks for a number: with the token before them, as many as the CPU's kernels
-#: multiply at once.
+#: Default maximum of drafts per step.  With the preceding token, the CPU kernels multiply them in one tile.
 DEFAULT_DRAFTS = 7
 
-#: Drafts a step that may be asked for at most.
+#: Upper limit of drafts per step.
 MAX_DRAFTS = 64

@@ -1,12 +1,12 @@
 """The server: HTTP APIs of OpenAI, Anthropic, Ollama and llama.cpp over models that are loaded on demand.
 
-`localllm.server.app.make_app` makes it.  A request takes this way:
+`localllm.server.app.make_app` creates it.  A request passes through these modules:
 
-    http.Guard          who may ask: Host, Origin, key, size
+    http.Guard          checks Host, Origin, key and size
     openai, anthropic,
-    ollama, llamacpp    one API each: its JSON into a `GenerationJob`, and `PendingReplies` into its JSON
-    dispatcher          a `GenerationJob` into streams of a model, and those into parts of replies
-    models              which model, loaded when it is first asked for
+    ollama, llamacpp    convert the API's JSON to a `GenerationJob`, and `PendingReplies` to the API's JSON
+    dispatcher          converts a `GenerationJob` to streams of a model, and starts `PendingReplies`
+    models              selects the model, and loads it at the first request
 
-It needs the extra ``serve``: ``pip install localllm[serve]``.
+The server needs the extra ``serve``: ``pip install localllm[serve]``.
 """

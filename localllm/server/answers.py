@@ -1,7 +1,7 @@
-"""Calls of the library for a request of any API, and its answers.
+"""Generation jobs and replies, which the server's APIs share.
 
-A `GenerationJob` says what is wanted in the library's words.  `PendingReplies` has the events of its replies as they
-come, or whole `Reply` objects.
+A `GenerationJob` describes a request with the library's options.  `PendingReplies` yields the events of its replies,
+or complete `Reply` objects.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from localllm.sampling import Choice
 from localllm.server.http import HTTPError
 from localllm.server.models import ServedModel
 
-#: Limits of one request: replies, stop strings, and characters of a stop string.
+#: Limits of a request: replies, stop strings, and characters per stop string.
 MAX_REPLIES, MAX_STOPS, MAX_STOP_LENGTH = 64, 32, 1000
 
-#: Tokens before the prefix, the suffix and the middle, of models that fill in the middle.
+#: Tokens that precede the prefix, suffix and middle, for models that fill in the middle.
 _FILL_IN = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -46,16 +46,16 @@ _FILL_IN = (
 
 
 class LoraScale(msgspec.Struct):
-    """How much a request gets of an adapter, whose number ``/lora-adapters`` lists."""
+    """The scale of an adapter in a request; ``id`` is the adapter's number in ``/lora-adapters``."""
 
     id: int
     scale: float
 
 
-#: Options of a call that requests do not set, or not as plain values.
+#: Options that requests cannot set, or set by fields of another form.
 _NOT_FIELDS = ("logprobs", "overflow", "speculate", "draft_max", "draft_always")
 
-#: The other options that `localllm.options.declared` has: each is a field, by its name or by a dialect's own.
+#: The other options of `localllm.options.declared`, which are fields of requests.  An API may rename a field.
 _OPTIONS = {
     name: option
     for cls in (Sampling, CheckedOptions)
@@ -65,13 +65,13 @@ _OPTIONS = {
 
 
 class Thinking(msgspec.Struct):
-    """A switch of thinking in the form of Anthropic, GLM, Kimi and DeepSeek."""
+    """The thinking switch of Anthropic, GLM, Kimi and DeepSeek."""
 
     type: str = "disabled"
 
 
 class Reasoning(msgspec.Struct):
-    """A switch of thinking in the form of OpenAI's responses, OpenRouter and vLLM."""
+    """The thinking switch of OpenAI's responses API, OpenRouter and vLLM."""
 
     effort: str | None = None
     enabled: bool | None = None
@@ -120,7 +120,7 @@ else:
 
 
 class StructuredOutputs(msgspec.Struct):
-    """Constraints of a reply in vLLM's form; one of the first four."""
+    """Constraints of a reply in vLLM's format.  Only one of the first four may be set."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -135,7 +135,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class GenerationFields(_Options):
-    """Fields of a request that all APIs share; their names are llama.cpp's, and vLLM's."""
+    """Fields that the requests of all APIs share.  The names are from llama.cpp and vLLM."""
 
     model: str | None = None
     stream: bool = False
@@ -154,7 +154,7 @@ class GenerationFields(_Options):
         guided = StructuredOutputs(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         held = (self.structured_outputs or guided).options()
         options |= {name: value for name, value in held.items() if value is not None}
-        # llama.cpp's ways to switch something off, or leave it open.
+        # llama.cpp accepts negative numbers for "off" and "unset".
         for name in ("temperature", "top_k"):
             if name in options:
                 options[name] = max(0, options[name])
@@ -162,7 +162,7 @@ class GenerationFields(_Options):
             if options.get(name, 0) < 0:
                 del options[name]
         if self.lora is not None:
-            options["adapters"] = self.lora  # which `Dispatcher.begin` knows the names of
+            options["adapters"] = self.lora  # `Dispatcher.begin` converts numbers to names
         for name in ("stop", "dry_sequence_breakers"):
             values = options.get(name, ())
             values = tuple(value for value in ([values] if isinstance(values, str) else values) if value)
@@ -175,26 +175,26 @@ class GenerationFields(_Options):
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """A generation to run, in the library's terms."""
+    """A generation to run, with the library's names and types."""
 
-    model: str | None  # its name; None is the first one
+    model: str | None  # name; None is the first model
     options: dict[str, Any]  # keywords of `LLM.stream`
-    messages: list[Message] | None = None  # of a chat; None if ``prompts`` are to be continued
-    prompts: Sequence[Prompt | MediaPrompt] = ()  # each a text, tokens, or both in one
-    tools: Tools = field(default_factory=list)  # that the model may call, as OpenAI's API describes them
-    must_call: bool = False  # whether the reply has to be a call of one of them
-    hosted_tools: Sequence[str] = ()  # that a provider's own server would run
-    variables: dict[str, Any] = field(default_factory=dict)  # what else the chat template reads
-    begun: Message | None = None  # the reply, as far as the client has it
-    n: int = 1  # how many replies to each prompt
-    one_call: bool = False  # whether tools are called one at a time
-    special: bool = False  # whether names of control tokens in ``prompts`` are read as these
-    tells_progress: bool = False  # whether events say how far the prompt is
-    tells_timings: bool = False  # whether each says how long it took so far
-    warnings: list[str] = field(default_factory=list)  # what could not be done as asked
+    messages: list[Message] | None = None  # of a chat; None if ``prompts`` are continued
+    prompts: Sequence[Prompt | MediaPrompt] = ()  # strings, token ids, or both in one prompt
+    tools: Tools = field(default_factory=list)  # callable by the model, in OpenAI's format
+    must_call: bool = False  # whether the reply must be a tool call
+    hosted_tools: Sequence[str] = ()  # tools that only a provider's server can run
+    variables: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
+    begun: Message | None = None  # start of the reply, sent by the client
+    n: int = 1  # replies per prompt
+    one_call: bool = False  # whether a reply may contain only one call
+    special: bool = False  # whether to parse names of control tokens in ``prompts``
+    tells_progress: bool = False  # whether events report the progress of the prompt
+    tells_timings: bool = False  # whether each event contains timings
+    warnings: list[str] = field(default_factory=list)  # parts of the request that were ignored
 
     def chat_arguments(self, llm: LLM) -> dict[str, Any]:
-        """The arguments of `LLM.stream_chat`, without options; collects warnings."""
+        """Return the arguments of `LLM.stream_chat`, without options.  Sets ``warnings``."""
         messages = self.messages or []
         tools = [
             {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
@@ -223,7 +223,7 @@ class GenerationJob:
 
 @dataclass
 class Reply:
-    """One reply, as far as it is: its events, collected."""
+    """The collected events of one reply, complete or not."""
 
     index: int
     is_first: bool = True  # of its prompt
@@ -234,15 +234,15 @@ class Reply:
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
     usage: Usage = field(default=Usage(0, 0, 0))
-    reasoning_tokens: int = 0  # of those generated, those of ``thinking``
+    reasoning_tokens: int = 0  # generated tokens of ``thinking``
     timings: Timings = field(default=Timings(0.0, 0, 0.0, 0.0, 0))
     drafts: Drafts | None = None
     warnings: list[str] = field(default_factory=list)
-    _n_silent: int = 0  # tokens that have made nothing yet, as half a character
+    _n_silent: int = 0  # tokens without output yet, such as a part of a character
 
     @property
     def has_cut_call(self) -> bool:
-        """Whether a stop text or the limit of tokens cut its last call, so that clients should not make it."""
+        """Whether a stop string or the token limit cut off the last call, so clients should not run it."""
         was_cut = self.finish_reason != "stop" or self.stop_text is not None
         return was_cut and bool(self.calls) and not self.calls[-1].is_whole
 
@@ -263,26 +263,26 @@ class Reply:
             self.warnings += event.warnings
 
 
-#: An event, the last of which has the finish reason, and the reply with it and all before it.
+#: A reply, which includes the newest event, and this event.  The last event has the finish reason.
 Event = tuple[Reply, Chunk]
 
 
-#: The output half of a dialect: lines of its stream for an event.
+#: Converts an event to lines of an API's stream.
 Writer = Callable[[Reply, Chunk], Iterable[bytes]]
 
 
 @dataclass(eq=False)
 class PendingReplies:
-    """Replies under way; `close` ends them, and has to be called."""
+    """Running replies.  The caller must call `close`, which ends them."""
 
     job: GenerationJob
     served: ServedModel
     llm: LLM
-    streams: list[Stream]  # one a reply
+    streams: list[Stream]  # one per reply
     on_close: Callable[[PendingReplies], object] | None
-    begun_at: float  # when they were asked for, in the time of `time.perf_counter`
-    load_s: float  # seconds after that in which the model was not there yet
-    number: int = field(default_factory=itertools.count(1).__next__)  # counted from the server's beginning
+    begun_at: float  # time of the request, by `time.perf_counter`
+    load_s: float  # seconds from ``begun_at`` until the model was loaded
+    number: int = field(default_factory=itertools.count(1).__next__)  # counted from the server's start
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -290,18 +290,18 @@ class PendingReplies:
         return self.streams[0].usage.prompt_tokens
 
     def prompt_text(self, index: int) -> str:
-        """The prompt of a reply, with the names of control tokens."""
+        """Return the prompt of a reply, including the names of control tokens."""
         stream = self.streams[index]
         ids = text_ids(stream.tokens[: stream.usage.prompt_tokens])
         return self.llm.tokenizer.decode(ids, special=True)
 
     def stop(self) -> None:
-        """Ends them because the server stops; their readers get an error."""
+        """Ends the replies because the server stops.  Their readers get an error."""
         for stream in self.streams:
             stream.cancel()
 
     def close(self) -> None:
-        """Ends what is still running, and releases the model."""
+        """Ends replies that still run, and releases the model."""
         on_close, self.on_close = self.on_close, None
         if on_close is not None:
             for stream in self.streams:
@@ -315,11 +315,11 @@ class PendingReplies:
             async for event in self._events_of(0):
                 yield event
             return
-        # Bounded, so that a slow reader slows the model down and not the memory.
+        # Bounded: a slow reader slows down the model instead of filling the memory.
         queue: asyncio.Queue[Event | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
-        if self.on_close is None:  # the client went before anything was asked for
+        if self.on_close is None:  # the client disconnected early
             return
-        # `close` ends them: this generator may be dropped anywhere, and then is closed late, or in another thread.
+        # `close` ends the tasks, because a dropped generator is finalized late or in another thread.
         self._tasks = [asyncio.create_task(self._put_events(index, queue)) for index in range(len(self.streams))]
         n_open = len(self._tasks)
         while n_open:
@@ -361,7 +361,7 @@ class PendingReplies:
         begin: Iterable[bytes] = (),
         end: Callable[[list[Reply]], Iterable[bytes]] = lambda replies: (),
     ) -> AsyncIterator[bytes]:
-        """The stream that a dialect makes of the events, between its first and last lines."""
+        """Yield the API's stream: the first lines, the lines of the events, and the last lines."""
         replies = []
         for line in begin:
             yield line
@@ -374,7 +374,7 @@ class PendingReplies:
             yield line
 
     async def read(self, write: Callable[[Reply, Chunk], object] = lambda reply, event: None) -> list[Reply]:
-        """All replies, whole, after each of their events was written."""
+        """Return all complete replies.  ``write`` is called with every event."""
         for stream in self.streams:
             stream.deliver_at_end()
         replies = []
@@ -390,14 +390,14 @@ def stopping() -> HTTPError:
 
 
 def constrain(options: dict[str, Any], schema: object) -> None:
-    """Makes a reply follow a JSON schema; None is any JSON object."""
+    """Makes a reply follow a JSON schema; None allows any JSON object."""
     if schema is not None and not isinstance(schema, dict):
         raise HTTPError(400, "the schema of a reply's format must be a JSON object")
     options["json_schema"] = {"type": "object"} if schema is None else schema
 
 
 def constrain_to_format(options: dict[str, Any], name: str, kind: str, schema: object) -> None:
-    """The same for a format of OpenAI's APIs, in the field ``name``."""
+    """Makes a reply follow a format of OpenAI's APIs, which is given in the field ``name``."""
     if kind not in ("text", "json_object", "json_schema"):
         raise HTTPError(400, f"{name} is {kind!r:.40}, but must be text, json_object or json_schema")
     if kind != "text":
@@ -405,7 +405,7 @@ def constrain_to_format(options: dict[str, Any], name: str, kind: str, schema: o
 
 
 def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> dict[str, Any]:
-    """The fields of a `GenerationJob` for tools; a forced call makes ``options`` follow its schema."""
+    """Return the fields of a `GenerationJob` for tools.  For a forced call, adds its schema to ``options``."""
     chosen = choose_tools(tools, choice)
     if chosen.forced:
         constrain(options, _call_schema(chosen.forced))
@@ -413,10 +413,10 @@ def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) ->
 
 
 def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], Message | None]:
-    """The messages without the last one, if that is a reply that the assistant has begun; and that one.
+    """Split an unfinished reply of the assistant off the end of the messages.
 
-    ``goes_on``: whether the model is to go on with it; None: where the last message is the assistant's, as in
-    llama.cpp's server.
+    ``goes_on``: whether the model continues the last message.  None: if it is the assistant's, as in llama.cpp's
+    server.
     """
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.calls or goes_on is False:
@@ -427,7 +427,7 @@ def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[l
 def _reply_prefix(
     begun: Message | None, llm: LLM, messages: list[Message], tools: Tools, given: dict[str, Any]
 ) -> str:
-    """The beginning of the reply, as it follows what the template ends with; empty where none was begun."""
+    """Return the start of the reply, formatted to follow the rendered template; empty without ``begun``."""
     if begun is None:
         return ""
     texts = [replace(message, parts=(message.text,)) for message in messages]
@@ -438,18 +438,18 @@ def _reply_prefix(
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """A text with pictures and sounds in the places of `localllm.llm.MEDIA`."""
+    """A prompt whose `localllm.llm.MEDIA` placeholders are replaced by images and audio."""
 
     text: str
     media: tuple[Media, ...]
 
 
-#: A text, the ids of its tokens, or both in turn.
+#: A string, or a list of token ids and strings.
 Prompt = str | list[int | str]
 
 
 class PromptObject(msgspec.Struct):
-    """A text as an object, as llama.cpp's server takes it: with pictures, or in the parts of a message."""
+    """A prompt in llama.cpp's object format: a string with media, or the parts of a message."""
 
     prompt_string: str | None = None
     multimodal_data: list[str] = []
@@ -457,7 +457,7 @@ class PromptObject(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """The prompt's text; refuses pictures and sounds."""
+        """Return the prompt's text.  Rejects images and audio."""
         parts = self.content or ()
         if self.multimodal_data or any(not isinstance(part.get("text"), str) for part in parts):
             raise HTTPError(400, "a prompt has pictures or sounds, but this API reads text only here")
@@ -466,12 +466,12 @@ class PromptObject(msgspec.Struct):
         return (self.prompt_string or "") + "".join(part["text"] for part in parts)
 
 
-#: One of the prompts, or a list of them; a list with ids of tokens is one.
+#: A prompt, or a list of prompts.  A list with token ids is one prompt.
 Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 
 def prompts_of(given: Prompts, *, may_see: bool = False) -> list[Any]:
-    """Each prompt of a field: a `Prompt`, or a `MediaPrompt`."""
+    """Return the prompts of a field; each is a `Prompt` or a `MediaPrompt`."""
     if isinstance(given, list) and any(isinstance(each, int) for each in given):
         return [[_plain_prompt(each, False) if isinstance(each, PromptObject) else each for each in given]]
     prompts: list[Any] = given if isinstance(given, list) else [given]
@@ -487,7 +487,7 @@ def _plain_prompt(given: PromptObject, may_see: bool) -> str | MediaPrompt:
 
 
 def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:
-    """A prompt as one text, or as tokens; a text within tokens begins as a model's texts do where it is the first."""
+    """Return a prompt as one string or as token ids.  Of the strings among token ids, only a leading one gets BOS."""
     if isinstance(prompt, str):
         return prompt
     ids: list[int] = []
@@ -497,7 +497,7 @@ def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:
 
 
 def infill_tokens(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
-    """The tokens of a prompt to fill in the text between two others; it begins with ``begun``."""
+    """Return the tokens of a prompt to fill in the text between ``before`` and ``after``, starting with ``begun``."""
     tokenizer = llm.tokenizer
     for names in _FILL_IN:
         ids = [tokenizer.encode(name, add_special=False, parse_special=True) for name in names]

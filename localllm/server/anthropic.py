@@ -1,4 +1,4 @@
-"""Anthropic's API: messages, streamed or whole, with tools and thinking, and the count of their tokens.
+"""Anthropic's API: messages with tools and thinking, streamed or complete, and token counts.
 
 Source: https://docs.anthropic.com/en/api/messages.
 """
@@ -86,7 +86,7 @@ def _job(body: MessagesRequest) -> GenerationJob:
 
 
 def _messages(body: MessagesRequest) -> list[Message]:
-    """The messages, of which results of tools are messages of their own, before what else a message says."""
+    """Return the messages.  Tool results become separate messages before the rest of their message."""
     system, _ = read_parts(0, "system", body.system)
     texts = [part for part in system if isinstance(part, str)]
     if len(texts) < len(system):
@@ -116,7 +116,7 @@ def _messages(body: MessagesRequest) -> list[Message]:
 
 
 def _part(number: int, block: Any) -> Any:
-    """A block as `read_message` takes it: documents are text."""
+    """Return a block in the format of `read_message`.  Documents become text."""
     if not isinstance(block, dict) or block.get("type") != "document":
         return block
     source = block.get("source")
@@ -184,7 +184,7 @@ def _end(reply: Reply) -> dict[str, Any]:
 
 
 class _MessageWriter:
-    """Makes the blocks of a message, and the lines that tell of them."""
+    """Builds the blocks of a message, and the lines of its stream."""
 
     def __init__(self) -> None:
         self.content: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: which path is answered by what."""
+"""The server as an ASGI application, with its table of endpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Endpoint = Callable[[Request, Dispatcher], Awaitable[Response]]
 
 
 async def _root(request: Request, dispatcher: Dispatcher) -> Response:
-    """The page for browsers, and for programs the words by which they know Ollama."""
+    """Return the page for browsers, or for other programs the text that identifies Ollama."""
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"Ollama is running: localllm {__version__} has its API, too\n")
     text, policy = page()
@@ -56,7 +56,7 @@ async def _left_out(request: Request, dispatcher: Dispatcher) -> Response:
     raise HTTPError(501, "this server was started with --no-slots", "not_available")
 
 
-#: Method, paths, what answers, and what it takes.
+#: Method, paths, handler, and type of the request body.
 _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/",), _root, None),
     ("GET", ("/openapi.json",), _openapi, None),
@@ -107,7 +107,7 @@ _RESPONSES = {"200": {"description": "done"}, "default": {"description": "an err
 
 
 def description() -> dict[str, Any]:
-    """The server's endpoints as OpenAPI 3.1."""
+    """Return the server's endpoints in OpenAPI 3.1 format."""
     taken = dict.fromkeys(body for *_, body in _ENDPOINTS if body is not None)
     schemas, components = msgspec.json.schema_components(taken, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(taken, schemas, strict=True))
@@ -143,13 +143,13 @@ class _Path:
 
 @dataclass
 class App:
-    models: Models  # that it serves
-    limits: Limits = field(default_factory=Limits)  # who may ask
-    responses_folder: Path | None = None  # keeps responses; None keeps them in memory alone
-    loads_first: bool = False  # whether the first model is loaded before anybody asks for it
+    models: Models  # served models
+    limits: Limits = field(default_factory=Limits)  # access control
+    responses_folder: Path | None = None  # stores responses; None stores them only in memory
+    loads_first: bool = False  # whether to load the first model at the start
     has_slots: bool = True  # whether ``/slots`` answers
-    dispatcher: Dispatcher = field(init=False)  # takes requests to the models
-    asgi: ASGIApp = field(init=False)  # what a server such as uvicorn runs
+    dispatcher: Dispatcher = field(init=False)  # submits requests to the models
+    asgi: ASGIApp = field(init=False)  # the application for a server such as uvicorn
     load_error: Exception | None = field(init=False, default=None)  # why the only model cannot be loaded
     stop: Callable[[], object] = field(init=False, default=lambda: None)  # stops the server, which sets it
 

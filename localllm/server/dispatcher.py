@@ -1,4 +1,4 @@
-"""Takes requests to the models: the one place that begins generations."""
+"""Submits requests to the models.  Only this module starts generations."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Characters of a prompt for each token of the context, at most.
+#: Maximum number of characters of a prompt per token of the context.
 MAX_CHARACTERS = 256
 
 
 def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bool]]) -> dict[int, float]:
-    """Biases by ids of tokens, which are given as numbers, or as texts whose tokens are meant, as in llama.cpp."""
+    """Return the biases by token id.  As in llama.cpp, a key is a token id, or a string for all its tokens."""
     biases: dict[int, float] = {}
     for key, bias in given.items() if isinstance(given, Mapping) else given:
         is_number = isinstance(key, int) or re.fullmatch(r"\s*\d+\s*", key)
@@ -53,20 +53,20 @@ def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bo
 
 
 class Dispatcher:
-    """Submits requests to the models, and does their other work in threads beside the event loop.
+    """Submits requests to the models, and runs blocking work in threads outside the event loop.
 
     ``responses``: stored responses, which later requests may continue.
     """
 
     def __init__(self, models: Models, responses: ResponseStore) -> None:
         self.models, self.responses = models, responses
-        self.active: dict[int, PendingReplies] = {}  # replies under way
+        self.active: dict[int, PendingReplies] = {}  # running replies
         self.is_starting = False  # the first model is still loading
-        self.is_stopping = False  # nothing new is taken
-        self.is_cut = False  # replies under way have been ended
-        # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
-        # making vectors of many texts, has threads of its own, so that no chat waits for it.  Long requests have only
-        # two: more of them would take the cores from the threads that decode.
+        self.is_stopping = False  # new requests are rejected
+        self.is_cut = False  # running replies were ended
+        # Tokenizing a prompt and rendering a template must not block the event loop.  Longer work, such as embedding
+        # many texts, has separate threads, so that chats do not wait for it.  Long requests have only two threads,
+        # because more threads would compete with the decoding threads for the cores.
         self._threads = ThreadPoolExecutor(4, "localllm-prompt")
         self._model_threads = ThreadPoolExecutor(4, "localllm-model")
         self._long_threads = ThreadPoolExecutor(2, "localllm-long")
@@ -74,7 +74,7 @@ class Dispatcher:
         self._works: set[asyncio.Future[Any]] = set()
 
     async def begin(self, job: GenerationJob, request: Request) -> PendingReplies:
-        """Submits what a request asks for; its headers may say how urgent it is, if its fields do not."""
+        """Submits a request.  Its headers may set the priority and timeout, unless its fields do."""
         if self.is_stopping:
             raise stopping()
         if not 1 <= job.n <= MAX_REPLIES:
@@ -96,7 +96,7 @@ class Dispatcher:
                 threads = self._threads_for(request, self._threads)
                 streams = await self._run(request, threads, _submit, job, llm, client)
                 break
-            except ClosedError:  # it was unloaded between the two
+            except ClosedError:  # the model was unloaded before the call
                 self.models.release(served)
                 if attempt == 2 or self.models.is_closed:
                     raise
@@ -108,7 +108,7 @@ class Dispatcher:
         return pending
 
     async def with_model(self, request: Request, name: str | None, work: Callable[[LLM], Any]) -> Any:
-        """Calls ``work`` with a model in another thread; returns its result."""
+        """Calls ``work`` with a model in another thread, and returns the result."""
         served, llm = await self.models.acquire(name)
         try:
             return await self._run(request, self._threads_for(request, self._model_threads), work, llm)
@@ -116,7 +116,7 @@ class Dispatcher:
             self.models.release(served)
 
     async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
-        """Calls ``work`` with a request's fields: in another thread where they are long."""
+        """Calls ``work`` with a request's fields, in another thread if the request is long."""
         if request.state.n_bytes <= LONG_REQUEST:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
@@ -129,14 +129,14 @@ class Dispatcher:
         return self._long_threads if request.state.n_bytes > LONG_REQUEST else threads
 
     async def _run(self, request: Request, threads: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> _T:
-        """Runs ``work`` in another thread; cancelled when the client goes or the server stops."""
+        """Runs ``work`` in another thread.  It is cancelled when the client disconnects or the server stops."""
         if self.is_cut:
             raise stopping()
         is_over = threading.Event()
 
         def call() -> _T:
             with cancellable(is_over.is_set):
-                check_cancelled()  # it may have waited for a thread
+                check_cancelled()  # the request may have been cancelled while it waited for a thread
                 return work(*args)
 
         future = asyncio.get_running_loop().run_in_executor(threads, call)
@@ -152,7 +152,7 @@ class Dispatcher:
             self._works.discard(future)
 
     def stop(self, *, at_once: bool) -> None:
-        """Takes nothing new, and with ``at_once`` ends what is under way."""
+        """Rejects new requests.  With ``at_once`` also ends running replies."""
         self.is_stopping = True
         if at_once:
             self.is_cut = True
@@ -175,7 +175,7 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
     if "logit_bias" in job.options:
         job.options["logit_bias"] = _biases(llm, job.options["logit_bias"])
     if job.tells_progress:
-        job.options["progress"] = lambda n, total: None  # which the stream's chunks tell
+        job.options["progress"] = lambda n, total: None  # enables progress in the stream's chunks
     if job.messages is None:
         for prompt in job.prompts:
             _check_length(prompt.text if isinstance(prompt, MediaPrompt) else prompt, llm.info.context)
@@ -195,7 +195,7 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
             streams.append(begin(client=client, **{**job.options, **more}))
             streams[-1].tells_progress = job.tells_progress
             if (parser := streams[-1].parser) is not None:
-                parser.offer(job.tools)  # the template may know none
+                parser.offer(job.tools)  # the template may not support tools
     except BaseException:
         for stream in streams:
             stream.cancel()
@@ -204,7 +204,7 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
 
 
 def _check_length(prompt: Prompt, context: int) -> None:
-    """Refuses a prompt that is much too long, without the seconds that tokenizing it would take."""
+    """Rejects a prompt that is much too long before it is tokenized, which would take seconds."""
     kind, most = ("characters", MAX_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > most:
         size = f"{len(prompt):,} {kind}, which exceeds the available context size of {context:,} tokens"

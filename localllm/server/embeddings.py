@@ -1,4 +1,4 @@
-"""Vectors of texts as OpenAI's, Ollama's and llama.cpp's clients ask for them, and reranking as Jina's do."""
+"""Embeddings in the formats of OpenAI, Ollama and llama.cpp, and reranking in Jina's format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from localllm.server.http import HTTPError, cancel_on_disconnect, json_response
 
 
 class EmbeddingsRequest(msgspec.Struct):
-    """OpenAI's and Ollama's ``input``, llama.cpp's ``content``, and the ``prompt`` of Ollama's older path."""
+    """Texts are in ``input`` (OpenAI, Ollama), ``content`` (llama.cpp) or ``prompt`` (Ollama's older path)."""
 
     input: Prompts | None = None
     content: Prompts | None = None
@@ -36,26 +36,28 @@ class EmbeddingsRequest(msgspec.Struct):
         if given is None:
             raise HTTPError(400, "input is missing: it is a text, or a list of texts")
         texts = prompts_of(given)
-        if not texts and not isinstance(self, OllamaEmbedRequest):  # which has no vectors for no texts
+        if not texts and not isinstance(self, OllamaEmbedRequest):  # Ollama returns no vectors for no texts
             raise HTTPError(400, "input is an empty list: give at least one text")
         return texts
 
 
 class OllamaEmbedRequest(EmbeddingsRequest):
-    """A text that is too long is cut, unless ``truncate`` is false."""
+    """Texts that are too long are truncated, unless ``truncate`` is false."""
 
     truncate: bool = True
 
 
 class PoolingRequest(EmbeddingsRequest):
-    """vLLM's: vectors of texts, or with ``task`` "token_embed" of each of their tokens, which models of late
-    interaction make without being asked."""
+    """vLLM's format: one vector per text, or one per token with ``task`` "token_embed".
+
+    Models of late interaction return token vectors by default.
+    """
 
     task: Literal["embed", "token_embed"] | None = None
 
 
 class RerankRequest(msgspec.Struct):
-    """As Jina's and Cohere's clients ask; with ``texts``, as those of Hugging Face's text-embeddings-inference."""
+    """Jina's and Cohere's format; with ``texts`` the format of Hugging Face's text-embeddings-inference."""
 
     query: str
     documents: list[str | dict[str, str]] | None = None
@@ -65,7 +67,7 @@ class RerankRequest(msgspec.Struct):
     return_documents: bool = False
 
 
-#: Texts between two looks at whether the client is still there.
+#: Number of texts between two checks whether the client is still connected.
 _AT_ONCE = 64
 
 
@@ -76,7 +78,7 @@ async def _in_steps(
     texts: list[Any],
     work: Callable[[list[Any], LLM], tuple[Any, int]],
 ) -> tuple[list[Any], int]:
-    """Calls ``work`` with some texts at a time; returns all results and the number of tokens."""
+    """Calls ``work`` with batches of texts, and returns all results and the number of tokens."""
 
     async def steps() -> tuple[list[Any], int]:
         rows, n_tokens = [], 0
@@ -97,9 +99,9 @@ async def _vectors(
     *,
     normalizes_tokens: bool = True,
 ) -> tuple[list[NDArray[np.float32]], int]:
-    """A row for each text, or with ``per_token`` one for each of its tokens, and the number of tokens that they have.
+    """Return one row per text, or one row per token with ``per_token``, and the total number of tokens.
 
-    None for ``per_token`` leaves it to the model.
+    ``per_token`` None selects the model's default.
     """
 
     def work(texts: list[Any], llm: LLM) -> tuple[Sequence[NDArray[np.float32]], int]:
@@ -134,7 +136,10 @@ async def openai(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def llamacpp(request: Request, dispatcher: Dispatcher) -> Response:
-    """Of a model of late interaction, the tokens' vectors as they are, as with llama-server's ``--pooling none``."""
+    """Return vectors in llama.cpp's format.
+
+    For a model of late interaction these are unnormalized token vectors, as with llama-server's ``--pooling none``.
+    """
     body = await decode(request, EmbeddingsRequest)
     vectors, _ = await _vectors(request, dispatcher, body, None, normalizes_tokens=False)
     return json_response([{"index": i, "embedding": np.atleast_2d(v).tolist()} for i, v in enumerate(vectors)])
@@ -153,7 +158,7 @@ async def ollama(request: Request, dispatcher: Dispatcher) -> Response:
     began = time.perf_counter_ns()
     body = await decode(request, OllamaEmbedRequest)
     vectors, n_tokens = await _vectors(request, dispatcher, body)
-    if request.url.path.endswith("/embeddings"):  # the older path, of one text
+    if request.url.path.endswith("/embeddings"):  # the older path, for a single text
         return json_response({"embedding": vectors[0].tolist() if vectors else []})
     took = {"total_duration": time.perf_counter_ns() - began, "prompt_eval_count": n_tokens}
     model = dispatcher.models.find(body.model).name

@@ -1,4 +1,4 @@
-"""HTTP for all APIs: access, errors and streams."""
+"""HTTP access, errors and streams, which all APIs share."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from localllm.server.models import LoadError, TooLargeError, UnknownModelError
 
 _T = TypeVar("_T")
 
-#: Folders of model files and of other absolute paths, which clients must not learn.
+#: Folders of model files and of other absolute paths, which clients must not see.
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
 _ABSOLUTE = re.compile(r"(?<![\w.~])(?:~|[A-Za-z]:)?[/\\](?:[^/\\\s]+[/\\])+")
 
-#: Bytes of a request that is long.
+#: Minimum size of a long request, in bytes.
 LONG_REQUEST = 256 << 10
 
-#: Seconds between two signs of life in a stream that has nothing to say, as while a long prompt is evaluated.
+#: Seconds between pings in an idle stream, for example while a long prompt is evaluated.
 PING_S = 10.0
 
 
@@ -62,8 +62,10 @@ _TYPES = {
 
 
 class HTTPError(LocalLLMError):
-    """A refusal with its status; ``code`` is a word for programs, ``allow`` the methods that a path takes,
-    ``more`` what else the error says."""
+    """An error response.
+
+    ``code`` is a machine-readable word, ``allow`` lists the methods of the path, ``more`` contains further fields.
+    """
 
     def __init__(
         self,
@@ -79,8 +81,11 @@ class HTTPError(LocalLLMError):
 
     @classmethod
     def of(cls, error: BaseException, fields: Mapping[str, str] = MappingProxyType({})) -> HTTPError:
-        """The HTTP error for an exception: ours in their own words, without paths of this machine.  ``fields``: the
-        field of the request for each argument of the library."""
+        """Return the HTTP error for an exception.
+
+        The message of a localllm error is used without the paths of this machine.  ``fields``: request field per
+        library argument.
+        """
 
         def word(argument: Argument) -> str:
             if argument.name in declared(LoadOptions) and argument.name not in fields:
@@ -90,7 +95,7 @@ class HTTPError(LocalLLMError):
         if isinstance(error, HTTPError):
             return error
         if isinstance(error, ContextLengthError):
-            # A request cannot ask for a prompt to be cut.
+            # Drop the advice to truncate: requests cannot set ``overflow``.
             error = ContextLengthError(error.n_tokens, error.context)
             more = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.context}
             return cls(400, error.worded(word), "context_length_exceeded", more=more)
@@ -107,7 +112,7 @@ class HTTPError(LocalLLMError):
             return cls(503, "there is not enough memory for this model beside those in use: try again later")
         if isinstance(error, ClosedError):
             return cls(503, "the model is being unloaded: try again")
-        if isinstance(error, ClientDisconnect):  # nobody reads it
+        if isinstance(error, ClientDisconnect):  # no client reads it
             return cls(499, "the client has gone")
         if isinstance(error, LoadError):
             text = _ABSOLUTE.sub("", _FOLDERS.sub("", error.worded(word)))
@@ -116,7 +121,7 @@ class HTTPError(LocalLLMError):
         return cls(500, "something went wrong inside localllm: the server's log says where")
 
     def body(self, path: str) -> dict[str, Any]:
-        """As the API of a path tells errors."""
+        """Return the error in the format of the path's API."""
         kind = _TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
@@ -135,12 +140,12 @@ class HTTPError(LocalLLMError):
         return json_response(self.body(path), self.status, headers)
 
 
-#: Characters that some clients end lines at, and their escapes in JSON.
+#: Characters that some clients treat as line ends, and their JSON escapes.
 _LINE_ENDS = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029"]
 
 
 def json_bytes(value: Any) -> bytes:
-    """A value as JSON on one line, for clients too that end lines at U+0085, U+2028 and U+2029."""
+    """Return a value as one line of JSON, with escapes for `_LINE_ENDS`."""
     data = msgspec.json.encode(value)
     for char, escape in _LINE_ENDS:
         if char in data:
@@ -155,7 +160,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 # -- Requests ------------------------------------------------------------------------------------------------------
 
 
-#: Flags that set what fields of Ollama's requests cannot set.
+#: Flags of ``localllm serve`` that replace unsupported fields of Ollama's requests.
 _ADVICE = {"num_ctx": "-c", "num_thread": "-t", "num_gpu": "-ngl"}
 
 
@@ -164,7 +169,7 @@ def too_large(limit: int) -> HTTPError:
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[_T]) -> _T:
-    """Awaits ``work``, which is cancelled when the client goes meanwhile."""
+    """Awaits ``work``, and cancels it if the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request.receive))
     try:
@@ -184,9 +189,10 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response that comes in pieces.
+    """A streamed response.
 
-    It ends when the client goes, or takes nothing for ``send_timeout_s``; whatever ends it, ``close`` is called.
+    The stream ends early if the client disconnects or reads nothing for ``send_timeout_s``.  ``close`` is always
+    called at the end.
     """
 
     send_timeout_s = 60.0
@@ -205,7 +211,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._pieces, self._close, self._ping = pieces, close, ping
         self._path, self._encode_error = path, encode_error or event
-        self._putting, self._since = False, time.monotonic()  # whether a piece is on its way, and since when
+        self._putting, self._since = False, time.monotonic()  # whether a piece is being sent, and since when
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks = [asyncio.ensure_future(each) for each in (self._send(send), self._watch(send), _disconnect(receive))]
@@ -216,7 +222,7 @@ class EventStream(Response):
             for each in tasks:
                 each.cancel()
             errors = await asyncio.gather(*tasks, return_exceptions=True)
-        # The client has gone, or takes nothing: there is nobody to tell.
+        # An OSError means that the client has disconnected or does not read, so no error can be sent.
         for error in errors:
             if isinstance(error, Exception) and not isinstance(error, OSError):
                 raise error
@@ -240,9 +246,9 @@ class EventStream(Response):
             yield self._encode_error(HTTPError.of(error).body(self._path))
 
     async def _watch(self, send: Send) -> None:
-        """Pings a client that waits for long, and fails where one takes nothing.
+        """Pings a client during long pauses, and raises TimeoutError if the client does not read.
 
-        One task for all pieces: a timer for each of them costs as much as writing it.
+        One task serves all pieces, because a timer per piece would double the cost of a piece.
         """
         while True:
             limit = self.send_timeout_s if self._putting else PING_S
@@ -259,7 +265,7 @@ class EventStream(Response):
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """A server-sent event; its name, where it has one, is what clients of Anthropic's API look at."""
+    """Return a server-sent event.  Clients of Anthropic's API require the name."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + json_bytes(value) + b"\n\n"
 
@@ -267,7 +273,7 @@ def event(value: Any, name: str = "") -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-# -- Who may ask ---------------------------------------------------------------------------------------------------
+# -- Access control ------------------------------------------------------------------------------------------------
 
 
 #: Paths that need no key.
@@ -279,14 +285,14 @@ _DESKTOP = ("app", "file", "tauri", "vscode-file", "vscode-webview")
 
 @dataclass(frozen=True)
 class Limits:
-    api_keys: Sequence[str] = ()  # one of them must be given; without any, everybody may ask
-    # names that requests may give in ``Host``, beside addresses, localhost and this machine's own; "*.local" is any
-    # of a local network
+    api_keys: Sequence[str] = ()  # accepted keys; empty: no key is required
+    # names accepted in ``Host``, in addition to IP addresses, localhost and this machine's name; "*.local" accepts
+    # any name of the local network
     hosts: Sequence[str] = ()
-    origins: Sequence[str] = ()  # pages that may ask from a browser, as "https://example.org"; "*" is any
-    max_body: int = 32 << 20  # bytes of a request
-    read_timeout_s: float = 60.0  # seconds in which a request has to come
-    image_hosts: Sequence[str] = ()  # of whose addresses pictures are fetched; "*" is any on the Internet
+    origins: Sequence[str] = ()  # allowed origins of browser pages, such as "https://example.org"; "*" is any
+    max_body: int = 32 << 20  # bytes per request
+    read_timeout_s: float = 60.0  # maximum seconds to receive a request
+    image_hosts: Sequence[str] = ()  # allowed hosts of image URLs; "*" is any on the Internet
 
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
@@ -294,10 +300,10 @@ class Limits:
 
 
 class Guard:
-    """Refuses requests before anything reads them, and bounds what is read.
+    """Rejects unauthorized requests before they are parsed, and limits the size of requests.
 
-    A page in a browser can send requests to this machine, and with DNS rebinding read the answers: hence the checks
-    of ``Host`` and ``Origin``.
+    ``Host`` and ``Origin`` are checked because a page in a browser can send requests to this machine, and with DNS
+    rebinding also read the answers.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits, log: Callable[[str], object]) -> None:
@@ -340,7 +346,7 @@ class Guard:
         return None
 
     def _ignored_fields(self, state: dict[str, Any]) -> list[tuple[bytes, bytes]]:
-        """A header with the fields of a request that nothing here reads; the log has each once."""
+        """Return a header that lists the request's unknown fields.  Each field is logged once."""
         names = [name for name in state.get("ignored", ()) if name.isidentifier() and name.isascii()][:20]
         for name in names:
             if name not in self._ignored and len(self._ignored) < 100:
@@ -365,7 +371,7 @@ class Guard:
         if not _is_host(origin.partition("//")[2]):
             return False
         url = urlsplit(origin)
-        # Pages from this machine, and windows of desktop programs.
+        # Pages from this machine and windows of desktop programs are always allowed.
         is_own = url.scheme in ("http", "https") and _is_localhost(url.hostname or "")
         return is_own or url.scheme in _DESKTOP
 
@@ -380,13 +386,13 @@ class Guard:
         ]
 
     def _client(self, scope: Scope, headers: dict[str, str]) -> str:
-        """The client's id for queue and stored responses: its key's hash, or its address."""
+        """Return the client's id for the queue and stored responses: the hash of its key, or its address."""
         if not self._keys:
             return str((scope.get("client") or ("",))[0])
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode("latin-1")).digest()
-        # Each is compared, so that the time tells nothing.
+        # Compare all keys, so that the time does not depend on which key matches.
         found = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(found):
             if scope["path"] in _OPEN_PATHS:
@@ -405,7 +411,7 @@ class Guard:
 
         async def bounded() -> Message:
             nonlocal n_bytes, is_whole
-            if is_whole:  # only the client's going can come
+            if is_whole:  # the only remaining message is the disconnect
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):

@@ -1,4 +1,4 @@
-"""The endpoints of llama.cpp's own server that programs rely on.
+"""Endpoints of llama.cpp's server.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
 """
@@ -61,10 +61,10 @@ from localllm.server.openai import (
 from localllm.tokenizer import Tokenizer
 from localllm.version import __version__
 
-#: Of which time metrics of speed are.
+#: Period of the speed metrics, for their help texts.
 _SINCE = "since this was last asked for"
 
-#: Names that files of saved prompts may have.
+#: Valid file names of saved prompts.
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
 
 
@@ -83,7 +83,7 @@ async def health(request: Request, dispatcher: Dispatcher) -> Response:
 async def props(request: Request, dispatcher: Dispatcher) -> Response:
     name = request.query_params.get("model")
     served = dispatcher.models.find(name)
-    if served.llm is not None:  # to look at it is not to use it: it may be unloaded meanwhile
+    if served.llm is not None:  # reading the properties does not count as a use
         with contextlib.suppress(ClosedError):
             served.props = await asyncio.to_thread(described, served.llm)
     elif not served.props:
@@ -100,7 +100,7 @@ async def props(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 def described(llm: LLM) -> dict[str, Any]:
-    """The description of a model in ``/props``."""
+    """Return the description of a model for ``/props``."""
     tokenizer = llm.tokenizer
     return {
         "default_generation_settings": {"n_ctx": llm.info.context, "params": _settings(llm, {})},
@@ -114,7 +114,7 @@ def described(llm: LLM) -> dict[str, Any]:
 
 
 def _settings(llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a request with these options; -1 is open."""
+    """Return the settings of a request; -1 means unset."""
     given = llm.with_defaults(options)
     values = {name: getattr(given.sampling, name) for name, option in declared(Sampling).items() if option.kind.json}
     values = {name: value for name, value in values.items() if value is not None}
@@ -131,7 +131,7 @@ def _token_text(tokenizer: Tokenizer, id_: int | None) -> str:
 
 
 async def slots(request: Request, dispatcher: Dispatcher) -> Response:
-    """The replies under way, and idle slots for what else the caches have room for; more may run than that."""
+    """List a slot per running reply, and idle slots for the free part of the caches.  More requests may run."""
     if dispatcher.is_starting:
         raise HTTPError(503, "the model is being loaded: ask again later", "unavailable")
     rows: list[dict[str, Any]] = []
@@ -156,7 +156,7 @@ class SlotRequest(msgspec.Struct):
 
 
 async def slot(request: Request, dispatcher: Dispatcher) -> Response:
-    """Saves, restores or drops what was evaluated of prompts: all of it, as it is one cache for all slots."""
+    """Saves, restores or erases the cache of evaluated prompts.  All slots share one cache."""
     body, action = await decode(request, SlotRequest), request.query_params.get("action")
     id_ = request.path_params["id"]
     number = int(id_) if id_.isdecimal() and len(id_) < 6 else 0
@@ -183,7 +183,7 @@ async def slot(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
-    """Counters in Prometheus' text format; those of a model begin again when it is loaded again."""
+    """Return counters in Prometheus' text format.  A model's counters restart at 0 when it is loaded again."""
     rows: dict[str, list[str]] = {}
 
     def add(name: str, kind: str, help: str, value: float, model: str = "") -> None:
@@ -198,7 +198,7 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
         if counts is None:
             continue
         n_waiting, per_step = 0 if llm is None else llm.n_waiting, counts.in_steps / (counts.steps or 1)
-        counts = replace(counts)  # the engine's thread counts on
+        counts = replace(counts)  # the engine's thread keeps counting
         rates, served.told_counts = _rates(served.told_counts, counts), counts
         for name, kind, help, value in (
             ("llamacpp:prompt_tokens_total", "counter", "tokens of prompts evaluated", counts.prompt_tokens),
@@ -227,12 +227,12 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
     text = "".join(f"{line}\n" for lines in rows.values() for line in lines)
     response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
     started = str(int(psutil.Process().create_time())).encode()
-    response.raw_headers.append((b"Process-Start-Time-Unix", started))  # as clients of llama.cpp spell it
+    response.raw_headers.append((b"Process-Start-Time-Unix", started))  # the spelling that llama.cpp's clients read
     return response
 
 
 def _rates(before: Counts, now: Counts) -> tuple[float, float]:
-    """Tokens of prompts, and tokens generated but the first of each reply, for each second that they took."""
+    """Return prompt tokens per second, and generated tokens per second without the first token of each reply."""
     if now.steps < before.steps:  # the model was loaded again
         before = Counts()
     prompt_s, decode_s = now.prefill_s - before.prefill_s, now.decode_s - before.decode_s
@@ -265,7 +265,7 @@ class TemplateRequest(ThinkingFields, kw_only=True):
 
 async def tokenize(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TokenizeRequest)
-    if len(body.content) > MAX_VALUES:  # a list of millions of tokens holds up running replies
+    if len(body.content) > MAX_VALUES:  # a list of millions of tokens would block running replies
         raise HTTPError(
             413, f"content has {len(body.content):,} characters: send up to {MAX_VALUES:,} in one request"
         )
@@ -280,7 +280,7 @@ async def tokenize(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """Part of a character is bytes."""
+    """Return a token's text, or its bytes if it is not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -314,13 +314,13 @@ async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
-    """Lists the adapters of the query's ``model``, by default of the first one."""
+    """Lists the adapters of the query's ``model``, which defaults to the first model."""
     adapters = enumerate(_model_of_query(request, dispatcher).adapters.items())
     return json_response([{"id": i, "path": Path(path).name, "scale": scale} for i, (path, scale) in adapters])
 
 
 async def set_lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
-    """Sets the adapters' scales in requests without ``lora``."""
+    """Sets the adapters' scales for requests without ``lora``."""
     model = _model_of_query(request, dispatcher)
     model.adapters = adapter_scales(model, await decode(request, list[LoraScale]))
     return await lora_adapters(request, dispatcher)
@@ -391,7 +391,7 @@ async def _complete(
 
 
 def _chosen(body: _CompletionFields, result: dict[str, Any]) -> dict[str, Any]:
-    """The fields that were asked for, or all; "a/b" is the field b in a."""
+    """Return the requested fields, or all fields.  "a/b" is field b of a."""
     if not body.response_fields:
         return result
     chosen = {}
@@ -408,7 +408,7 @@ def _lines(pending: PendingReplies, body: _CompletionFields, reply: Reply, chunk
     head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
     if chunk.n_evaluated is not None:
         yield event({**head, **progress_json(pending, chunk)})
-    elif chunk.text or chunk.logprobs:  # of the last one, what was held back
+    elif chunk.text or chunk.logprobs:  # the last chunk may contain text that was held back
         probabilities = _probabilities(pending.llm, chunk.logprobs or (), bool(body.post_sampling_probs))
         yield event({**head, **probabilities, **timings_so_far(pending, reply)})
     if chunk.finish_reason is not None:
@@ -428,14 +428,14 @@ def _probabilities(llm: LLM, choices: Sequence[Choice], are_drawn: bool) -> dict
 
 
 def _drawn_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
-    """A token with its probability, as llama.cpp writes those after sampling."""
+    """Return a token with its probability after sampling, in llama.cpp's format."""
     token = token_json(llm, id_, logprob)
     return {"token": token["token"], "prob": math.exp(token["logprob"]), "bytes": token["bytes"]}
 
 
 def _end(pending: PendingReplies, reply: Reply, body: _CompletionFields) -> dict[str, Any]:
     stream = pending.streams[reply.index]
-    wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # which may be long
+    wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # it may be long
     stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
     return {
         "index": reply.index,

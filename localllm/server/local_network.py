@@ -1,4 +1,4 @@
-"""A server for the other devices of a network: the address that they reach it by, its key, and both as a QR code."""
+"""A server for other devices of the local network: its address and key, which can be shown as a QR code."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from localllm.console import is_terminal
 from localllm.errors import UsageError, path_text
 from localllm.options.settings import settings_path
 
-#: Documentation's network (RFC 5737): nothing is sent there, but the system says which way it would go.
+#: Address in a documentation network (RFC 5737).  No packet is sent; it only selects the outgoing interface.
 _ELSEWHERE = ("192.0.2.1", 9)
 
 
 def lan_address() -> str | None:
-    """The IPv4 address by which other devices reach this machine; None where it has no network."""
+    """Return this machine's IPv4 address in the local network; None without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(_ELSEWHERE)
             return str(probe.getsockname()[0])
-        except OSError:  # there is no way out, as in a network of its own
+        except OSError:  # no route, for example in an isolated network
             pass
     import psutil
 
@@ -35,7 +35,7 @@ def lan_address() -> str | None:
 
 
 def lan_key() -> str:
-    """The key of this user's servers, made once, so that a device that knows it comes in after a restart too."""
+    """Return the key of this user's servers.  The key is stored, so devices stay connected after a restart."""
     settings = settings_path()
     if settings is None:
         return secrets.token_urlsafe(12)
@@ -57,7 +57,7 @@ def lan_key() -> str:
 
 
 def invitation(url: str, key: str) -> str:
-    """The invitation for another device: the address with the key, as text and on a terminal as a QR code."""
+    """Return the instructions for another device: address and key as text, and as a QR code on a terminal."""
     address = f"{url}/#key={quote(key, safe='')}"
     lines = [f"on another device: {address}", f"programs there: {url}/v1 with the API key {key}"]
     try:

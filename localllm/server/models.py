@@ -1,4 +1,4 @@
-"""The models that a server has by name: loaded when a request names one, and unloaded when none does for long."""
+"""The server's models by name.  A model is loaded at the first request for it, and unloaded when it is idle."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from localllm.options.types import LoadProgress
 
 _T = TypeVar("_T")
 
-#: Loads the model of a source, and reports how far it is.
+#: Loads a model from a source, and reports progress.
 Loader = Callable[[str | None, LoadProgress], LLM]
 
 
 class Preset(NamedTuple):
-    """A model with options of its own: where it is, how it is loaded, and what else requests may call it."""
+    """A model with its source, a function that loads it, and aliases."""
 
     source: str | None
     load: Loader
     ttl_s: float | None = None
     aliases: Sequence[str] = ()
-    adapters: Mapping[str, float] = MappingProxyType({})  # scale of each adapter, by its path
+    adapters: Mapping[str, float] = MappingProxyType({})  # scale by adapter path
 
 
 class UnknownModelError(LocalLLMError):
-    """A request names a model that the server does not have."""
+    """A request names a model that the server does not serve."""
 
 
 class LoadError(LocalLLMError):
@@ -50,26 +50,26 @@ class TooLargeError(LoadError):
 
 @dataclass(eq=False)
 class ServedModel:
-    name: str  # what requests call it, and lists show
-    source: str | None  # what `localllm.load` takes; None is the demo model
-    ttl_s: float | None = None  # seconds after which it is unloaded if nobody uses it; None is never
+    name: str  # name in requests and lists
+    source: str | None  # argument of `localllm.load`; None is the demo model
+    ttl_s: float | None = None  # seconds of idleness before it is unloaded; None is never
     llm: LLM | None = None  # None while it is not loaded
-    # when the server began to have it, in seconds since 1970
+    # Unix time at which the server added the model
     created: int = field(default_factory=lambda: int(time.time()))
-    n_users: int = 0  # requests that are at work with it, or wait for it
-    used_at: float = 0.0  # when the last of them ended, in the time of `time.monotonic`
-    load_progress: float | None = None  # from 0 to 1 while it is loaded
-    # what its file's header tells, once `Models.listed` has read it
+    n_users: int = 0  # requests that use it or wait for it
+    used_at: float = 0.0  # end of the last request, by `time.monotonic`
+    load_progress: float | None = None  # from 0 to 1 during loading
+    # facts from the file's header, set by `Models.listed`
     details: Details = field(default_factory=Details)
-    preset: Preset | None = None  # options of its own
-    # aliases, tags: what requests may call it, too, and words that lists show
+    preset: Preset | None = None  # options of this model only
+    # aliases: further names in requests; tags: words in lists
     aliases: Sequence[str] = ()
     tags: Sequence[str] = ()
-    # scale of each low-rank adapter in requests without `lora`, by the adapter's path
+    # scale by adapter path, for requests without ``lora``
     adapters: dict[str, float] = field(default_factory=dict)
-    props: dict[str, Any] = field(default_factory=dict)  # what ``/props`` says of it while it is not loaded
-    last_counts: Counts | None = None  # what it had done when it was last unloaded
-    told_counts: Counts = field(default_factory=Counts)  # what it had done when ``/metrics`` was last asked for
+    props: dict[str, Any] = field(default_factory=dict)  # contents of ``/props`` while the model is not loaded
+    last_counts: Counts | None = None  # counters at the last unloading
+    told_counts: Counts = field(default_factory=Counts)  # counters at the last request of ``/metrics``
 
     @property
     def path(self) -> Path:
@@ -77,7 +77,7 @@ class ServedModel:
 
     @property
     def n_bytes(self) -> int:
-        """Of its tensors, or while it is not loaded of its file."""
+        """Bytes of the tensors, or of the file while the model is not loaded."""
         if self.llm is not None:
             return self.llm.info.n_bytes
         return self.path.stat().st_size if self.path.is_file() else 0
@@ -88,14 +88,14 @@ class ServedModel:
 
     @property
     def expires_s(self) -> float | None:
-        """Seconds until it is unloaded; None if it is not going to be."""
+        """Seconds until the model is unloaded; None if it stays loaded."""
         if self.llm is None or self.ttl_s is None:
             return None
         return max(0.0, self.used_at + self.ttl_s - time.monotonic()) if not self.n_users else self.ttl_s
 
 
 class Models:
-    """All models of a server; used in its event loop."""
+    """All models of a server.  Used only in the server's event loop."""
 
     def __init__(
         self,
@@ -110,19 +110,19 @@ class Models:
         prompts: Path | None = None,
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """Loads nothing yet.
+        """Create the table of models, without loading a model.
 
         Args:
-            sources: of each name; a `Preset` has its own in place of ``load`` and ``ttl_s``.
-            load: called in another thread, once at a time.
-            ttl_s: seconds after which a model that nobody uses is unloaded; None is never.
-            aliases: other names of the first one, of which lists show the first in the alphabet, as llama.cpp's.
-            tags: of the first one.
-            takes_any_name: whether a name that is not known means the first one.
-            adapters: scale of each low-rank adapter of the models without a `Preset`, by the adapter's path.
+            sources: source by name.  A `Preset` replaces ``load`` and ``ttl_s``.
+            load: called in another thread, for one model at a time.
+            ttl_s: seconds of idleness before a model is unloaded; None is never.
+            aliases: other names of the first model.  Lists show the first in alphabetical order, like llama.cpp.
+            tags: tags of the first model.
+            takes_any_name: whether an unknown name selects the first model.
+            adapters: scale by path of the low-rank adapters, for models without a `Preset`.
         """
         aliases = sorted(aliases)
-        self.served: dict[str, ServedModel] = {}  # by name; the first is taken where a request names none
+        self.served: dict[str, ServedModel] = {}  # by name; the first is the default
         self._by_key: dict[str, ServedModel] = {}
         for name, each in sources.items():
             if isinstance(each, Preset):
@@ -138,21 +138,21 @@ class Models:
             self.served[model.name] = model
             self._by_key |= dict.fromkeys(map(_key, model.aliases), model)
             self._by_key[_key(name)] = model
-        # n_loads: how often a model was loaded
-        # prompts: the folder that keeps what was evaluated of prompts while a model is not loaded, if there is one
+        # n_loads: number of loads of all models
+        # prompts: folder for the evaluated prompts of unloaded models; None if they are not saved
         self.n_loads, self.prompts = 0, prompts
-        self.is_closed = False  # nothing is loaded any more
-        self.log = log  # told of what is loaded and unloaded
-        self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}  # makes a model's ``props``
+        self.is_closed = False  # no model is loaded after this
+        self.log = log  # called with messages about loading and unloading
+        self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}  # returns ``props``
         self._load = load
         self._ttl_s = ttl_s
         self._takes_any_name = takes_any_name
         self._loading = asyncio.Lock()
-        # Not asyncio's own, which it would wait for in the end.
+        # Not asyncio's default executor, because asyncio waits for its threads at the end.
         self._threads = ThreadPoolExecutor(4, "localllm-models")
 
     def find(self, name: str | None) -> ServedModel:
-        """The model that a request names; case, Ollama's ":latest" and ".gguf" mean nothing here."""
+        """Return the model that a request names.  Ignores case, Ollama's ":latest" and ".gguf"."""
         first = next(iter(self.served.values()))
         if not name:
             return first
@@ -166,11 +166,11 @@ class Models:
         return found
 
     def has(self, name: str | None) -> bool:
-        """Whether there is a model of just this name."""
+        """Return whether a model has exactly this name."""
         return _key(name or "") in self._by_key
 
     async def listed(self) -> list[ServedModel]:
-        """All models, each with what its file's header tells."""
+        """Return all models, with `ServedModel.details` read from the files' headers."""
 
         def read_details() -> None:
             reader = DetailsReader()
@@ -183,7 +183,7 @@ class Models:
         return list(self.served.values())
 
     async def acquire(self, name: str | None) -> tuple[ServedModel, LLM]:
-        """A model for one request, which gives it back by `release`; loads it if it is not loaded."""
+        """Return a model for one request, and load it if necessary.  The request must call `release`."""
         served = self.find(name)
         served.n_users += 1
         try:
@@ -221,15 +221,15 @@ class Models:
             kind: type[LoadError] = LoadError
             if isinstance(error, NotEnoughMemoryError):
                 if any(each.llm is not None for each in self.served.values()):
-                    raise  # it may fit once their requests have ended
+                    raise  # the model may fit after the requests of other models have ended
                 kind = TooLargeError
             why = error.args if isinstance(error, LocalLLMError) else ("the server's log says why",)
             raise kind(f"the model {served.name} cannot be loaded: ", *why) from error
         finally:
             served.load_progress = None
         self.log(f"loaded {served.name}")
-        # Now, and not when it is unloaded: who asks for them then would load it again.
-        with contextlib.suppress(LocalLLMError):  # its template may not be valid
+        # Stored now, because a request for them after unloading would load the model again.
+        with contextlib.suppress(LocalLLMError):  # its template may be invalid
             served.props = await self._in_thread(self.describe, served.llm)
         await self._in_thread(self._load_prompts, served)
 
@@ -237,7 +237,7 @@ class Models:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def _report(self, served: ServedModel, stage: str, done: int, total: int) -> None:
-        """How far loading is (`localllm.loading.progress.LoadProgress`)."""
+        """Set the progress of loading (`localllm.loading.progress.LoadProgress`)."""
         if self.is_closed:
             raise ClosedError("the server is stopping: send the request again later")
         if stage == "weights":
@@ -263,7 +263,7 @@ class Models:
             self.log(f"prompts of {served.name} are not saved: {error}")
 
     async def unload(self, served: ServedModel) -> None:
-        """Unloads a model; requests that it still has end.  Another is not loaded before its memory is free."""
+        """Unloads a model and ends its requests.  Its memory is freed before another model is loaded."""
         async with self._loading:
             await self._unload(served)
 
@@ -278,7 +278,7 @@ class Models:
             self.log(f"unloaded {served.name}")
 
     async def unload_expired(self) -> float:
-        """Unloads the models that nobody has used for their ``ttl_s``; returns seconds after which to look again."""
+        """Unloads models that were idle for ``ttl_s``.  Returns the seconds until the next check."""
         async with self._loading:
             for served in self.served.values():
                 if served.expires_s == 0.0 and not served.n_users:
@@ -294,5 +294,5 @@ class Models:
 
 
 def _key(name: str) -> str:
-    """The normal form of a model's name."""
+    """Return the normal form of a model's name."""
     return name.casefold().removesuffix(":latest").removesuffix(".gguf")

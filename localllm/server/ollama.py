@@ -1,4 +1,4 @@
-"""Ollama's API: chat, generate, and what it says about models; replies come as lines of JSON.
+"""Ollama's API: chat, generate and model information.  Replies are lines of JSON.
 
 Source: https://github.com/ollama/ollama/blob/main/docs/api.md.
 """
@@ -42,7 +42,7 @@ from localllm.server.models import ServedModel
 from localllm.server.openai import warnings_json
 from localllm.version import __version__
 
-#: Of Ollama, whose API this is.
+#: Version of Ollama whose API this is.
 _OLLAMA_VERSION = "0.12.0"
 
 
@@ -67,7 +67,7 @@ class OllamaRequest(ThinkingFields):
     context: list[int] | None = None
 
 
-#: Makes a line's fields of text, reasoning and calls.
+#: Converts text, reasoning and calls to the fields of a line.
 _Shape = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
 
 
@@ -109,13 +109,13 @@ def _chat_job(body: OllamaRequest) -> GenerationJob:
 def _message(number: int, message: dict[str, Any]) -> Message:
     given = {key: value for key, value in message.items() if key != "images"}
     if given.get("content") is None and not given.get("tool_calls"):
-        given["content"] = ""  # as Ollama has it
+        given["content"] = ""  # as in Ollama
     read = read_message(number, given)
     return replace(read, parts=(*_images(f"message {number}", message.get("images")), *read.parts))
 
 
 def _images(where: str, given: object) -> list[Media]:
-    """Pictures in base64, which stand before the text."""
+    """Return images in base64, which precede the text."""
     if given is not None and not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
         raise HTTPError(400, f"images of {where} must be a list of texts in base64")
     name = f"the picture of {where}"
@@ -142,7 +142,7 @@ async def generate(request: Request, dispatcher: Dispatcher) -> Response:
         if body.system:
             messages.insert(0, Message("system", (body.system,)))
         job = await dispatcher.read(request, partial(_job, body, messages=messages))
-        if body.context:  # of an earlier reply, which this one continues
+        if body.context:  # tokens of an earlier reply, which this request continues
             encode = partial(_after, context=body.context, messages=messages, variables=job.variables)
             job = _job(body, prompts=[await dispatcher.with_model(request, body.model, encode)])
     return await _respond(request, body, dispatcher, job, response)
@@ -154,7 +154,7 @@ def _after(llm: LLM, context: list[int], messages: list[Message], variables: dic
 
 
 async def _load_only(body: OllamaRequest, dispatcher: Dispatcher, shape: _Shape) -> Response:
-    """A request without a prompt loads a model, or with ``keep_alive`` 0 unloads it when its replies have ended."""
+    """Load the model of a request without a prompt.  ``keep_alive`` 0 unloads it after its replies have ended."""
     name, keep_alive = body.model or body.name, _seconds(body.keep_alive)
     served = dispatcher.models.find(name)
     if keep_alive == 0:
@@ -189,9 +189,9 @@ async def _respond(
 
 
 def _lines(pending: PendingReplies, shape: _Shape, is_chat: bool, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-    """Calls come whole, as in Ollama."""
+    """Yield the lines of an event.  As in Ollama, a tool call is sent only when it is complete."""
     calls = [chunk.call] if isinstance(chunk.call, ToolCall) else []
-    if chunk.text or chunk.reasoning or calls:  # of the last one, what was held back
+    if chunk.text or chunk.reasoning or calls:  # the last chunk may contain text that was held back
         yield _line({**_head(pending), **shape(chunk.text, chunk.reasoning, calls), "done": False})
     if chunk.finish_reason is not None:
         yield _line({**_head(pending), **shape("", "", ()), **_end(pending, reply, is_chat)})
@@ -222,7 +222,7 @@ def _end(pending: PendingReplies, reply: Reply, is_chat: bool) -> dict[str, Any]
 
 
 def _context(pending: PendingReplies, reply: Reply) -> list[int]:
-    """The tokens of prompt and reply but those of pictures, which the next request may go on from."""
+    """Return the tokens of prompt and reply without media tokens, for a request that continues the reply."""
     ids, eos = text_ids(pending.streams[0].tokens), pending.llm.tokenizer.eos_id
     is_whole = reply.finish_reason == "stop" and reply.stop_text is None
     return [*ids, eos] if is_whole and eos is not None else ids
@@ -243,8 +243,10 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, 
 
 
 def _seconds(keep_alive: str | float | None) -> float | None:
-    """Seconds of a number, or of a duration of Go's such as "5m", "1h30m" or "0"; infinity for a negative one, None
-    where nothing was said."""
+    """Convert a number of seconds, or a Go duration such as "5m", "1h30m" or "0", to seconds.
+
+    Negative values mean infinity.  None stays None.
+    """
     if keep_alive is None or isinstance(keep_alive, int | float):
         return None if keep_alive is None else math.inf if keep_alive < 0 else float(keep_alive)
     length = keep_alive.removeprefix("+") if keep_alive.startswith("+") else keep_alive.removeprefix("-")
@@ -275,7 +277,7 @@ def _details(served: ServedModel) -> dict[str, Any]:
 
 
 def _described(served: ServedModel) -> dict[str, Any]:
-    # Reading all of a file to name it by its digest would take minutes: this changes when the file does.
+    # A digest of the complete file would take minutes, so the digest depends on the file's size and time.
     status = served.path.stat() if served.path.is_file() else None
     stamp = f"{served.path.name} {status.st_size} {status.st_mtime_ns}" if status else served.name
     return {
@@ -297,7 +299,7 @@ async def running(request: Request, dispatcher: Dispatcher) -> Response:
     for each in await dispatcher.models.listed():
         if each.llm is not None or each.load_progress is not None:
             left = each.expires_s
-            # Ollama's way to say never.
+            # Ollama reports a date in 100 years for "never".
             expires = datetime.now(UTC) + timedelta(seconds=min(_NEVER_S, _NEVER_S if left is None else left))
             info = None if each.llm is None else each.llm.info
             sizes = (0, 0) if info is None else (info.gpu_bytes, info.context)
@@ -340,5 +342,5 @@ async def pull(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def version(request: Request, dispatcher: Dispatcher) -> Response:
-    # Some clients refuse versions of Ollama that lack what this server has.
+    # Some clients reject older versions of Ollama.
     return json_response({"version": _OLLAMA_VERSION, "localllm": __version__})

@@ -1,7 +1,7 @@
 """OpenAI's API: models, chat completions and completions.
 
-Source: https://platform.openai.com/docs/api-reference, and for fields that it does not have (``reasoning_content``,
-``timings``, ``chat_template_kwargs``) llama.cpp's server.
+Source: https://platform.openai.com/docs/api-reference.  Further fields (``reasoning_content``, ``timings``,
+``chat_template_kwargs``) are the same as in llama.cpp's server.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from localllm.server.models import ServedModel
 from localllm.tokenizer.stream import TextOffsets
 from localllm.version import __version__
 
-#: Likeliest tokens that are listed at most.
+#: Maximum number of likeliest tokens per position.
 _MAX_LOGPROBS = 100
 
 
@@ -116,7 +116,7 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
 
 
 def checked_logprobs(logprobs: int | None) -> int | None:
-    """How many of the likeliest tokens to list for each."""
+    """Return ``logprobs``, the number of likeliest tokens per position.  Raises HTTPError if it is too large."""
     if logprobs is not None and logprobs > _MAX_LOGPROBS:
         raise HTTPError(400, f"at most {_MAX_LOGPROBS} likeliest tokens can be listed, not {logprobs}")
     return logprobs
@@ -126,7 +126,7 @@ def checked_logprobs(logprobs: int | None) -> int | None:
 
 
 def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
-    """Tokens of all replies; a prompt counts once, with the first of its replies."""
+    """Return the token counts of all replies.  A prompt with several replies counts once."""
     firsts = [reply.usage for reply in replies if reply.is_first]
     n_prompt = sum(usage.prompt_tokens for usage in firsts)
     n_completion = sum(reply.usage.completion_tokens for reply in replies)
@@ -140,7 +140,10 @@ def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
 
 
 def timings_json(of: Reply | Stream | Chunk) -> dict[str, Any]:
-    """As llama.cpp's server has them: counts, milliseconds and rates; to the first token, waiting counts too."""
+    """Return counts, milliseconds and rates in the format of llama.cpp's server.
+
+    ``first_token_ms`` includes the time in the queue.
+    """
     usage, timings, drafts = of.usage, of.timings, of.drafts
     assert usage is not None
     assert timings is not None
@@ -161,13 +164,13 @@ def timings_json(of: Reply | Stream | Chunk) -> dict[str, Any]:
 
 
 def warnings_json(*replies: Reply) -> dict[str, Any]:
-    """What could not be done as asked, if there was anything."""
+    """Return the warnings about parts of the request that were ignored; empty without warnings."""
     warnings = [warning for reply in replies for warning in reply.warnings]
     return {"warnings": warnings} if warnings else {}
 
 
 def progress_json(pending: PendingReplies, chunk: Chunk) -> dict[str, Any]:
-    """How far a prompt is, as llama.cpp's server tells it."""
+    """Return the progress of a prompt in the format of llama.cpp's server."""
     usage = chunk.usage
     assert usage is not None
     progress = {
@@ -180,7 +183,7 @@ def progress_json(pending: PendingReplies, chunk: Chunk) -> dict[str, Any]:
 
 
 def timings_so_far(pending: PendingReplies, reply: Reply) -> dict[str, Any]:
-    """Beside a piece of a stream, where the request asks for them."""
+    """Return timings for a piece of a stream; empty unless the request enables them."""
     return {"timings": timings_json(pending.streams[reply.index])} if pending.job.tells_timings else {}
 
 
@@ -208,7 +211,7 @@ def token_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
 
 
 def tokens_json(llm: LLM, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    """Tokens that were chosen, with the likeliest ones at their places."""
+    """Return the sampled tokens with the likeliest tokens at their positions."""
     return [
         {**token_json(llm, c.id, c.logprob), "top_logprobs": [token_json(llm, id_, p) for id_, p in c.top]}
         for c in choices
@@ -300,7 +303,7 @@ def _end_of_stream(reply: Reply) -> dict[str, Any]:
 
 def _delta(chunk: Chunk) -> dict[str, Any]:
     call = chunk.call
-    if isinstance(call, ToolCall):  # all of which was told
+    if isinstance(call, ToolCall):  # its pieces were already sent
         return {}
     if call is None:
         return {"reasoning_content": chunk.reasoning} if chunk.reasoning else {"content": chunk.text}
@@ -368,7 +371,7 @@ async def completions(request: Request, dispatcher: Dispatcher) -> Response:
 async def _echo(
     request: Request, dispatcher: Dispatcher, body: CompletionRequest, pending: PendingReplies, prompt: Prompt
 ) -> tuple[str, list[Choice]]:
-    """The prompt's text, and how likely each of its tokens is, where that is asked for."""
+    """Return the prompt's text, and its tokens' log-probabilities if requested."""
 
     def work(llm: LLM) -> tuple[str, list[Choice]]:
         ids = llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else join_prompt(llm, prompt)
@@ -385,7 +388,7 @@ async def _echo(
 
 def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict[str, Any]:
     label = llm.tokenizer.token_label
-    # The first token of a text has no likelihood, and nothing is likelier.
+    # The first token has no probability and no likeliest tokens.
     logprobs = [None if choice.logprob is None else _finite(choice.logprob) for choice in choices]
 
     def top_of(choice: Choice) -> dict[str, float]:
@@ -398,7 +401,7 @@ def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict
 
 
 def _completion_lines(write: Callable[..., dict[str, Any]], reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-    if chunk.text or chunk.logprobs:  # of the last one, what was held back
+    if chunk.text or chunk.logprobs:  # the last chunk may contain text that was held back
         yield event(write(reply.index, chunk.text, chunk.logprobs or ()))
     if chunk.finish_reason is not None:
         yield event(write(reply.index, "", (), finish_reason(reply)) | _end_of_stream(reply))
@@ -414,7 +417,7 @@ async def models(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 def _capabilities(served: ServedModel) -> list[str]:
-    """As llama-server has them under "models"; whether a model sees or hears is known once it is loaded."""
+    """Return a model's capabilities in llama-server's format.  Image and audio input are known after loading."""
     if served.llm is None:
         return ["completion"]
     if not served.llm.writes_text:
@@ -428,7 +431,7 @@ async def model(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def lm_studio_models(request: Request, dispatcher: Dispatcher) -> Response:
-    """The models as LM Studio lists them (https://lmstudio.ai/docs/developer/rest/endpoints)."""
+    """List the models in LM Studio's format (https://lmstudio.ai/docs/developer/rest/endpoints)."""
     rows = []
     for each in await dispatcher.models.listed():
         llm, details = each.llm, each.details
@@ -468,7 +471,7 @@ def model_json(served: ServedModel) -> dict[str, Any]:
         "tags": served.tags,
         "status": {"value": served.state, "progress": served.load_progress},
         "meta": meta,
-        # What Anthropic's clients read of a model.
+        # Fields that Anthropic's clients read.
         "type": "model",
         "display_name": served.name,
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(served.created)),

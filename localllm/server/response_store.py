@@ -1,4 +1,4 @@
-"""Stored responses of OpenAI's responses API, which later requests continue from."""
+"""Stored responses of OpenAI's responses API, which later requests may continue."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from localllm.files import private_folder, private_opener
 from localllm.nesting import check_nesting
 from localllm.server.http import HTTPError
 
-#: Bytes of responses that are stored in memory at most; the oldest go first.
+#: Maximum bytes of responses in memory; the oldest are removed first.
 _MAX_BYTES = 64 << 20
-#: Files of responses are stored so long, as OpenAI keeps responses.
+#: Lifetime of a response's file in seconds, the same as OpenAI's.
 _STORED_SECONDS = 30 * 24 * 60 * 60
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class StoredResponse(msgspec.Struct):
-    client: str  # who asked; only it may continue from the response
-    conversation: list[Message]  # the messages of the chat, the reply among them
-    response: dict[str, Any]  # as it was given
+    client: str  # only this client may continue the response
+    conversation: list[Message]  # the messages of the chat, including the reply
+    response: dict[str, Any]  # as sent to the client
 
 
 class ResponseStore:
-    """Responses in memory, as many as fit, and for thirty days in a folder where there is one."""
+    """Stores responses in memory up to `_MAX_BYTES`, and in a folder, if one is set, for thirty days."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ class ResponseStore:
             try:
                 with open(path, "wb", opener=private_opener) as file:
                     file.write(data)
-            except OSError as error:  # a full disk must not cost a reply that is there
+            except OSError as error:  # a full disk must not fail a finished reply
                 print(f"localllm: a response will be lost at a restart: {error}", file=sys.stderr)
 
     def get(self, id_: str, client: str) -> StoredResponse:
@@ -94,6 +94,6 @@ def _read(data: bytes) -> StoredResponse | None:
 
 
 def _with_bytes(message: Message) -> Message:
-    """Return a stored message with the bytes of its media, which JSON has in base64."""
+    """Return a stored message with its media decoded from base64."""
     parts = (p if isinstance(p, str) else replace(p, source=base64.b64decode(p.source)) for p in message.parts)
     return replace(message, parts=tuple(parts))

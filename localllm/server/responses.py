@@ -1,4 +1,4 @@
-"""OpenAI's responses API: a chat as items, with earlier responses stored by their ids.
+"""OpenAI's responses API: a chat consists of items, and earlier responses are stored by id.
 
 Source: https://platform.openai.com/docs/api-reference/responses.
 """
@@ -73,7 +73,7 @@ class ResponsesRequest(GenerationFields):
     top_logprobs: int | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
-    # conversation, prompt, background: what only OpenAI's own server keeps or does
+    # conversation, prompt, background: supported only by OpenAI's server
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
@@ -117,7 +117,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Items as messages: reasoning, then a text or calls of tools, then more calls are one of the assistant."""
+    """Convert items to messages.  Consecutive reasoning, text and tool calls become one assistant message."""
     messages: list[Message] = []
     for number, item in enumerate(items):
         kind = item.get("type") or "message"
@@ -190,7 +190,7 @@ async def input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
-    """The messages that a response was the answer to, as items."""
+    """List the input messages of a response as items."""
     kept = dispatcher.responses.get(request.path_params["id"], request.state.client)
     data = [
         {"id": f"msg_{kept.response['id'].removeprefix('resp_')}_{number}", **item}
@@ -209,7 +209,7 @@ def _media(media: Media) -> dict[str, Any]:
 
 
 def _items(message: Message) -> Iterator[dict[str, Any]]:
-    """A message as the items that `_messages` makes one of."""
+    """Convert a message to items, the inverse of `_messages`."""
     kind = "output_text" if message.role == "assistant" else "input_text"
     content = [{"type": kind, "text": part} if isinstance(part, str) else _media(part) for part in message.parts]
     if message.role == "tool":
@@ -245,7 +245,7 @@ def _usage_json(reply: Reply) -> dict[str, Any]:
 
 
 class _ResponseWriter:
-    """Makes the items of a response, and the events that tell of them."""
+    """Builds the items of a response, and the events of its stream."""
 
     def __init__(self, pending: PendingReplies, body: ResponsesRequest) -> None:
         self._respond, self._body = pending, body
@@ -254,7 +254,7 @@ class _ResponseWriter:
         self._open: dict[str, Any] | None = None
         self._waiting: tuple[Choice, ...] = ()
         self._numbers = itertools.count()
-        self.response = self._response("in_progress")  # as far as it is
+        self.response = self._response("in_progress")  # the incomplete response
 
     def line(self, name: str, fields: dict[str, Any]) -> bytes:
         return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
@@ -287,14 +287,14 @@ class _ResponseWriter:
         }
 
     def events(self, reply: Reply, chunk: Chunk) -> list[tuple[str, dict[str, Any]]]:
-        """Names and fields of events."""
+        """Return names and fields of events."""
         if chunk.finish_reason is not None:
             last = [] if self._output or self._open else self._begin("message")
             status = "completed" if reply.finish_reason == "stop" and not reply.has_cut_call else "incomplete"
             events = [*last, *self._close(status)]
             why = None if reply.finish_reason == "stop" else "max_output_tokens"
             self.response = self._response(status, reply, why) | warnings_json(reply)
-            timings = timings_json(reply)  # llama.cpp's, as below
+            timings = timings_json(reply)  # a field of llama.cpp, as below
             return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]
         if chunk.n_evaluated is not None:
             progress = progress_json(self._respond, chunk)
@@ -320,7 +320,7 @@ class _ResponseWriter:
         return [*begun, (name, {**self._place(), "content_index": 0, "delta": text, **more})]
 
     def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Log-probabilities of a part's tokens, and of tokens before it that made no text by themselves."""
+        """Return log-probabilities of a chunk's tokens, and of earlier tokens that produced no text."""
         choices, self._waiting = (*self._waiting, *(chunk.logprobs or ())), ()
         return tokens_json(self._respond.llm, choices)
 
@@ -338,7 +338,7 @@ class _ResponseWriter:
             item["status"] = "in_progress"
         self._open = item
         added = {"output_index": len(self._output), "item": {**item, "content": []}}
-        begun = {**self._place(), "content_index": 0, "part": deepcopy(part)}  # which grows before it is sent
+        begun = {**self._place(), "content_index": 0, "part": deepcopy(part)}  # the part may grow before it is sent
         return [("response.output_item.added", added), ("response.content_part.added", begun)]
 
     def _close(self, status: str = "completed") -> list[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""OpenAI's API of transcriptions: a sound and an instruction, as a chat's message.
+"""OpenAI's transcriptions API.  Audio and instruction become a chat message.
 
 Source: https://platform.openai.com/docs/api-reference/audio/createTranscription; ``prompt`` is the instruction, as in
 llama.cpp's server.
@@ -22,12 +22,12 @@ from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
 from localllm.server.openai import warnings_json
 
-#: Ends the language, which Qwen 3 ASR names first: "language English<asr_text>".
+#: Tag after the language in Qwen 3 ASR's output: "language English<asr_text>".
 _TEXT_BEGINS = "<asr_text>"
 
 
 class TranscriptionRequest(GenerationFields, kw_only=True):
-    file: bytes  # of the sound; as JSON has it, in base64
+    file: bytes  # the audio file; base64 in JSON
     prompt: str = "Transcribe audio to text"
     language: str = ""
     response_format: str = "json"
@@ -57,7 +57,7 @@ async def transcriptions(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 class _Transcript:
-    """The pieces of a transcript, without the language that may come first."""
+    """Yields the pieces of a transcript, without the language at the start."""
 
     def __init__(self) -> None:
         self._text, self._n_told = "", 0

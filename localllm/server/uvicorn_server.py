@@ -1,4 +1,4 @@
-"""Runs the server in this process until it is told to stop."""
+"""Runs the server in this process until it is stopped."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from localllm.errors import UsageError, path_text
 from localllm.server.app import App
 
-#: Connections beyond which those that say nothing are closed, and files that a process has open beside them.
+#: Connections above which silent ones are closed, and other open files of the process.
 MAX_CONNECTIONS, OTHER_FILES = 512, 128
 
-#: So many more are answered before uvicorn refuses with 503: it still counts requests whose connections were closed.
+#: Additional requests before uvicorn answers 503, because it still counts requests of closed connections.
 _ENDING = 16
 
-#: Seconds for which an idle connection is kept, and those in which the head of a request has to come.
+#: Seconds before an idle connection is closed, and seconds to receive the head of a request.
 KEEP_ALIVE_S, HEAD_S = 75, 10.0
 
-#: Bytes of a connection that are parsed at once, while others wait: a chunk of one byte takes as long as a long one.
+#: Bytes of a connection that are parsed before other connections get a turn.  Tiny chunks are slow to parse.
 _PARSED_AT_ONCE = 4096
 
-#: Seconds after their time has passed in which replies are told so.
+#: Seconds after the grace period for the error message to replies that were cut off.
 _LAST_WORDS_S = 2
 
 
 def connection_limit() -> int:
-    """`MAX_CONNECTIONS`, or fewer where a process may not have so many files: macOS gives it 256 unless it asks."""
+    """Return `MAX_CONNECTIONS`, or less if the limit of open files is lower (256 by default on macOS)."""
     if sys.platform == "win32":
         return MAX_CONNECTIONS
     import resource
@@ -54,21 +54,23 @@ def connection_limit() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any that is free."""
+    """Return a listening socket.  Port 0 selects any free port."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except (OSError, OverflowError) as error:
         raise UsageError(f"{host} port {port} cannot be listened on ({error}): choose another --port") from None
-    # Connections take it over.  Without it a token waits 40 ms until the one before is acknowledged (asyncio sets it
-    # only for sockets that were made for TCP by number).
+    # Accepted connections inherit this option.  Without it a token waits 40 ms for the acknowledgement of the
+    # previous token.  asyncio sets the option only for sockets created with an explicit protocol number.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 def end_if_busy(code: int) -> None:
-    """Ends the process where a thread is still at work, whose end Python would wait for: the server has ended, and
-    what a library does for a request cannot be stopped."""
+    """Ends the process if a thread is still busy after the server has ended.
+
+    Python would wait for the thread, and work inside a library cannot be interrupted.
+    """
     end = time.monotonic() + _LAST_WORDS_S
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
@@ -80,11 +82,11 @@ def end_if_busy(code: int) -> None:
 
 
 class _Connection(H11Protocol):
-    """Uvicorn's, but that clients which say nothing shut nobody out: uvicorn waits for ever for a first request, and
-    for the rest of one that has begun.
+    """Uvicorn's connection with timeouts, so that silent clients cannot block other clients.
 
-    A head that does not come in time ends the connection.  Where all places are taken, the one that was silent for
-    longest makes room for a new one.
+    Uvicorn waits forever for the first request and for the rest of an incomplete request.  Here the connection is
+    closed if the head of a request does not arrive in time.  At the connection limit, a new connection replaces the
+    connection that was silent for the longest time.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -95,10 +97,10 @@ class _Connection(H11Protocol):
         others = [each for each in self.connections if each is not self and not each.transport.is_closing()]
         silent = [each for each in others if isinstance(each, _Connection) and each._waits_for_client]
         limit = (self.config.limit_concurrency or MAX_CONNECTIONS + _ENDING) - _ENDING
-        if len(others) + 1 >= limit and silent:  # with none that is silent uvicorn answers 503
+        if len(others) + 1 >= limit and silent:  # if no connection is silent, uvicorn answers 503
             longest = min(silent, key=lambda each: each._heard_at)
             longest.transport.abort()
-            self.connections.discard(longest)  # uvicorn counts them before it learns of that
+            self.connections.discard(longest)  # uvicorn counts connections before it sees the close
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
@@ -107,7 +109,7 @@ class _Connection(H11Protocol):
             self._parse()
 
     def _parse(self) -> None:
-        """Parse some bytes, and the next ones after other connections had their turn."""
+        """Parse some bytes, and schedule the next ones after the other connections."""
         data, self._unparsed = self._unparsed[:_PARSED_AT_ONCE], self._unparsed[_PARSED_AT_ONCE:]
         if not data or self.transport.is_closing():
             return
@@ -127,7 +129,7 @@ class _Connection(H11Protocol):
             self._stop_head_timer()
 
     def shutdown(self) -> None:
-        """End the connection when the server stops: at once if the rest of a request has yet to arrive."""
+        """End the connection when the server stops, immediately if a request is incomplete."""
         super().shutdown()
         if not self._is_idle and self.cycle.more_body:
             self.transport.close()
@@ -144,20 +146,20 @@ class _Connection(H11Protocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no request is at work."""
+        """Return whether no request is running."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def _waits_for_client(self) -> bool:
-        """Whether it is idle, or the rest of a request has to come."""
+        """Return whether the connection is idle or its request is incomplete."""
         return self._is_idle or self.cycle.more_body
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, but that replies under way have ``grace_s`` to end, and are then cut with an error that says so."""
+    """Uvicorn, but at shutdown running replies have ``grace_s`` seconds to finish before they end with an error."""
 
     def __init__(self, app: App, *, grace_s: float, tls: tuple[Path | None, Path | None] = (None, None)) -> None:
-        """``tls``: files of the private key and of the certificate; without them it is plain HTTP."""
+        """``tls``: files of the private key and certificate; plain HTTP without them."""
         config = uvicorn.Config(
             app.asgi,
             ssl_keyfile=tls[0],
@@ -189,7 +191,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM stop the server, and are done with: uvicorn's own would end the process by them."""
+        """Handle Ctrl-C and SIGTERM by stopping the server.  Uvicorn would also end the process with the signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -202,14 +204,14 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stops the server; may be called from any thread.  The second time replies are cut at once."""
+        """Stops the server; may be called from any thread.  The second call ends running replies immediately."""
         at_once, self.should_exit = self.should_exit, True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._stop, 0.0 if at_once else self._grace_s)
 
     def _stop_when_started(self) -> None:
-        """Stop the server; called in its event loop.  Uvicorn cleans up only after a start that was completed."""
+        """Stop the server, in its event loop, after the start is complete.  Otherwise uvicorn does not clean up."""
         if self.started:
             self.handle_exit(signal.SIGTERM, None)
         elif self._loop is not None:
