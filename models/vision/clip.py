@@ -1,4 +1,4 @@
-"""Encoders of CLIP (arXiv:2103.00020) and LLaVA's projector: LLaVA 1.5 (arXiv:2310.03744) and 1.6."""
+"""CLIP's encoders (arXiv:2103.00020) and LLaVA's projector: LLaVA 1.5 (arXiv:2310.03744) and 1.6."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
     for name, (value, known) in wanted.items():
         if value != known:
-            raise ModelError(f"config.json has {name} = {quoted(value)}; of LLaVA's encoders localllm knows {known}")
+            raise ModelError(f"config.json has {name} = {quoted(value)}; for LLaVA, localllm supports {known}")
     if not isinstance(layer, int):
-        raise ModelError("config.json has several vision_feature_layer; localllm knows LLaVA's encoders with one")
+        raise ModelError("config.json has several vision_feature_layer; localllm supports LLaVA's encoders with one")
     layer += (layer < 0) * (vision["num_hidden_layers"] + 1)
     activation, crop = vision.get("hidden_act", "quick_gelu"), processor.get("crop_size")
     size = crop if crop is None or isinstance(crop, int) else crop.get("height")
     if processor.get("do_center_crop", True) and size not in (None, vision["image_size"]):
-        raise ModelError(f"the processor crops pictures to {size} pixels; the encoder takes {vision['image_size']}")
+        raise ModelError(f"the processor crops images to {size} pixels; the encoder needs {vision['image_size']}")
     grids = c.values.get("image_grid_pinpoints")
     require(c, "hidden_act", activation, ("gelu", "quick_gelu"))
     return {
@@ -53,7 +53,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         "vision.feature_layer": [layer],
         "vision.image_grid_pinpoints": grids and [side for grid in grids for side in grid],
         "vision.mm_patch_merge_type": grids and "spatial_unpad",
-        # Without the key pictures are padded, as LLaVA's own code does.
+        # Without the key, images are padded, as in LLaVA's code.
         "vision.image_aspect_ratio": "anyres" if grids else "pad" if processor.get("do_pad") else "crop",
     }
 
@@ -61,29 +61,29 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
     layer = hf_keys(c)["vision.block_count"]
     number = name.partition("encoder.layers.")[2].partition(".")[0]
-    if "post_layernorm." in name or (number and int(number) >= layer):  # behind the layer whose rows are taken
+    if "post_layernorm." in name or (number and int(number) >= layer):  # after the layer whose output is used
         return {}
     return array
 
 
 @dataclass(frozen=True)
 class Spread(Prepared):
-    """A picture as a whole, and spread over a grid of tiles."""
+    """A complete image, followed by a grid of tiles."""
 
     tiles: tuple[int, int]  # rows and columns
-    shown: tuple[slice, slice]  # rows and columns of the grid's patches that are not padding
+    shown: tuple[slice, slice]  # rows and columns of the grid's patches without padding
 
 
 class Llava(VisionModel):
-    """A picture as a square, or with grids of tiles to choose from, also spread over one."""
+    """An image as a square and, if the file defines grids of tiles, as the tiles of one of the grids."""
 
     marker = "<image>"
     n_before = 1
     exact_gelu = True
 
     def read(self) -> None:
-        self.width = self.weights.n_rows("mm.2.weight")  # the key may be that of CLIP's own projection
-        # llama.cpp's own converter keeps the layers up to the one whose rows are taken; some files count one more.
+        self.width = self.weights.n_rows("mm.2.weight")  # the key may describe CLIP's projection
+        # llama.cpp's converter writes the layers up to the one whose output is used. Some files count one more layer.
         while self.n_layers and f"v.blk.{self.n_layers - 1}.ln1.weight" not in self.weights:
             self.n_layers -= 1
         self.aspect_ratio = self.meta.read("vision.image_aspect_ratio", str, "pad")
@@ -128,7 +128,7 @@ class Llava(VisionModel):
         return replace(best, frames=(whole, *self._tiles(picture, *best.tiles)))
 
     def _padded(self, picture: Any) -> NDArray[np.uint8]:
-        """In the middle of a square of the mean colour, then resized."""
+        """Pad an image to a square with the mean colour, then resize it."""
         from PIL import Image
 
         side = max(picture.size)
@@ -137,21 +137,21 @@ class Llava(VisionModel):
         return np.asarray(resized(square, self.image_size, self.image_size, "bicubic"))
 
     def _cropped(self, picture: Any) -> NDArray[np.uint8]:
-        """Resized by its shorter side, of which the middle."""
+        """Resize an image by its shorter side, then crop its centre."""
         size, least = self.image_size, min(picture.size)
         height, width = (int(size * each / least) for each in (picture.height, picture.width))
         top, left = (height - size) // 2, (width - size) // 2
         return np.asarray(resized(picture, height, width, "bicubic"))[top : top + size, left : left + size]
 
     def _waste(self, picture: Any, rows: int, columns: int) -> tuple[int, int]:
-        """How badly a grid suits a picture: fewer pixels of it that are seen, then more of the grid that are not."""
+        """Return how badly a grid fits an image: lost resolution first, then the number of unused pixels."""
         height, width = rows * self.image_size, columns * self.image_size
         scale = min(width / picture.width, height / picture.height)
         seen = min(int(picture.width * scale) * int(picture.height * scale), picture.width * picture.height)
         return -seen, height * width - seen
 
     def _spread(self, picture: Any, rows: int, columns: int) -> Spread:
-        """The layout of a picture as a grid of tiles, without its pixels."""
+        """Return the layout of an image as a grid of tiles, without pixels."""
         side = self.image_size // self.patch_size
         tall, wide = rows * side, columns * side
         if picture.width / picture.height > wide / tall:
@@ -165,7 +165,7 @@ class Llava(VisionModel):
         return Spread((), (side * side + n,), (side, side), (rows, columns), cut)
 
     def _tiles(self, picture: Any, rows: int, columns: int) -> list[NDArray[np.uint8]]:
-        """A picture resized without stretching, in the middle of black, in tiles."""
+        """Resize an image without distortion, pad it with black on all sides, and cut it into tiles."""
         size = self.image_size
         height, width = rows * size, columns * size
         across, down = width / picture.width, height / picture.height
@@ -179,7 +179,7 @@ class Llava(VisionModel):
         return cut(canvas, size)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
-        """Behind the whole picture, the rows of all tiles side by side, each line of them with its end."""
+        """Return the rows of the complete image, then the rows of the grid line by line, each with an end row."""
         if self.newline is None:
             return rows
         n, end = self.position_table.shape[0] - 1, self.newline.reshape(1, 1, -1)

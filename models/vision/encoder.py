@@ -1,9 +1,9 @@
-"""The base of encoders of pictures and sounds: their keys, their layers, and how pixels become rows of a graph.
+"""Base classes of image and audio encoders: their keys and layers, and the conversion of pixels to rows of a graph.
 
-A picture is prepared as one or several frames, each of whose patches are a sequence that attention sees both ways.
-The graph begins with rows of pixels, and of positions beside them where those are learnt; it ends with the rows that
-the text model takes, [N, width].  Neighbouring patches that become one row stand together, to be joined.  A sound's
-frames are pieces of it, and its patches are those of its spectrogram.
+An image is prepared as one or several frames. The patches of a frame are a sequence with attention in both
+directions. The input of the graph is one row per patch: its pixels and, if positions are learnt, its position
+embedding. The output is the rows for the text model [N, width]. Patches that are joined to one output row are
+adjacent in the sequence. The frames of audio are pieces of the audio, and the patches are parts of the spectrogram.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.float32]
 
-#: Lowest and highest value of each number ``clip.{section}.{key}``, in all families.
+#: Minimum and maximum of each integer ``clip.{section}.{key}``, in all families.
 BOUNDS: dict[str, tuple[int, int]] = {
     "attention.head_count": (0, 1024),
     "block_count": (0, 512),
@@ -63,77 +63,77 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "preproc_image_size": (1, 8192),
     "preproc_max_tiles": (1, 256),
     "preproc_min_tiles": (1, 256),
-    "projection_dim": (0, 1 << 16),  # 0 in files whose projector has the width
+    "projection_dim": (0, 1 << 16),  # 0 if only the projector's tensors contain the width
     "projector.scale_factor": (1, 16),
     "projector.stack_factor": (1, 64),
     "spatial_merge_size": (1, 16),
 }
-#: Bounds of the colours' means and standard deviations.
+#: Minimum and maximum of the colours' means, and of their standard deviations.
 _MEANS, _DEVIATIONS = (-1e3, 1e3), (1e-3, 1e3)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A picture, or a sound, as its model's processor prepares it."""
+    """An image or audio in the form of the model's processor."""
 
-    # [height, width, 3] each: the picture resized, or tiles of it; of a sound float32, such as [time, frequencies]
+    # Images: the resized image, or its tiles, [height, width, 3] each. Audio: float32, such as [time, frequencies].
     frames: tuple[NDArray[Any], ...]
-    parts: tuple[str | int, ...]  # what stands in the text: words, and between them so many rows
-    grid: tuple[int, int]  # rows and columns of the first frame's tokens; of a sound 0
+    parts: tuple[str | int, ...]  # contents of the prompt: strings, and numbers of rows
+    grid: tuple[int, int]  # rows and columns of the first frame's tokens; 0 for audio
     kind: str = field(default="image", kw_only=True)  # or "audio"
 
     @property
     def n_tokens(self) -> int:
-        """Rows that it becomes."""
+        """Number of rows in the prompt."""
         return sum(part for part in self.parts if isinstance(part, int))
 
 
 @dataclass(frozen=True)
 class FrameRows:
-    """A frame as the graph begins with it: T rows, from which N come."""
+    """The graph's input for a frame: T rows, which produce N output rows."""
 
     given: Pixels  # [T, pixels of a patch + width of positions]
     axes: NDArray[np.int32]  # [3, T]: 0, row and column of each patch
     outputs: NDArray[np.int32]  # [N], the first row of each output
-    spans: NDArray[np.int32]  # [2, T]: where each patch's window begins and ends; [2, 0]: there are none
+    spans: NDArray[np.int32]  # [2, T]: first and end row of each patch's window; [2, 0] without windows
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A graph, which goes on with the rows of the one before it as if each was a patch."""
+    """A graph of an encoder. A second stage uses each output row of the first stage as a patch."""
 
     graph: Graph
-    n_joined: int  # patches that become one row together
+    n_joined: int  # patches per output row
 
 
 def _activation(meta: Metadata) -> str:
-    """llama.cpp's keys: its "gelu" is the tanh form, and without either key it is CLIP's."""
+    """Return the activation from llama.cpp's keys: its GELU is the tanh form. Without a key, it is CLIP's."""
     is_gelu, is_silu = (meta.read(key, bool, False) for key in ("use_gelu", "use_silu"))
     return "silu" if is_silu else "gelu" if is_gelu else "gelu_quick"
 
 
 class EncoderModel:
-    """An encoder and its projector; a family's subclass adds its own keys, tensors and blocks.  Raises ModelError."""
+    """An encoder and its projector. A family's subclass adds its keys, tensors and blocks. Raises ModelError."""
 
-    #: What it encodes, as parts of messages have it, the section of its keys and the beginning of its tensors' names.
+    #: Type of the encoded message parts, section of the keys, and prefix of the tensors' names.
     kind: ClassVar[str] = "image"
     section: ClassVar[str] = "vision"
     stem: ClassVar[str] = "v."
-    #: What a chat template, or the processor, puts where a picture stands: `Prepared.parts` take its place.
+    #: String at the place of an image in the output of a chat template or processor. `Prepared.parts` replace it.
     marker: ClassVar[str]
-    #: What stands around the marker where no template puts it.
+    #: Strings before and after the marker if the template does not write them.
     around: ClassVar[tuple[str, str]] = ("", "")
-    #: Whether a picture's tokens turn by row and column in the text model (M-RoPE).
+    #: Whether an image's tokens are rotated by row and column in the text model (M-RoPE).
     has_grid: ClassVar[bool] = False
-    #: Whether they turn by the picture's number as well (`localllm.engine.pictures.Picture`).
+    #: Whether an image's tokens are also rotated by the image's number (`localllm.engine.pictures.Picture`).
     is_numbered: ClassVar[bool] = False
-    #: What stands before the n-th picture of a prompt, counted from 0, with {} for n.
+    #: String before the n-th image of a prompt, counted from 0, with {} for n.
     numbered: str = ""
-    #: The layers whose patches see nothing but their window.
+    #: Layers whose patches only see their window.
     windowed: Collection[int] = ()
-    #: What goes on with the rows of `graph`, for encoders whose last layers have fewer of them.
+    #: Second stage, after `graph`, for encoders whose last layers have fewer rows.
     behind: Stage | None = None
-    #: What MLPs apply.
+    #: Activation function of MLPs.
     activation: str = "gelu_erf"
     #: Whether norms are RMSNorms.
     rms: bool = False
@@ -150,7 +150,7 @@ class EncoderModel:
                 f"clip.{self.section}.attention.head_count, {self.n_heads}: the file is broken"
             )
         self.head_dim = self.n_embd // max(self.n_heads, 1)
-        #: Further rows for each token, that layers of the text model add: what they are computed as.
+        #: Tensors with additional rows for each token, which layers of the text model add.
         self.further: list[Tensor] = []
         self.read()
         self.graph = Graph(rounds_floats=True)
@@ -158,44 +158,46 @@ class EncoderModel:
         self.graph.watched.update(self.further)
 
     def number(self, key: str, default: Any = None) -> int:
-        """Return the integer ``clip.{section}.{key}``.  Raises ModelError if it is outside its `BOUNDS`."""
+        """Return the integer ``clip.{section}.{key}``. Raises ModelError if it is outside its `BOUNDS`."""
         options: dict[str, Any] = {} if default is None else {"default": default}
         low, high = BOUNDS[key]
         return int(self.meta.read(f"{self.section}.{key}", int, low=low, high=high, **options))
 
-    # -- What families say -----------------------------------------------------------------------------------------
+    # -- Methods of families ---------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Reads what other families do not have."""
+        """Read the family's additional keys."""
 
     def record(self) -> None:
-        """Records the graph."""
+        """Record the graph."""
         raise NotImplementedError
 
     @property
     def n_joined(self) -> int:
-        """Patches that become one row together."""
+        """Number of patches per output row."""
         return 1
 
     @property
     def stages(self) -> list[Stage]:
-        """The steps, computed one after the other."""
+        """Stages in the order of computation."""
         first = Stage(self.graph, self.n_joined)
         return [first] if self.behind is None else [first, self.behind]
 
     @staticmethod
     def open(source: Any, where: str) -> Any:
-        """What `prepare` takes, of whatever a picture or a sound may be given as; errors call it ``where``."""
+        """Convert a source, such as a path or bytes, to the argument of `prepare`. ``where`` names it in errors."""
         raise NotImplementedError
 
     @property
     def example(self) -> Any:
-        """One of a common size."""
+        """Input of a common size."""
         raise NotImplementedError
 
     def prepare(self, source: Any, max_tokens: int | None = None) -> Prepared:
-        """A picture, or a sound, as the model's own processor prepares it; with ``max_tokens``, a picture of no more
-        tokens."""
+        """Prepare an image or audio in the same way as the model's processor.
+
+        With ``max_tokens``, an image gets at most this number of tokens.
+        """
         raise NotImplementedError
 
     def rows(self, frame: NDArray[Any]) -> FrameRows:
@@ -203,41 +205,44 @@ class EncoderModel:
         raise NotImplementedError
 
     def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
-        """As `rows`; yields after pieces of the work, where that is long."""
+        """Return the same result as `rows`, but yield after each piece if the computation is long."""
         yield from ()
         return self.rows(frame)
 
     def following(self, rows: Pixels, frame: FrameRows) -> FrameRows:
-        """The rows that a frame became, as `behind` takes them."""
+        """Convert the output rows of a frame to the input of the second stage, `behind`."""
         n = 1 if self.behind is None else self.behind.n_joined
         axes, spans = np.zeros((3, len(rows)), np.int32), np.zeros((2, 0), np.int32)
         return FrameRows(rows, axes, np.arange(0, len(rows), n, dtype=np.int32), spans)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
-        """The rows of a picture in the order of its tokens, of those of its frames: [n, n_embeddings, width]."""
+        """Return the rows of an image in the order of its tokens, from the rows of its frames.
+
+        Both have the shape [n, n_embeddings, width].
+        """
         return rows
 
     # -- Rows of a frame -------------------------------------------------------------------------------------------
 
     def table(self, name: str, *shape: int) -> Pixels:
-        """A table of the file in float32."""
+        """Return a table of the file as float32."""
         weight = self.weights.require(name, *shape)
         return dequantize(weight.data, weight.type).reshape(shape)
 
     # -- Blocks ----------------------------------------------------------------------------------------------------
 
     def at(self, weights: Weights | None = None, eps: float | None = None) -> Layer:
-        """A `Layer` for blocks outside the layers."""
+        """Return a `Layer` for blocks outside the layers."""
         own = self.weights if weights is None else weights
         return Layer(-1, self.graph, own, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
 
     def layers(self, x: Tensor, rope: Rope | None = None, numbers: range | None = None) -> Tensor:
-        """The layers, all or some: norm, attention both ways, norm, MLP, each added to what was before."""
+        """Record all layers, or the layers in ``numbers``: norm, attention in both directions, norm and MLP."""
         cache: KVCache | None = None
         for i in range(self.n_layers) if numbers is None else numbers:
             self.graph.layer = i
             at = self.at(self.weights.layer(i, self.stem))
-            if cache is None:  # a layer's keys and values are needed until the next one's
+            if cache is None:  # all layers share a cache, because only the current layer reads it
                 cache = self.graph.kv_cache(self.n_heads, self.head_dim)
             x = self.layer(at, x, cache, rope)
             self.behind_layer(i, x)
@@ -245,10 +250,10 @@ class EncoderModel:
         return x
 
     def behind_layer(self, number: int, x: Tensor) -> None:
-        """Called with each layer's result, for blocks beside the next layer."""
+        """Record blocks between layers. Called with each layer's number and output."""
 
     def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
-        """One layer, by default with LayerNorms and an MLP; with ``rms``, with RMSNorms and a gate."""
+        """Record one layer, by default with LayerNorms and an MLP, or with RMSNorms and a gate if ``rms`` is True."""
         y = self.norm(at, "ln1", x)
         x = self.attention(at, y, cache, rope, residual=x)
         y = self.norm(at, "ln2", x)
@@ -267,7 +272,7 @@ class EncoderModel:
         return self.project(at, y, down, "ls2", residual)
 
     def project(self, at: Layer, x: Tensor, name: str, scale: str, residual: Tensor | None) -> Tensor:
-        """x times a matrix, each value times a factor of its own where the file has those, added."""
+        """Return residual + x times a matrix, with a factor per output value if the file contains factors."""
         matrix, factors = (
             at.weights.matrix(name, x.width, self.n_embd),
             at.weights.find(f"{scale}.weight", self.n_embd),
@@ -295,16 +300,16 @@ class EncoderModel:
         return self.project(at, y, "attn_out", "ls1", residual)
 
     def joined(self, x: Tensor) -> Tensor:
-        """The patches that become a row, side by side."""
+        """Concatenate the patches of each output row."""
         return self.graph.add(Outputs(x, self.n_joined))
 
     def vector_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        """LayerNorm by the tensors ``{name}.weight`` and ``{name}.bias``."""
+        """Return the LayerNorm of x with the tensors ``{name}.weight`` and ``{name}.bias``."""
         bias = self.weights.find(f"{name}.bias", x.width)
         return self.graph.add(LayerNorm(x, self.weights.vector(name, x.width), bias, eps))
 
     def two_linears(self, x: Tensor, first: str, second: str, activation: str) -> Tensor:
-        """second(activation(first(x))), of which the second gives rows of the text model's width."""
+        """Return second(activation(first(x))), in the width of the text model."""
         at = self.at()
         n = self.weights.n_rows(f"{first}.weight")
         y = at.add(Activation(at.linear(x, first, n), activation))
@@ -312,15 +317,15 @@ class EncoderModel:
 
 
 class VisionModel(EncoderModel):
-    """An encoder of pictures."""
+    """An image encoder."""
 
-    #: Patches of a side that become one row together.
+    #: An output row is computed from merge * merge patches.
     merge: int = 1
-    #: Patches of a window's side.
+    #: Side of a window in patches.
     window: int = 0
-    #: Rows before the patches, such as a class token's.
+    #: Rows before the patches, such as the row of a class token.
     n_before: ClassVar[int] = 0
-    #: Whether the key of the tanh form of GELU means the exact one.
+    #: Whether the key for the tanh form of GELU means exact GELU.
     exact_gelu: ClassVar[bool] = False
 
     def __init__(self, meta: Metadata, weights: Weights) -> None:
@@ -337,15 +342,15 @@ class VisionModel(EncoderModel):
         values = self.meta.find(key)
         if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(x, float) for x in values):
             raise ModelError(f"clip.{key} must be three numbers: the file is broken")
-        if not all(low <= x <= high for x in values):  # also refuses NaN
+        if not all(low <= x <= high for x in values):  # also rejects NaN
             raise ModelError(f"clip.{key} must be numbers between {low:g} and {high:g}: the file is broken")
         return tuple(values)
 
     def check_tiles(self, n_tiles: int, side: int) -> None:
-        """Raise ModelError unless a tile becomes a token, and all tiles of an image fit into memory."""
+        """Raise ModelError unless a tile is large enough for a token and all tiles of an image fit into memory."""
         if side < self.patch_size * self.merge:
             raise ModelError(
-                f"the tiles of an image are {side} pixels wide, but a token takes {self.patch_size * self.merge}: "
+                f"the tiles of an image are {side} pixels wide, but a token needs {self.patch_size * self.merge}: "
                 "the file is broken"
             )
         if n_tiles * side**2 > MAX_PIXELS:
@@ -364,15 +369,15 @@ class VisionModel(EncoderModel):
 
     @property
     def example(self) -> Image:
-        """1,024 × 768 pixels."""
+        """An image of 1,024 × 768 pixels."""
         return self.open(np.zeros((768, 1024, 3), np.uint8), "the picture")
 
     def positions(self, rows: int, columns: int) -> Pixels | None:
-        """Position embeddings of the patches of a grid, row after row: [rows * columns, n_embd]; None without any."""
+        """Return position embeddings of a grid of patches, by rows, [rows * columns, n_embd], or None if unused."""
         return None
 
     def normalised(self, frame: NDArray[np.uint8]) -> Pixels:
-        """The values of pixels, [height, width, 3]."""
+        """Return the normalised values of pixels, [height, width, 3]."""
         return normalised(frame, self.mean, self.std)
 
     def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
@@ -380,7 +385,7 @@ class VisionModel(EncoderModel):
         size, merge, n = self.patch_size, self.merge, self.n_before
         rows, columns = frame.shape[0] // size, frame.shape[1] // size
         order, spans = block_order(rows, columns, merge), np.zeros((2, 0), np.int32)
-        if (side := self.window) != 0:  # those of a window stand together
+        if (side := self.window) != 0:  # group patches by window
             windows = order // columns // side * columns + order % columns // side
             order, windows = order[np.argsort(windows, kind="stable")], np.sort(windows)
             spans = np.stack([np.searchsorted(windows, windows, end) for end in ("left", "right")]).astype(np.int32)
@@ -392,12 +397,12 @@ class VisionModel(EncoderModel):
             given[0] = np.pad(given[0], ((n, 0), (0, 0)))
         axes = np.stack([order * 0, order // columns, order % columns])
         axes = np.pad(axes, ((0, 0), (n, 0))).astype(np.int32)
-        blocks = order[:: merge * merge]  # by their first patches
+        blocks = order[:: merge * merge]  # first patch of each block
         outputs = n + merge * merge * np.argsort(blocks).astype(np.int32)
         return FrameRows(np.ascontiguousarray(np.concatenate(given, axis=1)), axes, outputs, spans)
 
     def embedded(self, patch: Weight, *, has_positions: bool, bias: str = "v.patch_embd.bias") -> Tensor:
-        """Pixels of patches times a matrix [n_embd, pixels], plus positions."""
+        """Return the patches' pixels times a matrix [n_embd, pixels], plus positions."""
         n = patch.shape[1]
         total = n + (self.n_embd if has_positions else 0)
         x = self.graph.add(Input(Tensor(Rows.TOKENS, n), 0, total))
@@ -405,12 +410,12 @@ class VisionModel(EncoderModel):
         return self.graph.add(Linear(x, Matrix(patch, self.weights.find(bias, self.n_embd)), residual=positions))
 
     def patch_matrix(self, name: str = "v.patch_embd.weight") -> Weight:
-        """The kernel of a convolution over patches as a matrix [n_embd, pixels]."""
+        """Return the kernel of a convolution over patches as a matrix [n_embd, pixels]."""
         weight = self.weights.require(name, self.n_embd, 3, self.patch_size, self.patch_size)
         return Reshaped(weight, (self.n_embd, 3 * self.patch_size**2))
 
     def rope(self, theta: float, *, interleaved: bool = False, axes: tuple[int, int] = (1, 2)) -> Rope:
-        """A rotation by the row in one half of the pairs, and by the column in the other."""
+        """Return a rotation by the row in the first half of the pairs and by the column in the second half."""
         dim = self.head_dim // 2
         half = theta ** -(np.arange(0, dim, 2) / dim)
         turned = (axes[0],) * len(half) + (axes[1],) * len(half)
@@ -420,8 +425,8 @@ class VisionModel(EncoderModel):
 # -- Checkpoints ---------------------------------------------------------------------------------------------------
 
 
-#: Settings of encoders and processors that GGUF files have no key for, with the values that they mean; a family's
-#: ``HF_MEANT`` replaces them.  Without a value, any is right.
+#: Settings of encoders and processors without a key in GGUF files, and the values that a file implies. An empty tuple
+#: accepts any value. A family's ``HF_MEANT`` replaces single settings.
 MEANT: dict[str, tuple[Any, ...]] = {
     "hidden_act": GELU_TANH,
     "projector_hidden_act": ("gelu",),
@@ -434,7 +439,7 @@ MEANT: dict[str, tuple[Any, ...]] = {
     "rescale_factor": (1 / 255, 0.00392156862745098),
     "resample": (3,),  # Pillow's BICUBIC
 } | dict.fromkeys(
-    # what follows from tensors and other settings, or is of training and videos
+    # derived from tensors and other settings, or only for training and videos
     (
         *("attention_bias", "head_dim", "hidden_dropout_prob", "layer_scale_init_value", "max_position_embeddings"),
         *("model_type", "norm_type", "num_key_value_heads", "out_hidden_size", "projection_dropout", "standardize"),
@@ -463,16 +468,16 @@ MEANT: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's configuration, as conversions see it: objects of `localllm.convert.settings`."""
+    """A checkpoint's configuration for conversions, as objects of `localllm.convert.settings`."""
 
-    values: Any  # of config.json
-    vision: Any  # its section on the encoder
-    processor: Any  # of preprocessor_config.json
-    text: Any = None  # the configuration of the text model
+    values: Any  # config.json
+    vision: Any  # section of config.json for the encoder
+    processor: Any  # preprocessor_config.json
+    text: Any = None  # configuration of the text model
 
 
 def require(c: Checkpoint, name: str, value: Any, known: tuple[Any, ...]) -> None:
-    """Raise ModelError for a setting that files of the family have no key for, unless its value is a known one."""
+    """Raise ModelError for a setting without a key in the family's files, unless its value is in ``known``."""
     if value not in known:
         raise ModelError(
             f"the checkpoint has {name} = {quoted(value)}, but an mmproj file of {c.values['model_type']} means "
@@ -481,6 +486,6 @@ def require(c: Checkpoint, name: str, value: Any, known: tuple[Any, ...]) -> Non
 
 
 def split_qkv(name: str, array: Array, stem: str) -> dict[str, Array]:
-    """``{stem}.weight`` or ``.bias`` of queries, keys and values together, as three tensors."""
+    """Split the joint ``{stem}.weight`` or ``.bias`` of queries, keys and values into three tensors."""
     suffix = name.rpartition(".")[2]
     return {f"{stem}attn_{k}.{suffix}": part for k, part in zip("qkv", np.split(array, 3), strict=True)}

@@ -1,5 +1,5 @@
-"""Gemma 4: pictures in a budget of tokens, by an encoder whose patches turn by column and row; and the 12B's pictures
-(``gemma4uv``), whose patches are put into the text model's space without an encoder.
+"""Gemma 4: images with a budget of tokens, and an encoder with a rotation by column and row. For the 12B model
+(``gemma4uv``), the patches are projected into the text model's space without an encoder.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, budget, merge = c.vision, c.processor.get("max_soft_tokens", 280), c.vision.get("pooling_kernel_size", 3)
     keys = {
         "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-6),
-        "vision.image_size": 224,  # which nothing reads, but llama.cpp demands
+        "vision.image_size": 224,  # unused, but required by llama.cpp
         "vision.projector.scale_factor": merge,
-        # Without the key, 280 tokens.
+        # The default is 280 tokens.
         "vision.image_max_pixels": None if budget == 280 else budget * (vision.get("patch_size", 16) * merge) ** 2,
     }
     if c.values["model_type"] == "gemma4_unified":
@@ -89,7 +89,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         raise ModelError(
             "GGUF files of Gemma 4's encoder mean the activation gelu_pytorch_tanh; config.json has another"
         )
-    # Without use_gelu, llama.cpp takes another approximation of GELU, by x * sigmoid(1.702 * x).
+    # Without use_gelu, llama.cpp computes GELU as x * sigmoid(1.702 * x).
     return keys | {"vision.projector_type": "gemma4v", "use_gelu": True}
 
 
@@ -100,7 +100,7 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
     if name.endswith(".pos_embedding"):  # [places, 2, d]
         return array.transpose(1, 0, 2)
     if name.endswith(("input_proj.weight", "patch_dense.weight")) or ".patch_ln1." in name:
-        # Pixels of a patch come colour by colour, not the colours of a pixel together.
+        # The pixels of a patch are stored colour by colour.
         size = math.isqrt(array.shape[-1] // 3)
         by_colour = np.moveaxis(array.reshape(*array.shape[:-1], size, size, 3), -1, -3)
         return by_colour.reshape(array.shape) if is_unified else by_colour
@@ -109,9 +109,9 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
 
 @dataclass(frozen=True, eq=False)
 class QuartersSwapped(WeightView):
-    """Rows, or values, of heads whose second and third quarters change places.
+    """Rows or values of heads with the second and third quarters swapped.
 
-    Then a rotation of whole heads pairs what the model rotates within either half.
+    Then a rotation of complete heads is equivalent to the model's separate rotation of both halves.
     """
 
     n_heads: int
@@ -128,7 +128,7 @@ class QuartersSwapped(WeightView):
 
 
 def clamped(at: Layer, x: Tensor, name: str, matrix: Matrix) -> Tensor:
-    """x times a matrix, both within the bounds that the file has."""
+    """Return x times a matrix, with x and the result clamped to the bounds in the file."""
 
     def within(x: Tensor, side: str) -> Tensor:
         found = [at.weights.find(f"{name}.{side}_{end}", 1) for end in ("min", "max")]
@@ -142,14 +142,14 @@ def clamped(at: Layer, x: Tensor, name: str, matrix: Matrix) -> Tensor:
 
 
 def clamped_linear(at: Layer, x: Tensor, name: str, n_out: int) -> Tensor:
-    """As `clamped`, by the matrix of that name."""
+    """Return `clamped` with the matrix ``name``."""
     return clamped(at, x, name, at.weights.matrix(name, x.width, n_out))
 
 
 class Gemma4(VisionModel):
     marker, around = "<|image|>", ("", "")
     rms = True
-    #: Budgets of tokens that the model was trained on.
+    #: Token budgets of the training.
     budgets = (70, 140, 280, 560, 1120)
 
     def read(self) -> None:
@@ -157,7 +157,7 @@ class Gemma4(VisionModel):
         side = self.patch_size * self.merge
         self.budget = self.number("image_max_pixels", 280 * side**2) // side**2
         self.activation = "gelu"
-        self.mean = self.std = (0.5,) * 3  # the model takes 2 * pixel - 1, whatever the file says
+        self.mean = self.std = (0.5,) * 3  # the model uses 2 * pixel - 1 independently of the file
         if not self.budget:
             raise ModelError("clip.vision.image_max_pixels are less than a token: the file is broken")
         if self.head_dim % 4:
@@ -177,12 +177,12 @@ class Gemma4(VisionModel):
         self.projected(x)
 
     def projected(self, x: Tensor) -> None:
-        """Rows of the text model's width."""
+        """Record the projection to the text model's width."""
         x = self.graph.add(RMSNorm(x, None, self.eps))
         self.graph.add(Linear(x, self.weights.matrix("mm.input_projection", self.n_embd, self.width)))
 
     def tables(self) -> Pixels:
-        """Position embeddings by column and by row: [2, places, n_embd]."""
+        """Return position embeddings by column and by row: [2, places, n_embd]."""
         n = self.weights.n_rows("v.position_embd.weight")
         used = min(n, self.budgets[-1] * self.merge)
         return floats(self.weights.require("v.position_embd.weight", 2, n, self.n_embd))[:, :used].copy()
@@ -231,7 +231,7 @@ class Gemma4(VisionModel):
 
 
 class Gemma4Unified(Gemma4):
-    """Of the 12B: a patch is as large as a token, and there are no layers."""
+    """The 12B model: a patch has the size of a token, and the encoder has no layers."""
 
     def read(self) -> None:
         super().read()

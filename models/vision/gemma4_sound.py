@@ -1,5 +1,5 @@
-"""Sounds of Gemma 4: by a conformer (arXiv:2005.08100; ``gemma4a``), or, of the 12B (``gemma4ua``), samples of 40 ms
-that are put into the text model's space without an encoder.
+"""Audio of Gemma 4: a conformer (arXiv:2005.08100; ``gemma4a``). For the 12B model (``gemma4ua``), pieces of 40 ms
+are projected into the text model's space without an encoder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from localllm.models.vision.whisper import SoundModel
 _NORMS = {"ffn_norm": "feed_forward1.pre_layer_norm", "ffn_post_norm": "feed_forward1.post_layer_norm"}
 _NORMS |= {"ffn_norm_1": "feed_forward2.pre_layer_norm", "ffn_post_norm_1": "feed_forward2.post_layer_norm"}
 _NORMS |= {"attn_pre_norm": "norm_pre_attn", "attn_post_norm": "norm_post_attn", "ln2": "norm_out"}
-# In llama.cpp's files the two are called by each other's names.
+# In llama.cpp's files, the names of these two tensors are swapped.
 _NORMS |= {"conv_norm": "lconv1d.pre_layer_norm", "norm_conv": "lconv1d.conv_norm"}
 _LINEARS = {"ffn_up": "feed_forward1.ffw_layer_1", "ffn_down": "feed_forward1.ffw_layer_2"}
 _LINEARS |= {"ffn_up_1": "feed_forward2.ffw_layer_1", "ffn_down_1": "feed_forward2.ffw_layer_2"}
@@ -69,11 +69,11 @@ HF_NAMES = (
     }
 )
 
-#: Tokens that a token sees, itself included.
+#: Number of tokens that a token sees, including itself.
 _WINDOW = 12
-#: Values of a frame, and of its Fourier transform; samples that are encoded together, as the processor cuts them.
+#: Samples of a frame and of its Fourier transform, and samples per piece, as in the model's processor.
 _FRAME, _FFT, _PIECE = 320, 512, 30 * RATE
-#: Tokens without an encoder that are computed together.
+#: Tokens that are computed together without an encoder.
 _TOKENS = 1000
 
 
@@ -92,7 +92,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         }
         wanted |= {"attention_context_right": 0, "attention_logit_cap": 50.0, "conv_kernel_size": 5}
         if any(sound.get(name, value) != value for name, value in wanted.items()):
-            raise ModelError(f"config.json of the encoder of sounds has other values than {wanted}: it cannot be run")
+            raise ModelError(f"config.json of the audio encoder has other values than {wanted}: not supported")
         keys = {"feed_forward_length": 4 * sound["hidden_size"], "num_mel_bins": 128, "projector_type": "gemma4a"}
     keys["attention.layer_norm_epsilon"] = sound.get("rms_norm_eps", 1e-6)
     return {f"audio.{key}": value for key, value in keys.items()}
@@ -102,22 +102,23 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
     if name.endswith(BOUNDS):
         return array.reshape(1)
     if name.endswith("per_dim_scale"):
-        return np.logaddexp(0, array)  # as llama.cpp has it
+        return np.logaddexp(0, array)  # as in llama.cpp
     return array[:, 0] if name.endswith("depthwise_conv1d.weight") else array
 
 
 @dataclass(frozen=True, eq=False)
 class WithDistances(FloatView):
-    """Matrices [n_heads, head_dim + 32, head_dim]: of a query it itself, scaled, and what it makes of distances.
+    """Matrices [n_heads, head_dim + 32, head_dim] from a query to the scaled query and its 32 wave coefficients.
 
-    The model adds to a score the query's product with a vector of the distance.  That is a sum of waves over as many
-    distances, and a wave of a distance is the product of two that are rotated by their positions: of queries and of
-    keys, which have the same one everywhere (`ones`).  So attention with longer heads does it.
+    The model adds the product of the query and a vector of the distance to each score. Over all distances, this
+    product is a sum of waves. A wave of the distance is the product of two values that are rotated by position: the
+    query's coefficient, and a value of the key that is the same for all positions (`ones`). So attention with longer
+    heads computes the same scores.
     """
 
     scale: Weight  # [head_dim]
     n_heads: int
-    #: Waves: with as many whole periods over twice the distances but one.
+    #: Angle per position of each wave: 0 to 15 periods over 2 * _WINDOW - 1 positions.
     angles = 2 * np.pi * np.arange(16) / (2 * _WINDOW - 1)
 
     @property
@@ -147,7 +148,7 @@ class WithDistances(FloatView):
 
 @dataclass(frozen=True, eq=False)
 class WithRoom(FloatView):
-    """Matrices [n_heads, head_dim + 32, head_dim]: of a key it itself, scaled, and zeros."""
+    """Matrices [n_heads, head_dim + 32, head_dim] from a key to the scaled key and 32 zeros."""
 
     n_heads: int
     dim: int
@@ -166,7 +167,7 @@ class WithRoom(FloatView):
 
 
 class Gemma4Sound(SoundModel):
-    """A conformer, whose rows are 40 ms each, behind two convolutions that numpy computes."""
+    """A conformer with rows of 40 ms, after two convolutions that numpy computes."""
 
     marker = "<|audio|>"
 
@@ -174,7 +175,7 @@ class Gemma4Sound(SoundModel):
         self.n_mels = self.number("num_mel_bins")
         first, second = ((self.weights.shape(f"a.conv1d.{i}.weight") or (0,))[0] for i in range(2))
         if self.head_dim % 32 or not self.n_mels or not self.n_layers:
-            raise ModelError("the encoder of sounds has sizes that localllm does not know, or none: broken file")
+            raise ModelError("the audio encoder's sizes are missing or not supported: the file is broken")
         self._stored = [
             (
                 self.weights.require(f"a.conv1d.{i}.weight", n, n_in, 3, 3),
@@ -186,7 +187,7 @@ class Gemma4Sound(SoundModel):
 
     @cached_property
     def _convolutions(self) -> list[tuple[Pixels, Pixels]]:
-        """The matrices [n_in * 9, n_out] of the two convolutions, and the weights of their norms [n_out]."""
+        """Return the matrices [n_in * 9, n_out] of the two convolutions, and the weights of their norms [n_out]."""
         return [(floats(kernel).reshape(len(floats(scale)), -1).T, floats(scale)) for kernel, scale in self._stored]
 
     def record(self) -> None:
@@ -202,7 +203,7 @@ class Gemma4Sound(SoundModel):
         for i in range(self.n_layers):
             self.graph.layer = i
             at = self.at(self.weights.layer(i, self.stem))
-            if cache is None:  # a layer's keys and values are needed until the next one's
+            if cache is None:  # all layers share a cache, because only the current layer reads it
                 cache = self.graph.kv_cache(self.n_heads, self.head_dim + 32, self.head_dim)
             x = self.conformed(at, x, cache)
         self.graph.layer = "output"
@@ -212,7 +213,7 @@ class Gemma4Sound(SoundModel):
         at.linear(x, "mm.a.input_projection", self.width)
 
     def conformed(self, at: Layer, x: Tensor, cache: KVCache) -> Tensor:
-        """One layer: half an MLP, attention, a convolution, and half an MLP."""
+        """Record one layer: half an MLP, attention, a convolution, and half an MLP."""
         x = self.half_mlp(at, x, "")
         y, w, dim = norm(at, "attn_pre_norm", x), at.weights, self.head_dim
         q, k, v = (clamped_linear(at, y, name, self.n_embd) for name in ("attn_q", "attn_k", "attn_v"))
@@ -240,7 +241,7 @@ class Gemma4Sound(SoundModel):
         return add(at, norm(at, f"ffn_post_norm{which}", y), x, 0.5)
 
     def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
-        """Of a spectrogram [frames, n_mels]."""
+        """Return the rows of a spectrogram [frames, n_mels]."""
         x = frame[:, :, None]  # [time, bands, channels]
         for kernel, scale in self._convolutions:
             x = yield from convolved(x, kernel, partial(_normed, scale, self.eps))
@@ -258,16 +259,18 @@ class Gemma4Sound(SoundModel):
 
 
 def _normed(scale: Pixels, eps: float, y: Pixels) -> Pixels:
-    """LayerNorm over channels, and what of it is above 0."""
+    """Return ReLU of the LayerNorm over channels."""
     y = y - y.mean(axis=-1, keepdims=True)
     normed: Pixels = np.maximum(0, y / np.sqrt((y * y).mean(axis=-1, keepdims=True) + eps) * scale)
     return normed
 
 
 def log_mel(samples: Samples, n_mels: int) -> Pixels:
-    """The logarithmic mel spectrogram, a frame every `HOP` samples that has no others behind it: [frames, n_mels].
+    """Return the logarithmic mel spectrogram of magnitudes in HTK's bands, [frames, n_mels].
 
-    Of magnitudes, in bands of HTK's scale.  Source: Universal Speech Model, arXiv:2303.01037.
+    A frame starts every `HOP` samples, if the samples contain the complete frame.
+
+    Source: Universal Speech Model, arXiv:2303.01037.
     """
     n = max(1, (len(samples) - 1) // HOP)
     padded = np.pad(samples.astype(np.float64), (_FRAME // 2, _FRAME))
@@ -290,7 +293,7 @@ class Gemma4UnifiedSound(SoundModel):
         shape = self.weights.shape("mm.a.input_projection.weight")
         if len(shape) != 2 or not 1 <= shape[1] <= 1 << 16:
             raise ModelError(
-                f"tensor mm.a.input_projection.weight has the shape {list(shape)}, but must have a column for each "
+                f"tensor mm.a.input_projection.weight has the shape {list(shape)}, but must have one column per "
                 "sample of a token: the file is broken"
             )
         self.n_samples = shape[-1]

@@ -1,5 +1,5 @@
-"""HunyuanOCR and HunyuanVL (arXiv:2511.19575): pictures of any size, four patches of which become a token; one more
-ends each row, and one stands before them all and one behind.
+"""HunyuanOCR and HunyuanVL (arXiv:2511.19575): images of any size. Four patches become a token. An additional token
+ends each row of the image, one precedes the image, and one follows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localllm.models.vision.qwen import QwenVision
 from localllm.models.vision.views import ColumnsByPart, floats
 from localllm.models.weights import Reshaped
 
-#: By the names of checkpoints, and by those that transformers gives them.
+#: Names in checkpoints and names in transformers, separated by a space.
 HF_NAMES = {
     "v.patch_embd": "embeddings.patch_embedding",
     "v.position_embd": "embeddings.position_embedding",
@@ -40,7 +40,7 @@ HF_NAMES = {
     "v.image_newline": "perceive.image_newline patch_merger.image_newline",
     "mm.image_begin": "perceive.image_begin patch_merger.image_begin",
     "mm.image_end": "perceive.image_end patch_merger.image_end",
-    "v.view_seperator": "perceive.image_sep patch_merger.image_sep",  # as llama.cpp spells it
+    "v.view_seperator": "perceive.image_sep patch_merger.image_sep",  # llama.cpp's spelling
 }
 HF_MEANT = {"hidden_act": ("gelu", "gelu_pytorch_tanh")}
 
@@ -49,7 +49,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, size = c.vision, c.processor.get("size") or {}
     for name, known in {"hidden_act": "gelu", "interpolate_mode": "bilinear"}.items():
         if vision.get(name, known) != known:
-            raise ModelError(f"config.json has {name} = {vision[name]}; localllm knows HunyuanVL with {known}")
+            raise ModelError(f"config.json has {name} = {vision[name]}; localllm supports HunyuanVL with {known}")
     return {
         "projector_type": "hunyuanvl",
         "use_gelu": True,
@@ -62,7 +62,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
-    return array[1:] if name.endswith("position_embedding.weight") else array  # without a class token's
+    return array[1:] if name.endswith("position_embedding.weight") else array  # without the row of a class token
 
 
 class HunyuanVL(QwenVision):
@@ -89,7 +89,7 @@ class HunyuanVL(QwenVision):
         self.last_norm = weights.vector("mm.post_norm", self.width)
         self.marks = [weights.require(f"mm.image_{end}", self.width) for end in ("begin", "end")]
         self.newline = weights.require("v.image_newline", n_wide)
-        weights.skip("v.view_seperator")  # of videos
+        weights.skip("v.view_seperator")  # for videos
         self.graph.add(RMSNorm(self.graph.add(Linear(x, self.last)), self.last_norm, self.eps))
 
     def positions(self, rows: int, columns: int) -> Pixels:
@@ -101,7 +101,7 @@ class HunyuanVL(QwenVision):
         return replace(prepared, parts=(rows * (columns + 1) + 2,), grid=(rows, columns + 1))
 
     def grid(self, picture: Any, max_tokens: int | None) -> tuple[int, int]:
-        """Without the tokens beside the picture's own, of which there are four at least."""
+        """Return the grid. ``max_tokens`` includes the additional tokens, of which there are at least four."""
         most = max_tokens
         while True:
             rows, columns = super().grid(picture, most)
@@ -111,7 +111,7 @@ class HunyuanVL(QwenVision):
 
     @cached_property
     def marking(self) -> Pixels:
-        """The rows before all others, behind each line, and at the end: [3, width]."""
+        """Return the rows before the image, after each row of the image, and after the image: [3, width]."""
         newline = floats(self.last.weight) @ floats(self.newline)
         if self.last.bias is not None:
             newline = newline + floats(self.last.bias)

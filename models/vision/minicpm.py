@@ -1,5 +1,5 @@
-"""MiniCPM-V 4.6: a picture, and if it is large slices of it in a grid.  Behind some layers four patches become one,
-after attention among them, and behind the last layer four of those a token.
+"""MiniCPM-V 4.6: an image and, if the image is large, a grid of slices. After some layers, groups of four patches are
+merged into one, after attention within the group. After the last layer, four of these become a token.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HF_NAMES = ENCODER_NAMES | {
     "mm.down": "merger.mlp.0.linear_2",
 }
 
-#: Slices that a picture becomes at most, but for itself, where the file does not say.
+#: Default of the maximum number of slices of an image, without the complete image.
 MAX_SLICES = 9
 
 
 def _merge(c: Checkpoint) -> int:
-    """Patches of a side that become one row."""
+    """Return the side in patches of the square that becomes one row."""
     return 2 if c.processor.get("downsample_mode", c.values.get("downsample_mode")) == "4x" else 4
 
 
@@ -63,7 +63,7 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
 class MiniCPMV(VisionModel):
     marker = "<|image_pad|>"
     numbered = "<image_id>{}</image_id>"
-    #: What stands before all slices, around each, and behind all.
+    #: Strings before all slices, before each slice, after each slice, and after all slices.
     slice_marks = "", "<slice>", "</slice>", ""
 
     def read(self) -> None:
@@ -91,7 +91,7 @@ class MiniCPMV(VisionModel):
         self.behind, self.graph = Stage(self.graph, 4), first
 
     def _window(self, x: Tensor) -> None:
-        """Four patches that see each other, as one: their mean, and what an MLP makes of them."""
+        """Record attention within groups of four patches, and merge each group: its mean plus an MLP's output."""
         at = self.at(self.weights.under("v.vit_merger."))
         self.graph.layer = self.n_first
         cache = self.graph.kv_cache(self.n_heads, self.head_dim)
@@ -113,7 +113,7 @@ class MiniCPMV(VisionModel):
         return 4
 
     def rows(self, frame: Any) -> FrameRows:
-        """The patches of a token stand together, and among them those of a window."""
+        """Return the patches grouped by token, and within a token by window."""
         rows = super().rows(frame)
         if self.merge != 4:
             return rows
@@ -124,7 +124,10 @@ class MiniCPMV(VisionModel):
         return FrameRows(rows.given[order], rows.axes[:, order], np.arange(0, n, 4, dtype=np.int32), spans)
 
     def positions(self, rows: int, columns: int) -> Pixels:
-        """Those of the nearest places of the table.  Source: transformers' ``get_vision_nearest_position_ids``."""
+        """Return the nearest position embeddings of the table.
+
+        Source: transformers' ``get_vision_nearest_position_ids``.
+        """
         side = math.isqrt(len(self.position_table))
         bounds = ((1 + np.arange(side - 1)) * (1 / side)).astype(np.float32)
         down, across = (self.places(n, bounds) for n in (rows, columns))
@@ -132,11 +135,11 @@ class MiniCPMV(VisionModel):
         return found
 
     def places(self, n: int, bounds: Pixels) -> Array:
-        """Where a grid's n rows or columns are among the table's, which have these bounds."""
+        """Return the indices of a grid's n rows or columns in the table, whose rows have these bounds."""
         return np.searchsorted(bounds, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
 
     def n_rows(self, height: int, width: int) -> int:
-        """Tokens of a picture, or a slice, of this size."""
+        """Return the number of tokens of an image or slice of this size."""
         return height * width // (self.patch_size * self.merge) ** 2
 
     def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
@@ -147,12 +150,12 @@ class MiniCPMV(VisionModel):
             if max_tokens is None or n_tokens <= max_tokens or (slices <= 1 and size < 2 * side):
                 break
             slices, size = (slices - 1, size) if slices > 1 else (1, size - side)
-        if max_tokens is not None and n_tokens > max_tokens:  # a long one
+        if max_tokens is not None and n_tokens > max_tokens:  # an elongated image
             sizes = [(side, side)]
         return self.sliced(picture, grid, sizes)
 
     def layout(self, picture: Any, slices: int, size: int) -> tuple[tuple[int, int] | None, list[tuple[int, int]]]:
-        """Rows and columns of slices, at most so many, and the sizes of the whole picture and of a slice."""
+        """Return rows and columns of at most ``slices`` slices, and the sizes of the complete image and a slice."""
         grid = self._grid(picture, slices, size)
         sizes = [self._size(picture.height, picture.width, size, grows=grid is None)]
         if grid is not None:
@@ -161,7 +164,7 @@ class MiniCPMV(VisionModel):
         return grid, sizes
 
     def sliced(self, picture: Any, grid: tuple[int, int] | None, sizes: list[tuple[int, int]]) -> Prepared:
-        """A picture, and slices of it, of a `layout`."""
+        """Prepare an image and its slices with the grid and sizes of a `layout`."""
         side = self.patch_size * self.merge
         whole = np.asarray(resized(picture, *sizes[0], "bicubic"))
         parts: list[str | int] = ["<image>", self.n_rows(*sizes[0]), "</image>"]
@@ -178,7 +181,7 @@ class MiniCPMV(VisionModel):
         return Prepared((whole, *cut(pixels, height, width)), (*parts, behind), shape)
 
     def _grid(self, picture: Any, slices: int, size: int) -> tuple[int, int] | None:
-        """Rows and columns of slices, about as wide as the picture; None for a picture that needs none."""
+        """Return rows and columns of slices, in about the image's aspect ratio, or None for a small image."""
         n = min(math.ceil(picture.width * picture.height / size**2), slices)
         if n <= 1:
             return None
@@ -193,7 +196,7 @@ class MiniCPMV(VisionModel):
         return best
 
     def _size(self, height: int, width: int, size: int, *, grows: bool = True) -> tuple[int, int]:
-        """Height and width that a picture is resized to, or one of its slices."""
+        """Return the height and width of a resized image or slice."""
         if height * width > size**2 or grows:
             ratio = width / height
             height = int(size / math.sqrt(ratio))

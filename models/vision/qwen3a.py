@@ -1,7 +1,7 @@
-"""Encoders of sounds of Qwen 3 ASR and Qwen 3 Omni (arXiv:2509.17765): convolutions over each second, then layers
-whose rows see eight seconds.
+"""Audio encoders of Qwen 3 ASR and Qwen 3 Omni (arXiv:2509.17765): convolutions over each second, then layers whose
+rows see eight seconds.
 
-The convolutions of neighbouring values are not those of a graph: numpy computes them, before the graph's step.
+Graphs have no operation for two-dimensional convolutions. So numpy computes them, before the graph's step.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ HF_NAMES = ENCODER_NAMES | {
     "mm.a.mlp.2": "multi_modal_projector.linear_2",
 }
 
-#: Frames of a spectrogram that are convolved together, tokens that come of them, and seconds that rows see.
+#: Frames of a spectrogram per chunk of the convolutions, tokens per chunk, and length in seconds of a row's window.
 _CHUNK, _TOKENS, _SECONDS = 100, 13, 8
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     wanted = {"n_window": _CHUNK // 2, "n_window_infer": _CHUNK * _SECONDS, "activation_function": "gelu"}
     if any(c.vision.get(name, value) != value for name, value in wanted.items()):
-        raise ModelError(f"config.json of the encoder of sounds has other values than {wanted}: it cannot be run")
+        raise ModelError(f"config.json of the audio encoder has other values than {wanted}: not supported")
     return {"projector_type": "qwen3a", "audio.attention.layer_norm_epsilon": 1e-5}
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
     if ".conv2d" in name and name.endswith(".bias"):
-        return array[:, None, None]  # as llama.cpp has them
+        return array[:, None, None]  # as in llama.cpp
     if name.endswith("conv_out.weight"):
         n = len(array) // 2
         angles = np.arange(1500)[:, None] * np.exp(-np.log(10_000) / (n - 1) * np.arange(n, dtype=np.float32))
@@ -63,7 +63,7 @@ class Qwen3Sound(SoundModel):
         self.n_channels = (self.weights.shape("a.conv2d.1.weight") or (0,))[0]
         if n < _TOKENS or not self.n_channels:
             raise ModelError(
-                "the convolutions or positions of the encoder of sounds are missing: is the file complete?"
+                "the convolutions or positions of the audio encoder are missing: is the file complete?"
             )
         self.position_table = self.table("a.position_embd.weight", n, self.n_embd)[:_TOKENS]
         self._stored = [
@@ -76,7 +76,7 @@ class Qwen3Sound(SoundModel):
 
     @cached_property
     def _convolutions(self) -> list[tuple[Pixels, Pixels]]:
-        """The matrices [n_in * 9, n_out] of the three convolutions, and their biases [n_out]."""
+        """Return the matrices [n_in * 9, n_out] of the three convolutions, and their biases [n_out]."""
         return [
             (floats(kernel).reshape(self.n_channels, -1).T, floats(bias).ravel()) for kernel, bias in self._stored
         ]
@@ -92,7 +92,7 @@ class Qwen3Sound(SoundModel):
         self.two_linears(self.joined(x), "mm.a.mlp.1", "mm.a.mlp.2", "gelu_erf")
 
     def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
-        """Of some seconds of a spectrogram [frames, n_mels]."""
+        """Return the rows of some seconds of a spectrogram [frames, n_mels]."""
         given = []
         for start in range(0, len(frame), _CHUNK):
             chunk = frame[start : start + _CHUNK]
@@ -112,7 +112,7 @@ class Qwen3Sound(SoundModel):
 
 
 def _n_tokens(n_frames: int) -> int:
-    """Of a spectrogram: of each second, and of what is left behind."""
+    """Return the number of tokens of a spectrogram: complete seconds plus the remaining frames."""
     seconds, left = divmod(n_frames, _CHUNK)
     return seconds * _TOKENS + -(-left // 8)
 

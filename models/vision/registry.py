@@ -1,4 +1,4 @@
-"""``clip.projector_type`` to the family that knows it, and from a file's header to an encoder."""
+"""Encoder families by ``clip.projector_type``, and `read_encoder`, which builds an encoder from a file's header."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from localllm.models.weights import ModelFile, Weights
 
 @dataclass(frozen=True)
 class Projector:
-    """A class of a module of this folder, and the checkpoints that its files are made of."""
+    """A class of a module of this folder, and the checkpoints that can be converted to its files."""
 
     module: str
     name: str
     models: str
-    texts: str  # architectures of the text models that its rows are for, separated by spaces
-    hf_types: str  # ``model_type`` in config.json, and after "/" the encoder's own, separated by spaces
-    kind: str = "image"  # what it encodes: that, or "audio"
-    #: A token whose embedding llama.cpp takes from the encoder's file, and the tensor that has it there.
+    texts: str  # architectures of the text models for its rows, separated by spaces
+    hf_types: str  # ``model_type`` in config.json and, after "/", of the encoder's section, separated by spaces
+    kind: str = "image"  # or "audio"
+    #: A token whose embedding llama.cpp reads from the encoder's file, and the name of its tensor in the file.
     row: tuple[str, str] | None = None
 
     @property
@@ -34,26 +34,26 @@ class Projector:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Hugging Face's names of tensors, by GGUF's."""
+        """Hugging Face's names of tensors by GGUF's names."""
         names: Mapping[str, str] = import_module(f"localllm.models.vision.{self.module}").HF_NAMES
         return names
 
     @property
     def keys(self) -> Callable[[Checkpoint], dict[str, Any]]:
-        """Keys of the file behind ``clip.``, beside the usual ones."""
+        """Function that returns the family's additional keys, without ``clip.``."""
         keys: Callable[[Checkpoint], dict[str, Any]] = import_module(f"localllm.models.vision.{self.module}").hf_keys
         return keys
 
     @property
     def meant(self) -> Mapping[str, tuple[Any, ...]]:
-        """Settings that files have no key for, with the values that they mean, by ``model_type``."""
+        """Settings without a key in files, and the values that a file implies, by ``model_type``."""
         module = import_module(f"localllm.models.vision.{self.module}")
         meant: Mapping[str, tuple[Any, ...]] = MEANT | getattr(module, "HF_MEANT", {})
         return meant
 
     @property
     def tensor(self) -> Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]]:
-        """The file's tensors for one of the checkpoint: itself, or others by GGUF's names."""
+        """Function that converts a tensor of the checkpoint to an array or to several arrays by GGUF's names."""
         tensor: Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]] = import_module(
             f"localllm.models.vision.{self.module}"
         ).hf_tensor
@@ -109,7 +109,7 @@ PROJECTORS: dict[str, Projector] = {
     "voxtral": Projector("whisper", "Voxtral", "Voxtral", "llama", "voxtral", kind="audio"),
 }
 
-#: Keys that change nothing here.
+#: Keys that do not change the output.
 _HARMLESS: tuple[str, ...] = (
     "has_vision_encoder",
     "has_audio_encoder",
@@ -120,31 +120,33 @@ _HARMLESS += ("vision.projector_type", "audio.projector_type")
 
 
 def projectors_of(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The projectors that a file's keys name, by what is encoded; of several, those that are known.
+    """Return the supported projectors in a file's keys, by the encoded kind: "image" or "audio".
 
-    Raises ModelError, or UnsupportedArchitectureError where none is known.
+    Raises ModelError if the file is not an mmproj file, or UnsupportedArchitectureError if no projector is supported.
     """
     architecture = metadata.get("general.architecture")
     if architecture != "clip":
         raise ModelError(
-            f"the file has the architecture {quoted(architecture)}, not an encoder of pictures: give an mmproj file"
+            f"the file has the architecture {quoted(architecture)}, not an image encoder: use an mmproj file"
         )
     places = ("clip.projector_type", "clip.vision.projector_type", "clip.audio.projector_type")
     names = [metadata[place] for place in places if metadata.get(place) is not None]
     if not names:
-        raise ModelError("the mmproj file has no encoder of pictures or sounds")
+        raise ModelError("the mmproj file has no encoder of images or audio")
     known = {PROJECTORS[name].kind: str(name) for name in names if name in PROJECTORS}
     if not known:
         raise UnsupportedArchitectureError(
-            f"the projector {quoted(names[0])} of the mmproj file is not supported; localllm knows "
+            f"the projector {quoted(names[0])} of the mmproj file is not supported; localllm supports "
             f"{', '.join(PROJECTORS)}"
         )
     return known
 
 
 def read_encoder(file: ModelFile, kind: str | None = None) -> EncoderModel:
-    """The encoder of pictures or of sounds, by default the first of them, in an ``mmproj`` file, from its header and
-    small tables; errors as `projectors_of`."""
+    """Return the encoder of images or of audio in an ``mmproj`` file, by default the first one.
+
+    Only the header and small tables are read. Raises the same errors as `projectors_of`.
+    """
     projectors = projectors_of(file.metadata)
     kind = next(iter(projectors)) if kind is None else kind
     meta, weights = Metadata(file.metadata, "clip"), Weights(file)
@@ -156,7 +158,7 @@ def read_encoder(file: ModelFile, kind: str | None = None) -> EncoderModel:
     try:
         model = PROJECTORS[projectors[kind]].model(meta, weights)
     except KernelError as error:
-        raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
+        raise ModelError(f"{error}: the hyper-parameters contradict each other") from error
     meta.check_all_read(file.tensors)
     weights.check_all_used()
     return model

@@ -1,5 +1,5 @@
-"""MiniCPM-V 2.5 to 4.5 and MiniCPM-o (arXiv:2408.01800): learnt queries look at the patches of a picture and of its
-slices, and as many tokens come of each.
+"""MiniCPM-V 2.5 to 4.5 and MiniCPM-o (arXiv:2408.01800): learnt queries attend to the patches of an image and of its
+slices. Each image or slice becomes one token per query.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VERSIONS = {
     "minicpmv/4.5": 6,
     "minicpmo/4.5": 100045,
 }
-#: The width of its heads.
+#: Width of the resampler's heads.
 _HEAD_DIM = 128
 
 
@@ -45,13 +45,13 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     version = _VERSIONS.get(f"{c.values['model_type']}/{c.values.get('version')}")
     if version is None:
         raise ModelError(
-            f"config.json has version = {c.values.get('version')}; of {c.values['model_type']}, localllm knows "
+            f"config.json has version = {c.values.get('version')}; for {c.values['model_type']}, localllm supports "
             f"{', '.join(name.partition('/')[2] for name in _VERSIONS if name.startswith(c.values['model_type']))}"
         )
     slices = c.processor.get("max_slice_nums", MAX_SLICES) if c.processor.get("slice_mode", True) else 1
     return {
         "projector_type": "resampler",
-        "minicpmv_version": np.int32(version),  # the type that llama.cpp asks for
+        "minicpmv_version": np.int32(version),  # the type that llama.cpp requires
         "minicpmv_query_num": c.values["query_num"],
         "use_gelu": True,
         "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-6),
@@ -65,7 +65,7 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
     if name == "resampler.pos_embed":  # computed
         return {}
     if name == "resampler.proj":
-        # llama.cpp wants a table of positions, but computes them as well.
+        # llama.cpp requires a table of positions, but ignores its values.
         return {"resampler.proj.weight": array.T, "resampler.pos_embed_k": np.zeros((1, len(array)), np.float32)}
     if ".in_proj_" in name:
         suffix = name.rpartition("_")[2]
@@ -82,7 +82,7 @@ class Resampler(MiniCPMV):
         version = self.meta.read("minicpmv_version", int, 2)
         if version not in _VERSIONS.values():
             raise ModelError(
-                f"clip.minicpmv_version is {version}; localllm knows "
+                f"clip.minicpmv_version is {version}; localllm supports "
                 f"{', '.join(map(str, sorted({*_VERSIONS.values()})))}"
             )
         self.meta.skip("has_minicpmv_projector", "has_text_encoder")
@@ -94,12 +94,12 @@ class Resampler(MiniCPMV):
             raise ModelError("the file has no tensor resampler.query: is it complete?")
         if self.meta.read("minicpmv_query_num", int, 0) not in (0, self.n_queries):
             raise ModelError(
-                f"clip.minicpmv_query_num is not {self.n_queries}, as many as there are queries: the file is broken"
+                f"clip.minicpmv_query_num is not {self.n_queries}, the number of queries: the file is broken"
             )
-        self.width = self.weights.n_rows("resampler.proj.weight")  # files have no projection_dim, or 0
+        self.width = self.weights.n_rows("resampler.proj.weight")  # projection_dim is missing or 0 in files
         if not self.width or self.width % _HEAD_DIM:
             raise ModelError(
-                f"resampler.proj.weight has {self.width} rows, which are not heads of {_HEAD_DIM}: the file is broken"
+                f"resampler.proj.weight has {self.width} rows, not a multiple of {_HEAD_DIM}: the file is broken"
             )
 
     def record(self) -> None:
@@ -117,7 +117,7 @@ class Resampler(MiniCPMV):
         self.behind, self.graph = Stage(self.graph, 1), first
 
     def _attention(self) -> None:
-        """Of rows as `following` has them: those of queries see those of patches."""
+        """Record attention of queries to patches, over the rows from `following`."""
         d, at = self.width, self.at()
         x = at.add(Input(Tensor(Rows.TOKENS, d), 0, 2 * d))
         y = at.add(Input(Tensor(Rows.TOKENS, d), d, 2 * d))
@@ -135,7 +135,7 @@ class Resampler(MiniCPMV):
 
     @cached_property
     def queries(self) -> Pixels:
-        """What looks at the patches, the same for every picture: [n_queries, width]."""
+        """Return the queries [n_queries, width], which are the same for every image."""
         x = floats(self.query)
         x = x - x.mean(-1, keepdims=True)
         weight, bias = map(floats, self.query_norm)
@@ -149,9 +149,9 @@ class Resampler(MiniCPMV):
         return 1
 
     def following(self, rows: Pixels, frame: FrameRows) -> FrameRows:
-        """Queries, then patches beside their positions, which keys have added.
+        """Return the queries, followed by the patches with their positions, which are added to the keys.
 
-        Spans grow from row to row: a patch, from which nothing comes, sees those from its own place on.
+        Spans must not decrease from row to row. So a patch, whose output is unused, sees the patches from itself on.
         """
         n, d = self.n_queries, self.width
         given = np.zeros((n + len(rows), 2 * d), np.float32)
@@ -163,7 +163,7 @@ class Resampler(MiniCPMV):
         return FrameRows(given, np.zeros((3, len(given)), np.int32), numbers[:n], spans)
 
     def places(self, n: int, bounds: Pixels) -> Array:
-        """As in SigLIP's code for pictures of any size, which multiplies where MiniCPM-V 4.6's divides."""
+        """Return the indices as in SigLIP's code for images of any size. MiniCPM-V 4.6's code rounds differently."""
         return np.searchsorted(bounds, np.arange(n, dtype=np.float32) * (np.float32(1) / np.float32(n)), side="right")
 
     def n_rows(self, height: int, width: int) -> int:
@@ -171,13 +171,13 @@ class Resampler(MiniCPMV):
 
     def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
         slices = self.most
-        if max_tokens is not None:  # the whole picture has as many as a slice
+        if max_tokens is not None:  # the complete image has the same number of tokens as a slice
             slices = min(slices, max_tokens // self.n_queries - 1)
         return self.sliced(picture, *self.layout(picture, slices, self.image_size))
 
 
 def _waves(places: Array, width: int) -> Pixels:
-    """Sines and cosines of places, of falling frequencies: [n, width]."""
+    """Return sines and cosines of places for decreasing frequencies: [n, width]."""
     n = width // 2
     frequencies = (1 / 10000 ** (np.arange(n, dtype=np.float32) / np.float32(n))).astype(np.float32)
     angles = np.multiply.outer(places.astype(np.float32), frequencies)

@@ -1,4 +1,4 @@
-"""Sounds as models' processors prepare them: decoded, mixed to one channel, resampled to 16 kHz, as spectrograms."""
+"""Preparation of audio for encoders: decoding, mixing to one channel, resampling to 16 kHz, and spectrograms."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from localllm.models.vision import isolation
 
 Samples = NDArray[np.float32]
 
-#: Samples a second that encoders take.
+#: Sample rate of encoders in Hz.
 RATE = 16_000
-#: Seconds of a sound at most: an hour becomes up to 47,000 tokens.
+#: Maximum length of audio in seconds. One hour becomes up to 47,000 tokens.
 MAX_SECONDS = 3600
-#: Formats that are read, as libsndfile names them: it knows others, which nobody sends on purpose.
+#: Accepted formats, by libsndfile's names. Its other formats are not in practical use and are rejected.
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
-#: Values that are decoded at once.
+#: Number of values that are decoded at once.
 _BLOCK = 1 << 20
-#: Samples between two frames of a spectrogram, and in the window of each.
+#: Samples between the starts of two frames of a spectrogram, and samples per frame.
 HOP, WINDOW = 160, 400
 
 
 def open_sound(source: Any, where: str = "the sound") -> Samples:
-    """The samples of a sound, float32 [n] at 16 kHz: channels are averaged, then resampled by soxr in its high
-    quality, as transformers' ``load_audio`` does.
+    """Return the samples of audio, float32 [n] at 16 kHz.
+
+    Channels are averaged, then resampled by soxr in high quality, as in transformers' ``load_audio``.
 
     Args:
         source: a path, the bytes of a WAV, MP3, FLAC or OGG file, or an array of samples at 16 kHz: floats or int16,
             [n] or [n, channels].
-        where: what it is called in errors, if it has no path.
+        where: name of the audio in errors, if it has no path.
 
     Raises:
-        UsageError: it is none of these, damaged, empty, or longer than `MAX_SECONDS`; or a package is not there.
+        UsageError: the source has another type or format, is damaged, empty, or longer than `MAX_SECONDS`; or a
+            package is not installed.
     """
     what = f"the sound {path_text(source)}" if isinstance(source, str | os.PathLike) else where
     if isinstance(source, np.ndarray):
@@ -64,7 +66,7 @@ def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decod
     try:
         import soundfile
         import soxr
-    except (ImportError, OSError):  # OSError: without libsndfile
+    except (ImportError, OSError):  # OSError: libsndfile is missing
         raise UsageError('sounds need the packages soundfile and soxr: pip install "localllm[audio]"') from None
     try:
         stream = open_regular(source) if isinstance(source, str) else io.BytesIO(source)
@@ -97,10 +99,12 @@ def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decod
 
 
 def mel_filters(n_mels: int) -> NDArray[np.float64]:
-    """How much of each frequency of a spectrum goes to each of the bands: [n_mels, WINDOW / 2 + 1].
+    """Return the weight of each frequency of a spectrum in each mel band: [n_mels, WINDOW / 2 + 1].
 
-    Triangles of equal area on Slaney's scale, from 0 to 8 kHz: linear up to 1 kHz, logarithmic beyond.
-    Source: Slaney, Auditory Toolbox (1998), as Whisper (arXiv:2212.04356) has them.
+    The weights are triangles of equal area on Slaney's scale, from 0 to 8 kHz. The scale is linear up to 1 kHz and
+    logarithmic above.
+
+    Source: Slaney, Auditory Toolbox (1998), as in Whisper (arXiv:2212.04356).
     """
     log_step = np.log(6.4) / 27
     mels = np.linspace(0, 15 + np.log(RATE / 2 / 1000) / log_step, n_mels + 2)
@@ -113,10 +117,12 @@ def mel_filters(n_mels: int) -> NDArray[np.float64]:
 
 
 def log_mel(samples: Samples, n_mels: int) -> NDArray[np.float32]:
-    """The logarithmic mel spectrogram of Whisper, float32 [len(samples) // HOP, n_mels].
+    """Return Whisper's logarithmic mel spectrogram, float32 [len(samples) // HOP, n_mels].
 
-    Within 1e-4 of transformers' WhisperFeatureExtractor, which computes in float32.  ``samples`` are more than half a
-    window.  Source: Whisper, arXiv:2212.04356.
+    The result is within 1e-4 of transformers' WhisperFeatureExtractor, which computes in float32. ``samples`` must be
+    longer than half a window.
+
+    Source: Whisper, arXiv:2212.04356.
     """
     padded = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][: len(samples) // HOP]
@@ -129,13 +135,15 @@ def log_mel(samples: Samples, n_mels: int) -> NDArray[np.float32]:
     return scaled
 
 
-#: Pieces of a convolution, between which the engine goes on with others.
+#: Number of pieces of a convolution. Between two pieces, the engine can process other requests.
 _PIECES = 4
 
 
 def convolved(x: Samples, kernel: Samples, behind: Callable[[Samples], Samples]) -> Generator[None, None, Samples]:
-    """x [height, width, n_in] with zeros around it, by a kernel of 3 × 3 [n_in * 9, n_out] at every other place, and
-    what ``behind`` makes of the result […, n_out]: [⌈height / 2⌉, ⌈width / 2⌉, n_out]."""
+    """Convolve x [height, width, n_in] with a kernel of 3 × 3 [n_in * 9, n_out], stride 2 and zero padding.
+
+    Return ``behind`` of the result: [⌈height / 2⌉, ⌈width / 2⌉, n_out]. Yields between pieces of the work.
+    """
     padded = np.pad(x, ((1, 1), (1, 1), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(0, 1))[::2, ::2]
     found = []

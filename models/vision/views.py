@@ -1,4 +1,4 @@
-"""Weights of encoders that are made of a file's when they are read, in float32."""
+"""Weights of encoders that are computed from a file's weights at each read, in float32."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from localllm.quant.types import GGMLType
 
 
 def floats(weight: Weight) -> NDArray[np.float32]:
-    """The decoded values of a weight."""
+    """Return the decoded values of a weight."""
     return dequantize(weight.data, weight.type).reshape(weight.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class FloatView(WeightView):
-    """Values of another weight in float32, changed."""
+    """A float32 weight that is computed from another weight."""
 
     type = GGMLType.F32
 
@@ -28,7 +28,7 @@ class FloatView(WeightView):
         return self.whole.shape
 
     def values(self) -> NDArray[np.float32]:
-        """The changed values, in any shape."""
+        """Return the computed values, in any shape."""
         raise NotImplementedError
 
     @property
@@ -39,7 +39,7 @@ class FloatView(WeightView):
 
 @dataclass(frozen=True, eq=False)
 class SumOf(FloatView):
-    """A weight plus another: the kernels of a convolution over two pictures, which are the same one."""
+    """The sum of two weights: the kernels of a convolution over two images, for one image used twice."""
 
     other: Weight
 
@@ -49,7 +49,7 @@ class SumOf(FloatView):
 
 @dataclass(frozen=True, eq=False)
 class RowsScaled(FloatView):
-    """A matrix or a bias whose rows are multiplied with a factor each: a scale of what it gives."""
+    """A matrix or bias with a factor per row, which scales the output values."""
 
     factors: Weight
 
@@ -60,7 +60,7 @@ class RowsScaled(FloatView):
 
 @dataclass(frozen=True, eq=False)
 class ColumnsByPart(FloatView):
-    """A matrix whose columns, of ``n`` parts, go from one value of each part after the other to part after part."""
+    """A matrix whose columns, which interleave ``n`` parts, are reordered part by part."""
 
     n: int
 
@@ -71,7 +71,7 @@ class ColumnsByPart(FloatView):
 
 @dataclass(frozen=True, eq=False)
 class Transposed(FloatView):
-    """A matrix that is stored the other way round."""
+    """A matrix that is stored transposed."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Transposed(FloatView):
 
 @dataclass(frozen=True, eq=False)
 class Diagonal(FloatView):
-    """A vector, times a factor, as the matrix that multiplies values with it."""
+    """A diagonal matrix from a vector times a factor."""
 
     factor: float
 
@@ -97,7 +97,7 @@ class Diagonal(FloatView):
 
 @dataclass(frozen=True, eq=False)
 class Product(FloatView):
-    """Values of a weight times those of another and a factor."""
+    """The product of the values of two weights and a factor."""
 
     other: Weight
     factor: float
@@ -108,7 +108,7 @@ class Product(FloatView):
 
 @dataclass(frozen=True, eq=False)
 class WithBias(FloatView):
-    """A matrix with 16 columns more, zeros and last a bias: for inputs that have a 1 there."""
+    """A matrix with 16 additional columns: zeros, then a bias, for inputs that end with a 1."""
 
     bias: Weight
 

@@ -1,4 +1,4 @@
-"""Whisper's encoder (arXiv:2212.04356) of sounds, and the projectors of Voxtral (arXiv:2507.13264) and Ultravox."""
+"""Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264) and Ultravox."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from localllm.models.vision.sounds import HOP, RATE, Samples, log_mel, open_soun
 from localllm.models.vision.views import ColumnsByPart, WithBias
 from localllm.models.weights import Reshaped
 
-#: Names of the encoder's own tensors.
+#: Names of the encoder's tensors.
 ENCODER_NAMES = {
     "a.post_ln": "audio_tower.layer_norm",
     "a.blk.*.ln1": "audio_tower.layers.*.self_attn_layer_norm",
@@ -58,21 +58,21 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     else:
         stack, wanted = c.values.get("stack_factor", 8), ("projector_act", "swiglu")
     if c.values.get(*wanted) != wanted[1] or c.vision.get("activation_function", "gelu") != "gelu":
-        raise ModelError("config.json has another activation than the models that localllm knows: it cannot be run")
+        raise ModelError("config.json has an activation that localllm does not support for this encoder")
     if c.values.get("projector_ln_mid") is False:
         raise ModelError(
-            "config.json has projector_ln_mid = false, as Ultravox up to 0.4: localllm knows 0.5 and later"
+            "config.json has projector_ln_mid = false, as in Ultravox up to 0.4: localllm supports 0.5 and later"
         )
     keys = {"projector_type": c.values["model_type"], "audio.projector.stack_factor": stack}
     return keys | {"audio.attention.layer_norm_epsilon": 1e-5}
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
-    return array[:, None] if name.endswith(("conv1.bias", "conv2.bias")) else array  # as llama.cpp has them
+    return array[:, None] if name.endswith(("conv1.bias", "conv2.bias")) else array  # as in llama.cpp
 
 
 class SoundModel(EncoderModel):
-    """An encoder of sounds."""
+    """An audio encoder."""
 
     kind = "audio"
     section = "audio"
@@ -84,15 +84,16 @@ class SoundModel(EncoderModel):
 
     @property
     def example(self) -> Samples:
-        """Half a minute."""
+        """Audio of 30 seconds."""
         return np.zeros(30 * RATE, np.float32)
 
 
 class Whisper(SoundModel):
-    """The encoder: of each two frames of a spectrogram a row, by two convolutions over three.
+    """The encoder. Two convolutions over three frames convert every two frames of a spectrogram to one row.
 
-    A row is given the frames that the first convolution makes each of three values of, which the second one takes.
-    Outside of the spectrogram those are zeros, and not what the first makes of zeros: so its bias is a column.
+    The input of a row contains the frames for three outputs of the first convolution, which are the input of the
+    second convolution. Outside the spectrogram, these outputs must be zeros, not the bias of the first convolution.
+    So its bias is a column of the matrix, with an input of 0 or 1.
     """
 
     def read(self) -> None:
@@ -108,11 +109,11 @@ class Whisper(SoundModel):
 
     @property
     def most_frames(self) -> int:
-        """Of a spectrogram, those that are encoded together."""
+        """Maximum number of frames of a spectrogram that are encoded together."""
         return 2 * len(self.position_table)
 
     def encoded(self) -> Tensor:
-        """The layers' output for each row, normed."""
+        """Record the layers, and return their normed output."""
         n, size, k = self.n_mels, self.n_embd, 3 * self.n_mels + 16
         self.n_given = 3 * k + size + 16
 
@@ -128,7 +129,7 @@ class Whisper(SoundModel):
         return self.vector_norm(x, "a.post_ln", self.eps)
 
     def _kernel(self, name: str, n_in: int) -> ColumnsByPart:
-        """A convolution's kernel [n_embd, n_in, 3] as a matrix over three frames, one behind the other."""
+        """Return a convolution's kernel [n_embd, n_in, 3] as a matrix over three concatenated frames."""
         kernel = self.weights.require(f"{name}.weight", self.n_embd, n_in, 3)
         return ColumnsByPart(Reshaped(kernel, (self.n_embd, 3 * n_in)), 3)
 
@@ -139,12 +140,12 @@ class Whisper(SoundModel):
         return Reshaped(self.weights.require(f"{name}.bias", self.n_embd, 1), (self.n_embd,))
 
     def rows(self, frame: NDArray[np.float32]) -> FrameRows:
-        """Of a spectrogram [frames, n_mels]; rows behind it are zeros, and seen by nothing else."""
+        """Return the rows of a spectrogram [frames, n_mels]. Rows after its end are zeros and ignored."""
         n, k = (len(frame) + 1) // 2, 3 * self.n_mels + 16
         total = -(-n // self.stack) * self.stack
         given = np.zeros((total, self.n_given), np.float32)
         padded = np.pad(frame, ((1, 1), (0, 0)))
-        windows = np.zeros((len(frame) + 2, k), np.float32)  # of each value of the first convolution, and around them
+        windows = np.zeros((len(frame) + 2, k), np.float32)  # inputs of the first convolution, with padding
         windows[1:-1, -1] = 1
         windows[1:-1, :-16] = np.concatenate([padded[i : i + len(frame)] for i in range(3)], axis=1)
         for i in range(3):
@@ -158,7 +159,7 @@ class Whisper(SoundModel):
 
 
 class Voxtral(Whisper):
-    """Half minutes, the last one with silence behind it."""
+    """Pieces of 30 seconds. The last piece is padded with silence."""
 
     marker = "[AUDIO]"
 
@@ -173,7 +174,7 @@ class Voxtral(Whisper):
 
 
 class Ultravox(Whisper):
-    """Half minutes, the last one as long as it is."""
+    """Pieces of 30 seconds. The last piece may be shorter."""
 
     marker = "<|audio|>"
 
