@@ -1,4 +1,4 @@
-"""InternVL (arXiv:2312.14238): tiles in the grid whose shape is nearest to the picture's, and one of it all."""
+"""InternVL (arXiv:2312.14238): tiles in the grid with the nearest aspect ratio, and one with the complete image."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class InternVL(VisionModel):
         positions = self.table("v.position_embd.weight", n, self.n_embd)
         positions[0] += floats(weights.require("v.class_embd", self.n_embd))
         if (bias := weights.find("v.patch_embd.bias", self.n_embd)) is not None:
-            positions[0] -= floats(bias)  # which all rows get
+            positions[0] -= floats(bias)  # which is added to all rows
         self.position_table = positions
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
         if "v.post_ln.weight" in weights:

@@ -1,4 +1,4 @@
-"""Kimi K2.5's encoder (MoonViT): pictures of any size, at the top left of a frame of whole tokens."""
+"""Kimi K2.5's encoder (MoonViT): images of any size, padded at the bottom right to complete tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HF_NAMES = {
     "v.blk.*.ffn_down": "encoder.blocks.*.mlp.fc1",
 }
 
-#: Patches that a picture's sides have at most.
+#: Maximum side of an image in patches.
 _LONGEST = 512
 
 
@@ -38,7 +38,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     longest = (processor.get("size") or {}).get("max_height", processor.get("patch_limit_on_one_side", _LONGEST))
     if rope.get("rope_theta", 1e4) != 1e4 or longest != _LONGEST:
         raise ModelError(
-            f"a file has no key for another rotation than 10,000, and other sides than {_LONGEST} patches"
+            f"GGUF files have no key for a rotation's base other than 10,000 or sides above {_LONGEST} patches"
         )
     most = processor.get("max_patches", processor.get("in_patch_limit", 1 << 14))
     return {
@@ -55,7 +55,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
     if ".wqkv." not in name:
         return {} if name.endswith("time_weight") else array
-    # Of queries and keys, pairs that turn by column and by row in turn become those by column, then those by row.
+    # Rotary pairs of queries and keys alternate between column and row. Reorder to column pairs, then row pairs.
     n = c.vision.get("num_attention_heads", c.vision.get("vt_num_attention_heads"))
     q, k, v = np.split(array, 3)
     q, k = (each.reshape(n, -1, 2, 2, *each.shape[1:]).swapaxes(1, 2).reshape(each.shape) for each in (q, k))
@@ -68,7 +68,7 @@ class Kimi(VisionModel):
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 2)
         self.most = self.number("image_max_pixels", self.patch_size**2 << 14) // self.patch_size**2
-        self.meta.skip("vision.image_min_pixels")  # which the model's processor does not have
+        self.meta.skip("vision.image_min_pixels")  # not used by the model's processor
 
     def record(self) -> None:
         side = self.weights.n_rows("v.position_embd.weight")

@@ -1,4 +1,4 @@
-"""Llama 4's encoder: tiles of a picture that is not stretched, and one of it all."""
+"""Llama 4's encoder: tiles of an image, whose aspect ratio is kept, and one tile with the complete image."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ HF_NAMES = {
 }
 HF_MEANT = {"hidden_act": ("gelu",), "resample": (2,), "vision_feature_select_strategy": ("default",)}
 
-#: Tiles of a picture at most, where the file does not say.
+#: Default of the maximum number of tiles of an image.
 _TILES = 16
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     rope, most = c.vision.get("rope_parameters") or {}, c.processor.get("max_patches", _TILES)
     if c.processor.get("resize_to_max_canvas") or rope.get("rope_theta", c.vision.get("rope_theta", 1e4)) != 1e4:
-        raise ModelError("a file has no keys for resize_to_max_canvas or another rotation than 10,000")
+        raise ModelError(
+            "GGUF files have no keys for resize_to_max_canvas or a base of the rotation other than 10,000"
+        )
     return {
         "projector_type": "llama4",
         "use_gelu": True,
@@ -71,7 +73,7 @@ class Llama4(VisionModel):
     def record(self) -> None:
         weights, n, d = self.weights, 3 * self.patch_size**2, self.n_embd
         table = self.table("v.position_embd.weight", (self.image_size // self.patch_size) ** 2 + 1, d)
-        self.position_table = np.roll(table, 1, axis=0)  # the class token's is the last
+        self.position_table = np.roll(table, 1, axis=0)  # the class token has the last position
         self.position_table[0] += floats(weights.require("v.class_embd", d))
         x = self.embedded(weights.require("v.patch_embd.weight", d, n), has_positions=True)
         x = self.layers(self.vector_norm(x, "v.pre_ln", self.eps), self.rope(1e4, interleaved=True, axes=(2, 1)))
@@ -81,7 +83,7 @@ class Llama4(VisionModel):
         at.linear(x, "mm.model.fc", self.width)
 
     def norm(self, at: Layer, name: str, x: Tensor) -> Tensor:
-        # llama.cpp's converter of 2026 names it as Gemma 4's norm behind attention.
+        # llama.cpp's converter of 2026 uses the name of Gemma 4's norm after attention.
         return super().norm(at, name if f"{name}.weight" in at.weights else "attn_post_norm", x)
 
     def positions(self, rows: int, columns: int) -> Pixels:
@@ -89,11 +91,11 @@ class Llama4(VisionModel):
 
     def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
         found = super().rows(frame)
-        found.axes[1:, 1:] += 1  # the class token alone does not turn
+        found.axes[1:, 1:] += 1  # only the class token is not rotated
         return found
 
     def normalised(self, frame: NDArray[np.uint8]) -> Pixels:
-        """As the model's processor, which rounds to bfloat16 after each step."""
+        """Return normalised pixels. The model's processor rounds to bfloat16 after each step."""
         shades = np.arange(256, dtype=np.uint8)[:, None].repeat(3, 1)
         steps = _rounded(normalised(shades, (0.0,) * 3, (1.0,) * 3)) - _rounded(np.array(self.mean, np.float32))
         table = _rounded(_rounded(steps) / _rounded(np.array(self.std, np.float32)))
@@ -114,8 +116,10 @@ class Llama4(VisionModel):
         return Prepared(tuple(frames), (*parts, "<|image|>", n, "<|image_end|>"), (side, side))
 
     def _fitted(self, picture: Any, height: int, width: int) -> NDArray[np.uint8]:
-        """A picture resized without stretching to sides up to those of black, at whose top left it is; made larger
-        than it is only up to a tile."""
+        """Resize an image to fit into height × width without distortion, and pad it with black at the bottom right.
+
+        An image is enlarged at most to the size of a tile.
+        """
 
         def factor(side: int, edge: int) -> Any:
             wanted = max(side, self.image_size)
@@ -140,8 +144,10 @@ def _rounded(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _canvas(height: int, width: int, most: int, side: int) -> tuple[int, int]:
-    """Rows and columns of tiles: the nearest in size that need not shrink a picture, or else the largest; then the
-    fewest.
+    """Return rows and columns of tiles.
+
+    The best grid has the nearest size that does not shrink the image, or else the largest size. Of several such
+    grids, the one with the fewest tiles is used.
 
     Source: Llama 4's ``get_best_fit``, whose ratios are float32.
     """

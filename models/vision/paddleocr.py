@@ -1,4 +1,4 @@
-"""PaddleOCR-VL (arXiv:2510.14528): SigLIP's encoder, whose patches also turn by row and column."""
+"""PaddleOCR-VL (arXiv:2510.14528): SigLIP's encoder, with an additional rotation by row and column."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pictures as models' processors prepare them: opened, in three colours, resized by Pillow, normalised, in patches.
+"""Preparation of images for encoders: opening, conversion to RGB, resizing with Pillow, normalisation and patches.
 
-Every step has the values of transformers' processors that use Pillow, to the last bit.
+Every step is bit-identical to transformers' processors that use Pillow.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from localllm.models.vision import isolation
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Formats that are opened: Pillow knows others, which nobody sends on purpose.
+#: Accepted formats. Pillow's other formats are not in practical use and are rejected.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-#: Pixels that a picture may have: more take gigabytes once they are unpacked (Pillow's own limit).
+#: Maximum number of pixels of an image (Pillow's limit). Larger images need gigabytes of memory after decoding.
 MAX_PIXELS = 89_478_485
 
 #: A path, the bytes of a file, a Pillow image, or an array.
@@ -141,14 +141,14 @@ def _in_rgb(image: Image, n_bits: int) -> Image:
 
 
 def resized(image: Image, height: int, width: int, method: str) -> Image:
-    """Stretched to a size by one of Pillow's methods: "bilinear", "bicubic" or "lanczos"."""
+    """Resize an image with one of Pillow's methods: "bilinear", "bicubic" or "lanczos"."""
     from PIL.Image import Resampling
 
     return image.resize((width, height), Resampling[method.upper()])
 
 
 def normalised(pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float32]:
-    """(pixel / 255 - mean) / std of each colour, [height, width, 3]."""
+    """Return (pixel / 255 - mean) / std of each colour, [height, width, 3]."""
     shares = (np.arange(256) * (1 / 255)).astype(np.float32)
     table: NDArray[Any] = np.subtract.outer(shares, np.array(mean, np.float32)) / np.array(
         std, np.float32
@@ -158,20 +158,20 @@ def normalised(pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[f
 
 
 def patches(pixels: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """[height, width, 3] cut into squares, row after row: [n, 3 * size * size], one colour behind the other."""
+    """Cut pixels [height, width, 3] into squares, row by row. Return [n, 3 * size * size], colour by colour."""
     rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
     cut = pixels[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
     return cut.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
 
 
 def block_order(rows: int, columns: int, size: int) -> NDArray[np.int64]:
-    """Numbers of patches in the order of square blocks of ``size`` times ``size``: each block's stand together."""
+    """Return the numbers of patches ordered by square blocks of ``size`` times ``size`` patches."""
     numbers = np.arange(rows * columns).reshape(rows // size, size, columns // size, size)
     return numbers.transpose(0, 2, 1, 3).reshape(-1)
 
 
 def bilinear(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
-    """A square table of positions [n * n, d] at the places of another grid, whose corners are the table's.
+    """Interpolate a square table of positions [n * n, d] to another grid with the same corners.
 
     Source: Qwen3-VL's ``fast_pos_embed_interpolate``.
     """
@@ -187,7 +187,7 @@ def bilinear(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.
 
 
 def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> tuple[int, int]:
-    """Sides that are multiples of ``factor``, with between ``low`` and ``high`` pixels, about as tall as before.
+    """Return height and width as multiples of ``factor``, with ``low`` to ``high`` pixels and a similar aspect ratio.
 
     Source: Qwen2-VL's ``smart_resize``.
     """
@@ -209,9 +209,9 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
 def interpolated(
     table: NDArray[np.float32], rows: int, columns: int, *, has_antialiasing: bool = True
 ) -> NDArray[np.float32]:
-    """A square table of positions [n * n, d] at the places of another grid, a smaller one with antialiasing.
+    """Interpolate a square table of positions [n * n, d] to another grid, with antialiasing for smaller grids.
 
-    Source: SigLIP 2's ``resize_positional_embeddings``, that is torch's bilinear interpolation.
+    Source: SigLIP 2's ``resize_positional_embeddings``, which uses torch's bilinear interpolation.
     """
     n = int(len(table) ** 0.5)
     square = table.reshape(n, n, -1)
@@ -226,9 +226,9 @@ def interpolated(
 
 
 def bicubic(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
-    """A square table of positions [n * n, d] at the places of another grid, by cubics; beyond its edge is the edge.
+    """Interpolate a square table of positions [n * n, d] to another grid with cubics and repeated edges.
 
-    Source: GLM-4V's ``Glm4vVisionEmbeddings``, that is torch's ``grid_sample``.
+    Source: GLM-4V's ``Glm4vVisionEmbeddings``, which uses torch's ``grid_sample``.
     """
     n, a = int(len(table) ** 0.5), -0.75
     square = table.reshape(n, n, -1)
@@ -246,7 +246,9 @@ def bicubic(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.f
 
 
 def nearest_grid(width: int, height: int, least: int, most: int, side: int) -> tuple[int, int]:
-    """Columns and rows of square tiles: of grids as near to a picture's shape the largest that it half fills.
+    """Return columns and rows of square tiles in the nearest aspect ratio.
+
+    Of several such grids, the largest one that the image fills at least by half is used.
 
     Source: InternVL's ``find_closest_aspect_ratio``.
     """
@@ -260,12 +262,12 @@ def nearest_grid(width: int, height: int, least: int, most: int, side: int) -> t
 
 
 def tiles(picture: Image, columns: int, rows: int, side: int, method: str) -> list[NDArray[np.uint8]]:
-    """A picture stretched over a grid of square tiles, row after row."""
+    """Resize an image to a grid of square tiles, and return the tiles row by row."""
     return cut(np.asarray(resized(picture, rows * side, columns * side, method)), side)
 
 
 def cut(pixels: NDArray[np.uint8], height: int, width: int | None = None) -> list[NDArray[np.uint8]]:
-    """Pixels in tiles of a size, by default squares, row after row."""
+    """Cut pixels into tiles of a size, by default squares, row by row."""
     width = height if width is None else width
     starts = [(y, x) for y in range(0, pixels.shape[0], height) for x in range(0, pixels.shape[1], width)]
     return [pixels[y : y + height, x : x + width] for y, x in starts]

@@ -1,5 +1,5 @@
-"""Pixtral (arXiv:2410.07073), also of Mistral Small 3.1 and Ministral 3: pictures of any size up to a longest edge,
-whose patches turn by row and column.
+"""Pixtral (arXiv:2410.07073), also of Mistral Small 3.1 and Ministral 3: images of any size up to a longest edge,
+with a rotation by row and column.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Pixtral(VisionModel):
     def read(self) -> None:
         self.merge = self.number("spatial_merge_size", 1)
         self.theta = self.meta.read("vision.rope.freq_base", float, 1e4, low=1.0, high=1e9)
-        self.weights.skip("v.token_embd.img_break")  # the text model has it
+        self.weights.skip("v.token_embd.img_break")  # the text model contains it
 
     def mixed_rope(self) -> Rope:
-        """Frequencies of one scale: every second one turns by the row, the others by the column."""
+        """Return a rotation whose frequencies alternate between row and column."""
         f = self.theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
         n = len(f[::2]), len(f[1::2])
         return Rope(np.concatenate([f[::2], f[1::2]]).astype(np.float32), True, axes=(1,) * n[0] + (2,) * n[1])

@@ -1,7 +1,7 @@
-"""Qwen 2-VL (arXiv:2409.12191), 2.5-VL (arXiv:2502.13923), 3-VL, 3.5 and later, and GLM-4.1V to 4.6V: pictures of
-any size, whose patches turn by row and column; four patches become a token.
+"""Qwen 2-VL (arXiv:2409.12191), 2.5-VL (arXiv:2502.13923), 3-VL, 3.5 and later, and GLM-4.1V to 4.6V: images of any
+size, with a rotation by row and column. Four patches become a token.
 
-Qwen 3-VL also adds the patches of some layers behind the first layers of the text model ("deepstack").
+In Qwen 3-VL, the patches of some layers are also added after the first layers of the text model ("deepstack").
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ HF_NAMES = {
     "mm.up": "visual.merger.up_proj",
     "mm.down": "visual.merger.down_proj",
 }
-#: Activations by the beginning of ``model_type``.
+#: Activations by the prefix of ``model_type``.
 _ACTIVATIONS = {"qwen2_vl": ("quick_gelu",), "qwen2_5": SILU, "glm": SILU, "qwen3": GELU_TANH, "qwen4": GELU_TANH}
 
 
-#: Pixels of a window's side in Qwen 2.5-VL.
+#: Side of a window in Qwen 2.5-VL, in pixels.
 WINDOW_PIXELS = 112
 
 
@@ -79,7 +79,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         "vision.image_size": vision.get("image_size", 560),
     }
     if c.values["model_type"].startswith("glm"):
-        # Its processor counts a still picture twice, as the two of a video that are a step.
+        # The processor counts the pixels of an image twice, like two frames of a video.
         limits = [f"vision.image_{key}_pixels" for key in ("min", "max")]
         keys |= {key: keys[key] and keys[key] // 2 for key in limits}
         return keys | {
@@ -105,9 +105,11 @@ def _keys_of_windows(c: Checkpoint) -> dict[str, Any]:
     whole = list(c.vision["fullatt_block_indexes"])
     every = whole[0] + 1
     if whole != [*range(every - 1, every * len(whole), every)]:
-        raise ModelError(f"layers {whole} see whole pictures, but a file can only have them at equal distances")
+        raise ModelError(f"layers {whole} have no window, but GGUF files can only describe layers at equal distances")
     if c.vision.get("window_size", WINDOW_PIXELS) != WINDOW_PIXELS:
-        raise ModelError(f"the encoder's windows must have {WINDOW_PIXELS} pixels: a file has no key for others")
+        raise ModelError(
+            f"the encoder's windows must have {WINDOW_PIXELS} pixels: GGUF files have no key for other sizes"
+        )
     return {
         "projector_type": "qwen2.5vl_merger",
         "use_gelu": None,
@@ -130,16 +132,16 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
 
 
 class QwenVision(VisionModel):
-    """The base of both."""
+    """Base class of the encoders of Qwen and GLM."""
 
     marker, around = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
     has_grid = True
-    #: Fewest and most pixels, where the file does not say.
+    #: Default of the minimum and maximum number of pixels.
     limits = 1 << 16, 1 << 24
 
     def read(self) -> None:
         self.merge = self.number("spatial_merge_size", 2)
-        # The key is of the merger in GLM's files, and 0 or the text model's width in llama.cpp's of Qwen 2-VL.
+        # The key describes the merger in GLM's files. In llama.cpp's files of Qwen 2-VL it is 0 or the text's width.
         n_up, n_down = (self.weights.n_rows(f"v.blk.0.ffn_{name}.weight") for name in ("up", "down"))
         self.n_ff = n_up if n_down == self.n_embd else n_down
         low, high = self.limits
@@ -152,7 +154,7 @@ class QwenVision(VisionModel):
         return Prepared((frame,), (rows * columns,), (rows, columns))
 
     def grid(self, picture: Any, max_tokens: int | None) -> tuple[int, int]:
-        """The rows and columns that a picture becomes."""
+        """Return the rows and columns of an image's tokens."""
         factor = self.patch_size * self.merge
         high = self.high if max_tokens is None else min(self.high, max_tokens * factor**2)
         height, width = self.enlarged(picture.height, picture.width)
@@ -160,11 +162,11 @@ class QwenVision(VisionModel):
         return height // factor, width // factor
 
     def enlarged(self, height: int, width: int) -> tuple[int, int]:
-        """The sides that a picture is taken to have."""
+        """Return the height and width that are used as the size of an image."""
         return height, width
 
     def patch(self) -> Weight:
-        """Both kernels of the convolution over two pictures: a still one is both."""
+        """Return the sum of both kernels of the convolution over two frames, which are equal for an image."""
         size = self.patch_size
         first, second = (
             self.weights.require(f"v.patch_embd.weight{end}", self.n_embd, 3, size, size) for end in ("", ".1")
@@ -191,7 +193,7 @@ class Qwen25VL(Qwen2VL):
 
     def read(self) -> None:
         super().read()
-        every = self.number("n_wa_pattern")  # so many layers after another the last sees the whole picture
+        every = self.number("n_wa_pattern")  # the last of every ``every`` layers sees the complete image
         self.window = WINDOW_PIXELS // self.patch_size
         self.windowed = [i for i in range(self.n_layers) if (i + 1) % every] if every else []
 
@@ -223,8 +225,8 @@ class Qwen3VL(QwenVision):
 
 
 class Glm4V(QwenVision):
-    """GLM-4.1V to 4.6V: RMSNorms, positions of a table behind the first norm, and a merger with a gate; GLM-OCR has
-    neither that norm nor positions."""
+    """GLM-4.1V to 4.6V: RMSNorms, positions of a table after the first norm, and a merger with a gate. GLM-OCR has no
+    such norm and no positions."""
 
     marker, around = "<|image|>", ("<|begin_of_image|>", "<|end_of_image|>")
     limits = 112 * 112 // 2, 14 * 14 * 4 * 6144

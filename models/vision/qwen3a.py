@@ -62,9 +62,7 @@ class Qwen3Sound(SoundModel):
         n, self.n_mels = self.weights.n_rows("a.position_embd.weight"), self.number("num_mel_bins")
         self.n_channels = (self.weights.shape("a.conv2d.1.weight") or (0,))[0]
         if n < _TOKENS or not self.n_channels:
-            raise ModelError(
-                "the convolutions or positions of the audio encoder are missing: is the file complete?"
-            )
+            raise ModelError("the convolutions or positions of the audio encoder are missing: is the file complete?")
         self.position_table = self.table("a.position_embd.weight", n, self.n_embd)[:_TOKENS]
         self._stored = [
             (

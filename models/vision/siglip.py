@@ -1,4 +1,4 @@
-"""Encoders of SigLIP (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, and LFM2-VL."""
+"""SigLIP's encoders (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, and LFM2-VL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionM
 from localllm.models.vision.pictures import interpolated, nearest_grid, resized, tiles
 from localllm.models.vision.views import Transposed
 
-#: Names of the encoder's own tensors.
+#: Names of the encoder's tensors.
 ENCODER_NAMES = {
     "v.patch_embd": "embeddings.patch_embedding",
     "v.position_embd": "embeddings.position_embedding",
@@ -61,7 +61,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
 
 
 def _lfm2_keys(c: Checkpoint) -> dict[str, Any]:
-    """Of the processor those that are not as in all published models."""
+    """Return the processor's settings that differ from all published models."""
     factor, least = c.values.get("downsample_factor", 2), c.processor.get("min_tiles", 2)
     area = (c.vision["patch_size"] * factor) ** 2
     given = {
@@ -79,9 +79,9 @@ def _lfm2_keys(c: Checkpoint) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
-    if ".head." in name:  # SigLIP's own pooling
+    if ".head." in name:  # SigLIP's pooling
         return {}
-    if name.endswith("patch_embedding.weight") and array.ndim == 2:  # the colours of a pixel together
+    if name.endswith("patch_embedding.weight") and array.ndim == 2:  # stored pixel by pixel, not colour by colour
         size = math.isqrt(array.shape[1] // 3)
         return array.reshape(-1, size, size, 3).transpose(0, 3, 1, 2)
     return floats(array) + 1 if name.endswith("mm_soft_emb_norm.weight") else array
@@ -90,11 +90,11 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
 class Siglip(VisionModel):
     """The encoder."""
 
-    #: Whether pictures, or tiles of them, have other grids than the table of positions.
+    #: Whether the grids of images or tiles can differ from the grid of the position table.
     any_size = False
 
     def encoded(self) -> Any:
-        """The layers' output for patches, normed."""
+        """Record the layers, and return their normed output."""
         self.side = self.image_size // self.patch_size
         if not self.side:
             raise ModelError("clip.vision.image_size is less than a patch: the file is broken")
@@ -127,10 +127,10 @@ class Gemma3(Siglip):
 
 
 class Idefics3(Siglip):
-    """Tiles of a larger picture, row after row, and the whole in one tile."""
+    """Tiles of a large image, row by row, and the complete image in one tile."""
 
     marker = "<image>"
-    #: No picture has longer sides.
+    #: Maximum side of an image in pixels.
     longest = 4096
 
     def read(self) -> None:
@@ -143,7 +143,7 @@ class Idefics3(Siglip):
         self.graph.add(Linear(x, self.weights.matrix("mm.model.fc", x.width, self.width)))
 
     def positions(self, rows: int, columns: int) -> Pixels:
-        """Those of the nearest places of the table: the same, as tiles are squares of its size."""
+        """Return the table itself, because tiles are squares of its size."""
         return self.position_table
 
     def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
@@ -177,7 +177,7 @@ class Idefics3(Siglip):
         return Prepared(tuple(frames), tuple(parts), grid)
 
     def _to_edge(self, height: int, width: int, edge: int) -> tuple[int, int]:
-        """The longer side becomes ``edge``, the other one even; then none is longer than `longest`."""
+        """Return a size whose longer side is ``edge`` and whose other side is even, limited to `longest`."""
         ratio = width / height
         if width >= height:
             width, height = edge, int(edge / ratio)
@@ -195,7 +195,7 @@ class Idefics3(Siglip):
 
 
 class Lfm2(Siglip):
-    """A picture in a budget of tokens; of a much larger one tiles, row after row, and the whole."""
+    """An image with a budget of tokens; for a much larger image, its tiles row by row, and the complete image."""
 
     marker = "<image>"
     any_size = True
