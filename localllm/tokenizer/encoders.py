@@ -41,7 +41,7 @@ def make_encoder(vocabulary: Vocabulary) -> TextEncoder:
 
 
 class SentencePieceEncoder:
-    """SentencePiece's BPE: starts with characters and repeatedly joins the neighbours with the highest score.
+    """SentencePiece's BPE: starts with characters and repeatedly joins the pair with the highest-scoring union.
 
     A character that is not a token becomes its UTF-8 bytes if the vocabulary has all 256 bytes, else the unknown
     token.

@@ -167,7 +167,7 @@ class Vocabulary:
         lowercase = meta.flag("normalizer.lowercase", True)
         for name, wanted, token in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
             if wanted and token is None:
-                why = f"texts start or end with {name.upper()}, but tokenizer.ggml.{name}_token_id is missing"
+                why = f"texts need a {name.upper()} token, but tokenizer.ggml.{name}_token_id is missing"
                 raise TokenizerError(f"{meta.where}: {why}; convert the model again")
         eog_ids = _mark_special(meta, ids, alike, types, merges, eos_id)
         return cls(

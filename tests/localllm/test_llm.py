@@ -357,7 +357,7 @@ def test_a_processor_cannot_use_its_own_model(llm: LLM) -> None:
             call()
             return logits
 
-        with pytest.raises(UsageError, match="call it from another thread"):
+        with pytest.raises(UsageError, match="call the model from another thread"):
             llm.generate("hello", processors=(use,))
     assert eventually(lambda: n_requests(llm) == 0)
 

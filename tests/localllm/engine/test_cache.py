@@ -605,13 +605,13 @@ def test_a_block_of_another_cache_is_refused_and_takes_nothing() -> None:
         ([1], {0: page[:-4]}, {}),
         ([1], good, {1: state[:-4]}),
     ):
-        with pytest.raises(ValueError, match="of this cache"):
+        with pytest.raises(ValueError, match="not fit this cache"):
             cache.restore(cache.root, ids, pages, snapshots)
         assert cache.n_available == cache.n_pages
         assert not cache.root.tails
     tail = cache.restore(cache.root, [1], good, {1: state})
     assert tail is not None
-    with pytest.raises(ValueError, match="of this cache"):
+    with pytest.raises(ValueError, match="not fit this cache"):
         cache.restore(tail, [1], good, {})
 
 

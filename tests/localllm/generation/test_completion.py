@@ -312,7 +312,7 @@ def processing(models: Models, work: Callable[[], object]) -> Stream:
 
 def test_a_processor_cannot_wait_for_its_own_model(models: Models) -> None:
     stream = processing(models, lambda: models.stream([2], 3).read())
-    with pytest.raises(UsageError, match="call it from another thread"):
+    with pytest.raises(UsageError, match="call the model from another thread"):
         stream.read()
     assert eventually(lambda: n_requests(models.engine) == 0)
     other = Models()
@@ -470,7 +470,7 @@ def test_a_processor_cannot_wait_for_its_own_model_in_a_loop_of_its_own(models: 
         await models.stream([2], 3).aread()
 
     stream = processing(models, lambda: asyncio.run(ask()))
-    with pytest.raises(UsageError, match="call it from another thread"):
+    with pytest.raises(UsageError, match="call the model from another thread"):
         stream.read()
 
 
