@@ -591,8 +591,8 @@ def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple
     names = ", ".join(weight.name for weight in larger[:3]) + (", …" if len(larger) > 3 else "")
     before = sum(planned[weight.name, weight.layer].n_bytes for weight in larger)
     text = (
-        f"{len(larger)} of the tensors of {name} ({names}) have scales outside the range of float16, the scales' type of "
-        f"{larger[0].file_type} in memory: they are stored as {larger[0].kernel_type}, take "
+        f"{len(larger)} of the tensors of {name} ({names}) have scales outside the range of float16, the "
+        f"scales' type of {larger[0].file_type} in memory: they are stored as {larger[0].kernel_type}, take "
         f"{sum(w.n_bytes for w in larger) / 1e9:.2f} GB instead of {before / 1e9:.2f} GB, and are slower to compute "
         "with"
     )
