@@ -1,4 +1,4 @@
-"""Text for people: what a terminal must not obey, messages on stderr, progress."""
+"""Text for people: escaping of control characters, messages on stderr, progress."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from localllm.loading.model_info import ModelInfo
     from localllm.loading.placement import Placement
 
-#: Seconds between two updates of a status line, and before the first one: what is quick needs no progress.
+#: Seconds between two updates of a status line, and before the first, because quick work needs no progress.
 _UPDATE_SECONDS = 0.1
 _PATIENCE_SECONDS = 0.4
 
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if i not in b"\t\n"}
-# Line separators, and marks that make a line read in another order than it is written.
+# Line separators, and marks that change the direction of text.
 _IN_A_LINE = _CONTROLS | {
     **{i: f"\\u{i:04x}" for i in (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))},
     ord("\t"): "\\t",
@@ -30,25 +30,25 @@ _IN_A_LINE = _CONTROLS | {
 
 
 def visible(text: str) -> str:
-    """``text`` with control characters spelled out (ESC as ``\\x1b``), so that a terminal shows and obeys none.
+    """Return ``text`` with escaped control characters (ESC as ``\\x1b``), so that a terminal does not execute them.
 
-    Tabs and line feeds stay.
+    Tabs and line feeds are not escaped.
     """
     return text.translate(_CONTROLS)
 
 
 def visible_line(text: str) -> str:
-    """As `visible`, and on one line: tabs, line feeds and marks of direction are spelled out too."""
+    """Like `visible`, but also escape tabs, line feeds and marks of direction, so that the text stays on one line."""
     return text.translate(_IN_A_LINE)
 
 
 def prepare_streams() -> None:
-    """Makes stdout and stderr take every character, whatever the locale: as UTF-8, unchanged line ends.
+    """Sets stdout and stderr to UTF-8 with unchanged line ends, independent of the locale.
 
-    And all of a text: what a reader in no hurry does not take at once would be lost if writing did not wait.
+    Also switches them to blocking mode, because text for a slow reader would be lost otherwise.
     """
     for stream in (sys.stdout, sys.stderr):
-        # Something else may stand in their place, or nothing at all (pythonw.exe).
+        # They may be replaced by other objects, or be None (pythonw.exe).
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="")
             with contextlib.suppress(OSError, ValueError):  # no file
@@ -57,16 +57,16 @@ def prepare_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Prints a message on stderr, which is for all but results; where that cannot be written, nowhere."""
+    """Prints a message on stderr.  A message that cannot be written is dropped."""
     if sys.stderr is not None:
         try:
             print(text, file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # the disk is full, the reader is gone, or the stream was closed
+        except (OSError, ValueError):  # the disk is full, or the pipe or stream is closed
             discard(sys.stderr)
 
 
 def discard(stream: TextIO) -> None:
-    """Sends what cannot be written to nowhere, so that the interpreter does not complain of it at its end."""
+    """Redirects a broken stream to the null device, so that the interpreter reports no error at its end."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -84,9 +84,9 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 class StatusLine:
-    """Progress: on a terminal a line at the foot that is written again and again, elsewhere nothing.
+    """Progress as a line at the bottom of a terminal, which is rewritten at each update.  No output elsewhere.
 
-    As a context manager, it is wiped at the end of the block.
+    As a context manager, it clears the line at the end of the block.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -102,17 +102,17 @@ class StatusLine:
 
     @property
     def live(self) -> bool:
-        """Whether anything is shown."""
+        """Whether progress is shown."""
         return self._stream is not None
 
     def show(self, text: str) -> None:
-        """Shows ``text``, unless the last update was just now."""
+        """Shows ``text``, unless the last update was less than `_UPDATE_SECONDS` ago."""
         if self._stream is not None and time.monotonic() >= self._due:
             self._write(text[: shutil.get_terminal_size().columns - 1])
             self._due = time.monotonic() + _UPDATE_SECONDS
 
     def clear(self) -> None:
-        """Wipes the line; the next `show` waits again."""
+        """Clears the line.  The next `show` waits again."""
         self._write("")
         self._due = time.monotonic() + _PATIENCE_SECONDS
 
@@ -140,7 +140,7 @@ class LoadStatus:
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
         self._status = StatusLine(enabled=enabled)
-        self._kept: bool | None = None  # whether compiled kernels are; None before any is
+        self._kept: bool | None = None  # whether compiled kernels are stored; None before the first
         self._began = self._seconds = 0.0
         self._compiled = 0
         self.formats = ""
@@ -176,7 +176,7 @@ class LoadStatus:
             self._seconds += time.monotonic() - self._began
 
     def close(self) -> None:
-        """Wipes the progress; where none was to be seen, says what was done."""
+        """Clears the progress.  If no progress was visible, prints a summary."""
         self._status.clear()
         if self._compiled and not self._status.live:
             say(f"localllm: compiled {_kernels(self._compiled)} in {self._seconds:.0f} s")
@@ -188,12 +188,12 @@ def _kernels(n: int) -> str:
 
 
 def quantity(n: float, unit: str) -> str:
-    """A quantity in three figures with a decimal prefix: 1.23 GB."""
+    """Return a quantity with three digits and a decimal prefix: 1.23 GB."""
     return "{} {}{}".format(*_scaled(n, ("", "k", "M", "G", "T", "P")), unit)
 
 
 def short_count(n: int) -> str:
-    """A number in three figures, as models are named: 1.24B."""
+    """Return a number with three digits in the style of model names: 1.24B."""
     return "{}{}".format(*_scaled(n, ("", "K", "M", "B", "T")))
 
 
@@ -205,7 +205,7 @@ def _scaled(n: float, prefixes: Sequence[str]) -> tuple[str, str]:
 
 
 def model_line(info: ModelInfo, threads: Sequence[int] = ()) -> str:
-    """Device, kernels and threads of a model in one line; ``threads``: the numbers used, if not always the same."""
+    """Return device, kernels and threads of a model in one line.  ``threads``: the thread counts, if they vary."""
     name = visible_line(info.name or info.path.name)
     shown = f"{info.threads} thread{'s' * (info.threads != 1)}"
     if info.decode_threads != info.threads:
@@ -219,13 +219,15 @@ def model_line(info: ModelInfo, threads: Sequence[int] = ()) -> str:
 
 
 def detail(name: str, text: str) -> str:
-    """A line of a list of what is known of a model."""
+    """Return a line of a list of facts."""
     return f"{name:<20} {text}"
 
 
 def placement_lines(placement: Placement, free: Mapping[str, int] | None = None) -> Iterator[str]:
-    """Memory by device, without the total.  ``free``: bytes that can be had on each device, known while the model is
-    not there."""
+    """Yield lines with the memory per device, without the total.
+
+    ``free``: available bytes per device; None after the model is loaded.
+    """
     for group in placement.groups:
         parts = _parts(("weights", group.weights), (f"{placement.cache_type} KV cache", group.kv_cache))
         yield detail(group.name, f"{group.device} ({group.kernels}): {parts}")
@@ -246,7 +248,7 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
 
 
 def experts_in_file(placement: Placement) -> str:
-    """The part of a model that stays in its file, and its cost."""
+    """Describe the part of a model that stays in its file, and its cost."""
     whole, pool = placement.experts_in_file, placement.pool
     missing = round(whole * placement.used_experts * (1 - pool / whole))
     return (

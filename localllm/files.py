@@ -1,4 +1,4 @@
-"""Files that are written as a whole, or not at all; and texts that somebody gives, read as a whole."""
+"""Atomic writing of files, and reading of complete text files."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-#: Bytes of a text at most: more fit into no context, and what never ends, as /dev/zero, is not read on.
+#: Maximum bytes of text files.  Longer texts fit into no context, and endless files such as /dev/zero are rejected.
 MAX_TEXT_BYTES = 64 << 20
-#: Which byte of a file Windows locks: its C library takes positions of 31 bits.
+#: Position of the byte that is locked on Windows, whose C library is limited to 31 bits.
 _LOCKED_BYTE = (1 << 31) - 2
 
 
 def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_bytes: int | None = None) -> str:
-    """The text of a file, without a byte order mark.  ``source``: a path, or an open file; ``what``: stands before
-    the path in errors, or in its place; ``n_bytes``: how much to read of it, up to the last whole character in that.
+    """Return the text of a file, without a byte order mark.
+
+    ``source``: a path, or an open file.  ``what``: precedes or replaces the path in errors.  ``n_bytes``: maximum
+    number of bytes to read; a character cut off at the end is dropped.
     """
     where = what
     limit = MAX_TEXT_BYTES + 1 if n_bytes is None else min(n_bytes, MAX_TEXT_BYTES)
@@ -72,7 +74,7 @@ def check_is_new(path: Path, sources: Iterable[Path] = ()) -> None:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path, its ``~`` replaced by the home that it means; as it is, if there is no such user."""
+    """Return a path with ``~`` replaced by the home folder; unchanged if the user does not exist."""
     try:
         return Path(os.fsdecode(path)).expanduser()
     except RuntimeError:
@@ -113,7 +115,7 @@ class NewFile:
         self.n_bytes = n_bytes
         self.is_resumable = is_resumable
         self.is_private = is_private
-        self._lock = -1  # a descriptor of it that holds a lock
+        self._lock = -1  # file descriptor that holds the lock
 
     def __enter__(self) -> Self:
         try:
@@ -132,7 +134,7 @@ class NewFile:
             self._file = open(self._partial, "r+b", opener=lambda name, how: os.open(name, how | os.O_CREAT, mode))
             self._claim()
             if self.is_private and sys.platform != "win32":
-                os.fchmod(self._file.fileno(), mode)  # of a partial file that was there
+                os.fchmod(self._file.fileno(), mode)  # of an existing partial file
             self._file.truncate(n_kept)
             self._file.seek(n_kept)
         except (OSError, ValueError) as error:  # ValueError: no name, a NUL, or a lone surrogate
@@ -155,7 +157,7 @@ class NewFile:
             raise OutputError(f"another program writes {path_text(self.path)} now: wait for it, or name another")
 
     def _n_kept(self) -> int:
-        """How many bytes of an earlier, unfinished file stay."""
+        """Return the number of bytes kept from an earlier, unfinished file."""
         return 0
 
     def put(self, data: Any, at: int | None = None) -> None:
@@ -169,7 +171,7 @@ class NewFile:
             raise self._error(error) from error
 
     def sync(self) -> None:
-        """Return when all bytes so far are on the disk."""
+        """Wait until all written bytes are on the disk."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -199,7 +201,7 @@ class NewFile:
             self._release()
 
     def _discard(self) -> None:
-        """Remove what was written."""
+        """Remove the partial file."""
         try:
             self._file.close()  # which may try to write again
         except OSError:
@@ -209,7 +211,7 @@ class NewFile:
         self._release()
 
     def _release_early(self) -> None:
-        """On Windows, where a file that is open can neither be renamed nor removed."""
+        """Close the file on Windows, where an open file can neither be renamed nor removed."""
         if sys.platform == "win32":
             self._release()
 
@@ -229,9 +231,9 @@ class NewFile:
 
 
 def _lock(descriptor: int) -> None:
-    """Locks a file for this descriptor; raises BlockingIOError or PermissionError where another one has the lock."""
+    """Locks a file for this descriptor.  Raises BlockingIOError or PermissionError if another has the lock."""
     if sys.platform == "win32":
-        # Bytes that are locked cannot be written through other descriptors.  One far behind will do.
+        # Locked bytes cannot be written through other descriptors, so lock a byte far after the end.
         os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
         try:
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)

@@ -1,4 +1,4 @@
-"""Command lines and child processes as the user's system has them: words, quotation marks, ends and encodings."""
+"""Command lines and child processes on the user's system: quoting, process groups and encodings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def split_command(text: str) -> list[str]:
-    """The words of a command line; on Windows a backslash is part of a path, and ``'`` of a name."""
+    """Split a command line into words.  On Windows backslashes and ``'`` are ordinary characters."""
     words = shlex.shlex(text, posix=True)
     words.whitespace_split, words.commenters = True, ""
     if sys.platform == "win32":
@@ -26,28 +26,28 @@ def split_command(text: str) -> list[str]:
 
 
 def join_command(words: Iterable[str]) -> str:
-    """A command line to copy into the user's shell."""
+    """Return a command line to copy into the user's shell."""
     if sys.platform == "win32":
-        from subprocess import list2cmdline  # here, and not at every start
+        from subprocess import list2cmdline  # imported here to keep the start fast
 
         return list2cmdline(words)
     return shlex.join(words)
 
 
 def set_variable(name: str, value: str) -> str:
-    """The command of the user's shell that sets an environment variable."""
+    """Return the user's shell command that sets an environment variable."""
     return f"set {name}={value}" if sys.platform == "win32" else f"export {name}={value}"
 
 
 def found_program(command: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
-    """A command whose program is named by its path, as Windows starts ``.cmd`` files (npx, code) only so."""
+    """Return a command with the path of its program.  Windows starts ``.cmd`` files (npx, code) only by path."""
     import shutil
 
     return [shutil.which(command[0], path=env.get("PATH")) or command[0], *command[1:]]
 
 
 def copy_text(text: str) -> None:
-    """Gives a text to the clipboard of macOS and Windows, whose terminals do not all take it from programs."""
+    """Copies text to the clipboard of macOS and Windows, where not all terminals support copying by programs."""
     program, encoding = {"darwin": ("pbcopy", "utf-8"), "win32": ("clip", "utf-16")}.get(sys.platform, ("", ""))
     if program:
         from subprocess import SubprocessError, run
@@ -59,7 +59,7 @@ def copy_text(text: str) -> None:
 
 def own_group() -> dict[str, Any]:
     """Keywords of Popen for a process that Ctrl-C does not reach, and that `kill_tree` ends."""
-    if sys.platform == "win32":  # a console of its own, too: else it reads this one's keys
+    if sys.platform == "win32":  # also a separate console; otherwise it would read this console's keys
         from subprocess import CREATE_NEW_PROCESS_GROUP, CREATE_NO_WINDOW
 
         return {"creationflags": CREATE_NEW_PROCESS_GROUP | CREATE_NO_WINDOW}
@@ -67,7 +67,7 @@ def own_group() -> dict[str, Any]:
 
 
 def kill_tree(process: subprocess.Popen[bytes] | asyncio.subprocess.Process) -> None:
-    """Ends a process that was started with `own_group`, and what it has begun."""
+    """Ends a process that was started with `own_group`, and its child processes."""
     with suppress(OSError):
         if sys.platform == "win32":
             from subprocess import SubprocessError, run
@@ -80,9 +80,9 @@ def kill_tree(process: subprocess.Popen[bytes] | asyncio.subprocess.Process) -> 
 
 
 def decoded(output: bytes) -> str:
-    """The output of a program as text: UTF-8, or else on Windows the console's code page.
+    """Decode the output of a program from UTF-8, or on Windows from the console's code page.
 
-    A character that is cut off at the end is left out.
+    A character that is cut off at the end is dropped.
     """
     try:
         return codecs.utf_8_decode(output, "strict", False)[0]

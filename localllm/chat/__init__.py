@@ -1,4 +1,4 @@
-"""Conversations: a model's own chat template, run where it can do no harm."""
+"""Conversations: chat templates of models, rendered in a sandbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CHATML", "ChatTemplate", "ReplyParser", "TemplateSource", "ToolCall"
 
 
 def __getattr__(name: str) -> object:
-    """Imports jinja2 with the first use of what needs it."""
+    """Imports jinja2 at the first use of a name that needs it."""
     if name not in __all__:
         raise AttributeError(f"module 'localllm.chat' has no attribute {name!r}")
     from localllm.chat import template

@@ -1,6 +1,6 @@
-"""Chat templates by llama.cpp's names, for ``--chat-template NAME``: what stands before and behind each turn.
+"""Chat templates by llama.cpp's names, for ``--chat-template NAME``, as markers before and after turns.
 
-Source: llama.cpp's ``src/llama-chat.cpp``.  Tests hold the results to its.
+Source: llama.cpp's ``src/llama-chat.cpp``.  Tests compare the results with llama.cpp's.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The template for files that have none; many models know this format."""
+"""The template for files without a template.  Many models support this format."""
 
 
 class _TurnMarkers(NamedTuple):
-    """Markers before and after turns of the system, the user and the assistant."""
+    """Markers before and after the turns of system, user and assistant."""
 
     before: tuple[str, str, str]
     after: tuple[str, str, str]
-    trims: bool = False  # what is said loses spaces at its ends
+    trims: bool = False  # whether white space around messages is removed
     start: str = ""  # before all turns
-    opens: bool = True  # whether the assistant's turn is begun for the reply
+    opens: bool = True  # whether the prompt ends with the start of the assistant's turn
 
 
 def _alike(before: str, after: str, roles: str = "system user assistant", **more: bool | str) -> _TurnMarkers:
@@ -61,7 +61,7 @@ NAMES = ("chatml", *_TEMPLATES)
 
 
 def built_in(name: str) -> str | None:
-    """The jinja2 text of the template of a name; None if there is none."""
+    """Return the jinja2 text of a template; None for an unknown name."""
     turns = _TEMPLATES.get(name)
     if turns is None:
         return CHATML if name == "chatml" else None

@@ -1,8 +1,8 @@
-"""A conversation in the one form that every front end makes of what its clients send.
+"""The common form of conversations.  Every front end converts its messages to this form.
 
-`read_messages` takes messages as OpenAI's chat has them, and what other programs write: null is absent, a content is
-a text or a list of parts, arguments are a mapping or its JSON.  `localllm.chat.rendering` turns the result into what
-a model's chat template understands.
+`read_messages` parses messages in OpenAI's format and its variants: null means absent, a content is a string or a
+list of parts, arguments are a mapping or JSON.  `localllm.chat.rendering` converts the result to the form that a
+model's chat template supports.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from localllm.nesting import MAX_CALL_NESTING, parse_json
 EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
 _PART = "{'type': 'text', 'text': 'Hello!'}"
 
-#: Keys that programs keep reasoning under.
+#: Keys of reasoning in messages of various programs.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-#: Types of parts that are text, under the key "text" or "refusal".
+#: Types of text parts; the text has the key "text" or "refusal".
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 
-#: Types of parts that are pictures, as the library, OpenAI's two APIs and Anthropic's have them, and keys of these.
+#: Types and keys of image parts in the library, OpenAI's two APIs and Anthropic's API.
 IMAGE_TYPES, IMAGE_KEYS = ("image", "image_url", "input_image"), ("image", "image_url", "source")
-#: And those that are sounds, as the library, OpenAI's chat and others have them.
+#: Types of audio parts in the library, OpenAI's chat API and others.
 _SOUNDS = ("audio", "input_audio", "audio_url")
-#: By kind: the word for it in errors, the keys of a part that hold it, and the media type of an example.
+#: Per kind: its word in errors, its keys in a part, and the media type of an example.
 _MEDIA = {
     "image": ("picture", IMAGE_KEYS, "image/png"),
     "audio": ("sound", _SOUNDS, "audio/wav"),
 }
-#: Characters around a URL that do not belong to it, and characters that are removed from it.
+#: Characters that are stripped from both ends of a URL, and characters that are removed everywhere in it.
 _URL_SPACE, _NO_LINES = "".join(map(chr, range(33))), dict.fromkeys(map(ord, "\t\n\r"))
-#: Maximum tokens of a picture that a client sends with low detail.
+#: Maximum tokens of an image that a client sends with low detail.
 _LOW_DETAIL = 256
 
 #: Translates the URL-safe alphabet of base64.
 _BASE64 = bytes.maketrans(b"-_", b"+/")
 
-#: Percent signs of a data URL; more take too much memory.
+#: Maximum number of percent signs in a data URL, which bounds memory.
 _MAX_PERCENT_SIGNS = 1 << 20
 
-#: Keys of a message that are read; others are given to the template as they are.
+#: Keys of a message that are parsed; other keys are passed to the template unchanged.
 _READ = {"role", "content", *_REASONING, "tool_calls", "tool_call_id", "name", "tool_name", "is_error"}
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool."""
+    """A tool call."""
 
     name: str  # of the tool
-    arguments: str  # the text of a JSON object; of a call that a client sends back, whatever the model wrote
-    id: str = ""  # by which its result names it; empty where nobody has given one
+    arguments: str  # a JSON object as a string; unchecked in a call that a client sends back
+    id: str = ""  # refers a result to its call; may be empty
 
     @property
     def is_whole(self) -> bool:
-        """Whether the arguments are a JSON object, and not cut off or malformed."""
+        """Whether the arguments are a complete, valid JSON object."""
         try:
             return isinstance(parse_json(self.arguments, MAX_CALL_NESTING), dict)
         except ValueError:
@@ -70,7 +70,7 @@ class ToolCall:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments; what is not a JSON object stands under the name ``arguments``."""
+        """Return the arguments.  A value that is not a JSON object is returned under the key ``arguments``."""
         try:
             values = parse_json(self.arguments or "{}", MAX_CALL_NESTING)
         except ValueError:
@@ -80,46 +80,48 @@ class ToolCall:
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """A picture or a sound in a message."""
+    """An image or audio clip in a message."""
 
-    # a path or the bytes of a file; of a picture, also a Pillow image or an array uint8 [height, width, 3]; of a
-    # sound, an array of samples
+    # a path or the bytes of a file; for an image also a Pillow image or an array uint8 [height, width, 3]; for audio
+    # also an array of samples
     source: Any
-    max_tokens: int | None = None  # that it may become; None for as many as the model's own processor gives it
-    where: str = "the picture"  # what errors call it
-    kind: Literal["image", "audio"] = "image"  # of part, as templates have it
+    max_tokens: int | None = None  # None for the limit of the model's processor
+    where: str = "the picture"  # its name in errors
+    kind: Literal["image", "audio"] = "image"  # type of the part in templates
 
 
 @dataclass(frozen=True)
 class Message:
     """A message of a conversation."""
 
-    role: str  # "system", "developer", "user", "assistant", "tool", or another that the template knows
-    parts: tuple[str | Media, ...] = ()  # texts, pictures and sounds, in order
-    reasoning: str = ""  # what the model thought before it said that
-    calls: tuple[ToolCall, ...] = ()  # tools that it called
-    # call_id, name: which call this is the result of, and of which tool; ``name`` also of a user
+    role: str  # "system", "developer", "user", "assistant", "tool", or another role of the template
+    parts: tuple[str | Media, ...] = ()  # text and media, in order
+    reasoning: str = ""  # reasoning before the text
+    calls: tuple[ToolCall, ...] = ()  # tool calls of the assistant
+    # call_id, name: the call and the tool of a result; ``name`` may also be a user's name
     call_id: str = ""
     name: str = ""
     is_error: bool = False  # whether the tool failed
-    more: dict[str, Any] = field(default_factory=dict)  # whatever else the message had, for the template
+    more: dict[str, Any] = field(default_factory=dict)  # other keys of the message, for the template
 
     @property
     def text(self) -> str:
-        """All its texts."""
+        """The text of all parts."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """Its pictures and sounds."""
+        """The images and audio clips."""
         return tuple(part for part in self.parts if isinstance(part, Media))
 
 
 def read_messages(
     messages: Sequence[Message | Mapping[str, object]], *, may_open_files: bool = False
 ) -> list[Message]:
-    """The messages in the one form.  ``may_open_files``: whether pictures and sounds may be named by paths on this
-    machine; not those of a server's clients."""
+    """Convert messages to the common form.
+
+    ``may_open_files``: whether media may be paths on this machine.  False for clients of a server.
+    """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise TemplateError(f"messages must be a list of mappings, such as [{EXAMPLE}], not {quoted(messages)}")
     read = []
@@ -130,7 +132,7 @@ def read_messages(
 
 
 def read_message(number: int, message: object, may_open_files: bool = False) -> Message:
-    """One of them; ``number`` is for errors."""
+    """Convert one message.  ``number`` is its position, for errors."""
     if not isinstance(message, Mapping):
         raise TemplateError(f"message {number} is not a mapping such as {EXAMPLE}: {quoted(message)}")
     role = message.get("role")
@@ -160,7 +162,7 @@ def read_message(number: int, message: object, may_open_files: bool = False) -> 
 def read_parts(
     number: int, role: str, content: object, may_open_files: bool = False
 ) -> tuple[tuple[str | Media, ...], str]:
-    """The texts, pictures and sounds of a content, and the thoughts among its parts."""
+    """Return the text and media of a content, and the reasoning among its parts."""
     if content is None or isinstance(content, str):
         return (() if content is None else (content,)), ""
     if isinstance(content, bytes | bytearray) or not isinstance(content, Sequence):
@@ -190,14 +192,14 @@ def read_parts(
 
 
 def kind_of(file: bytes) -> Literal["image", "audio"]:
-    """Whether a file is a sound by its first bytes: WAV, MP3, FLAC or OGG; else it is taken as a picture."""
+    """Return the kind of a file by its first bytes: "audio" for WAV, MP3, FLAC and OGG, otherwise "image"."""
     is_mp3 = file[:3] == b"ID3" or (file[:1] == b"\xff" and file[1:2] >= b"\xe0")
     is_wav = file[:4] in (b"RIFF", b"RF64") and file[8:12] == b"WAVE"
     return "audio" if is_mp3 or is_wav or file[:4] in (b"fLaC", b"OggS") else "image"
 
 
 def _media(kind: Literal["image", "audio"], number: int, part: Mapping[str, Any], may_open_files: bool) -> Media:
-    """The picture or the sound of a part.  A sound's format is read from its bytes, not from the part."""
+    """Return the image or audio of a part.  The audio format is detected from the bytes, not read from the part."""
     word, keys, example = _MEDIA[kind]
     where = f"the {word} of message {number}"
     given = next((part[key] for key in keys if key in part), None)
@@ -210,7 +212,7 @@ def _media(kind: Literal["image", "audio"], number: int, part: Mapping[str, Any]
         raise TemplateError(f"{where} is missing: give it as a data URL, 'data:{example};base64,…'")
     if isinstance(given, str):
         given = source_of_text(given, where, may_open_files, example)
-    elif not may_open_files:  # what JSON can have beside texts
+    elif not may_open_files:  # a JSON value that is not a string
         raise TemplateError(f"{where} is {quoted(given)}, but must be a data URL, 'data:{example};base64,…'")
     return Media(given, _LOW_DETAIL if detail == "low" and kind == "image" else None, where, kind)
 
@@ -231,7 +233,7 @@ def source_of_text(text: str, where: str, may_open_files: bool = False, example:
         raise TemplateError(f"{where} is not a data URL: write 'data:{example};base64,…'")
     if scheme != "file":
         return os.path.expanduser(text)
-    from urllib.request import url2pathname  # imported here: it brings HTTP and TLS
+    from urllib.request import url2pathname  # imported here because it imports HTTP and TLS
 
     return url2pathname(urlsplit(url).path)
 

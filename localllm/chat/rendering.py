@@ -1,7 +1,7 @@
-"""Detects what a chat template understands, and puts a conversation into just that form.
+"""Detects which messages a chat template supports, and converts a conversation to this form.
 
-A model's name says nothing about its template, which may be any program.  So small conversations of made-up words are
-rendered, each once and only when needed: where the words are in the output tells what the template understands.
+A template may be any program, and the model's name does not reveal its features.  Therefore small conversations of
+made-up words are rendered, once and only when needed.  The words' positions in the output show the features.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from localllm.chat.conversation import Media, Message, ToolCall
 from localllm.chat.thinking import TAGS
 from localllm.errors import warn
 
-#: Words of the conversations that test a template.
+#: Words of the test conversations.
 _ONE, _TWO, _THREE = "zqfirst", "zqsecond", "zqthird"
 
-#: The variables of templates that switch thinking, with their values for on and for off.
+#: Template variables that switch thinking, with their values for on and off.
 _SWITCHES: dict[str, tuple[object, object]] = {
     "enable_thinking": (True, False),
     "thinking": (True, False),
     "thinking_mode": ("enabled", "disabled"),  # MiniMax M3
 }
 
-#: Characters of call ids for templates that want nine of them, as Mistral's do.
+#: Characters of call ids for templates that require nine of them, such as Mistral's.
 _LETTERS = string.ascii_letters + string.digits
 
-#: For the same tests: a call id that all templates take, arguments, and a tool, which is not the one called.
+#: For the test conversations: a call id that all templates accept, arguments, and a tool that is not called.
 _SHORT_ID, _ARGUMENTS = "abcdef012", {"zqkey": _TWO}
 _SCHEMA = {"type": "object", "properties": {"zqkey": {"type": "string", "description": ""}}}
 _TOOL: dict[str, Any] = {"name": "zqtool", "description": "", "parameters": _SCHEMA}
@@ -44,11 +44,14 @@ _Tools = Sequence[Mapping[str, object]] | None
 
 
 class Rendering:
-    """Conversations as one template takes them."""
+    """Converts conversations to the form that a template supports."""
 
     def __init__(self, source: str, render: Callable[..., str | None]) -> None:
-        """Takes a template.  ``render``: what it makes of messages, tools and other variables (keywords), with what
-        stands before an answer; None if it fails."""
+        """Start with a template's source.
+
+        ``render`` renders messages, tools and other variables (keywords) with the generation prompt.  It returns None
+        if the template fails.
+        """
         self._source = source
         self._render = render
 
@@ -59,7 +62,10 @@ class Rendering:
         return [self._message(each) for each in found]
 
     def alternating(self, conversation: Sequence[Message]) -> _Given | None:
-        """The same with messages of one side in a row as one, for templates that refuse these; None without any."""
+        """Return the conversation with consecutive messages of a role merged, for templates that reject them.
+
+        None if there are no consecutive messages of a role.
+        """
         found: list[Message] = []
         for each in conversation:
             if found and found[-1].role == each.role and each.role in ("user", "assistant"):
@@ -69,9 +75,10 @@ class Rendering:
         return self.messages(found) if len(found) < len(conversation) else None
 
     def variables(self, given: Mapping[str, object]) -> dict[str, object]:
-        """The variables for the template: it thinks unless that is switched off, under the name that it reads.
+        """Return the variables for the template.  Thinking is on unless it is switched off.
 
-        As in llama.cpp, and whatever the template does where nothing is said: Gemma 4's and DeepSeek's do not think.
+        The switch gets the name that the template reads.  The default is the same as in llama.cpp, even for templates
+        whose own default is off (Gemma 4, DeepSeek).
         """
         said = given.get("enable_thinking", given.get("thinking"))
         if said is False and not self._thinking_switches and any(tag in self._source for tag in TAGS):
@@ -79,15 +86,15 @@ class Rendering:
         on = said is None or bool(said)
         return {**{name: _SWITCHES[name][not on] for name in self._thinking_switches}, **given}
 
-    # -- What it understands ---------------------------------------------------------------------------------------
+    # -- Features of the template ----------------------------------------------------------------------------------
 
     def _renders(self, messages: Sequence[Message], *words: str) -> bool:
-        """Whether all these words are in what the template makes of messages, in this order."""
+        """Return whether the rendered messages contain all words, in this order."""
         return self._renders_given([self._message(each) for each in messages], *words)
 
     def _renders_given(self, given: _Given, *words: str) -> bool:
         text = self._render(given, None)
-        if text is None or "{'type'" in text:  # parts as Python writes them
+        if text is None or "{'type'" in text:  # parts in Python's notation
             return False
         place = 0
         for word in words:
@@ -121,18 +128,18 @@ class Rendering:
     @cached_property
     def _takes_systems(self) -> bool:
         messages = [Message("system", (_ONE,)), Message("user", (_TWO,))]
-        # One that takes no message of a user either is not asked what else it takes.
+        # If the template does not even render a user message, the test has no meaning.
         return self._renders(messages, _ONE, _TWO) or not self._renders(messages[1:], _TWO)
 
     @cached_property
     def _takes_calls(self) -> bool:
-        if not (self._takes_text or self._takes_parts):  # it cannot be asked
+        if not (self._takes_text or self._takes_parts):  # the template cannot be tested
             return True
         return any(self._takes_call(_SHORT_ID, arguments) for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
 
     @cached_property
     def _wants_short_ids(self) -> bool:
-        """Whether ids of calls must have nine letters and digits."""
+        """Whether call ids must consist of nine letters and digits."""
         return self._takes_call(_SHORT_ID, _ARGUMENTS) and not self._takes_call("call_0123456789abcdef", _ARGUMENTS)
 
     @cached_property
@@ -141,7 +148,7 @@ class Rendering:
 
     @cached_property
     def _thinking_switches(self) -> list[str]:
-        """The variables that switch thinking on and off: those that change what the template makes of a message."""
+        """The variables that switch thinking, detected because they change a rendered message."""
         given: _Given = [{"role": "user", "content": self._content((_ONE,))}]
         texts = {
             name: [self._render(given, None, **{name: value}) for value in values]
@@ -151,7 +158,7 @@ class Rendering:
         return [name for name, (on, off) in texts.items() if on != off and "True" not in (on or "")]
 
     def _takes_call(self, id_: str, arguments: object) -> bool:
-        """Whether a call and its result are in what the template makes of them, and not as Python writes them."""
+        """Return whether the template renders a call and its result, and not in Python's notation."""
         call = {"id": id_, "type": "function", "function": {"name": "zqname", "arguments": arguments}}
         given: _Given = [
             {"role": "user", "content": self._content((_ONE,))},
@@ -163,10 +170,10 @@ class Rendering:
             return False
         return any(word in text for word in ("zqname", _TWO, id_))
 
-    # -- What it is given ------------------------------------------------------------------------------------------
+    # -- Input of the template -------------------------------------------------------------------------------------
 
     def _with_systems_in_place(self, messages: list[Message]) -> list[Message]:
-        """Moves system messages to where the template reads them; none of their text is lost."""
+        """Moves system messages to positions that the template reads.  All their text is retained."""
         places = [i for i, each in enumerate(messages) if each.role == "system"]
         if not places:
             return messages
@@ -180,7 +187,7 @@ class Rendering:
         rest = [each for each in messages if each.role != "system"]
         if self._takes_systems:
             return [system, *rest]
-        # As llama.cpp does it.
+        # The same as in llama.cpp.
         first = next((i for i, each in enumerate(rest) if each.role == "user"), None)
         if first is None:
             return [replace(system, role="user"), *rest]
@@ -190,7 +197,7 @@ class Rendering:
         return rest
 
     def _with_matched_results(self, messages: list[Message]) -> list[Message]:
-        """Calls with ids, and results with the id and the name of their call, in the form that the template wants."""
+        """Return the messages with ids in calls, and ids and names in results, in the template's form."""
         if not any(each.calls or each.role == "tool" for each in messages):
             return messages
         as_text = not self._takes_calls
@@ -216,8 +223,10 @@ class Rendering:
         return found
 
     def _content(self, parts: Sequence[str | Media]) -> Any:
-        """Parts as the template reads them: one by one where it has to have them so, or there are several and it
-        can."""
+        """Return parts in the template's form: a list for media, for several texts, or if required; else a string.
+
+        Texts are joined if the template does not support several parts.
+        """
         if any(isinstance(part, Media) for part in parts):
             return [_part(part) if isinstance(part, str) else {"type": part.kind} for part in parts]
         texts = [part for part in parts if isinstance(part, str)]
@@ -230,11 +239,11 @@ class Rendering:
 
     def _message(self, message: Message) -> dict[str, Any]:
         parts = message.parts
-        if message.is_error:  # which no template has a place for
+        if message.is_error:  # templates have no field for it
             first, rest = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
             parts = (f"Error: {first}", *rest)
         given: dict[str, Any] = {"role": message.role, "content": self._content(parts)}
-        if message.reasoning:  # as in transformers, templates find it under either name
+        if message.reasoning:  # as in transformers, both names are set
             given |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
         if message.calls:
             given["tool_calls"] = [self._call(each) for each in message.calls]
@@ -254,7 +263,7 @@ def _part(text: str) -> dict[str, str]:
 
 
 def _joined(messages: Sequence[Message]) -> Message:
-    """Messages of one role as a single one."""
+    """Merge messages of one role."""
     parts: list[str | Media] = []
     for each in messages:
         own = each.parts if each.media else (each.text,) if each.text else ()
@@ -267,7 +276,7 @@ def _joined(messages: Sequence[Message]) -> Message:
 
 
 def _as_text(message: Message) -> Message:
-    """A message with calls, or with a result, in words, for templates that know neither."""
+    """Return a message whose calls or result are converted to text, for templates that do not support them."""
     if message.calls:
         given = ({"name": each.name, "arguments": each.values} for each in message.calls)
         calls = [json.dumps(each, ensure_ascii=False) for each in given]
@@ -280,7 +289,7 @@ def _as_text(message: Message) -> Message:
 
 
 class _OpenCalls:
-    """The calls of a message that have no result so far."""
+    """Calls of a message that do not have a result yet."""
 
     def __init__(self, calls: Sequence[ToolCall]) -> None:
         self._queues: dict[tuple[str, str], deque[int]] = defaultdict(deque)
@@ -290,7 +299,7 @@ class _OpenCalls:
                 self._queues[key].append(number)
 
     def take(self, id_: str, name: str) -> ToolCall | None:
-        """The call that a result is of: that of its id, else the first one left of the tool, or of any."""
+        """Remove and return the call of a result: by id, else the first open call of the tool, else of any tool."""
         queue = self._queues.get(("id", id_) if id_ else ("name", name) if name else ("", ""), deque())
         while queue:
             call = self._calls.pop(queue.popleft(), None)
@@ -300,7 +309,7 @@ class _OpenCalls:
 
 
 def _short_id(id_: str) -> str:
-    """Nine letters and digits, the same for the same id."""
+    """Convert an id to nine letters and digits.  Equal ids give equal results."""
     if len(id_) == 9 and id_.isascii() and id_.isalnum():
         return id_
     number = int.from_bytes(hashlib.sha256(id_.encode(errors="replace")).digest()[:8])
@@ -308,7 +317,7 @@ def _short_id(id_: str) -> str:
 
 
 def described_tools(tools: Sequence[Mapping[str, object]]) -> str:
-    """The text of a system message that describes tools, for templates without a place for them; calls are JSON."""
+    """Return a system message that describes tools and calls in JSON, for templates without support for tools."""
     lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     return (
         "You can call these tools, described by JSON schemas:\n"

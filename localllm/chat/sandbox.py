@@ -1,12 +1,11 @@
-"""Renders chat templates: programs that come with model files, and that nobody has read.
+"""Renders chat templates, which are untrusted programs in model files.
 
-jinja2's sandbox keeps a template from private attributes and from changing what it is given.  On top of that,
-only the statements, methods, functions, filters and tests below exist, and all work is paid for in advance:
-each block of statements pays for its nodes when it is entered (`_Rewriter` puts that in), each operation by the
-size of its operands, and nothing is lazy.  So a render ends within `BUDGET`, in any thread, and after the same
-steps on every machine.
+jinja2's sandbox denies access to private attributes and changes to the variables.  In addition, only the statements,
+methods, functions, filters and tests below exist, and all work is paid for in advance.  Each block of statements pays
+for its nodes when it is entered (`_Rewriter` adds the payment).  Each operation pays by the size of its operands.
+Lazy values do not exist.  So a render ends within `BUDGET`, in any thread, and after the same steps on every machine.
 
-Settings and extra names are those of Hugging Face transformers (``utils/chat_template_utils.py``).
+Settings and extra names are the same as in Hugging Face transformers (``utils/chat_template_utils.py``).
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from jinja2.visitor import NodeTransformer
 from localllm.cancellation import check_cancelled
 
 BUDGET = 200_000_000
-"""What one render may use.  A unit is a byte of memory or some 5 ns, whichever an operation needs more of."""
+"""Limit of one render in units.  A unit is a byte of memory or about 5 ns; an operation costs the larger of both."""
 
-# Longer templates are not compiled, as that alone takes too long.  Of the longest we know, GigaChat 3.5 has
-# 40,000 characters, and gpt-oss 17,000 with 2,700 tokens.
+# Longer templates are rejected, because compiling them takes too long.  The longest known templates are GigaChat
+# 3.5's with 40,000 characters, and gpt-oss' with 17,000 characters and 2,700 tokens.
 _MAX_CHARACTERS, _MAX_TOKENS, _MAX_NESTED_NODES = 128 << 10, 16 << 10, 100
-_MAX_DEPTH = 64  # of data, and of macros that call one another
-_MAX_INT_BITS = 64  # as keys of a dict, longer integers could all have one hash
+_MAX_DEPTH = 64  # of nested data, and of nested macro calls
+_MAX_INT_BITS = 64  # longer integers as dict keys could all have the same hash
 
 
 class RefusedError(Exception):
-    """The template called ``raise_exception``: its own words on what is wrong with the messages."""
+    """The template called ``raise_exception``.  The message is the template's."""
 
 
 def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """A template for `render`, and the names of the variables that it reads.  Nothing of it runs."""
+    """Return a template for `render`, and the names of the variables that it reads.  Does not run the template."""
     environment = _Environment()
     n_tokens = len(list(islice(environment.lex(source[: _MAX_CHARACTERS + 1]), _MAX_TOKENS + 1)))
     if len(source) > _MAX_CHARACTERS or n_tokens > _MAX_TOKENS:
@@ -62,7 +61,7 @@ def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 
 def render(template: jinja2.Template, variables: Mapping[str, object]) -> str:
-    """The text for variables of plain data (dicts, lists, strings, numbers, booleans, ``None``)."""
+    """Render a template with variables of plain data (dicts, lists, strings, numbers, booleans, ``None``)."""
     token = _meter.set(_Meter())
     try:
         return "".join(template.root_render_func(template.new_context(dict(variables))))
@@ -73,13 +72,13 @@ def render(template: jinja2.Template, variables: Mapping[str, object]) -> str:
 # --- paying
 
 
-#: Units after which somebody may have stopped waiting for the render: some milliseconds.
+#: Units between two checks for cancellation, a few milliseconds.
 _CHECKED = 1_000_000
 
 
 class _Meter:
     left = BUDGET
-    depth = 0  # of calls
+    depth = 0  # of macro calls
 
 
 _meter: ContextVar[_Meter] = ContextVar("template_meter")
@@ -91,17 +90,17 @@ def _pay(cost: int) -> bool:
     meter.left -= max(cost, 0)
     if meter.left // _CHECKED != before // _CHECKED:
         check_cancelled()
-    if not meter.left >= 0:  # so that NaN is not enough either
+    if not meter.left >= 0:  # also true for NaN
         raise SecurityError("it asks for far more work or memory than messages call for")
     return True
 
 
 _CONTAINERS = frozenset({list, tuple, dict, type({}.keys()), type({}.values()), type({}.items())})
-_ITERATOR: Any = type(iter([]))  # stands for jinja2's lazy results: true even if empty, and good for one use
+_ITERATOR: Any = type(iter([]))  # replaces jinja2's lazy results: true even if empty, and usable once
 
 
 def _size(value: Any, depth: int = 0) -> int:
-    """The characters of ``value``, and 16 for each of its parts, of which some may be there twice."""
+    """Return the number of characters in ``value`` plus 16 per element.  Shared elements count every time."""
     kind = type(value)
     if kind is str:
         return 16 + len(value)
@@ -121,7 +120,7 @@ def _pay_size(factor: int, *operands: Any) -> None:
 
 
 def _pay_steps(value: Any, *args: Any, **kwargs: Any) -> None:
-    """For one step an item, in which some filters look up a dotted attribute."""
+    """Pay one step per item, which may include a filter's look-up of a dotted attribute."""
     if type(value) not in _CONTAINERS and not isinstance(value, Undefined | str | int | float | None):
         raise TypeError(f"{type(value).__name__!r} object is not iterable")
     n_characters = sum(len(_short(arg)) for arg in (*args, *kwargs.values()) if isinstance(arg, str))
@@ -130,12 +129,12 @@ def _pay_steps(value: Any, *args: Any, **kwargs: Any) -> None:
 
 def _pay_sorting(value: Any, *args: Any, **kwargs: Any) -> None:
     _pay_steps(value, *args, **kwargs)
-    _pay(160 * len(value))  # for the keys that are compared
+    _pay(160 * len(value))  # for comparing keys
     _pay_size(8 + 4 * len(value).bit_length(), value)
 
 
 def _pay_search(text: str, needle: str) -> None:
-    _pay(len(text) * (2 + min(len(needle), 1250) // 8))  # longer ones take linear time, if from the left
+    _pay(len(text) * (2 + min(len(needle), 1250) // 8))  # a search for longer needles from the left takes linear time
 
 
 # --- checked values
@@ -156,7 +155,7 @@ def _short(value: Any, limit: int = 1000) -> Any:
 
 
 def _key(value: Any) -> Any:
-    if not isinstance(value, str | int | float | Undefined | None):  # hashing or writing out may never end
+    if not isinstance(value, str | int | float | Undefined | None):  # hashing or formatting may never end
         raise TypeError(f"{type(value).__name__!r} cannot be a key")
     return _number(value) if isinstance(value, int) else value
 
@@ -260,7 +259,7 @@ def _round(value: Any, precision: int = 0, method: str = "common") -> Any:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As in transformers: jinja2's own would escape for HTML."""
+    """Return JSON as in transformers; jinja2's filter would escape for HTML."""
     columns = len(indent) if isinstance(indent, str) else max(indent or 0, 0)
     if columns > 16 or any(len(separator) > 16 for separator in separators or ()):
         raise SecurityError("it asks for JSON of absurd width")
@@ -283,14 +282,14 @@ _FILTERS: dict[str, Any] = {
     "lower": _filter(lambda value: _text_method("lower", _text(value))),
     "replace": _filter(lambda value, *args: _text_method("replace", *map(_text, (value, *args[:2])), *args[2:])),
     "round": _filter(_round),
-    "safe": _filter(_text),  # nothing is escaped, so all is safe
+    "safe": _filter(_text),  # there is no escaping
     "string": _filter(_text),
     "sum": _filter(lambda value: sum(map(_number, value)), _pay_steps),
     "title": _filter(FILTERS["title"], partial(_pay_size, 64)),
     "tojson": _filter(_tojson),
     "trim": _filter(lambda value, chars=None: _text_method("strip", _text(value), chars)),
     "upper": _filter(lambda value: _text_method("upper", _text(value))),
-    # Put in by `_Rewriter`: no template can spell these.
+    # Added by `_Rewriter`.  Templates cannot use these names.
     "#few": jinja2.pass_context(lambda context, value: _short(value, 100)),
     "#key": jinja2.pass_context(lambda context, value: _key(value)),
     "#pay": jinja2.pass_context(lambda context, cost: _pay(cost)),
@@ -303,12 +302,12 @@ def _test(name: str) -> Callable[..., Any]:
 
     def call(value: Any, *args: Any) -> Any:
         args = tuple(map(_listed, args))
-        if name in ("divisibleby", "even", "odd"):  # their operator formats texts
+        if name in ("divisibleby", "even", "odd"):  # their operator formats strings
             _number(value)
         if name == "in" and type(args[0]) is dict:
             _key(value)
         elif args:
-            _pay_size(1, value, *args)  # comparing and hashing take no longer than a walk through both
+            _pay_size(1, value, *args)  # comparing and hashing take at most a walk through both
             if name == "in" and isinstance(value, str) and isinstance(args[0], str):
                 _pay_search(args[0], value)
         return function(value, *args)
@@ -323,7 +322,7 @@ _TESTS: Any = {name: _test(name) for name in TESTS.keys() - {"escaped", "filter"
 
 
 class _Generation(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what the assistant wrote; here it changes nothing."""
+    """``{% generation %}…{% endgeneration %}`` marks text of the assistant.  It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -335,7 +334,7 @@ class _Generation(Extension):
 @jinja2.pass_context
 def _finalize(context: Context, value: Any) -> str:
     text = _text(value)
-    _pay(64 + 5 * len(text))  # it is kept until all is joined, and then copied
+    _pay(64 + 5 * len(text))  # stored until all text is joined, and then copied
     return text
 
 
@@ -345,7 +344,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         extensions = [_Generation, LoopControlExtension]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_finalize)
-        self.optimized = False  # or the compiler would compute what is constant
+        self.optimized = False  # otherwise the compiler would evaluate constant expressions
         self.filters, self.globals, self.tests = _FILTERS, _GLOBALS, _TESTS
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -357,7 +356,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Leaves ``str.format`` to `call`, which has its own."""
+        """Disables jinja2's ``str.format``, which `call` implements."""
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         if type(obj) is dict and isinstance(argument, str) and argument in obj:
@@ -413,7 +412,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 # --- the rewriter
 
-_COSTS: dict[str, int] = {  # of all nodes that are allowed
+_COSTS: dict[str, int] = {  # of all allowed nodes
     **dict.fromkeys(("And", "Assign", "Break", "Compare", "CondExpr", "Const", "Continue", "If", "Keyword"), 8),
     **dict.fromkeys(("Neg", "Not", "Operand", "Or", "Output", "Pos", "Scope", "Slice", "Template"), 8),
     "TemplateData": 8,
@@ -424,7 +423,7 @@ _COSTS: dict[str, int] = {  # of all nodes that are allowed
 
 
 def _cost(node: nodes.Node) -> int:
-    """The cost of ``node`` without the blocks in it, which pay for themselves."""
+    """Return the cost of ``node`` without its blocks, which pay separately."""
     text = 5 * len(node.data) if isinstance(node, nodes.TemplateData) else 0
     return text + _COSTS[type(node).__name__] + sum(map(_cost, node.iter_child_nodes(exclude=("body", "else_"))))
 
@@ -438,7 +437,7 @@ def _paying(node: nodes.Node, *parts: nodes.Node) -> nodes.Filter:
 
 
 class _Rewriter(NodeTransformer):
-    """Refuses what is not allowed, puts in what pays and checks, and notes the ``names`` that are read."""
+    """Rejects forbidden nodes, adds payments and checks, and collects the ``names`` of variables that are read."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

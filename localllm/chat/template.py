@@ -1,7 +1,7 @@
 """Chat templates: from a list of messages to the prompt that the model was trained on.
 
-A template is a jinja2 program that comes with the model file (``tokenizer.chat_template``).  Nobody has read
-it, so it runs in the sandbox of `localllm.chat.sandbox`.
+A template is a jinja2 program in the model file (``tokenizer.chat_template``).  It is untrusted, so it runs in the
+sandbox of `localllm.chat.sandbox`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from localllm.errors import TemplateError, quoted, warn
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
 
-#: Roles that need not be in a template's text, as most write out whatever the role is.
+#: Roles that a template supports even if its source does not contain them, because most templates write any role.
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
-#: Breaks up what users write that looks like a picture's marker; no text contains it.
+#: Inserted into user text that looks like a media marker.  No other text contains it.
 _APART = "\ue000\uf8ff"
 
 
@@ -39,8 +39,8 @@ class ChatTemplate:
 
     Attributes:
         source: the jinja2 text.
-        is_fallback: the file had no template and this is `CHATML`, which its model may not know.
-        named: jinja2 texts used instead where there are tools (``tool_use``) or documents (``rag``).
+        is_fallback: the file has no template and this is `CHATML`, which the model may not support.
+        named: jinja2 texts that replace the template for tools (``tool_use``) or documents (``rag``).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ChatTemplate:
 
         Args:
             source: jinja2 text.
-            bos_token, eos_token: texts of these tokens, which templates write out themselves.
+            bos_token, eos_token: texts of these tokens, which templates may write.
             where: the template's name in error messages.
             named: as the attribute.
 
@@ -69,7 +69,7 @@ class ChatTemplate:
         self._where = where
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self.named = dict(named or {})
-        self._compiled: dict[str, ChatTemplate] = {}  # of those
+        self._compiled: dict[str, ChatTemplate] = {}  # compiled named templates
         try:
             self._template, self._names = sandbox.compile_template(source)
         except jinja2.TemplateSyntaxError as error:
@@ -84,21 +84,21 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, file: MetadataFile, tokenizer: Tokenizer, *, name: str | None = None) -> ChatTemplate:
-        """The template of an open GGUF file, or `CHATML` (``is_fallback``) if it has none.
+        """Return the template of an open GGUF file, or `CHATML` (``is_fallback``) for a file without a template.
 
         Args:
             file: the model file.
             tokenizer: the tokenizer of the same file.
-            name: one of its named templates (``tokenizer.chat_template.NAME``), such as ``tool_use``.
+            name: a named template (``tokenizer.chat_template.NAME``), such as ``tool_use``.
 
         Raises:
-            TemplateError: the template is not valid, or there is none called ``name``.
+            TemplateError: the template is not valid, or the file has no template called ``name``.
         """
         return cls.compile(TemplateSource.of_file(file, name), tokenizer)
 
     @classmethod
     def compile(cls, source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of a source, or `CHATML` (``is_fallback``) if that has none.
+        """Compile a template source, or `CHATML` (``is_fallback``) if its text is None.
 
         Raises:
             TemplateError: the template is not valid, or too long.
@@ -113,14 +113,14 @@ class ChatTemplate:
         )
 
     def reads(self, name: str) -> bool:
-        """Whether the template reads the variable ``name`` at all, such as ``tools``, or another is used for it."""
+        """Return whether the template, or a named template used for it, reads ``name``, such as ``tools``."""
         return name in self._names or any(USES[each] == name for each in self.named)
 
     def used_for(self, given: Mapping[str, object]) -> ChatTemplate:
-        """The template that renders with these variables: one that is named for them, or this one.
+        """Return the named template for these variables, or this template.
 
         Raises:
-            TemplateError: it is not valid.
+            TemplateError: the named template is not valid.
         """
         for name, text in self.named.items():
             if given.get(USES[name]):
@@ -139,19 +139,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         **variables: object,
     ) -> str:
-        """The prompt for ``messages``.
+        """Return the prompt for ``messages``.
 
         Args:
-            messages: each with a ``role`` and a ``content``: a text, or a list of parts of text.  An assistant
-                message with ``tool_calls`` needs no content.  They reach the template in the form that it understands
-                (`localllm.chat.rendering`).
-            add_generation_prompt: end with what stands before an answer of the assistant.
+            messages: mappings with a ``role`` and a ``content``: a string, or a list of text parts.  An assistant
+                message with ``tool_calls`` needs no content.  Messages are converted to the form that the template
+                supports (`localllm.chat.rendering`).
+            add_generation_prompt: end with the start of the assistant's turn.
             tools: JSON schemas of functions that the model may call.
-            variables: whatever else the template reads (``documents=...``); ``enable_thinking`` is true unless given.
+            variables: further variables of the template (``documents=...``).  ``enable_thinking`` defaults to true.
 
         Raises:
-            TemplateError: a message is malformed; the template refuses the messages (the text has the
-                template's own words), fails, or uses more time or memory than a template can need.
+            TemplateError: a message is malformed; the template rejects the messages (the error quotes the
+                template), fails, or exceeds the limits of time and memory.
         """
         conversation = read_messages(messages)
         if found := [each for message in conversation for each in message.media]:
@@ -167,19 +167,19 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         **variables: object,
     ) -> list[str | Media]:
-        """The prompt for messages with pictures or sounds: its texts, and those between them.
+        """Return the prompt for messages with images or audio, as a list of texts with the media between them.
 
         Args:
-            markers: of each kind what templates of the model's family write for one, which is left out of the
-                result, between what stands around it where the template does not write it.
+            markers: per kind, the marker that templates of the model's family write for a medium, and the text
+                around a marker, which is added if the template does not write it.  The result omits the marker.
 
         Raises:
-            TemplateError: as `render`, or the template has no place for a picture or a sound.
+            TemplateError: as in `render`, or the template does not write a marker for every medium.
         """
         media = [each for message in messages for each in message.media]
         own = {marker: kind for kind, (_, marker, _) in markers.items()}
         pattern = re.compile("|".join(map(re.escape, own)))
-        # A marker that a user writes is text, not a picture.
+        # A marker in user text must not become an image.
         plain = [replace(m, parts=tuple(_set_apart(part, pattern) for part in m.parts)) for m in messages]
         words = {kind: "".join(each) for kind, each in markers.items()}
         texts_of = (["".join(p if isinstance(p, str) else words[p.kind] for p in m.parts)] for m in plain)
@@ -223,9 +223,9 @@ class ChatTemplate:
         except SecurityError as error:
             reason = _short_reason(error)
             raise TemplateError(f"{self._where} was stopped: {reason}; give another template") from error
-        except Exception as error:  # a template is a program of someone else's: it can fail in any way
+        except Exception as error:  # an untrusted program can fail in any way
             raise TemplateError(f"{self._where} failed on these messages: {_short_reason(error)}") from error
-        # Roles that neither chats in general nor this template know: it writes them, or leaves them out.
+        # Unknown roles, which the template writes or omits without an error.
         roles = {message.role for message in conversation} - {"developer"} - _ROLES
         if unknown := sorted(role for role in roles if role not in self.source):
             warn(
@@ -235,7 +235,7 @@ class ChatTemplate:
         return text
 
     def _default_variables(self, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
-        """Variables that callers do not give: the date, and tools as JSON; in llama.cpp's form."""
+        """Return variables with a default, in llama.cpp's format: the date, and tools as JSON."""
         now = datetime.now()
         told = {
             "date_string": now.strftime("%d %b %Y"),  # Llama 3's
@@ -249,7 +249,7 @@ class ChatTemplate:
         return sandbox.render(self._template, {name: _plain(value, name) for name, value in given.items()})
 
     def _attempt(self, inputs: Mapping[str, object]) -> str | None:
-        """The prompt; None if the template fails or refuses."""
+        """Return the prompt; None if the template fails or rejects the messages."""
         try:
             return self._text(inputs)
         except Exception:
@@ -257,14 +257,14 @@ class ChatTemplate:
 
 
 def _rejoined(text: str, markers: Iterable[str]) -> str:
-    """The opposite of `_set_apart`."""
+    """The inverse of `_set_apart`."""
     for marker in markers:
         text = text.replace(marker[:1] + _APART + marker[1:], marker)
     return text
 
 
 def _set_apart(part: str | Media, pattern: re.Pattern[str]) -> str | Media:
-    """A text whose markers are none."""
+    """Return the part with broken-up markers, so that they stay text."""
     return pattern.sub(lambda m: m[0][:1] + _APART + m[0][1:], part) if isinstance(part, str) else part
 
 
@@ -276,10 +276,9 @@ def encode_chat(
     tools: Sequence[Mapping[str, object]] | None = None,
     **variables: Any,
 ) -> list[int]:
-    """The token ids of the prompt for ``messages``, with the one BOS that the model expects.
+    """Return the token ids of the prompt for ``messages``, with exactly one BOS if the model requires it.
 
-    Templates may or may not write BOS; either way there is one if the model asks for it, and EOS, which would end the
-    conversation, is not added.
+    It does not matter whether the template writes BOS.  EOS is not added, because it would end the conversation.
     """
     if isinstance(messages, Sequence) and not messages:
         raise TemplateError(f"there are no messages to answer: give at least one, such as {EXAMPLE}")
@@ -292,7 +291,7 @@ def _token_text(tokenizer: Tokenizer, token: int | None) -> str:
 
 
 def _short_reason(error: BaseException) -> str:
-    """The message of an error, in one short line: a template can put anything into it."""
+    """Return an error's message as one short line, because a template controls its contents."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     text = str(error.message if isinstance(error, jinja2.TemplateSyntaxError) else error)[:1000]
@@ -301,7 +300,7 @@ def _short_reason(error: BaseException) -> str:
 
 
 def _plain(value: object, where: str) -> object:
-    """``value`` as dicts, lists, strings, numbers, booleans and ``None``, which have no methods of the caller's."""
+    """Convert ``value`` to plain dicts, lists, strings, numbers, booleans and ``None``, without custom methods."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -1,6 +1,6 @@
-"""Where a model's chat template comes from.
+"""The source of a model's chat template.
 
-Apart from `localllm.chat.template`, for jinja2 takes a while to import, and who never chats does not need it.
+A separate module from `localllm.chat.template`, because jinja2 is slow to import and only chats need it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from localllm.errors import TemplateError, path_text, quoted
 from localllm.tokenizer.vocabulary import MetadataFile
 
 _KEY = "tokenizer.chat_template"
-#: What a named template is for: the variable that is given.
+#: Variable for which a named template is used.
 USES = {"tool_use": "tools", "rag": "documents"}
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    text: str | None  # jinja2 text; None if there is none
+    text: str | None  # jinja2 text; None without a template
     where: str = "the chat template given"  # its name in error messages
-    named: Mapping[str, str] = field(default_factory=dict)  # texts of others in the same file, by `USES`' names
+    named: Mapping[str, str] = field(default_factory=dict)  # other templates of the file, by the names in `USES`
 
     @classmethod
     def of_file(cls, file: MetadataFile, name: str | None = None) -> TemplateSource:
-        """The template of an open GGUF file.  ``name``: one of its named templates
-        (``tokenizer.chat_template.NAME``), such as ``tool_use``."""
+        """Return the template of an open GGUF file.
+
+        ``name``: a named template (``tokenizer.chat_template.NAME``), such as ``tool_use``.
+        """
         key = _KEY if name is None else f"{_KEY}.{name}"
         text = file.metadata.get(key)
         if text is None and name is not None:

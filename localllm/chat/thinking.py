@@ -56,7 +56,7 @@ def opening_tag(prompt: str) -> str:
 
 
 def begun(prompt: str, reasoning: str, text: str) -> str:
-    """The beginning of a reply as it follows a prompt; where the prompt opens reasoning, that comes first."""
+    """Return the start of a reply, formatted to follow a prompt.  Reasoning comes first if the prompt opens it."""
     tag = opening_tag(prompt)
     if tag == _MESSAGE and "<|message|>" not in text:
         said = {"analysis": reasoning, "final": text}

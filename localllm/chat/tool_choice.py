@@ -1,4 +1,4 @@
-"""Which tools a model is offered, which one it must call, and the grammar that makes calls follow their schemas."""
+"""Applies ``tool_choice``: the offered tools, forced calls, and the grammar that makes calls follow their schemas."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from localllm.errors import UsageError
 
 Tools = list[dict[str, Any]]
 
-#: How llguidance takes schemas.  JSON is on one line: a model that may write white space between its parts may never
-#: end it.  What llguidance does not know in a schema is a warning, not an error.
+#: llguidance's options for schemas.  JSON is on one line, because a model that may write white space between values
+#: may write it endlessly.  Unknown parts of a schema are warnings, not errors.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 
 
 @dataclass(frozen=True)
 class ChosenTools:
-    offered: Tools  # what the model is told of, as OpenAI's API describes functions
-    forced: Tools  # the model must call one of these; empty where it may answer in words
+    offered: Tools  # tools in the prompt, in OpenAI's format
+    forced: Tools  # the model must call one of these tools; empty if it may answer in text
 
 
 def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
-    """Applies ``tool_choice``, in the form of OpenAI's APIs or of Anthropic's."""
+    """Applies ``tool_choice``, in the format of OpenAI's or Anthropic's API."""
     tools = tools or []
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -73,13 +73,15 @@ def _named(tools: Tools, functions: Sequence[object]) -> Tools:
 
 
 def call_schema(tools: Tools, *, only_strict: bool = False) -> dict[str, Any]:
-    """The JSON schema of a call of one of the tools, ``{"name": …, "arguments": {…}}``.  ``only_strict``: tools that
-    are not ``strict`` take any arguments."""
+    """Return the JSON schema of a call of any of the tools, ``{"name": …, "arguments": {…}}``.
+
+    ``only_strict``: allow any arguments for tools that are not ``strict``.
+    """
     calls = []
     for number, tool in enumerate(tools):
         function = tool["function"]
         parameters = function.get("parameters") if not only_strict or function.get("strict") else None
-        # With an id it is a resource of its own: what it refers to is looked for in it.
+        # With an id the schema is a separate resource, and its references are resolved inside it.
         arguments = {"$id": f"tool{number}", "type": "object", **(parameters or {})}
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         fixed = {"required": ["name", "arguments"], "additionalProperties": False}
@@ -88,7 +90,7 @@ def call_schema(tools: Tools, *, only_strict: bool = False) -> dict[str, Any]:
 
 
 def calls_grammar(tools: Tools) -> str:
-    """In Lark's notation: any text, in which what stands between the tags of calls is a call."""
+    """Return a Lark grammar for any text.  The text between tags of calls must be a valid call."""
     schema = json.dumps({"x-guidance": JSON_OPTIONS, **call_schema(tools, only_strict=True)})
     return (
         "start: call* TEXT\n"

@@ -1,4 +1,4 @@
-"""How values of the command line are read: each takes a word, and raises `argparse.ArgumentTypeError`."""
+"""Parsers of command-line values.  They raise `argparse.ArgumentTypeError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localllm.options.declared import CheckedOptions, Option, declared
 
 
 def model_file(text: str) -> str:
-    """A model's name: a path, or ORG/REPO[:…], or the address of one on the hub."""
+    """Parse a model's name: a path, ORG/REPO[:…], or a URL of the hub."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: name a GGUF file")
     if re.match(r"\w+://|www\.", text) and not os.path.exists(text):
@@ -33,7 +33,7 @@ def model_file(text: str) -> str:
 
 
 def text_file(path: str) -> str:
-    from localllm.files import read_text  # imported here: few command lines name one
+    from localllm.files import read_text  # imported here because few command lines name a file
 
     try:
         return read_text(path)
@@ -42,7 +42,7 @@ def text_file(path: str) -> str:
 
 
 def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
-    """Reads whole numbers from ``least`` on, which ``words`` describe."""
+    """Return a parser of whole numbers of at least ``least``.  ``words`` describes them in errors."""
     range_ = f"of at least {least}" if below == math.inf else f"from {least} to {below - 1}"
     words = words or f"a whole number {range_}"
 
@@ -56,7 +56,7 @@ def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[
 
 
 def reader(option: Option) -> Callable[[str], Any]:
-    """Reads values of an option; -1 is llama.cpp's way to leave it open, where that is possible."""
+    """Return a parser of an option's values.  -1, llama.cpp's "unset", is accepted if the option has a default."""
     leave_out = f"; leave it out for the default: {option.none}" if option.none else ""
 
     def read(text: str) -> Any:
@@ -65,7 +65,7 @@ def reader(option: Option) -> Callable[[str], Any]:
         try:
             if option.kind.read(value := option.kind.parse(text)) is not None:
                 return value
-        except UsageError as error:  # which says more
+        except UsageError as error:  # its message is more precise
             raise argparse.ArgumentTypeError(str(error)) from None
         except ValueError:
             pass
@@ -75,17 +75,17 @@ def reader(option: Option) -> Callable[[str], Any]:
 
 
 def draft_count(text: str) -> Any:
-    """A number of drafts, or "always"."""
+    """Parse a number of drafts, or "always"."""
     return text if text == "always" else reader(declared(CheckedOptions)["draft_max"])(text)
 
 
 def token_limit(text: str) -> int | None:
-    """A number of tokens; -1 and -2 are llama.cpp's "no limit" and "until the context is full"."""
+    """Parse a number of tokens; -1 and -2 are llama.cpp's "no limit" and "until the context is full"."""
     return None if text in ("-1", "-2") else whole(0, "a whole number of at least 0, or -1 for no limit")(text)
 
 
 def layers(text: str) -> int | None:
-    """A number of layers; -1 and "auto" are as many as fit, and "all" is more than a model has."""
+    """Parse a number of layers.  -1 and "auto" mean the largest number that fits, "all" means every layer."""
     if text in ("auto", "-1"):
         return None
     return 1 << 20 if text == "all" else whole(0, "one whole number of at least 0, 'auto' or 'all'")(text)
@@ -99,7 +99,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between them."""
+    """Parse whole numbers separated by commas."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -107,7 +107,7 @@ def numbers(text: str) -> list[int]:
 
 
 def logit_bias(text: str) -> tuple[int, float]:
-    """A token id and what is added to its logit: ``15043+1``."""
+    """Parse a token id and its bias: ``15043+1``."""
     for sign in "+-":
         id_, found, bias = text.partition(sign)
         if found:
@@ -118,7 +118,7 @@ def logit_bias(text: str) -> tuple[int, float]:
 
 
 def share(text: str) -> tuple[Path, float]:
-    """The path of an adapter, and how much of it: PATH[=X]."""
+    """Parse the path of an adapter and its scale: PATH[=X]."""
     path, equals, number = text.rpartition("=")
     if not equals:
         return Path(text), 1.0
@@ -129,7 +129,7 @@ def share(text: str) -> tuple[Path, float]:
 
 
 def size(text: str) -> int:
-    """Bytes: a number and B, KB, MB or GB."""
+    """Parse a number of bytes with the unit B, KB, MB or GB."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]?)B?", text.upper())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4.2GB or 700MB")
@@ -144,7 +144,7 @@ def divergence(text: str) -> float:
 
 
 def override(text: str) -> tuple[str, str]:
-    """A pattern of names and a type: REGEX=TYPE."""
+    """Parse a pattern of tensor names and a type: REGEX=TYPE."""
     pattern, equals, type = text.rpartition("=")
     if not equals or not pattern or not type:
         raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TYPE, such as ffn_down=Q6_K")

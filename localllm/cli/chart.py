@@ -1,4 +1,4 @@
-"""Size against loss, both logarithmic, drawn in the terminal or as an SVG file."""
+"""Charts of loss over file size with logarithmic axes, for the terminal or as an SVG file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from localllm.errors import UsageError
 
 #: Size of the drawing in a terminal, in characters.
 _COLUMNS, _LINES = 60, 10
-#: Of the SVG file and of the margins left and right, above and below, in pixels.
+#: Size of the SVG file and its margins, in pixels.
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 400, 70, 30, 40, 50
 _COLOURS = ("#2a6fbb", "#c8501e", "#2f8f4e", "#8a4fb3")
 
 
 class Point(NamedTuple):
-    """A file: its bytes, what it loses, and its name."""
+    """A file's size in bytes, loss and name."""
 
     size: float
     loss: float
@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 class _Field:
-    """Where points lie, from 0 to 1, in a field that they all fit in."""
+    """Scales points to coordinates from 0 to 1."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         sizes, losses = [math.log(p.size) for p in points], [math.log(p.loss) for p in points]
@@ -39,12 +39,12 @@ class _Field:
 
 
 def point_label(i: int) -> str:
-    """The label of the i-th file in `text_chart`."""
+    """Return the label of the i-th file in `text_chart`."""
     return chr(ord("a") + i % 26)
 
 
 def text_chart(points: Sequence[Point]) -> list[str]:
-    """Lines for a terminal, with the `point_label` of each point; none where there is nothing to compare."""
+    """Return a chart as lines for a terminal, with a `point_label` per point; empty if it would be trivial."""
     drawable = [point for point in points if point.size > 0 < point.loss]
     if len(drawable) < 2:
         return []
@@ -61,7 +61,7 @@ def text_chart(points: Sequence[Point]) -> list[str]:
 
 
 def svg_chart(series: dict[str, Sequence[Point]]) -> str:
-    """An SVG document; several series are drawn as lines, with their names, and one as points alone."""
+    """Return an SVG document.  Several series are drawn as named lines, a single series as points."""
     from html import escape  # imported here: `localllm --help` reads every command
 
     drawable = [point for points in series.values() for point in points if point.size > 0 < point.loss]
@@ -104,7 +104,7 @@ def svg_chart(series: dict[str, Sequence[Point]]) -> str:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, between two numbers whose logarithms are given."""
+    """Return 1, 2 and 5 times powers of ten between ``low`` and ``high``, which are logarithms."""
     powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
     numbers = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
     return [number for number in numbers if low <= math.log(number) <= high]

@@ -1,4 +1,4 @@
-"""Starts the chat: chooses model and conversation, and runs the app or the plain line mode."""
+"""Starts the chat: selects model and conversation, and runs the app or the plain line mode."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-#: Seconds that what is not saved yet is tried to be saved when the program ends.
+#: Maximum seconds to retry saving when the program ends.
 _FLUSH_SECONDS = 5.0
 
 
@@ -54,7 +54,7 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
     defaults = apply_settings(arguments)
     conversation = _conversation(arguments, store, notices)
     is_new = not len(conversation)
-    # A chat goes on as it was, but for what the command line says.
+    # A chat keeps its settings, unless the command line changes them.
     settings, more = _settings(arguments, defaults if is_new else Settings())
     model = "" if arguments.model is None else str(arguments.model)
     if names_model or is_new:
@@ -114,7 +114,7 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    """Chats as the command line asks; returns the exit code."""
+    """Runs the chat of a command line, and returns the exit code."""
     if arguments.list_chats:
         return _list_chats()
     notices: list[str] = []
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int | None:
 
 
 def is_here(model: str, folders: Iterable[Path]) -> bool:
-    """Whether the model of a chat, as a command takes it, is on this machine; an empty name is the demo model."""
+    """Return whether a chat's model is on this machine.  An empty name is the demo model."""
     try:
         path = model_path(model or None, folders)
     except LocalLLMError:
@@ -143,7 +143,7 @@ def is_here(model: str, folders: Iterable[Path]) -> bool:
 
 
 def _save_unsaved(sessions: list[ChatSession]) -> None:
-    """Saves what could not be saved while the chats ran, as where another program had locked the file."""
+    """Saves messages that could not be saved earlier, for example because another program had locked the file."""
     for session in sessions:
         if (reason := session.saver.flush(_FLUSH_SECONDS)) is not None:
             warn(f"the end of the chat {session.conversation.title!r} could not be saved: {reason}")
@@ -155,7 +155,7 @@ def _print_how_to_continue(session: ChatSession) -> None:
 
 
 def _list_chats() -> int:
-    """Prints the chats that are kept, the ones that were talked in last first."""
+    """Prints the saved chats, most recently used first."""
     with closing(Store(default_path())) as store:
         found = store.sessions()
     if not found:
@@ -168,7 +168,7 @@ def _list_chats() -> int:
 
 
 def _app() -> Any:
-    """The module of the app, which is not imported for the plain chat."""
+    """Import the app's module, which the plain chat does not need."""
     try:
         from localllm.tui import app
     except ModuleNotFoundError as error:
@@ -205,7 +205,7 @@ def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatS
 
 
 def _question(arguments: argparse.Namespace) -> str:
-    """The first message: the second word, or the first one if it is several and the name of no file."""
+    """Return the first message: the second word, or the first word if it contains spaces and is not a file."""
     model, question = arguments.model, arguments.question
     if question is None and model and len(model.split()) > 1 and not os.path.lexists(model) and model[-5:] != ".gguf":
         arguments.model, question = None, model
@@ -215,9 +215,9 @@ def _question(arguments: argparse.Namespace) -> str:
 
 
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the command line: those stored with the chat, and those that are not."""
+    """Return the command line's settings that are stored with the chat, and the other settings."""
     given = generation_options(arguments, defaults)
-    CheckedOptions.of(given)  # complains before a model is loaded for nothing
+    CheckedOptions.of(given)  # raises errors before the model is loaded
     given["stop"] = list(given["stop"])
     unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False, "max_tokens": None}
     given = {name: value for name, value in given.items() if name not in unset or value != unset[name]}
@@ -247,7 +247,7 @@ def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str
 
 
 def list_models(folders: Sequence[Path], device: str) -> Iterator[ModelEntry]:
-    """The models on this machine, with what is known of them; reads the headers of those that are new."""
+    """Yield the models on this machine with their properties.  Reads the headers of new files."""
     demo = demo_model()
     models = [*find_models(folders).models, *([] if demo is None else [demo])]
     available = available_memory() + gpu_memory(device)

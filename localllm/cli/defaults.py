@@ -1,4 +1,4 @@
-"""Defaults of the command line, from the settings file and the program's own."""
+"""Defaults of the command line, from the settings file and the program."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from localllm.files import read_text
 from localllm.options.declared import LoadOptions, declared
 from localllm.options.settings import Settings, load_settings, settings_path
 
-#: The settings that are defaults of flags of the same names, in every command that has these.
+#: Settings that are defaults of the flags of the same name, in every command with such a flag.
 _FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() if option.is_setting))
-#: Those of them that hold for the device beside them alone.
+#: Settings that apply only to the ``device`` in the same file.
 _WITH_DEVICE = ("n_gpu_layers", "tensor_split", "split_mode")
 
 
 def apply_settings(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Settings:
-    """Fills in what the command line did not say, but for ``skip``, and finds the files of the models that it named.
+    """Sets missing arguments except ``skip`` from the settings, and finds the files of named models.
 
-    ``arguments.from_settings`` tells what error texts call those that the settings file gave, or a file.
+    ``arguments.from_settings`` contains names for error messages, of arguments that come from the settings or a file.
     """
     settings = load_settings()
     given = vars(arguments)
@@ -45,12 +45,12 @@ def apply_settings(arguments: argparse.Namespace, *, skip: Collection[str] = ())
 
 
 def _ignore_layers(arguments: argparse.Namespace) -> None:
-    """Says that there is no GPU for the layers that should go there, where none was insisted on."""
+    """Warns that ``n_gpu_layers`` has no effect without a GPU, unless the device is a GPU."""
     given = vars(arguments)
     device = str(given.get("device"))
     for name, flag in (("n_gpu_layers", "-ngl"), ("tensor_split", "--tensor-split"), ("split_mode", "-sm")):
         if given.get(name) and not device.lower().startswith(("cuda", "gpu")):
-            from localllm.loading.devices import gpu_memory  # imported here: most command lines name no layers
+            from localllm.loading.devices import gpu_memory  # imported here because it is rarely used
 
             if not gpu_memory(device):
                 setattr(arguments, name, None)
@@ -60,7 +60,7 @@ def _ignore_layers(arguments: argparse.Namespace) -> None:
 
 
 def model_file(given: Mapping[str, Any], settings: Settings) -> str | Path | None:
-    """The file of the model that a command line names, downloaded if it says so; None for the demo model."""
+    """Return the file of the command line's model, downloaded for -hf; None for the demo model."""
     name, file = given["model"], given.get("hub_file")
     if file is not None and name is not None:
         name = f"{name}:{file}"
@@ -80,14 +80,14 @@ def model_file(given: Mapping[str, Any], settings: Settings) -> str | Path | Non
 
 
 def load_options(arguments: argparse.Namespace, path: str | Path | None, **more: Any) -> dict[str, Any]:
-    """The keywords of `localllm.load` of a command line, and ``more``; a context of 0 is the model's own."""
+    """Return a command line's keywords of `localllm.load`, and ``more``.  Context 0 is the training context."""
     given = {name: value for name, value in vars(arguments).items() if name in declared(LoadOptions)} | more
     if "chat_template" in given:
         given["chat_template"] = chat_template(arguments)
     given["adapters"] = {str(adapter): adapter for adapter, _ in vars(arguments).get("lora", ())}
-    given.setdefault("mmproj", False)  # without the flag there is nothing to see
+    given.setdefault("mmproj", False)  # without images and audio no encoder is needed
     if given.get("context") == 0:
-        # Imported here: it takes as long as reading the file does.
+        # Imported here because the import takes as long as reading the file.
         from localllm.library.demo import demo_path
         from localllm.library.find import trained_context
 
@@ -109,7 +109,7 @@ def chat_template(arguments: argparse.Namespace) -> str | None:
         return without_line_end(read_text(arguments.chat_template_file, "the chat template file"))
     if text is None or "{" in text:
         return text
-    from localllm.chat.built_in_templates import NAMES, built_in  # imported here: most use the file's template
+    from localllm.chat.built_in_templates import NAMES, built_in  # imported here because it is rarely used
 
     if (found := built_in(text)) is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Flags and commands of other programs, translated into ours."""
+"""Flags and commands of other programs, translated to localllm's."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ON_STDERR = "messages go to standard error, and -q leaves them out"
 _IN_FILE = "it is read from the file; leave it out"
 _DRAFT_TOO = "the draft model runs with the options of the model"
 
-#: Values of flags that may stand alone: -fa, and -fa on.
+#: Values of flags whose value is optional: -fa, and -fa on.
 _SWITCH = re.compile(r"(on|off|auto|true|false|[01])(,(on|off|auto|[01]))*")
 
-#: Flags that change nothing here: how many values they have ("?" is one of `_SWITCH`, or none), and why.
+#: Flags without effect, with the number of their values ("?" is an optional `_SWITCH`) and the reason.
 NO_EFFECT = split_names(
     {
         "-fa --flash-attn --flash-attention": ("?", "attention is always computed this way"),
@@ -131,7 +131,7 @@ ABSENT = split_names(
     }
 )
 
-#: Commands of other programs that have no like here, and what to do.
+#: Commands of other programs without an equivalent, with advice.
 OTHER_COMMANDS = split_names(
     {
         "create": "a GGUF file needs no Modelfile: name it with -m, and keep settings with localllm config set",
@@ -170,7 +170,7 @@ def in_our_command(line: Sequence[str]) -> list[str]:
 
 
 def _answering_once(rest: Sequence[str]) -> list[str] | None:
-    """The command line of ``ollama run`` with a prompt, which it answers once; None where it begins a chat."""
+    """Return the command line for ``ollama run`` with a prompt, which is answered once; None for a chat."""
     parser = parser_of("generate")
     try:
         line, _, _ = in_our_flags("generate", rest, parser.flags)
@@ -187,23 +187,25 @@ def _answering_once(rest: Sequence[str]) -> list[str] | None:
 
 
 def _line(*words: str) -> str:
-    """A command line to copy; long words are cut."""
+    """Return a command line to copy.  Long words are shortened."""
     return join_command(["localllm", *(word if len(word) <= 60 else f"{word[:57]}..." for word in words)])
 
 
 def in_our_flags(
     command: str, line: Sequence[str], known: Collection[str]
 ) -> tuple[list[str], str | None, dict[str, str]]:
-    """A command line with the flags of other programs in ours, and without those that change nothing here.  ``line``:
-    what follows the command's name.  Returns the line, a warning of what was left out, if anything was, and what was
-    typed for some of our flags."""
+    """Translate flags of other programs, and remove flags without effect.
+
+    ``line`` is the command line after the command's name.  Returns the new line, an optional warning about removed
+    flags, and the typed flags of other programs by localllm's flag.
+    """
     ours, rest = list[str](), list(line)
     left_out: dict[str, str] = {}
     typed: dict[str, str] = {}
     while rest and rest[0] != "--":
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
-        if equals and value == "--":  # of which argparse makes an empty list
+        if equals and value == "--":  # argparse converts it to an empty list
             raise UsageError(f"{flag} is '--', which is not a value: leave it out, or give one")
         if flag not in known and flag.startswith("--"):
             flag = flag.replace("_", "-")
@@ -221,7 +223,7 @@ def in_our_flags(
         elif flag[:2] in known and flag[2:3].isdigit():  # a short flag with a number, as -t4: -np is not -n p
             ours.append(word)
         else:
-            # argparse would complain of the value behind it first.
+            # argparse would first report the value after the flag.
             raise UsageError(_unknown_flag(flag, known, [command, *ours, word, *rest]))
     if not left_out:
         return ours + rest, None, typed
@@ -231,7 +233,7 @@ def in_our_flags(
 
 
 def _unknown_flag(flag: str, known: Collection[str], line: list[str]) -> str:
-    """A sentence on a flag that nothing is known of, with the whole line as it was meant."""
+    """Return the message for an unknown flag, with a corrected command line."""
     meant = f"-{flag}" if f"-{flag}" in known else nearest(flag, known)
     if meant is None:
         return f"there is no flag {flag} (localllm {line[0]} --help shows what there is)"
@@ -240,7 +242,7 @@ def _unknown_flag(flag: str, known: Collection[str], line: list[str]) -> str:
 
 
 def assign_words(words: Sequence[str], arguments: Any) -> None:
-    """Takes words that stand alone, where it is clear what they are for: a prompt, and a number of threads."""
+    """Assigns positional words whose purpose is clear: a prompt, and a number of threads."""
     given = vars(arguments)
     command, model, (first, *more) = given["command"], given.get("model"), words
     if command != "generate":
@@ -257,6 +259,6 @@ def assign_words(words: Sequence[str], arguments: Any) -> None:
 
 
 def nearest(word: str, words: Collection[str]) -> str | None:
-    """The word that was meant: one that differs in a letter or two; None if there is none."""
+    """Return the word that differs in one or two letters; None if no word is similar."""
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return near[0] if near and len(word) > 3 else None

@@ -4,13 +4,13 @@ import os
 import signal
 from typing import NoReturn
 
-#: What `main` of a command line returns after Ctrl-C, and what shells report of a program that SIGINT ended.
+#: Result of `main` after Ctrl-C, and the exit code that shells report for a program ended by SIGINT.
 INTERRUPTED = 130
 
 
 def end_at_once(*_: object) -> NoReturn:
-    """Ends the process by SIGINT, so that a script or a loop of the shell that runs it ends too."""
+    """Ends the process by SIGINT, so that the shell also ends its script or loop."""
     if os.name == "posix":
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    os._exit(INTERRUPTED)  # where signals are others, or this one is blocked
+    os._exit(INTERRUPTED)  # on systems with other signals, or if SIGINT is blocked

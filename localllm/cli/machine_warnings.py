@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from localllm.kernels.cpu.host import OTHER_CPUS
 
-#: How much the machine's speed may change before figures mean little.
+#: Maximum ratio of the machine's highest to lowest speed in a reliable measurement.
 _SCATTER = 1.5
 
 
 def too_many_threads(threads: int) -> str | None:
-    """A warning of more threads than processors, if there are."""
+    """Return a warning if there are more threads than processors, otherwise None."""
     from localllm.kernels.cpu.host import usable_cpus
 
     cpus = usable_cpus()
@@ -19,8 +19,10 @@ def too_many_threads(threads: int) -> str | None:
 
 
 def disturbance(other_cpus: float, scatter: float) -> str | None:
-    """Why figures mean little, if they do.  ``other_cpus``: see `localllm.kernels.cpu.host.OtherLoad`; ``scatter``:
-    the fastest that the machine was, divided by the slowest."""
+    """Return the reason if measurements are unreliable, otherwise None.
+
+    ``other_cpus``: see `localllm.kernels.cpu.host.OtherLoad`.  ``scatter``: highest speed divided by lowest speed.
+    """
     causes = []
     if other_cpus > OTHER_CPUS:
         causes.append(f"other programs kept {other_cpus:.1f} processors busy")

@@ -1,9 +1,9 @@
-"""The command ``localllm``: reads the command line, runs one command, and turns whatever ends it into an exit code.
+"""The command ``localllm``: parses the command line, runs one command, and converts errors to an exit code.
 
-What a command needs is imported when it runs, so that ``localllm --help`` does not wait for numpy.
+Commands import their modules when they run, so that ``localllm --help`` does not wait for numpy.
 
-Exit codes: 0 done; 1 it could not be done; 2 the command line is at fault.  Ctrl-C ends the
-process by SIGINT, which shells report as 130.
+Exit codes: 0 success; 1 failure; 2 invalid command line.  Ctrl-C ends the process by SIGINT, which shells report as
+130.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from localllm.kernels.cpu.host import MIN_ADDRESS_SPACE, address_space_limit, me
 from localllm.options.declared import in_flags
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
-#: What a shell reports of a program that wrote into a closed pipe (128 + SIGPIPE).
+#: Exit code that shells report for a program that wrote to a closed pipe (128 + SIGPIPE).
 BROKEN_PIPE = 141
 
-#: What the system says where a file cannot grow: the disk is full, or the user's part of it, or a limit is reached.
+#: Error numbers if a file cannot grow: disk full, quota exceeded, or size limit reached.
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
-#: Characters of an error's sentence that are shown, more than the longest path has.
+#: Maximum characters of an error message, more than the longest path.
 _MAX_SHOWN = 6000
 
-#: Environment variable that makes errors show where they happened.
+#: Environment variable that adds tracebacks to errors.
 DEBUG_VARIABLE = "LOCALLLM_DEBUG"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns the exit code.  ``argv``: without the program's name; by default the process's
-    own."""
+    """Runs a command line, and returns the exit code.
+
+    ``argv`` omits the program's name.  It defaults to the arguments of the process.
+    """
     prepare_streams()
     if argv is not None:
         return _main(list(argv))
@@ -66,9 +68,9 @@ def _main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[None]:
-    """In a process of our own Ctrl-C ends the command in order, and another one at once, both by SIGINT."""
+    """Handle Ctrl-C: the first ends the command cleanly, the second immediately, both by SIGINT."""
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, end_at_once):
-        # It is ignored, or somebody else's.
+        # SIGINT is ignored, or has another program's handler.
         yield
         return
     signal.signal(signal.SIGINT, _interrupt)
@@ -91,7 +93,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
-    """Ends the process by an interrupt that came in a finaliser or a callback, where Python drops exceptions."""
+    """Ends the process after an interrupt in a finaliser or callback, where Python drops exceptions."""
     if isinstance(dropped.exc_value, KeyboardInterrupt):
         end_at_once()
     sys.__unraisablehook__(dropped)
@@ -105,7 +107,7 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
 
 
 def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Reads a command line into ``arguments``."""
+    """Parses a command line into ``arguments``."""
     if not argv or argv[0] == "help":
         argv = [*argv[1:2], "--help"]
     if "--list-devices" in argv:
@@ -125,7 +127,7 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
     if notice is not None and not getattr(arguments, "quiet", False):
         warn(notice)
     if hasattr(arguments, "presets") and isinstance(arguments.__dict__.get("model"), str):
-        from localllm.cli.presets import apply_preset, preset_of  # imported here: most commands have no models
+        from localllm.cli.presets import apply_preset, preset_of  # imported here because most commands need no model
 
         if (preset := preset_of(arguments.model, arguments.presets)) is not None:
             apply_preset(parser, arguments, preset, arguments.model)
@@ -133,16 +135,18 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
 
 
 def _failure(error: BaseException, debug: bool, from_settings: Mapping[str, str]) -> int:
-    """Says in one line what ended the command; returns the exit code.  ``from_settings``: see
-    `localllm.cli.defaults.apply_settings`."""
+    """Prints the error that ended the command in one line, and returns the exit code.
+
+    ``from_settings``: see `localllm.cli.defaults.apply_settings`.
+    """
     try:
         _flush()
-    except (OSError, ValueError):  # the reader is gone, the disk is full, or the stream was closed
+    except (OSError, ValueError):  # the pipe or stream is closed, or the disk is full
         discard(sys.stdout)
     if isinstance(error, SystemExit):  # --help, --version
         return error.code if isinstance(error.code, int) else FAILED
     was_interrupted = signal.getsignal(signal.SIGINT) is end_at_once
-    # numpy makes an ImportError of an interrupt while it is imported.
+    # numpy converts an interrupt during its import to an ImportError.
     if isinstance(error, KeyboardInterrupt) or was_interrupted:
         if was_interrupted:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the interpreter's end no handler works
@@ -161,7 +165,7 @@ def _failure(error: BaseException, debug: bool, from_settings: Mapping[str, str]
     return BAD_USAGE if isinstance(error, UsageError) else FAILED
 
 
-#: The settings that an error may come from, where it does not name them.
+#: Settings that may have caused an error which does not name them.
 _CAUSES = (
     (DeviceError, ("device",)),
     (NotEnoughMemoryError, ("context", "n_gpu_layers", "tensor_split")),
@@ -182,7 +186,7 @@ def _sentence(error: BaseException, from_settings: Mapping[str, str]) -> str:
         what = f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v)"
         return f"{what}, which is too little to start in: raise the limit to {MIN_ADDRESS_SPACE >> 10} or more"
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
-        # Of all that is written only the result cannot be done without.
+        # Only the result on standard output is essential.
         return f"standard output cannot be written ({error.strerror}): make room where it goes, or send it elsewhere"
     if isinstance(error, OSError):
         return f"the system refused: {error}"
@@ -191,7 +195,7 @@ def _sentence(error: BaseException, from_settings: Mapping[str, str]) -> str:
 
 
 def _end_line() -> None:
-    """After ^C on a terminal: what comes next begins on a line of its own."""
+    """Start a new line after ^C on a terminal."""
     for stream in (sys.stderr, sys.stdout):
         if is_terminal(stream):
             with contextlib.suppress(OSError):
@@ -200,14 +204,14 @@ def _end_line() -> None:
 
 
 def _flush() -> None:
-    """Writes out what stdout holds back: here a failure is still reported, at the interpreter's end it is not."""
+    """Flush stdout.  A failure is reported here, but not at the interpreter's end."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def _one_line_warnings() -> Iterator[None]:
-    """Shows warnings as messages of the program, not as places in its source."""
+    """Show warnings as messages of the program, without source lines."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         warn(message.worded(in_flags) if isinstance(message, Notice) else str(message))

@@ -1,4 +1,4 @@
-"""The command line's grammar: rows of commands and flags, and the parsers that are made of them."""
+"""The command line's grammar: declarations of commands and flags, and the parsers built from them."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from localllm.version import __version__
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-#: The help of a flag that it does not list.
+#: The help of a flag that is not listed.
 HIDDEN = argparse.SUPPRESS
 
-#: Left out where it is not given, and not None.
+#: Default of a flag whose attribute is missing, not None, unless the flag is given.
 LEFT_OUT = argparse.SUPPRESS
 
-#: The commands that people need first; the others follow in the order of the alphabet.
+#: The most important commands.  The others follow in alphabetical order.
 _FIRST = ("generate", "chat", "serve", "models", "pull")
 
 
 class Flag(NamedTuple):
-    """A flag, or a word that stands alone: names and keywords of argparse's ``add_argument``."""
+    """A flag or positional argument: names and keywords of argparse's ``add_argument``."""
 
     names: Sequence[str]
     keywords: Mapping[str, Any]
 
 
-#: Flags, titles of those that follow, and lists of flags of which at most one is given.
+#: Flags, titles of the following flags, and lists of mutually exclusive flags.
 Flags = Sequence["Flag | str | list[Flag]"]
 
 
 class Positionals(NamedTuple):
-    """Words that stand alone: what each sets that no flag has set, in their order."""
+    """Positional arguments.  They set the arguments that no flag has set, in order."""
 
     shown: str  # the words in the help
     help: str
-    names: Sequence[str]  # the arguments that they set, of which the first ``n_needed`` must be given
+    names: Sequence[str]  # the arguments that they set; the first ``n_needed`` are required
     n_needed: int = 0
 
 
@@ -54,18 +54,21 @@ class Positionals(NamedTuple):
 class Command:
     """A command of the command line, as its file in `localllm.cli.commands` declares it."""
 
-    usage: str  # what follows its name
-    summary: str  # what it does, in a few words
+    usage: str  # text after the command's name
+    summary: str  # a short description
     flags: Flags
-    run: Callable[[argparse.Namespace], int | None]  # does it; returns the exit code, None for 0
+    run: Callable[[argparse.Namespace], int | None]  # runs the command; returns the exit code, None for 0
     details: str = ""  # paragraphs below the flags in its help
     words: Positionals | None = None
-    aliases: str = ""  # what other programs call it, with spaces between
+    aliases: str = ""  # names in other programs, separated by spaces
 
 
 def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more: Any) -> Flag:
-    """A flag as its help shows it: "-t --threads N", or without a value a switch; "texts TEXT" is a word.  ``read``:
-    makes a value of what was typed; ``more``: keywords of argparse's ``add_argument``; its help tells the default."""
+    """Declare a flag in the notation of the help: "-t --threads N", without a value a switch.
+
+    "texts TEXT" is a positional argument.  ``read`` parses the value.  ``more``: keywords of argparse's
+    ``add_argument``; a default is added to the help.
+    """
     *flags, last = names.split()
     default = more.get("default")
     if help != HIDDEN and default not in (None, LEFT_OUT, "", {}):
@@ -77,7 +80,7 @@ def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more
 
 
 def several(names: str, help: str, read: Callable[[str], Any] | None = None, **more: Any) -> Flag:
-    """A flag that may be given several times."""
+    """Declare a flag that may be given several times."""
     help = help if help == HIDDEN else f"{help}; may be given several times"
     names_, keywords = flag(names, help, read, **more)
     return Flag(names_, {"default": [], **keywords} | {"action": "append"})
@@ -94,12 +97,12 @@ def command_of(name: str) -> Command:
 
 
 def command_aliases() -> dict[str, str]:
-    """The names of commands by what other programs call them."""
+    """Return the names of commands by their aliases from other programs."""
     return {alias: name for name in command_names() for alias in command_of(name).aliases.split()}
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command, whose complaints are `UsageError`, like any other."""
+    """The parser of a command.  It reports errors as `UsageError`."""
 
     def __init__(self, name: str, command: Command) -> None:
         summary = command.summary
@@ -111,7 +114,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
-        # typed: another program's flag that was typed, by the flag of ours that stands for it
+        # typed: flags of other programs that the user typed, by localllm's flag
         self.command, self.typed = command, dict[str, str]()
         if (words := command.words) is not None:
             self.add_argument("words", nargs="*", metavar=words.shown, help=words.help)
@@ -125,7 +128,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def name_of(self) -> dict[str, str]:
-        """The argument that each flag sets."""
+        """The argument's name by flag."""
         return {flag: action.dest for flag, action in self._option_string_actions.items()}
 
     def error(self, message: str) -> NoReturn:
@@ -134,14 +137,14 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help shows what there is)")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Prints help or the version; argparse's own lets errors of writing pass."""
+        """Prints help or the version.  argparse's method ignores errors of writing."""
         if file is None or file is not sys.stdout:
             super()._print_message(message, file)
         else:
             print(message, end="", file=file, flush=True)
 
     def assign_positionals(self, words: Sequence[str], arguments: argparse.Namespace) -> None:
-        """Gives words that stand alone the names that the command has for them."""
+        """Assigns positional words to the command's arguments."""
         assert self.command.words is not None
         _, _, known, n_needed = self.command.words
         given = vars(arguments)
@@ -163,13 +166,13 @@ class Parser(argparse.ArgumentParser):
             setattr(arguments, name, None)
 
 
-#: Meanings of words that flags can give too, and readers of words.
+#: Descriptions of positional arguments that flags can set too.
 _MEANINGS = {"model": "the model", "output": "the file to write"}
 _READERS: dict[str, Callable[[str], Any]] = {"model": model_file, "output": Path, "threads": whole(0)}
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help with room for long flags, and with the line breaks of the text at its end."""
+    """A formatter with wide columns for long flags, which preserves line breaks of the text at the end."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -194,7 +197,7 @@ def parser_of(name: str) -> Parser:
 
 
 def main_parser() -> argparse.ArgumentParser:
-    """The parser of a line without a command; its help lists the commands."""
+    """Return the parser of a line without a command.  Its help lists the commands."""
     parser = argparse.ArgumentParser("localllm", description="Run large language models on your own computer.")
     parser.add_argument("--version", action="version", version=f"localllm {__version__}")
     parser.add_argument("--list-devices", action="store_true", help="list the devices that --device can use here")

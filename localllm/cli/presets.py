@@ -1,9 +1,9 @@
-"""Models with options of their own: a TOML file with a section a model, whose keys are names of flags.
+"""Options per model: a TOML file with a section per model, whose keys are names of flags.
 
 ::
 
     [qwen]
-    model = "qwen2.5-7b-q4_k_m.gguf"    # left out, the section's name
+    model = "qwen2.5-7b-q4_k_m.gguf"    # default: the section's name
     context = 8192
     temperature = 0.6
     lora = ["style.gguf=0.5"]
@@ -25,10 +25,10 @@ from localllm.errors import UsageError, path_text
 from localllm.files import expanded, read_text
 from localllm.options.settings import settings_path
 
-#: Keys whose values name files, which may stand beside the file of presets.
+#: Keys whose values are files.  Relative paths start at the folder of the presets file.
 _FILES = ("model", "mmproj", "draft_model", "lora")
 
-#: Groups and flags of ``serve`` that hold for the whole server, or name the model.
+#: Groups and flags of ``serve`` that apply to the whole server, or name the model.
 _OF_THE_SERVER = ("access", "output")
 _NO_KEYS = {"models", "downloads", "presets", "prompts", "quiet", "verbose", "help", "version", "debug"}
 
@@ -42,19 +42,19 @@ def preset_of(name: str, file: Path | None) -> dict[str, Any] | None:
 
 def ollama_preset(name: str) -> dict[str, Any] | None:
     """Return the options of Ollama's model in the form of a section of presets; None if it has no options."""
-    from localllm.library.other_programs import ollama_model  # imported here: most command lines name a path
+    from localllm.library.other_programs import ollama_model  # imported here because most command lines name a path
 
     model = ollama_model(name)
     return None if model is None or not model.options else {"model": name, **model.options}
 
 
 def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
-    """The sections of a file, or of ``models.toml`` beside the settings if there is one, with absolute paths."""
+    """Return the sections of a file, by default ``models.toml`` next to the settings file, with absolute paths."""
     settings = settings_path()
     path = expanded(named) if named is not None else settings and settings.parent / "models.toml"
     if path is None or (named is None and not path.is_file()):
         return {}
-    import tomllib  # imported here: most have no such file
+    import tomllib  # imported here because most users have no such file
 
     where, text = path_text(path), read_text(path, "the file of models")
     try:
@@ -83,7 +83,7 @@ def _resolved(path: Path, value: Any) -> Any:
 
 
 def _keys(parser: Parser) -> Iterator[tuple[str, argparse.Action]]:
-    """Pairs of a key and its flag; keys are the option's name, and the flag's."""
+    """Yield keys with their flags.  A key is the name of an option or of a flag."""
     for action in parser._actions:
         title = getattr(getattr(action, "container", None), "title", None)
         if action.option_strings and title not in _OF_THE_SERVER and action.dest not in _NO_KEYS:
@@ -92,7 +92,7 @@ def _keys(parser: Parser) -> Iterator[tuple[str, argparse.Action]]:
 
 
 def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping[str, Any], name: str) -> None:
-    """Sets what a section says and the command line does not; what only other commands have is left out."""
+    """Sets the arguments of a section, unless the command line sets them.  Ignores flags of other commands."""
     flags, actions = list[str](), dict(reversed(list(_keys(parser))))
     for key, value in section.items():
         action = actions.get(key.replace("-", "_"))

@@ -24,9 +24,10 @@ from localllm.options.types import DEFAULT_DRAFTS
 
 
 def options(cls: type, *names: str, **more: Any) -> list[Flag]:
-    """Flags of options that `localllm.options.declared` has; without names all that have a flag.
+    """Return the flags of options in `localllm.options.declared`, by default of all options that have a flag.
 
-    What is not given is None for those of `LoadOptions`, which the settings file may have, and left out for the rest.
+    The default is None for `LoadOptions`, because the settings file may set them.  Other arguments are missing
+    unless given.
     """
     flags = []
     for name, option in declared(cls).items():
@@ -46,7 +47,7 @@ def options(cls: type, *names: str, **more: Any) -> list[Flag]:
 
 
 class _CacheType(argparse.Action):
-    """Takes a cache's type, or that of keys (a flag that ends in k) or of values (in v) beside the other's."""
+    """Sets the cache type, or only the type of keys (a flag that ends in k) or of values (in v)."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
@@ -59,7 +60,7 @@ class _CacheType(argparse.Action):
 
 
 class _FromFile(argparse.Action):
-    """Takes a text of a file, and has errors blame the flag that named the file."""
+    """Reads text from a file.  Errors mention the flag that named the file."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
@@ -69,7 +70,7 @@ class _FromFile(argparse.Action):
 
 
 class _NamesModel(argparse.Action):
-    """Names the model, which from the hub is downloaded if it is not here."""
+    """Sets the model.  A model of the hub is downloaded if it is not on this machine."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
         if namespace.model is not None:
@@ -90,7 +91,7 @@ MODEL = flag(
     model_file,
     action=_NamesModel,
 )
-#: The model of commands that take it as a word, too.
+#: The model, in commands that also accept it as a positional argument.
 MODEL_OR_WORD = (Flag(MODEL.names, {**MODEL.keywords, "help": HIDDEN}), HUB)
 
 CONTEXT = options(
@@ -120,7 +121,7 @@ CACHE_TYPE = [
 ]
 DEVICE = [*PLACEMENT, *CACHE_TYPE, *options(LoadOptions, "isa")]
 THREADS = options(LoadOptions, "threads")
-#: What lets a model see and hear, in commands in which it can.
+#: Flags for image and audio encoders.
 SEEING = [
     *options(LoadOptions, "mmproj", "image_max_tokens"),
     flag("--no-mmproj", "no encoder of pictures or sounds", dest="mmproj", action="store_const", const=False),
@@ -131,7 +132,7 @@ PRESETS = flag(
     Path,
     dest="presets",
 )
-#: How a model is run.
+#: Flags for running a model.
 RUNNING = [
     *CONTEXT,
     *DEVICE,
@@ -211,15 +212,15 @@ SYSTEM = flag("-sys --system-prompt --system TEXT", "a system message, before th
 JSON = flag("--json", "print one JSON object")
 JSON_AT_END = flag("--json", "print one JSON object at the end")
 QUIET = flag("-q --quiet", "print nothing but errors")
-#: How much generate and chat say.
+#: Verbosity of generate and chat.
 LOUDNESS = [
     flag("-q --quiet", "print nothing but the text and errors"),
     flag("-v --verbose", "print what runs where, how much memory it takes, and all timings"),
 ]
 
-#: The file to write behind a flag, in place of a word.
+#: The output file as a flag, in place of a positional argument.
 OUTPUT = flag("-o --output OUTPUT", "the same as OUTPUT above", Path)
-#: Of commands that write a model.
+#: Flags of commands that write a model.
 DRY_RUN = flag("--dry-run", "show types and sizes, and write nothing")
 REQUANTIZE = flag("--allow-requantize", "requantise tensors that are already quantised")
 WRITING = [

@@ -557,7 +557,7 @@ class Sampling(_Checked):
     logprobs: int | None = _call_option(
         None,
         _whole(0),
-        "log-probabilities of each token and of the N likeliest.  They are the model's, before any of these settings.",
+        "log-probabilities of each token and of the N likeliest.  They are the model's, before all settings here.",
         none="no log-probabilities",
     )
     post_sampling_probs: bool = _call_option(
@@ -591,8 +591,8 @@ class Sampling(_Checked):
     processors: tuple[LogitsProcessor, ...] = _call_option(
         (),
         OptionKind("a tuple of functions", _tuple_of(callable)),
-        "called in order after ``logit_bias``, with the tokens of prompt and reply, int32 [n], and the logits, float32 "
-        "[n_vocab]; they return the new logits",
+        "called in order after ``logit_bias``, with the tokens of prompt and reply, int32 [n], and the logits, "
+        "float32 [n_vocab]; they return the new logits",
     )
 
     def __post_init__(self) -> None:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from localllm.options.declared import CheckedOptions, Sampling, describes
 from localllm.options.types import Overflow, Priority, Progress, Speculate
 
-#: The token ids of prompt and reply (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
-#: -> the new logits (float32 ``[n_vocab]``).
+#: Called with the token ids of prompt and reply (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``,
+#: which may be changed in place).  Returns the new logits (float32 ``[n_vocab]``).
 LogitsProcessor = Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 
 

@@ -40,7 +40,7 @@ PERSON: dict[str, Any] = {
 
 
 def test_settings_that_are_not_grammars_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"^regex and grammar each hold the text to a grammar"):
+    with pytest.raises(UsageError, match=r"^regex and grammar each constrain the text to a grammar"):
         Sampling(regex="a", grammar="start: /a/")
     for schema in ("{", "3", 3, False, [], {"a": object()}, {"const": math.nan}):
         with pytest.raises(UsageError, match=r"^json_schema is .*, but must be a JSON schema: a dict"):
@@ -407,7 +407,7 @@ def test_the_command_line_takes_grammars_as_texts_and_files(
     [
         (["--regex", "a("], "regex cannot be used: unclosed group"),
         (["-j", "{"], "argument -j/--json-schema: '{' is not valid JSON (Expecting"),
-        (["--regex", "a", "--grammar", "b"], "--regex and --grammar each hold the text to a grammar"),
+        (["--regex", "a", "--grammar", "b"], "--regex and --grammar each constrain the text to a grammar"),
         (["-jf", "nowhere.json"], "nowhere.json cannot be read (No such file or directory)"),
     ],
 )
