@@ -39,7 +39,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
         )
     if (config.moe_layers or []) != [*range(step - 1, n, step)] and config.moe_layers is not None:
         raise ModelError(
-            f"config.json has moe_layers = {quoted(config.moe_layers)}, but GGUF files have experts in one of {step} layers"
+            f"config.json has moe_layers = {quoted(config.moe_layers)}, but GGUF files have experts in one of {step} "
+            "layers"
         )
     if not is_plain and config.use_qk_norm != (config.num_local_experts != _MAVERICK):
         raise ModelError(f"config.json has use_qk_norm = {config.use_qk_norm}, but GGUF files mean Llama 4's value")

@@ -35,7 +35,7 @@ HF_MEANT = {"norm_topk_prob": (True,)}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Reorder value heads. Heads with the same key head are adjacent in transformers and interleaved in GGUF files."""
+    """Reorder value heads. Heads with one key head are adjacent in transformers and interleaved in GGUF files."""
     array = delta_net_tensor(name, array)
     if "linear_attn." not in name or name.endswith(".norm.weight"):
         return array

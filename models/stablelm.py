@@ -1,5 +1,5 @@
 """StableLM 1 and 2 (arXiv:2402.17834): LayerNorm, a partial rotation of each head, in some models attention and MLP
-in parallel, and in StableLM 2 12B a LayerNorm of each head; and Orion (arXiv:2401.12246), which has only the LayerNorm.
+in parallel, and in StableLM 2 12B a LayerNorm of each head; and Orion (arXiv:2401.12246), which has only LayerNorm.
 """
 
 from __future__ import annotations

@@ -481,7 +481,7 @@ def test_an_interrupt_stops_it_at_once(plain: Path, json_flag: bool) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert process.returncode == -signal.SIGINT
-    assert err == b""
+    assert all(b"chat template" in line for line in err.splitlines())  # the hint may come after the first text
     assert not (json_flag and out)
 
 

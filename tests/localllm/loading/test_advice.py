@@ -27,7 +27,7 @@ def test_a_limit_above_the_memory_is_not_named() -> None:
 def test_a_checkpoint_is_to_be_converted(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "tiny")
     for path in (folder, next(folder.glob("*.safetensors"))):
-        with pytest.raises(GGUFError, match=f"Hugging Face checkpoint: localllm convert {folder} makes a GGUF file"):
+        with pytest.raises(GGUFError, match=f"Hugging Face checkpoint: localllm convert {folder} converts"):
             localllm.load(path)
     with pytest.raises(GGUFError, match="is a directory: name a"):
         localllm.load(tmp_path)

@@ -57,9 +57,9 @@ def many_scans() -> bytes:
 
 
 def many_segments() -> bytes:
-    """A JPEG file of 5 million comments."""
+    """A JPEG file of 10 million comments."""
     data = file_of(Image.new("RGB", (8, 8)), "JPEG")
-    return data[:2] + 5_000_000 * b"\xff\xfe\x00\x02" + data[2:]
+    return data[:2] + 10_000_000 * b"\xff\xfe\x00\x02" + data[2:]
 
 
 def many_directories() -> bytes:
