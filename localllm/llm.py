@@ -761,7 +761,7 @@ class LLM:
         process.engines.check()
         engine = self._engine
         if engine is None:
-            raise ClosedError(f"{self._info.path.name} was closed: load it again to go on")
+            raise ClosedError(f"{self._info.path.name} was closed: load it again to continue")
         return engine
 
     def _stream(
@@ -812,7 +812,7 @@ class LLM:
         encoder, tokenizer = self._encoder_of(media), self._tokenizer
         name = Argument("images" if media[0].kind == "image" else "audio")
         if not isinstance(prompt, str):
-            raise UsageError(name, " stand in a text: give the prompt as one, not as tokens")
+            raise UsageError(name, " need a prompt that is a string: give text, not token ids")
         texts = prompt.split(MEDIA)
         if len(texts) == 1:
             texts = [""] * len(media) + texts

@@ -159,7 +159,7 @@ def _list_chats() -> int:
     with closing(Store(default_path())) as store:
         found = store.sessions()
     if not found:
-        say("no chats yet: localllm chat begins one")
+        say("no chats yet: localllm chat starts one")
     for chat in found:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.updated))
         plural = "s" if chat.n_messages != 1 else " "
@@ -242,7 +242,7 @@ def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str
     if arguments.resume:
         id_ = next((chat.id for chat in store.sessions(limit=1)), None)
         if id_ is None:
-            notices.append("there is no chat to go on with yet: this is a new one")
+            notices.append("there is no chat to continue yet: this is a new chat")
     return Conversation() if id_ is None else store.load(id_)
 
 

@@ -105,7 +105,7 @@ def chat_template(arguments: argparse.Namespace) -> str | None:
     text: str | None = arguments.chat_template
     if arguments.chat_template_file is not None:
         if text is not None:
-            raise UsageError("--chat-template and --chat-template-file both give a template: leave one of them out")
+            raise UsageError("--chat-template and --chat-template-file both give a template: use only one")
         return without_line_end(read_text(arguments.chat_template_file, "the chat template file"))
     if text is None or "{" in text:
         return text

@@ -167,7 +167,7 @@ class GenerationFields(_Options):
             values = options.get(name, ())
             values = tuple(value for value in ([values] if isinstance(values, str) else values) if value)
             if len(values) > MAX_STOPS or any(len(value) > MAX_STOP_LENGTH for value in values):
-                raise UsageError(Argument(name), f" has more than {MAX_STOPS} texts, or one that is too long")
+                raise UsageError(Argument(name), f" has more than {MAX_STOPS} strings, or a string that is too long")
             if name in options:
                 options[name] = values
         return {**options, **{name: value for name, value in more.items() if value is not None}}
@@ -209,7 +209,7 @@ class GenerationJob:
             if self.must_call:
                 messages = [Message("system", (described_tools(self.tools),)), *messages]
             else:
-                self.warnings.append("this model's chat template knows no tools: the model was not told of them")
+                self.warnings.append("this model's chat template knows no tools: the prompt omits them")
         return {
             "messages": messages,
             "tools": tools or None,
@@ -349,7 +349,7 @@ class PendingReplies:
                     raise stopping()
                 reply.stop_text = stream.stop_text
                 if n_calls > 1 and self.job.one_call:
-                    reply.warnings.append(f"{n_calls - 1} more calls were left out: one at a time was asked for")
+                    reply.warnings.append(f"{n_calls - 1} more calls were omitted: the request allows only one call")
             reply.add(event)
             is_progress = event.n_evaluated is not None
             if event.text or event.reasoning or event.call or event.logprobs or event.finish_reason or is_progress:

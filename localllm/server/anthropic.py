@@ -90,7 +90,7 @@ def _messages(body: MessagesRequest) -> list[Message]:
     system, _ = read_parts(0, "system", body.system)
     texts = [part for part in system if isinstance(part, str)]
     if len(texts) < len(system):
-        raise HTTPError(400, "system has a picture or a sound: send it in a message of the user")
+        raise HTTPError(400, "system has an image or audio: send it in a user message")
     messages = [Message("system", ("\n\n".join(texts),))] if any(texts) else []
     for number, message in enumerate(body.messages):
         content = message.get("content")
@@ -152,7 +152,7 @@ def _head(pending: PendingReplies) -> dict[str, Any]:
 async def messages(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, MessagesRequest)
     if body.max_tokens is None:
-        raise HTTPError(400, "max_tokens is missing: say how many tokens the reply may have")
+        raise HTTPError(400, "max_tokens is missing: set the maximum number of tokens of the reply")
     pending = await dispatcher.begin(await dispatcher.read(request, _job, body), request)
     writer = _MessageWriter()
     if body.stream:

@@ -109,7 +109,7 @@ class HTTPError(LocalLLMError):
         if isinstance(error, QueueFullError):
             return cls(429, "too many requests wait for the model already: try again later", "queue_full")
         if isinstance(error, NotEnoughMemoryError):
-            return cls(503, "there is not enough memory for this model beside those in use: try again later")
+            return cls(503, "there is not enough memory for this model and the models in use: try again later")
         if isinstance(error, ClosedError):
             return cls(503, "the model is being unloaded: try again")
         if isinstance(error, ClientDisconnect):  # no client reads it
@@ -363,7 +363,7 @@ class Guard:
             raise HTTPError(403, f"the Host {host!r:.80} is not this server's: name it with --allow-host")
         origin = headers.get("origin")
         if origin is not None and not self._allows(origin) and origin.lower().partition("//")[2] != host.lower():
-            raise HTTPError(403, f"pages of {origin!r:.80} may not ask this server: name it with --cors-origin")
+            raise HTTPError(403, f"pages of {origin!r:.80} cannot use this server: allow them with --cors-origin")
 
     def _allows(self, origin: str) -> bool:
         if origin in self._limits.origins or "*" in self._limits.origins:
