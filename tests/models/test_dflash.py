@@ -157,7 +157,7 @@ def test_its_keys_and_values_lie_beside_the_models(tmp_path: Path) -> None:
         assert done.drafts.drafted > 5
     with localllm.load(path, context=64, threads=1) as llm:
         assert llm.info.placement.kv_cache < kept
-        with pytest.raises(PromptCacheError, match="saved with another model"):
+        with pytest.raises(PromptCacheError, match="saved with a different model"):
             llm.load_prompts(tmp_path / "prompts")
 
 
