@@ -1,6 +1,6 @@
 """Granite 3 and 4, dense and with experts: Llama's layers, with scales on embedding, scores, residuals and logits.
 
-In hybrid models, most layers have Mamba 2 instead of attention, and nothing is rotated. In models with windows
+In hybrid models, most layers have Mamba 2 instead of attention, without rotation. In models with windows
 (``granite_swa``), heads have sinks, and some layers may have no rotation. MiniCPM 1 and 2 (arXiv:2404.06395) are the
 same with different scales.
 """
