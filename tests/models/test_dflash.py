@@ -182,9 +182,7 @@ def test_what_it_does_not_draft_for_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "wider.gguf", wider, make_model(wider))
     with pytest.raises(ModelError, match="this model's have 96"):
         localllm.load(tmp_path / "wider.gguf", draft_model=drafts)
-    with pytest.raises(
-        ModelError, match=r"reads hidden states of 64 values, but .* hidden states of 96"
-    ):
+    with pytest.raises(ModelError, match=r"reads hidden states of 64 values, but .* hidden states of 96"):
         Checkpoint(tmp_path / "drafter", target=Checkpoint(tmp_path / "wider.hf"))
 
 

@@ -389,9 +389,7 @@ def test_converting_needs_the_model_that_it_drafts_for(files: tuple[Path, Path],
     with pytest.raises(UsageError, match="leave --target out"):
         Checkpoint(folder / "model.hf", target=Checkpoint(folder / "model.hf"))
     wider = Checkpoint(other_model(tmp_path, hidden_size=96).with_suffix(".hf"))
-    with pytest.raises(
-        ModelError, match=r"reads hidden states of 64 values, but .* hidden states of 96"
-    ):
+    with pytest.raises(ModelError, match=r"reads hidden states of 64 values, but .* hidden states of 96"):
         Checkpoint(folder / "drafter", target=wider)
 
 
