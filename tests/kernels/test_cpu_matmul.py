@@ -342,9 +342,7 @@ def test_scales_beyond_float16_are_read_in_float32(monkeypatch: pytest.MonkeyPat
     assert (kind, tiles.nbytes) == (T.F32, 4 * padded(N_OUT) * 256)
     check(multiply(isa, x, rows, T.IQ2_XXS), x.astype(np.float64), values_of(rows, T.IQ2_XXS))
     monkeypatch.setattr(host, "_least_memory", lambda: (tiles.nbytes - 1, "there"))
-    with pytest.raises(
-        NotEnoughMemoryError, match=r"for tensor tensor, whose scales do not fit float16 .* F32"
-    ):
+    with pytest.raises(NotEnoughMemoryError, match=r"for tensor tensor, whose scales do not fit float16 .* F32"):
         backend(isa)._loader.pack(weight)
 
 

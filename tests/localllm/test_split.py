@@ -298,7 +298,7 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     for flags, words in (
         (["-ngl", "x"], "'x' is not one whole number of at least 0, 'auto' or 'all'"),
         (["-ts", "3;1"], "'3;1' is not a list of numbers of at least 0"),
-        (["-ts", "1"], "-ts is '1', but needs a number for each GPU, of which there are 2"),
+        (["-ts", "1"], "-ts is '1', but needs one number for each GPU, and there are 2"),
         (["-ts", "0,0"], "'0,0' is not a list of numbers of at least 0, not all of them 0"),
         (["-mg", "1"], "there is no flag -mg: --device names GPUs in order, as in --device cuda:1,0"),
     ):

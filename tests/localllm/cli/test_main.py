@@ -271,7 +271,7 @@ def changed(path: Path, **metadata: object) -> Path:
 BROKEN_MODELS = {
     "layers": ({"llama__block_count": 7}, "llama.block_count is 7, but the file has tensors of 3 layers"),
     "shapes": ({"llama__feed_forward_length": 64}, "the hyper-parameters require"),
-    "epsilon": ({"llama__attention__layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon is -1.0, but must lie"),
+    "epsilon": ({"llama__attention__layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon is -1.0, but must be"),
     "vocabulary": ({"tokenizer__ggml__scores": [0.0] * 17}, "scores"),
     "no vocabulary": ({"tokenizer__ggml__model": None}, "tokenizer.ggml.model"),
 }
