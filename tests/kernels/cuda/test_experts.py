@@ -104,7 +104,7 @@ def test_more_experts_than_kernels_know_are_refused(n: int, k: int) -> None:
         ops.route(x, k, norm_topk_prob=True)
         return ops.outputs(x)
 
-    with pytest.raises(KernelError, match=f"{n} experts, of which a token goes to {k}"):
+    with pytest.raises(KernelError, match=f"{n} experts with {k} per token are too many"):
         run(ops, forward, one_sequence(1))
 
 

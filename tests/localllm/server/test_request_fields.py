@@ -53,7 +53,7 @@ def test_any_object_and_two_ways_at_once(server: Serving) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "guided_json": {}, "guided_regex": "a"}
     answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
-    assert "leave all but one of them out" in answer.json()["error"]["message"]
+    assert "give only one" in answer.json()["error"]["message"]
 
 
 def test_prompts_of_texts_and_tokens_in_turn(server: Serving) -> None:
