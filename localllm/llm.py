@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
-from localllm.engine.pictures import NO_PICTURES, Picture, Pictures, PictureTokens, text_ids
+from localllm.engine.media import NO_MEDIA, PreparedMedia, PromptMedia, MediaTokens, text_ids
 from localllm.engine.request import Request
 from localllm.errors import (
     Argument,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Media, Message
     from localllm.chat.thinking import ThinkingSplitter
-    from localllm.loading.vision import VisionEncoder
+    from localllm.loading.media_encoder import MediaEncoder
     from localllm.sampling.grammar import Grammars
 
     #: Messages of a chat, in the format of OpenAI's API or of `localllm.chat.conversation`.
@@ -135,8 +135,8 @@ def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
     if not isinstance(name, str) or os.path.lexists(name):
         return name
     # Imported here because most callers pass a file.
-    from localllm.library.find import model_path
-    from localllm.library.listing import demo_model
+    from localllm.catalog.find import model_path
+    from localllm.catalog.listing import demo_model
     from localllm.options.settings import load_settings
 
     found = model_path(os.path.expanduser(name), load_settings().model_folders)
@@ -775,7 +775,7 @@ class LLM:
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         context = self._opened().context
-        pictures = NO_PICTURES
+        pictures = NO_MEDIA
         if media := self._media(images, audio):
             ids, pictures = self._prompt_with_media(prompt, media, add_special, parse_special)
         else:
@@ -804,7 +804,7 @@ class LLM:
 
     def _prompt_with_media(
         self, prompt: str | Sequence[int], media: Sequence[Media], add_special: bool, parse_special: bool
-    ) -> tuple[list[int], Pictures]:
+    ) -> tuple[list[int], PromptMedia]:
         """Return the token ids of a text whose `MEDIA` placeholders are replaced by images and audio.
 
         Without placeholders, the media precede the text.
@@ -825,15 +825,15 @@ class LLM:
             begin, _, end = encoder.markers[each.kind]
             pieces += [begin, each, f"{end}{text_behind}"]
         ids, placed = encoder.prompt(pieces, partial(tokenizer.encode, add_special=False, parse_special=True))
-        return self._with_bos(ids, placed) if add_special else (ids, Pictures(placed))
+        return self._with_bos(ids, placed) if add_special else (ids, PromptMedia(placed))
 
-    def _with_bos(self, ids: list[int], placed: Sequence[PictureTokens]) -> tuple[list[int], Pictures]:
+    def _with_bos(self, ids: list[int], placed: Sequence[MediaTokens]) -> tuple[list[int], PromptMedia]:
         """Return a prompt that starts with BOS, if the model requires it."""
         begun = self._tokenizer.with_bos(ids)
         n = len(begun) - len(ids)
-        return begun, Pictures([each._replace(start=each.start + n) for each in placed])
+        return begun, PromptMedia([each._replace(start=each.start + n) for each in placed])
 
-    def _encoder_of(self, media: Sequence[Media]) -> VisionEncoder:
+    def _encoder_of(self, media: Sequence[Media]) -> MediaEncoder:
         """Return the encoder of images and audio.  Raises UsageError if the encoder does not support ``media``."""
         for kind in dict.fromkeys(each.kind for each in media):
             if self._encoder is None:
@@ -920,7 +920,7 @@ class LLM:
 
     def _chat_encoder(
         self, tools: Sequence[Mapping[str, object]] | None, variables: Mapping[str, object] | None, reply_prefix: str
-    ) -> Callable[[Sequence[Message]], tuple[list[int], Pictures]]:
+    ) -> Callable[[Sequence[Message]], tuple[list[int], PromptMedia]]:
         """Return a function that converts messages to token ids and the positions of media."""
         from localllm.chat import encode_chat
 
@@ -935,10 +935,10 @@ class LLM:
             warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
         if tools and not template.reads("tools"):
             warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
-        known: dict[Media, Picture] = {}
+        known: dict[Media, PreparedMedia] = {}
 
-        def encode(chosen: Sequence[Message]) -> tuple[list[int], Pictures]:
-            pictures = NO_PICTURES
+        def encode(chosen: Sequence[Message]) -> tuple[list[int], PromptMedia]:
+            pictures = NO_MEDIA
             if media := [each for message in chosen for each in message.media]:
                 encoder = self._encoder_of(media)
                 pieces = template.render_with_media(chosen, encoder.markers, tools=tools, **more)
@@ -962,7 +962,7 @@ class LLM:
         continuation: bool,
         truncatable: bool,
         template: str = "",
-        pictures: Pictures = NO_PICTURES,
+        pictures: PromptMedia = NO_MEDIA,
         on_end: Callable[[], object] | None = None,
         splitter: ThinkingSplitter | None = None,
     ) -> Stream:

@@ -57,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def no_models_in_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is listed does not depend on the packages installed beside localllm."""
-    monkeypatch.setattr("localllm.library.other_programs.import_path", list)
+    monkeypatch.setattr("localllm.catalog.other_programs.import_path", list)
 
 
 @pytest.fixture(autouse=system == "win32")

@@ -18,7 +18,7 @@ import pytest
 
 from localllm.cli.parser import command_aliases, parser_of
 from localllm.kernels.cuda import installation
-from localllm.models.vision.registry import PROJECTORS
+from localllm.models.encoders.registry import PROJECTORS
 from tests import cli_reference
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.command_line import run_main
@@ -66,8 +66,8 @@ OTHER_FENCES = {
     ("chat.md", "toml"): "tests/tui/test_terminal.py writes such settings",
     ("serve.md", "toml"): "tests/localllm/server/test_serve_command.py",
     ("library.md", "py"): "takes a model or a program that is not here",
-    ("pictures.md", "py"): "takes a model that sees: tests/models/vision/test_seeing.py",
-    ("sound.md", "py"): "takes a model that hears: tests/models/vision/test_hearing.py",
+    ("images.md", "py"): "takes a model that sees: tests/models/encoders/test_seeing.py",
+    ("sound.md", "py"): "takes a model that hears: tests/models/encoders/test_hearing.py",
     ("many-machines.md", "haproxy"): "tests/localllm/integrations/test_haproxy.py",
     ("many-machines.md", "py"): "takes a cluster: tests/localllm/integrations/test_ray.py",
 }

@@ -21,7 +21,7 @@ def model_file(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: name a GGUF file")
     if re.match(r"\w+://|www\.", text) and not os.path.exists(text):
-        from localllm.library.hub_names import HubName  # imported here: most names are paths
+        from localllm.catalog.hub_names import HubName  # imported here: most names are paths
 
         if HubName.parse(text) is not None:
             return text

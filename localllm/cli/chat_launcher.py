@@ -20,8 +20,8 @@ from localllm.cli.interrupt import INTERRUPTED
 from localllm.console import LoadStatus, is_terminal, say, short_count, visible_line, warn
 from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.kernels.cpu.host import available_memory
-from localllm.library.find import model_path
-from localllm.library.listing import demo_model, find_models, read_details
+from localllm.catalog.find import model_path
+from localllm.catalog.listing import demo_model, find_models, read_details
 from localllm.llm import LLM
 from localllm.loading.devices import gpu_memory
 from localllm.loading.load import check_file

@@ -38,7 +38,7 @@ def apply_settings(arguments: argparse.Namespace, *, skip: Collection[str] = ())
     if "model" in given and "model" not in skip:
         arguments.model = model_file(given, settings)
     if given.get("draft_model") is not None:
-        from localllm.library.find import find
+        from localllm.catalog.find import find
 
         arguments.draft_model = find(arguments.draft_model, settings.model_folders)
     return settings
@@ -67,7 +67,7 @@ def model_file(given: Mapping[str, Any], settings: Settings) -> str | Path | Non
     if name is None:
         return None
     # Imported here: many starts name no model.
-    from localllm.library.find import model_path
+    from localllm.catalog.find import model_path
 
     try:
         return model_path(name, settings.model_folders)
@@ -88,8 +88,8 @@ def load_options(arguments: argparse.Namespace, path: str | Path | None, **more:
     given.setdefault("mmproj", False)  # without images and audio no encoder is needed
     if given.get("context") == 0:
         # Imported here because the import takes as long as reading the file.
-        from localllm.library.demo import demo_path
-        from localllm.library.find import trained_context
+        from localllm.catalog.demo import demo_path
+        from localllm.catalog.find import trained_context
 
         given["context"] = trained_context(path or demo_path())
     return given

@@ -42,7 +42,7 @@ def preset_of(name: str, file: Path | None) -> dict[str, Any] | None:
 
 def ollama_preset(name: str) -> dict[str, Any] | None:
     """Return the options of Ollama's model in the form of a section of presets; None if it has no options."""
-    from localllm.library.other_programs import ollama_model  # imported here because most command lines name a path
+    from localllm.catalog.other_programs import ollama_model  # imported here because most command lines name a path
 
     model = ollama_model(name)
     return None if model is None or not model.options else {"model": name, **model.options}

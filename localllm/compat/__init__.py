@@ -75,9 +75,9 @@ from localllm.files import read_text
 from localllm.generation.completion import Chunk, Completion, Stream
 from localllm.gguf import GGUFFile
 from localllm.kernels.graph import CacheType
-from localllm.library.find import find_cached, trained_context
-from localllm.library.hub_names import HubName
-from localllm.library.pull import pull
+from localllm.catalog.find import find_cached, trained_context
+from localllm.catalog.hub_names import HubName
+from localllm.catalog.pull import pull
 from localllm.llm import LLM, load, model_file, warned
 from localllm.loading.devices import gpu_memory
 from localllm.options.checks import check_keywords, mappings, whole_number

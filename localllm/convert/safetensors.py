@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from localllm.convert.settings import read_json
 from localllm.errors import ModelError, path_text, quoted
-from localllm.kernels.regular_file import open_regular
+from localllm.regular_file import open_regular
 from localllm.nesting import parse_json
 
 #: numpy's types. Types without a numpy type are read as their bits.

@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm import nesting
 from localllm.errors import ModelError, path_text, quoted
-from localllm.kernels.regular_file import read_regular
+from localllm.regular_file import read_regular
 
 #: Maximum bytes of a checkpoint's JSON file; large vocabularies take 35 MB.
 _MAX_BYTES = 1 << 28

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from weakref import WeakValueDictionary
 
-from localllm.engine.pictures import PictureCache
+from localllm.engine.media import EmbeddingCache
 from localllm.engine.snapshots import NONE, Block, Snapshots
 from localllm.kernels.backend import Cache
 
@@ -70,7 +70,7 @@ class PagedCache:
         #: Blocks per group whose page left a window. They are evicted before ``_unused``.
         self._out_of_window: list[dict[Block, None]] = [{} for _ in storage.n_pages]
         self._states = Snapshots(storage)
-        self.pictures = PictureCache()  # embeddings of images
+        self.pictures = EmbeddingCache()  # embeddings of images
         # Maximum of sequences. One state slot is reserved for copies within a step. Without states only the
         # number of pages limits the sequences.
         self.max_sequences = max(1, storage.n_states - 1) if storage.n_states else self.n_pages

@@ -28,7 +28,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPDrafter
-from localllm.engine.pictures import Encoding, PictureEncoder
+from localllm.engine.media import Encoding, MediaEmbedder
 from localllm.engine.request import FinishReason, Request
 from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.sampling_threads import SamplingThreads
@@ -251,7 +251,7 @@ class EngineLoop:
         self,
         runner: ModelRunner,
         draft_model: DraftModel | None = None,
-        encoder: PictureEncoder | None = None,
+        encoder: MediaEmbedder | None = None,
         *,
         max_running: int = MAX_RUNNING,
         step_s: float = STEP_S,

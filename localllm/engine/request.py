@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence
 from localllm.engine.drafting import Drafter, Drafts
-from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
+from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
 from localllm.options.types import DEFAULT_DRAFTS, Priority
 from localllm.sampling import Choice, Sampler
 
@@ -129,7 +129,7 @@ class Request:
     draft_max: int = DEFAULT_DRAFTS  # draft tokens per step
     draft_always: bool = False  # draft even if the cost model expects no gain
     adapters: tuple[float, ...] = ()  # scale of each loaded LoRA adapter; empty: base model
-    pictures: Pictures = NO_PICTURES  # images and audio in the prompt; ``tokens`` holds their `Picture.ids`
+    pictures: PromptMedia = NO_MEDIA  # images and audio in the prompt; ``tokens`` holds their `PreparedMedia.ids`
 
     # State, changed by the engine thread
     finish_reason: FinishReason | None = None  # None while running and after an error

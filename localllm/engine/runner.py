@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
-from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
+from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Value
 
@@ -40,7 +40,7 @@ class BatchItem:
     # Random numbers and parameters for that token and the next one (`Batch.draws`); empty: choose the largest logits
     draws: Sequence[tuple[float, ...]] = field(default=(), compare=False)
     # Images of the sequence, and embeddings by image key for the images in the chunk
-    pictures: Pictures = field(default=NO_PICTURES, compare=False)
+    pictures: PromptMedia = field(default=NO_MEDIA, compare=False)
     embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict, compare=False)
 
     def embedded(self) -> Iterator[tuple[range, Embeddings]]:

@@ -1,7 +1,7 @@
 """Saves cache pages and image embeddings in a file, so that prompts need no evaluation after a restart.
 
 File format: `MAGIC`, then pieces. A piece is its length (u64), its CRC-32 (u32) and its bytes, all little-endian. The
-first piece is a key, which must be equal when the file is loaded. Then follow, for each image, a `_SavedPicture` as
+first piece is a key, which must be equal when the file is loaded. Then follow, for each image, a `_SavedMedia` as
 JSON and its embeddings, and an empty piece. Then, for each block, a `_SavedBlock` as JSON, its pages and its
 snapshots. The last piece is empty. Parents precede their children, so a truncated file still contains usable
 prefixes.
@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 
 from localllm.engine.cache import PagedCache
-from localllm.engine.pictures import Embeddings
+from localllm.engine.media import Embeddings
 from localllm.engine.snapshots import NONE, Block
 from localllm.errors import PromptCacheError, path_text
 from localllm.files import NewFile
-from localllm.kernels.regular_file import open_regular
+from localllm.regular_file import open_regular
 from localllm.nesting import check_nesting
 
 MAGIC = b"llmcach3"
@@ -58,7 +58,7 @@ class _SavedBlock(msgspec.Struct, array_like=True):
     snapshots: list[int]  # token count of each snapshot
 
 
-class _SavedPicture(msgspec.Struct, array_like=True):
+class _SavedMedia(msgspec.Struct, array_like=True):
     """An image's key and the shape of its embeddings."""
 
     key: bytes
@@ -84,7 +84,7 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
 
         put(key.encode())
         for name, embeddings in pictures:
-            put(msgspec.json.encode(_SavedPicture(name, embeddings.shape)))
+            put(msgspec.json.encode(_SavedMedia(name, embeddings.shape)))
             put(embeddings.tobytes())
         put(b"")
         while left:
@@ -161,7 +161,7 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
 def _pictures(pieces: Iterator[bytes]) -> Iterator[tuple[bytes, Embeddings]]:
     while head := _next(pieces):
         check_nesting(head)
-        picture = msgspec.json.decode(head, type=_SavedPicture)
+        picture = msgspec.json.decode(head, type=_SavedMedia)
         if min(picture.shape) < 1:
             raise ValueError("the shape of an image's embeddings is not positive")
         yield picture.key, np.frombuffer(_next(pieces), "<f4").astype(np.float32, copy=False).reshape(picture.shape)

@@ -15,9 +15,9 @@ import pydantic
 from llm.parts import AttachmentPart, Message, ReasoningPart, StreamEvent, TextPart, ToolCallPart, ToolResultPart
 
 from localllm.chat.conversation import ToolCall
-from localllm.library.find import model_path
-from localllm.library.hub_names import DEMO
-from localllm.library.listing import find_models, read_details
+from localllm.catalog.find import model_path
+from localllm.catalog.hub_names import DEMO
+from localllm.catalog.listing import find_models, read_details
 from localllm.llm import LLM, load
 from localllm.models.registry import ARCHITECTURES
 from localllm.options.declared import CheckedOptions, Sampling, declared

@@ -16,7 +16,7 @@ import numpy as np
 import ray.data
 from ray.data.checkpoint import CheckpointConfig
 
-from localllm.library.find import model_path
+from localllm.catalog.find import model_path
 from localllm.llm import load
 
 

@@ -24,7 +24,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from localllm.library.find import model_path
+from localllm.catalog.find import model_path
 from localllm.llm import load
 from localllm.nesting import parse_json
 from localllm.server.app import App

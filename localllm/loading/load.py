@@ -58,7 +58,7 @@ from localllm.tokenizer.vocabulary import Vocabulary
 # Only functions for chat import jinja2: the import would delay the first token of other programs.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
-    from localllm.loading.vision import VisionEncoder
+    from localllm.loading.media_encoder import MediaEncoder
 
 #: Pattern of the warning of a long context, for `warnings.filterwarnings`.
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
@@ -74,7 +74,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     engine: Engine
     embedder: Embedder | None  # converts the engine's vectors to embeddings of texts; None without pooling
-    encoder: VisionEncoder | None  # encoder of images and audio
+    encoder: MediaEncoder | None  # encoder of images and audio
     options: LoadOptions
     info: ModelInfo
     template_source: TemplateSource  # source of the chat template
@@ -303,7 +303,7 @@ def _check_drafts(sources: Sequence[_ModelSource], devices: Sequence[Device]) ->
         )
 
 
-def _find_encoder(options: LoadOptions, file: GGUFFile) -> VisionEncoder | None:
+def _find_encoder(options: LoadOptions, file: GGUFFile) -> MediaEncoder | None:
     """Return the encoder that was named, or the best one next to the model that belongs to it by name and content."""
     if options.mmproj is False or (options.mmproj is None and options.path is None):
         return None
@@ -314,10 +314,10 @@ def _find_encoder(options: LoadOptions, file: GGUFFile) -> VisionEncoder | None:
     else:
         paths, others = find_projectors(file.path)
     for path in [*paths, *others]:
-        from localllm.loading.vision import VisionEncoder  # imported here: most models see nothing
+        from localllm.loading.media_encoder import MediaEncoder  # imported here: most models see nothing
 
         try:
-            encoder = VisionEncoder.of(path, architecture, width)
+            encoder = MediaEncoder.of(path, architecture, width)
         except LocalLLMError as error:
             if options.mmproj is not None:
                 raise
@@ -435,13 +435,13 @@ def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
         raise
 
 
-def _close(devices: Sequence[Device | VisionEncoder]) -> None:
+def _close(devices: Sequence[Device | MediaEncoder]) -> None:
     for device in devices:
         device.close()
 
 
 def _plan(
-    sources: Sequence[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: VisionEncoder | None
+    sources: Sequence[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: MediaEncoder | None
 ) -> tuple[list[Planner], Plan]:
     """Return planners and plan for the model and its draft model, if any, next to the encoder on the host."""
     available, sees = available_memory(), None
@@ -481,7 +481,7 @@ def _plan(
 
 
 def _plan_with_block(
-    sources: list[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: VisionEncoder | None
+    sources: list[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: MediaEncoder | None
 ) -> tuple[list[_ModelSource], list[Planner], Plan]:
     """Return the result of `_plan` with the MTP block after the last layer, if it exists and fits in memory."""
     blocks = _blocks(sources, devices, options)

@@ -128,7 +128,7 @@ THEIR_NAMES = split_names(
         "generate chat stream complete": "localllm.load() and the LLM that it gives",
         "AsyncStream": "localllm.Stream, which is for async for too",
         "AutoTokenizer": "LLM.tokenizer",
-        "pull download": "the command localllm pull, or localllm.library.pull.pull",
+        "pull download": "the command localllm pull, or localllm.catalog.pull.pull",
         "list models list_models": "the command localllm models",
         "serve Server server_app": "the command localllm serve",
         "SamplingParams GenerationConfig": "localllm.Sampling, or keywords of LLM.generate",

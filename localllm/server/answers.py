@@ -22,7 +22,7 @@ from localllm.chat.reply import CallDelta
 from localllm.chat.tool_choice import Tools, choose_tools
 from localllm.chat.tool_choice import call_schema as _call_schema
 from localllm.engine.drafting import Drafts
-from localllm.engine.pictures import text_ids
+from localllm.engine.media import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, UsageError
 from localllm.generation.completion import Chunk, Stream

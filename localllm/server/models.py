@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
-from localllm.library.demo import demo_path
-from localllm.library.file_details import Details, DetailsReader
+from localllm.catalog.demo import demo_path
+from localllm.catalog.file_details import Details, DetailsReader
 from localllm.llm import LLM
 from localllm.options.types import LoadProgress
 

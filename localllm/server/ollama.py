@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import Media, Message, ToolCall, decoded, read_message
-from localllm.engine.pictures import text_ids
+from localllm.engine.media import text_ids
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.server.answers import (

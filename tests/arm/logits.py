@@ -12,7 +12,7 @@ import numpy as np
 
 import localllm
 import tests.arm.native_compiler  # noqa: F401  # which compiles for emulated processors
-from localllm.library.demo import demo_path
+from localllm.catalog.demo import demo_path
 from tests.real.models import smollm2
 
 #: Longer than a tile of tokens, so that prompts are multiplied by slabs.

@@ -16,7 +16,7 @@ from typing import Any
 from localllm.convert.config import is_irrelevant, shares_name
 from localllm.convert.defaults import PATH
 from localllm.models.registry import ARCHITECTURES, DRAFTERS
-from localllm.models.vision.registry import PROJECTORS
+from localllm.models.encoders.registry import PROJECTORS
 
 _SECTIONS = ("text_config", "vision_config", "audio_config")
 

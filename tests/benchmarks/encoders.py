@@ -30,7 +30,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 from localllm.kernels.cpu.backend import CPUBackend
-from localllm.loading.vision import VisionEncoder
+from localllm.loading.media_encoder import MediaEncoder
 from tests.benchmarks.theirs import LlamaCpp
 from tests.helpers.synthetic import SHAPES, random_gguf
 
@@ -137,7 +137,7 @@ class Ours:
     """localllm on the CPU."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        self._encoder = VisionEncoder.open(path)
+        self._encoder = MediaEncoder.open(path)
         self._encoder.backend = CPUBackend(threads=threads)
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> Floats:

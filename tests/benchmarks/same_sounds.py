@@ -1,4 +1,4 @@
-"""Features of sounds beside llama.cpp's mtmd on the same files, family by family: `same_pictures` for what hears.
+"""Features of sounds beside llama.cpp's mtmd on the same files, family by family: `same_images` for what hears.
 
 python -m tests.benchmarks.same_sounds             # the table of docs/sound.md: minutes
 python -m tests.benchmarks.same_sounds voxtral     # one family
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from localllm.loading.devices import open_devices
-from localllm.loading.vision import VisionEncoder
-from tests.benchmarks.same_pictures import BEFORE, BEHIND, Mtmd, apart, run_each
-from tests.models.vision import test_hearing as hearing
-from tests.models.vision.test_transformers import encoded
+from localllm.loading.media_encoder import MediaEncoder
+from tests.benchmarks.same_images import BEFORE, BEHIND, Mtmd, apart, run_each
+from tests.models.encoders import test_hearing as hearing
+from tests.models.encoders.test_transformers import encoded
 
 #: Of Whisper's encoder: llama.cpp takes no other than its 30 seconds.
 POSITIONS = 1500
@@ -44,7 +44,7 @@ def compare(name: str, folder: Path) -> None:
     hearing.N_POSITIONS = hearing.WHISPER["max_source_positions"] = POSITIONS
     family = hearing.made(name, folder)
     samples = hearing.sound(SECONDS)
-    encoder, (host, *_) = VisionEncoder.open(folder / "mmproj.gguf"), open_devices("cpu", threads=2)
+    encoder, (host, *_) = MediaEncoder.open(folder / "mmproj.gguf"), open_devices("cpu", threads=2)
     encoder.backend = host.backend
     (ours,) = encoded(encoder, [encoder.prepare(samples, kind="audio")])
     flat = np.asarray(ours).reshape(len(ours), -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from localllm.models.vision.isolation import Decoded
+from localllm.models.encoders.isolation import Decoded
 
 
 def worker_pid(source: bytes, where: str) -> Decoded:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import localllm
 from localllm import LLM, ClosedError, Stream
 from localllm.kernels.cpu.backend import CPUBackend
-from localllm.library.demo import demo_path
+from localllm.catalog.demo import demo_path
 
 __all__ = [
     "DEMO",

@@ -20,7 +20,7 @@ import pytest
 from localllm import compat
 from localllm.compat import Llama, LlamaGrammar, LlamaPromptLookupDecoding, NotAvailableError, llama_chat_format
 from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, UsageError
-from localllm.library import find
+from localllm.catalog import find
 from tests.helpers.data import ROOT
 
 DEMO = str(ROOT / "localllm" / "data" / "demo.gguf")

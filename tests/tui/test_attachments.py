@@ -17,7 +17,7 @@ from PIL import Image
 from textual import events
 
 from localllm.errors import UsageError
-from localllm.models.vision.pictures import open_picture
+from localllm.models.encoders.images import open_picture
 from localllm.tui import commands
 from localllm.tui.chat import attachments
 from localllm.tui.chat.attachments import attach, picture_reference
@@ -25,7 +25,7 @@ from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.pieces import best, cut, ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
-from localllm.tui.widgets.picture import half_blocks
+from localllm.tui.widgets.image import half_blocks
 from tests.helpers.chat_app import AppModel, chatting, setup
 from tests.helpers.fake_chat import FakeModel, play, words
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from localllm.errors import UsageError
-from localllm.models.vision import isolation
+from localllm.models.encoders import isolation
 from localllm.tui.chat import pdf
 
 pytest.importorskip("pypdf")

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from localllm.errors import UsageError
-from localllm.kernels.regular_file import read_regular
+from localllm.regular_file import read_regular
 from localllm.shell import decoded, kill_tree, own_group
 from localllm.tui.chat import pdf, pieces
 from localllm.tui.chat.conversation import Attachment, Message

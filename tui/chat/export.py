@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from localllm.errors import StoreError, UsageError
-from localllm.kernels.regular_file import open_regular
+from localllm.regular_file import open_regular
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import fenced
 from localllm.tui.chat.conversation import (

@@ -6,7 +6,7 @@ import io
 import math
 
 from localllm.errors import UsageError
-from localllm.models.vision import isolation
+from localllm.models.encoders import isolation
 
 #: Maximum number of PDF pages sent as images, and their resolution in dots per inch.
 MAX_PAGES, _PAGE_DPI = 20, 150

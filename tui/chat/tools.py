@@ -31,7 +31,7 @@ import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
 from localllm.files import private_opener
-from localllm.kernels.regular_file import read_regular
+from localllm.regular_file import read_regular
 from localllm.shell import split_command
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
 from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for

@@ -18,7 +18,7 @@ from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Call, Message
 from localllm.tui.chat.events import ThinkingClock
 from localllm.tui.text import escape_controls, shortened
-from localllm.tui.widgets.picture import half_blocks
+from localllm.tui.widgets.image import half_blocks
 from localllm.tui.widgets.reply import Reply, block_end
 
 

@@ -178,7 +178,7 @@ def set_key(path: Path, key: str, text: str) -> object:
 def _likely_mistake(key: str, value: Any) -> str | None:
     """Why a setting that was made may not do what was meant, if anything here says so."""
     if key in ("model", "embedding_model"):
-        from localllm.library.find import find
+        from localllm.catalog.find import find
 
         try:
             found = find(value, load_settings().model_folders)

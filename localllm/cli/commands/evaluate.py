@@ -122,7 +122,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     from localllm.evaluate import BaseLogits
     from localllm.gguf import GGUFFile
-    from localllm.library.demo import demo_path
+    from localllm.catalog.demo import demo_path
     from localllm.llm import model_file as file_of
 
     others = [arguments.model] if arguments.base_logits is not None else []

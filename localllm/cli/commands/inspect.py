@@ -46,7 +46,7 @@ _LONGEST_KEY = 50
 
 def run(arguments: argparse.Namespace) -> None:
     from localllm.gguf import GGUFFile
-    from localllm.library.demo import demo_path
+    from localllm.catalog.demo import demo_path
 
     _check_flags(arguments)
     apply_settings(arguments)
@@ -163,11 +163,11 @@ def _heading(file: GGUFFile) -> Iterator[str]:
 
 
 def _encoder(file: GGUFFile) -> str:
-    from localllm.loading.vision import VisionEncoder
-    from localllm.models.vision.registry import PROJECTORS
+    from localllm.loading.media_encoder import MediaEncoder
+    from localllm.models.encoders.registry import PROJECTORS
 
     try:
-        encoder = VisionEncoder.open(file.path)
+        encoder = MediaEncoder.open(file.path)
     except LocalLLMError as error:
         return f"an encoder that localllm cannot run: {error}"
     with contextlib.closing(encoder):

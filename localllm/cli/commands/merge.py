@@ -13,7 +13,7 @@ from localllm.errors import path_text
 
 def run(arguments: argparse.Namespace) -> None:
     from localllm.gguf import GGUFFile
-    from localllm.library.demo import demo_path
+    from localllm.catalog.demo import demo_path
     from localllm.loading.adapters import merge, read_adapter
 
     apply_settings(arguments)

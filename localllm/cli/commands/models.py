@@ -17,7 +17,7 @@ from localllm.errors import LocalLLMError, path_text
 from localllm.options.settings import load_settings
 
 if TYPE_CHECKING:
-    from localllm.library.listing import LocalModel
+    from localllm.catalog.listing import LocalModel
     from localllm.options.settings import Settings
 
 #: Below a list that has the demo model alone.
@@ -31,7 +31,7 @@ _HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fit
 
 def run(arguments: argparse.Namespace) -> None:
     from localllm.kernels.cpu.host import available_memory
-    from localllm.library.listing import demo_model, find_models
+    from localllm.catalog.listing import demo_model, find_models
     from localllm.loading.devices import gpu_memory
 
     settings = load_settings()
@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _presets(settings: Settings) -> list[LocalModel]:
     """Return the models of the file of presets, under their sections' names."""
     from localllm.cli.presets import read_presets
-    from localllm.library.find import find
-    from localllm.library.listing import LocalModel
+    from localllm.catalog.find import find
+    from localllm.catalog.listing import LocalModel
 
     models = []
     for name, section in read_presets(None).items():
@@ -80,7 +80,7 @@ def _presets(settings: Settings) -> list[LocalModel]:
 
 def _read(models: Sequence[LocalModel]) -> list[LocalModel]:
     """The same with their details; on a terminal with progress, as the first time takes a while."""
-    from localllm.library.listing import read_details
+    from localllm.catalog.listing import read_details
 
     status, read = StatusLine(), []
     for i, model in enumerate(read_details(models)):

@@ -13,7 +13,7 @@ from localllm.cli.parser import Command, flag
 from localllm.console import StatusLine, quantity, say, visible_line
 
 if TYPE_CHECKING:
-    from localllm.library.pull import PullProgress
+    from localllm.catalog.pull import PullProgress
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] | None = None) -> Path:
     """Downloads a model, or with `pull_checkpoint` what one is made of, and shows how far it is."""
-    from localllm.library.pull import pull
+    from localllm.catalog.pull import pull
 
     progress = _Progress(enabled=not quiet)
     try:

@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def model_files(name: str) -> list[Path]:
     """Return all files of a model.  Raises UsageError if it is unknown, or belongs to another program."""
-    from localllm.library import other_programs
-    from localllm.library.hub_names import DEMO, group_files
-    from localllm.library.listing import find_models
+    from localllm.catalog import other_programs
+    from localllm.catalog.hub_names import DEMO, group_files
+    from localllm.catalog.listing import find_models
 
     path = Path(name)
     if not path.is_file():  # only a whole name, because a part of a name may select another model after a download

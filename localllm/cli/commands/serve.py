@@ -24,7 +24,7 @@ from localllm.cli.shared_flags import ENDING, LORA, PRESETS, RUNNING, SAMPLING, 
 from localllm.console import say, warn
 from localllm.errors import LocalLLMError, UsageError, path_text
 from localllm.files import expanded, private_folder, read_text
-from localllm.library.hub_names import DEMO, HubName
+from localllm.catalog.hub_names import DEMO, HubName
 from localllm.options.declared import CheckedOptions, LoadOptions
 from localllm.options.settings import Settings
 
@@ -156,7 +156,7 @@ def _ollama(
         own_loader: returns the loader of a model with options, by its name and options.
         load: loads models without options.
     """
-    from localllm.library.other_programs import ollama_models
+    from localllm.catalog.other_programs import ollama_models
     from localllm.server.models import Preset
 
     groups: dict[str, list[str]] = {}
@@ -295,7 +295,7 @@ def sources(given: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str,
             check_file(path)
         found[_name(each["model"])] = None if path is None else str(path)
     if not given:
-        from localllm.library.listing import find_models
+        from localllm.catalog.listing import find_models
 
         listed = find_models(settings.model_folders).models
         found |= {model.name.removesuffix(".gguf"): str(model.path) for model in listed}

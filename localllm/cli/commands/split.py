@@ -15,7 +15,7 @@ from localllm.errors import path_text
 
 def run(arguments: argparse.Namespace) -> None:
     from localllm.gguf import GGUFFile
-    from localllm.library.demo import demo_path
+    from localllm.catalog.demo import demo_path
     from localllm.quantize import plan, split_files
     from localllm.quantize import run as write
 

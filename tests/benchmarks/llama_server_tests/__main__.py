@@ -24,8 +24,8 @@ from xml.etree import ElementTree
 from tests.benchmarks.llama_server_tests import server
 from tests.benchmarks.llama_server_tests.reasons import NOT_HERE, reason_of
 from tests.helpers.data import ROOT
-from tests.models.vision.families import make, picture
-from tests.models.vision.test_seeing import TEMPLATE
+from tests.models.encoders.families import make, picture
+from tests.models.encoders.test_seeing import TEMPLATE
 
 #: In place of their own, which first downloads all models.
 CONFTEST = """

@@ -278,7 +278,7 @@ def test_generating_imports_nothing_of_settings_or_the_hub() -> None:
     code = (
         "import sys; from localllm.cli.main import main; code = main(['generate', '-q', '--device', 'reference', "
         "'-p', 'x', '-n', '0']); print(code, *sorted({'tomllib', 'tomlkit', 'platformdirs', 'huggingface_hub', "
-        "'filelock', 'localllm.library'} & set(sys.modules)))"
+        "'filelock', 'localllm.catalog'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True

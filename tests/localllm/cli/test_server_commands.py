@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.library.demo import demo_path
+from localllm.catalog.demo import demo_path
 from localllm.server.http import Limits
 from tests.helpers.command_line import run_main
 from tests.helpers.http_server import Serving, demo, serving

@@ -1,0 +1,86 @@
+"""Locate files in the cache of the Hugging Face hub on this machine, without network access.
+
+Layout (see "Manage the cache" in the documentation of huggingface_hub)::
+
+    models--ORG--REPO/
+        blobs/<hash>                      the files
+        refs/main                         the commit of this name at the last download
+        snapshots/<commit>/<path>         links to blobs, under the names of the files in the repository
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from localllm.regular_file import read_regular
+from localllm.catalog.hub_names import FileGroup, HubName, group_files
+
+_PREFIX = "models--"
+
+
+def hub_cache() -> Path:
+    """Return the folder of all repositories, by the same environment variables as huggingface_hub."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(folder)))
+
+
+def repo_folder(repo: str) -> Path:
+    """Return the folder of a repository, "ORG/REPO"."""
+    return hub_cache() / (_PREFIX + repo.replace("/", "--"))
+
+
+def cached_repos() -> Iterator[str]:
+    """Yield the repositories of models in the cache, in order of their names."""
+    try:
+        names = sorted(os.listdir(hub_cache()))
+    except FileNotFoundError:
+        return
+    for name in names:
+        org, found, repo = name.removeprefix(_PREFIX).partition("--")
+        if name.startswith(_PREFIX) and found:
+            yield f"{org}/{repo}"
+
+
+def snapshots(repo: str) -> list[Path]:
+    """Return the snapshots of a repository, one folder per commit: the commit of ``main`` first, then the newest."""
+    folder = repo_folder(repo)
+    try:
+        found = [Path(entry.path) for entry in os.scandir(folder / "snapshots") if entry.is_dir()]
+        main = ""
+        with contextlib.suppress(OSError, ValueError):
+            main = read_regular(folder / "refs" / "main", 1000).decode("ascii").strip()
+        return sorted(found, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+    except FileNotFoundError:
+        return []
+
+
+def models_in(snapshot: Path) -> list[FileGroup]:
+    """Return the models in a snapshot's folder; broken links are omitted."""
+    sizes: dict[str, int] = {}
+    for folder, _, names in os.walk(snapshot):
+        for name in names:
+            path = Path(folder, name)
+            with contextlib.suppress(OSError):
+                if name.lower().endswith(".gguf"):
+                    sizes[path.relative_to(snapshot).as_posix()] = path.stat().st_size
+    return group_files(sizes)
+
+
+def cached_models(repo: str) -> list[tuple[Path, FileGroup]]:
+    """Return the cached models of a repository with their first files. Earlier snapshots take precedence."""
+    found: dict[str, tuple[Path, FileGroup]] = {}
+    for snapshot in snapshots(repo):
+        for group in models_in(snapshot):
+            # An older commit with all files of a model is better than a newer commit with some.
+            if group.stem not in found or (group.is_complete and not found[group.stem][1].is_complete):
+                found[group.stem] = (snapshot / group.names[0], group)
+    return list(found.values())
+
+
+def where_cached(name: HubName) -> str:
+    """Return the part of the cache for a name, for messages."""
+    return f"the cache of {name.repo} here"

@@ -1,0 +1,192 @@
+"""CLIP's encoders (arXiv:2103.00020) and LLaVA's projector: LLaVA 1.5 (arXiv:2310.03744) and 1.6."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError, quoted
+from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
+from localllm.models.encoders.images import cut, resized
+from localllm.models.encoders.siglip import ENCODER_NAMES
+from localllm.models.encoders.views import floats
+
+HF_NAMES = ENCODER_NAMES | {
+    "v.class_embd": "embeddings.class_embedding",
+    "v.pre_ln": "pre_layrnorm",
+    "mm.0": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+    "model.image_newline": "image_newline",
+}
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    vision, processor, layer = c.vision, c.processor, c.values.get("vision_feature_layer", -2)
+    wanted = {
+        "model_type": (vision.get("model_type"), "clip_vision_model"),
+        "vision_feature_select_strategy": (c.values.get("vision_feature_select_strategy", "default"), "default"),
+        "projector_hidden_act": (c.values.get("projector_hidden_act", "gelu"), "gelu"),
+    }
+    for name, (value, known) in wanted.items():
+        if value != known:
+            raise ModelError(f"config.json has {name} = {quoted(value)}; for LLaVA, localllm supports {known}")
+    if not isinstance(layer, int):
+        raise ModelError("config.json has several vision_feature_layer; localllm supports LLaVA's encoders with one")
+    layer += (layer < 0) * (vision["num_hidden_layers"] + 1)
+    activation, crop = vision.get("hidden_act", "quick_gelu"), processor.get("crop_size")
+    size = crop if crop is None or isinstance(crop, int) else crop.get("height")
+    if processor.get("do_center_crop", True) and size not in (None, vision["image_size"]):
+        raise ModelError(f"the processor crops images to {size} pixels; the encoder needs {vision['image_size']}")
+    grids = c.values.get("image_grid_pinpoints")
+    require(c, "hidden_act", activation, ("gelu", "quick_gelu"))
+    return {
+        "projector_type": "mlp",
+        "use_gelu": activation == "gelu",
+        "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-5),
+        "vision.block_count": layer,
+        "vision.feature_layer": [layer],
+        "vision.image_grid_pinpoints": grids and [side for grid in grids for side in grid],
+        "vision.mm_patch_merge_type": grids and "spatial_unpad",
+        # Without the key, images are padded, as in LLaVA's code.
+        "vision.image_aspect_ratio": "anyres" if grids else "pad" if processor.get("do_pad") else "crop",
+    }
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    layer = hf_keys(c)["vision.block_count"]
+    number = name.partition("encoder.layers.")[2].partition(".")[0]
+    if "post_layernorm." in name or (number and int(number) >= layer):  # after the layer whose output is used
+        return {}
+    return array
+
+
+@dataclass(frozen=True)
+class Spread(Prepared):
+    """A complete image, followed by a grid of tiles."""
+
+    tiles: tuple[int, int]  # rows and columns
+    shown: tuple[slice, slice]  # rows and columns of the grid's patches without padding
+
+
+class Llava(VisionModel):
+    """An image as a square and, if the file defines grids of tiles, as the tiles of one of the grids."""
+
+    marker = "<image>"
+    n_before = 1
+    exact_gelu = True
+
+    def read(self) -> None:
+        self.width = self.weights.n_rows("mm.2.weight")  # the key may describe CLIP's projection
+        # llama.cpp's converter writes the layers up to the one whose output is used. Some files count one more layer.
+        while self.n_layers and f"v.blk.{self.n_layers - 1}.ln1.weight" not in self.weights:
+            self.n_layers -= 1
+        self.aspect_ratio = self.meta.read("vision.image_aspect_ratio", str, "pad")
+        sides = self.meta.find("vision.image_grid_pinpoints") or ()
+        if not isinstance(sides, list | tuple) or any(not isinstance(x, int) or not 0 < x < 1 << 16 for x in sides):
+            raise ModelError("clip.vision.image_grid_pinpoints must be pairs of sizes: the file is broken")
+        in_tiles = [side // self.image_size for side in sides]
+        self.grids = [grid for grid in zip(in_tiles[::2], in_tiles[1::2], strict=False) if all(grid)]
+        self.check_tiles(1 + max((rows * columns for rows, columns in self.grids), default=0), self.image_size)
+        self.meta.skip(
+            "has_text_encoder", "has_llava_projector", "vision.feature_layer", "vision.mm_patch_merge_type",
+            "vision.image_crop_resolution", "vision.image_split_resolution", "vision.mm_projector_type",
+        )  # fmt: skip
+        self.newline = None
+        if "model.image_newline" in self.weights:
+            self.newline = floats(self.weights.require("model.image_newline", self.width))
+
+    def record(self) -> None:
+        n = (self.image_size // self.patch_size) ** 2 + 1
+        self.position_table = self.table("v.position_embd.weight", n, self.n_embd)
+        self.position_table[0] += floats(self.weights.require("v.class_embd", self.n_embd))
+        x = self.embedded(self.patch_matrix(), has_positions=True)
+        x = self.layers(self.vector_norm(x, "v.pre_ln", self.eps))
+        if "v.post_ln.weight" in self.weights:
+            x = self.vector_norm(x, "v.post_ln", self.eps)
+        self.two_linears(self.joined(x), "mm.0", "mm.2", "gelu_erf")
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return self.position_table
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        side = self.image_size // self.patch_size
+        if self.newline is None:
+            frame = self._padded(picture) if self.aspect_ratio == "pad" else self._cropped(picture)
+            return Prepared((frame,), (side * side,), (side, side))
+        spread = [self._spread(picture, *grid) for grid in self.grids]
+        fitting = [each for each in spread if max_tokens is None or each.n_tokens <= max_tokens]
+        whole = np.asarray(resized(picture, self.image_size, self.image_size, "bicubic"))
+        if not fitting:
+            return Prepared((whole,), (side * side + 1,), (side, side))
+        best = min(fitting, key=lambda each: self._waste(picture, *each.tiles))
+        return replace(best, frames=(whole, *self._tiles(picture, *best.tiles)))
+
+    def _padded(self, picture: Any) -> NDArray[np.uint8]:
+        """Pad an image to a square with the mean colour, then resize it."""
+        from PIL import Image
+
+        side = max(picture.size)
+        square = Image.new("RGB", (side, side), tuple(int(255 * x) for x in self.mean))
+        square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+        return np.asarray(resized(square, self.image_size, self.image_size, "bicubic"))
+
+    def _cropped(self, picture: Any) -> NDArray[np.uint8]:
+        """Resize an image by its shorter side, then crop its centre."""
+        size, least = self.image_size, min(picture.size)
+        height, width = (int(size * each / least) for each in (picture.height, picture.width))
+        top, left = (height - size) // 2, (width - size) // 2
+        return np.asarray(resized(picture, height, width, "bicubic"))[top : top + size, left : left + size]
+
+    def _waste(self, picture: Any, rows: int, columns: int) -> tuple[int, int]:
+        """Return how badly a grid fits an image: lost resolution first, then the number of unused pixels."""
+        height, width = rows * self.image_size, columns * self.image_size
+        scale = min(width / picture.width, height / picture.height)
+        seen = min(int(picture.width * scale) * int(picture.height * scale), picture.width * picture.height)
+        return -seen, height * width - seen
+
+    def _spread(self, picture: Any, rows: int, columns: int) -> Spread:
+        """Return the layout of an image as a grid of tiles, without pixels."""
+        side = self.image_size // self.patch_size
+        tall, wide = rows * side, columns * side
+        if picture.width / picture.height > wide / tall:
+            shown = int(round(picture.height * (wide / picture.width), 7))
+            edge = (tall - shown) // 2, 0
+        else:
+            shown = int(round(picture.width * (tall / picture.height), 7))
+            edge = 0, (wide - shown) // 2
+        n = (tall - 2 * edge[0]) * (wide - 2 * edge[1] + 1)
+        cut = slice(edge[0], tall - edge[0]), slice(edge[1], wide - edge[1])
+        return Spread((), (side * side + n,), (side, side), (rows, columns), cut)
+
+    def _tiles(self, picture: Any, rows: int, columns: int) -> list[NDArray[np.uint8]]:
+        """Resize an image without distortion, pad it with black on all sides, and cut it into tiles."""
+        size = self.image_size
+        height, width = rows * size, columns * size
+        across, down = width / picture.width, height / picture.height
+        if across < down:
+            height = min(math.ceil(picture.height * across), height)
+        else:
+            width = min(math.ceil(picture.width * down), width)
+        canvas = np.zeros((rows * size, columns * size, 3), np.uint8)
+        top, left = (rows * size - height) // 2, (columns * size - width) // 2
+        canvas[top : top + height, left : left + width] = np.asarray(resized(picture, height, width, "bicubic"))
+        return cut(canvas, size)
+
+    def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
+        """Return the rows of the complete image, then the rows of the grid line by line, each with an end row."""
+        if self.newline is None:
+            return rows
+        n, end = self.position_table.shape[0] - 1, self.newline.reshape(1, 1, -1)
+        if not isinstance(prepared, Spread):
+            return np.concatenate([rows, end])
+        side, (tall, wide) = self.image_size // self.patch_size, prepared.tiles
+        grid = rows[n:].reshape(tall, wide, side, side, -1).swapaxes(1, 2).reshape(tall * side, wide * side, -1)
+        grid = grid[prepared.shown]
+        lines = np.concatenate([grid, np.broadcast_to(end, (len(grid), 1, grid.shape[2]))], axis=1)
+        return np.concatenate([rows[:n], lines.reshape(-1, 1, lines.shape[2])])

@@ -1,0 +1,491 @@
+"""Base classes of image and audio encoders: their keys and layers, and the conversion of pixels to rows of a graph.
+
+An image is prepared as one or several frames. The patches of a frame are a sequence with attention in both
+directions. The input of the graph is one row per patch: its pixels and, if positions are learnt, its position
+embedding. The output is the rows for the text model [N, width]. Patches that are joined to one output row are
+adjacent in the sequence. The frames of audio are pieces of the audio, and the patches are parts of the spectrogram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError, quoted
+from localllm.kernels.graph import (
+    Activation,
+    Attention,
+    Gated,
+    Graph,
+    HeadNorm,
+    Input,
+    KVCache,
+    LayerNorm,
+    Linear,
+    Linears,
+    Matrix,
+    Outputs,
+    Rope,
+    RopeAppend,
+    Rows,
+    Tensor,
+    Weight,
+)
+from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
+from localllm.models.config import Heads, Metadata
+from localllm.models.hf_convert import GELU_TANH, Array
+from localllm.models.encoders.images import MAX_PIXELS, block_order, normalised, open_picture, patches
+from localllm.models.encoders.views import RowsScaled
+from localllm.models.weights import Reshaped, Weights
+from localllm.quant.formats import dequantize
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Pixels = NDArray[np.float32]
+
+#: Minimum and maximum of each integer ``clip.{section}.{key}``, in all families.
+BOUNDS: dict[str, tuple[int, int]] = {
+    "attention.head_count": (0, 1024),
+    "block_count": (0, 512),
+    "embedding_length": (1, 1 << 16),
+    "feed_forward_length": (0, 1 << 18),
+    "image_max_pixels": (1, 1 << 25),
+    "image_min_pixels": (0, 1 << 25),
+    "image_size": (1, 8192),
+    "n_wa_pattern": (0, 512),
+    "num_mel_bins": (1, 4096),
+    "patch_size": (1, 256),
+    "preproc_image_size": (1, 8192),
+    "preproc_max_tiles": (1, 256),
+    "preproc_min_tiles": (1, 256),
+    "projection_dim": (0, 1 << 16),  # 0 if only the projector's tensors contain the width
+    "projector.scale_factor": (1, 16),
+    "projector.stack_factor": (1, 64),
+    "spatial_merge_size": (1, 16),
+}
+#: Minimum and maximum of the colours' means, and of their standard deviations.
+_MEANS, _DEVIATIONS = (-1e3, 1e3), (1e-3, 1e3)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An image or audio in the form of the model's processor."""
+
+    # Images: the resized image, or its tiles, [height, width, 3] each. Audio: float32, such as [time, frequencies].
+    frames: tuple[NDArray[Any], ...]
+    parts: tuple[str | int, ...]  # contents of the prompt: strings, and numbers of rows
+    grid: tuple[int, int]  # rows and columns of the first frame's tokens; 0 for audio
+    kind: str = field(default="image", kw_only=True)  # or "audio"
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of rows in the prompt."""
+        return sum(part for part in self.parts if isinstance(part, int))
+
+
+@dataclass(frozen=True)
+class FrameRows:
+    """The graph's input for a frame: T rows, which produce N output rows."""
+
+    given: Pixels  # [T, pixels of a patch + width of positions]
+    axes: NDArray[np.int32]  # [3, T]: 0, row and column of each patch
+    outputs: NDArray[np.int32]  # [N], the first row of each output
+    spans: NDArray[np.int32]  # [2, T]: first and end row of each patch's window; [2, 0] without windows
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A graph of an encoder. A second stage uses each output row of the first stage as a patch."""
+
+    graph: Graph
+    n_joined: int  # patches per output row
+
+
+def _activation(meta: Metadata) -> str:
+    """Return the activation from llama.cpp's keys: its GELU is the tanh form. Without a key, it is CLIP's."""
+    is_gelu, is_silu = (meta.read(key, bool, False) for key in ("use_gelu", "use_silu"))
+    return "silu" if is_silu else "gelu" if is_gelu else "gelu_quick"
+
+
+class EncoderModel:
+    """An encoder and its projector. A family's subclass adds its keys, tensors and blocks. Raises ModelError."""
+
+    #: Type of the encoded message parts, section of the keys, and prefix of the tensors' names.
+    kind: ClassVar[str] = "image"
+    section: ClassVar[str] = "vision"
+    stem: ClassVar[str] = "v."
+    #: String at the place of an image in the output of a chat template or processor. `Prepared.parts` replace it.
+    marker: ClassVar[str]
+    #: Strings before and after the marker if the template does not write them.
+    around: ClassVar[tuple[str, str]] = ("", "")
+    #: Whether an image's tokens are rotated by row and column in the text model (M-RoPE).
+    has_grid: ClassVar[bool] = False
+    #: Whether an image's tokens are also rotated by the image's number (`localllm.engine.media.PreparedMedia`).
+    is_numbered: ClassVar[bool] = False
+    #: String before the n-th image of a prompt, counted from 0, with {} for n.
+    numbered: str = ""
+    #: Layers whose patches only see their window.
+    windowed: Collection[int] = ()
+    #: Second stage, after `graph`, for encoders whose last layers have fewer rows.
+    behind: Stage | None = None
+    #: Activation function of MLPs.
+    activation: str = "gelu_erf"
+    #: Whether norms are RMSNorms.
+    rms: bool = False
+
+    def __init__(self, meta: Metadata, weights: Weights) -> None:
+        self.meta, self.weights = meta, weights
+        v = self.number
+        self.n_embd, self.n_ff, self.n_layers = v("embedding_length"), v("feed_forward_length"), v("block_count")
+        self.n_heads, self.width = v("attention.head_count"), v("projection_dim")
+        self.eps = meta.read(f"{self.section}.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
+        if self.n_layers and (self.n_heads < 1 or self.n_embd % self.n_heads):
+            raise ModelError(
+                f"clip.{self.section}.embedding_length is {self.n_embd}, which is not a multiple of "
+                f"clip.{self.section}.attention.head_count, {self.n_heads}: the file is broken"
+            )
+        self.head_dim = self.n_embd // max(self.n_heads, 1)
+        #: Tensors with additional rows for each token, which layers of the text model add.
+        self.further: list[Tensor] = []
+        self.read()
+        self.graph = Graph(rounds_floats=True)
+        self.record()
+        self.graph.watched.update(self.further)
+
+    def number(self, key: str, default: Any = None) -> int:
+        """Return the integer ``clip.{section}.{key}``. Raises ModelError if it is outside its `BOUNDS`."""
+        options: dict[str, Any] = {} if default is None else {"default": default}
+        low, high = BOUNDS[key]
+        return int(self.meta.read(f"{self.section}.{key}", int, low=low, high=high, **options))
+
+    # -- Methods of families ---------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read the family's additional keys."""
+
+    def record(self) -> None:
+        """Record the graph."""
+        raise NotImplementedError
+
+    @property
+    def n_joined(self) -> int:
+        """Number of patches per output row."""
+        return 1
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Stages in the order of computation."""
+        first = Stage(self.graph, self.n_joined)
+        return [first] if self.behind is None else [first, self.behind]
+
+    @staticmethod
+    def open(source: Any, where: str) -> Any:
+        """Convert a source, such as a path or bytes, to the argument of `prepare`. ``where`` names it in errors."""
+        raise NotImplementedError
+
+    @property
+    def example(self) -> Any:
+        """Input of a common size."""
+        raise NotImplementedError
+
+    def prepare(self, source: Any, max_tokens: int | None = None) -> Prepared:
+        """Prepare an image or audio in the same way as the model's processor.
+
+        With ``max_tokens``, an image gets at most this number of tokens.
+        """
+        raise NotImplementedError
+
+    def rows(self, frame: NDArray[Any]) -> FrameRows:
+        """A prepared frame as the graph takes it."""
+        raise NotImplementedError
+
+    def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
+        """Return the same result as `rows`, but yield after each piece if the computation is long."""
+        yield from ()
+        return self.rows(frame)
+
+    def following(self, rows: Pixels, frame: FrameRows) -> FrameRows:
+        """Convert the output rows of a frame to the input of the second stage, `behind`."""
+        n = 1 if self.behind is None else self.behind.n_joined
+        axes, spans = np.zeros((3, len(rows)), np.int32), np.zeros((2, 0), np.int32)
+        return FrameRows(rows, axes, np.arange(0, len(rows), n, dtype=np.int32), spans)
+
+    def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
+        """Return the rows of an image in the order of its tokens, from the rows of its frames.
+
+        Both have the shape [n, n_embeddings, width].
+        """
+        return rows
+
+    # -- Rows of a frame -------------------------------------------------------------------------------------------
+
+    def table(self, name: str, *shape: int) -> Pixels:
+        """Return a table of the file as float32."""
+        weight = self.weights.require(name, *shape)
+        return dequantize(weight.data, weight.type).reshape(shape)
+
+    # -- Blocks ----------------------------------------------------------------------------------------------------
+
+    def at(self, weights: Weights | None = None, eps: float | None = None) -> Layer:
+        """Return a `Layer` for blocks outside the layers."""
+        own = self.weights if weights is None else weights
+        return Layer(-1, self.graph, own, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
+
+    def layers(self, x: Tensor, rope: Rope | None = None, numbers: range | None = None) -> Tensor:
+        """Record all layers, or the layers in ``numbers``: norm, attention in both directions, norm and MLP."""
+        cache: KVCache | None = None
+        for i in range(self.n_layers) if numbers is None else numbers:
+            self.graph.layer = i
+            at = self.at(self.weights.layer(i, self.stem))
+            if cache is None:  # all layers share a cache, because only the current layer reads it
+                cache = self.graph.kv_cache(self.n_heads, self.head_dim)
+            x = self.layer(at, x, cache, rope)
+            self.behind_layer(i, x)
+        self.graph.layer = "output"
+        return x
+
+    def behind_layer(self, number: int, x: Tensor) -> None:
+        """Record blocks between layers. Called with each layer's number and output."""
+
+    def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
+        """Record one layer, by default with LayerNorms and an MLP, or with RMSNorms and a gate if ``rms`` is True."""
+        y = self.norm(at, "ln1", x)
+        x = self.attention(at, y, cache, rope, residual=x)
+        y = self.norm(at, "ln2", x)
+        return self.mlp(at, y, residual=x)
+
+    def norm(self, at: Layer, name: str, x: Tensor) -> Tensor:
+        return norm(at, name, x) if self.rms else layer_norm(at, name, x)
+
+    def mlp(self, at: Layer, x: Tensor, residual: Tensor | None) -> Tensor:
+        up, down = "ffn_up", "ffn_down"
+        if at.weights.n_rows("ffn_up.weight") == self.n_embd != self.n_ff:  # llama.cpp's converters of 2023 swap them
+            up, down = down, up
+        names = ("ffn_gate", up) if "ffn_gate.weight" in at.weights else (up,)
+        y, *other = at.add(Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
+        y = at.add(Gated(y, other[0], self.activation) if other else Activation(y, self.activation))
+        return self.project(at, y, down, "ls2", residual)
+
+    def project(self, at: Layer, x: Tensor, name: str, scale: str, residual: Tensor | None) -> Tensor:
+        """Return residual + x times a matrix, with a factor per output value if the file contains factors."""
+        matrix, factors = (
+            at.weights.matrix(name, x.width, self.n_embd),
+            at.weights.find(f"{scale}.weight", self.n_embd),
+        )
+        if factors is not None:
+            bias = None if matrix.bias is None else RowsScaled(matrix.bias, factors)
+            matrix = Matrix(RowsScaled(matrix.weight, factors), bias)
+        return at.add(Linear(x, matrix, residual=residual))
+
+    def attention(
+        self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None, *, residual: Tensor | None
+    ) -> Tensor:
+        heads = Heads(self.n_heads, self.n_heads, self.head_dim, self.head_dim)
+        q, k, v, _ = query_key_value(at, x, heads)
+        q_norm = k_norm = None
+        if at.weights.shape("attn_q_norm.weight") == (self.n_embd,):
+            q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
+        elif "attn_q_norm.weight" in at.weights:
+            q_norm, k_norm = (
+                HeadNorm(at.norm_eps, at.weights.vector(f"attn_{name}_norm", self.head_dim)) for name in "qk"
+            )
+        q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm))
+        is_windowed = self.graph.layer in self.windowed
+        y = at.add(Attention(q, cache, self.head_dim**-0.5, causal=False, has_spans=is_windowed))
+        return self.project(at, y, "attn_out", "ls1", residual)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Concatenate the patches of each output row."""
+        return self.graph.add(Outputs(x, self.n_joined))
+
+    def vector_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        """Return the LayerNorm of x with the tensors ``{name}.weight`` and ``{name}.bias``."""
+        bias = self.weights.find(f"{name}.bias", x.width)
+        return self.graph.add(LayerNorm(x, self.weights.vector(name, x.width), bias, eps))
+
+    def two_linears(self, x: Tensor, first: str, second: str, activation: str) -> Tensor:
+        """Return second(activation(first(x))), in the width of the text model."""
+        at = self.at()
+        n = self.weights.n_rows(f"{first}.weight")
+        y = at.add(Activation(at.linear(x, first, n), activation))
+        return at.linear(y, second, self.width)
+
+
+class VisionModel(EncoderModel):
+    """An image encoder."""
+
+    #: An output row is computed from merge * merge patches.
+    merge: int = 1
+    #: Side of a window in patches.
+    window: int = 0
+    #: Rows before the patches, such as the row of a class token.
+    n_before: ClassVar[int] = 0
+    #: Whether the key for the tanh form of GELU means exact GELU.
+    exact_gelu: ClassVar[bool] = False
+
+    def __init__(self, meta: Metadata, weights: Weights) -> None:
+        self.meta = meta
+        self.image_size, self.patch_size = self.number("image_size"), self.number("patch_size")
+        self.mean = self._colours("vision.image_mean", *_MEANS)
+        self.std = self._colours("vision.image_std", *_DEVIATIONS)
+        self.activation = _activation(meta)
+        if self.exact_gelu and self.activation == "gelu":
+            self.activation = "gelu_erf"
+        super().__init__(meta, weights)
+
+    def _colours(self, key: str, low: float, high: float) -> tuple[float, ...]:
+        values = self.meta.find(key)
+        if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(x, float) for x in values):
+            raise ModelError(f"clip.{key} must be three numbers: the file is broken")
+        if not all(low <= x <= high for x in values):  # also rejects NaN
+            raise ModelError(f"clip.{key} must be numbers between {low:g} and {high:g}: the file is broken")
+        return tuple(values)
+
+    def check_tiles(self, n_tiles: int, side: int) -> None:
+        """Raise ModelError unless a tile is large enough for a token and all tiles of an image fit into memory."""
+        if side < self.patch_size * self.merge:
+            raise ModelError(
+                f"the tiles of an image are {side} pixels wide, but a token needs {self.patch_size * self.merge}: "
+                "the file is broken"
+            )
+        if n_tiles * side**2 > MAX_PIXELS:
+            raise ModelError(
+                f"an image becomes {n_tiles:,} tiles of {side} × {side} pixels, more than {MAX_PIXELS:,} pixels: "
+                "the file is broken"
+            )
+
+    @property
+    def n_joined(self) -> int:
+        return self.merge**2
+
+    @staticmethod
+    def open(source: Any, where: str) -> Image:
+        return open_picture(source, where)
+
+    @property
+    def example(self) -> Image:
+        """An image of 1,024 × 768 pixels."""
+        return self.open(np.zeros((768, 1024, 3), np.uint8), "the picture")
+
+    def positions(self, rows: int, columns: int) -> Pixels | None:
+        """Return position embeddings of a grid of patches, by rows, [rows * columns, n_embd], or None if unused."""
+        return None
+
+    def normalised(self, frame: NDArray[np.uint8]) -> Pixels:
+        """Return the normalised values of pixels, [height, width, 3]."""
+        return normalised(frame, self.mean, self.std)
+
+    def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
+        """A prepared frame as the graph takes it."""
+        size, merge, n = self.patch_size, self.merge, self.n_before
+        rows, columns = frame.shape[0] // size, frame.shape[1] // size
+        order, spans = block_order(rows, columns, merge), np.zeros((2, 0), np.int32)
+        if (side := self.window) != 0:  # group patches by window
+            windows = order // columns // side * columns + order % columns // side
+            order, windows = order[np.argsort(windows, kind="stable")], np.sort(windows)
+            spans = np.stack([np.searchsorted(windows, windows, end) for end in ("left", "right")]).astype(np.int32)
+        given = [patches(self.normalised(frame), size)[order]]
+        if (added := self.positions(rows, columns)) is not None:
+            given.append(added[: len(added) - len(order)])
+            given[1] = np.concatenate([given[1], added[len(added) - len(order) :][order]])
+        if n:
+            given[0] = np.pad(given[0], ((n, 0), (0, 0)))
+        axes = np.stack([order * 0, order // columns, order % columns])
+        axes = np.pad(axes, ((0, 0), (n, 0))).astype(np.int32)
+        blocks = order[:: merge * merge]  # first patch of each block
+        outputs = n + merge * merge * np.argsort(blocks).astype(np.int32)
+        return FrameRows(np.ascontiguousarray(np.concatenate(given, axis=1)), axes, outputs, spans)
+
+    def embedded(self, patch: Weight, *, has_positions: bool, bias: str = "v.patch_embd.bias") -> Tensor:
+        """Return the patches' pixels times a matrix [n_embd, pixels], plus positions."""
+        n = patch.shape[1]
+        total = n + (self.n_embd if has_positions else 0)
+        x = self.graph.add(Input(Tensor(Rows.TOKENS, n), 0, total))
+        positions = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), n, total)) if has_positions else None
+        return self.graph.add(Linear(x, Matrix(patch, self.weights.find(bias, self.n_embd)), residual=positions))
+
+    def patch_matrix(self, name: str = "v.patch_embd.weight") -> Weight:
+        """Return the kernel of a convolution over patches as a matrix [n_embd, pixels]."""
+        weight = self.weights.require(name, self.n_embd, 3, self.patch_size, self.patch_size)
+        return Reshaped(weight, (self.n_embd, 3 * self.patch_size**2))
+
+    def rope(self, theta: float, *, interleaved: bool = False, axes: tuple[int, int] = (1, 2)) -> Rope:
+        """Return a rotation by the row in the first half of the pairs and by the column in the second half."""
+        dim = self.head_dim // 2
+        half = theta ** -(np.arange(0, dim, 2) / dim)
+        turned = (axes[0],) * len(half) + (axes[1],) * len(half)
+        return Rope(np.concatenate([half, half]).astype(np.float32), interleaved, axes=turned)
+
+
+# -- Checkpoints ---------------------------------------------------------------------------------------------------
+
+
+#: Settings of encoders and processors without a key in GGUF files, and the values that a file implies. An empty tuple
+#: accepts any value. A family's ``HF_MEANT`` replaces single settings.
+MEANT: dict[str, tuple[Any, ...]] = {
+    "hidden_act": GELU_TANH,
+    "projector_hidden_act": ("gelu",),
+    "num_channels": (3,),
+    "in_channels": (3,),
+    "in_chans": (3,),
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (True,),
+    "rescale_factor": (1 / 255, 0.00392156862745098),
+    "resample": (3,),  # Pillow's BICUBIC
+} | dict.fromkeys(
+    # derived from tensors and other settings, or only for training and videos
+    (
+        *("attention_bias", "head_dim", "hidden_dropout_prob", "layer_scale_init_value", "max_position_embeddings"),
+        *("model_type", "norm_type", "num_key_value_heads", "out_hidden_size", "projection_dropout", "standardize"),
+        *("rope_parameters", "rope_theta", "spatial_merge_size", "spatial_patch_size", "temporal_patch_size"),
+        *("tokens_per_second", "use_absolute_position_embeddings", "use_clipped_linears", "use_mask_token"),
+        *("use_mean_pooling", "use_qk_norm", "vision_use_head", "position_embedding_size", "num_patches"),
+        *("img_max_token_num", "max_vit_seq_len", "min_image_size", "text_hidden_size", "pos_emb_time"),
+        *("pos_emb_width", "multi_modal_projector_bias", "projector_input_dim", "projector_output_dim"),
+        *("vision_output_dim", "window_kernel_size", "qkv_bias", "use_bfloat16", "architecture", "projection_dim"),
+        *(
+            "initializer_factor",
+            "torch_dtype",
+            "dtype",
+            "transformers_version",
+            "architectures",
+            "attn_implementation",
+        ),
+        *("layer_norm_eps", "rms_norm_eps", "intermediate_size", "mlp_ratio", "hidden_size", "in_chans", "auto_map"),
+        *("use_flash_attn", "drop_path_rate", "qk_normalization", "vocab_size", "eos_token_id", "bos_token_id"),
+        *("pad_token_id", "output_dim", "logit_scale_init_value", "add_cross_attention", "is_decoder"),
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "default_output_length"),
+    ),
+    (),
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's configuration for conversions, as objects of `localllm.convert.settings`."""
+
+    values: Any  # config.json
+    vision: Any  # section of config.json for the encoder
+    processor: Any  # preprocessor_config.json
+    text: Any = None  # configuration of the text model
+
+
+def require(c: Checkpoint, name: str, value: Any, known: tuple[Any, ...]) -> None:
+    """Raise ModelError for a setting without a key in the family's files, unless its value is in ``known``."""
+    if value not in known:
+        raise ModelError(
+            f"the checkpoint has {name} = {quoted(value)}, but an mmproj file of {c.values['model_type']} means "
+            f"{' or '.join(map(str, known))}"
+        )
+
+
+def split_qkv(name: str, array: Array, stem: str) -> dict[str, Array]:
+    """Split the joint ``{stem}.weight`` or ``.bias`` of queries, keys and values into three tensors."""
+    suffix = name.rpartition(".")[2]
+    return {f"{stem}attn_{k}.{suffix}": part for k, part in zip("qkv", np.split(array, 3), strict=True)}

@@ -1,0 +1,313 @@
+"""Audio of Gemma 4: a conformer (arXiv:2005.08100; ``gemma4a``). For the 12B model (``gemma4ua``), pieces of 40 ms
+are projected into the text model's space without an encoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import (
+    Activation,
+    Add,
+    Attention,
+    CausalConv,
+    Columns,
+    Gated,
+    HeadLinear,
+    Input,
+    KVCache,
+    Linear,
+    RMSNorm,
+    Rope,
+    RopeAppend,
+    Rows,
+    Tensor,
+    Weight,
+)
+from localllm.models.blocks import Layer, add, norm
+from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared
+from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
+from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
+from localllm.models.encoders.views import FloatView, floats
+from localllm.models.encoders.whisper import SoundModel
+
+_NORMS = {"ffn_norm": "feed_forward1.pre_layer_norm", "ffn_post_norm": "feed_forward1.post_layer_norm"}
+_NORMS |= {"ffn_norm_1": "feed_forward2.pre_layer_norm", "ffn_post_norm_1": "feed_forward2.post_layer_norm"}
+_NORMS |= {"attn_pre_norm": "norm_pre_attn", "attn_post_norm": "norm_post_attn", "ln2": "norm_out"}
+# In llama.cpp's files, the names of these two tensors are swapped.
+_NORMS |= {"conv_norm": "lconv1d.pre_layer_norm", "norm_conv": "lconv1d.conv_norm"}
+_LINEARS = {"ffn_up": "feed_forward1.ffw_layer_1", "ffn_down": "feed_forward1.ffw_layer_2"}
+_LINEARS |= {"ffn_up_1": "feed_forward2.ffw_layer_1", "ffn_down_1": "feed_forward2.ffw_layer_2"}
+_LINEARS |= {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+_LINEARS |= {"attn_out": "self_attn.post", "conv_pw1": "lconv1d.linear_start", "conv_pw2": "lconv1d.linear_end"}
+_OTHERS = {"attn_k_rel": "self_attn.relative_k_proj", "conv_dw": "lconv1d.depthwise_conv1d"}
+_OTHERS |= {"per_dim_scale.weight": "self_attn.per_dim_scale"}
+
+HF_NAMES = (
+    {
+        "mm.a.input_projection": "embed_audio.embedding_projection",
+        "a.pre_encode.out": "audio_tower.output_proj",
+        "a.input_projection": "subsample_conv_projection.input_proj_linear",
+    }
+    | {f"a.conv1d.{i}": f"subsample_conv_projection.layer{i}.conv" for i in range(2)}
+    | {f"a.conv1d.{i}.norm": f"subsample_conv_projection.layer{i}.norm" for i in range(2)}
+    | {f"a.blk.*.{ours}": f"audio_tower.layers.*.{theirs}" for ours, theirs in (_NORMS | _OTHERS).items()}
+    | {f"a.blk.*.{ours}": f"audio_tower.layers.*.{theirs}.linear" for ours, theirs in _LINEARS.items()}
+    | {
+        f"a.blk.*.{ours}.{bound}": f"audio_tower.layers.*.{theirs}.{bound}"
+        for ours, theirs in _LINEARS.items()
+        for bound in BOUNDS
+    }
+)
+
+#: Number of tokens that a token sees, including itself.
+_WINDOW = 12
+#: Samples of a frame and of its Fourier transform, and samples per piece, as in the model's processor.
+_FRAME, _FFT, _PIECE = 320, 512, 30 * RATE
+#: Tokens that are computed together without an encoder.
+_TOKENS = 1000
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    sound = c.vision
+    if c.values["model_type"] == "gemma4_unified":
+        size = sound.get("audio_embed_dim", 640)
+        none = dict.fromkeys(("feed_forward_length", "block_count", "attention.head_count"), 0)
+        keys = {**none, "embedding_length": size, "num_mel_bins": size, "projector_type": "gemma4ua"}
+    else:
+        wanted = {
+            "hidden_act": "silu",
+            "attention_chunk_size": 12,
+            "attention_context_left": 13,
+            "residual_weight": 0.5,
+        }
+        wanted |= {"attention_context_right": 0, "attention_logit_cap": 50.0, "conv_kernel_size": 5}
+        if any(sound.get(name, value) != value for name, value in wanted.items()):
+            raise ModelError(f"config.json of the audio encoder has other values than {wanted}: not supported")
+        keys = {"feed_forward_length": 4 * sound["hidden_size"], "num_mel_bins": 128, "projector_type": "gemma4a"}
+    keys["attention.layer_norm_epsilon"] = sound.get("rms_norm_eps", 1e-6)
+    return {f"audio.{key}": value for key, value in keys.items()}
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    if name.endswith(BOUNDS):
+        return array.reshape(1)
+    if name.endswith("per_dim_scale"):
+        return np.logaddexp(0, array)  # as in llama.cpp
+    return array[:, 0] if name.endswith("depthwise_conv1d.weight") else array
+
+
+@dataclass(frozen=True, eq=False)
+class WithDistances(FloatView):
+    """Matrices [n_heads, head_dim + 32, head_dim] from a query to the scaled query and its 32 wave coefficients.
+
+    The model adds the product of the query and a vector of the distance to each score. Over all distances, this
+    product is a sum of waves. A wave of the distance is the product of two values that are rotated by position: the
+    query's coefficient, and a value of the key that is the same for all positions (`ones`). So attention with longer
+    heads computes the same scores.
+    """
+
+    scale: Weight  # [head_dim]
+    n_heads: int
+    #: Angle per position of each wave: 0 to 15 periods over 2 * _WINDOW - 1 positions.
+    angles = 2 * np.pi * np.arange(16) / (2 * _WINDOW - 1)
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name} with distances"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        dim = self.scale.shape[0]
+        return self.n_heads, dim + 32, dim
+
+    def values(self) -> NDArray[np.float32]:
+        n_heads, _, dim = self.shape
+        size = self.whole.shape[1]
+        steps = np.exp(-math.log(10_000) / max(size // 2 - 1, 1) * np.arange(size // 2))
+        distances = np.arange(_WINDOW)
+        places = np.concatenate([np.sin(distances[:, None] * steps), np.cos(distances[:, None] * steps)], axis=1)
+        vectors = (places @ floats(self.whole).T).reshape(_WINDOW, n_heads, dim)
+        share = np.where(np.arange(16) == 0, 1, 2) / (2 * _WINDOW - 1) * (np.arange(16) < _WINDOW)
+        waves = distances[:, None] * self.angles  # [distances, waves]
+        cosines, sines = (np.einsum("nf,nhd->hfd", wave * share, vectors) for wave in (np.cos(waves), np.sin(waves)))
+        scale = floats(self.scale) * dim**-0.5 / math.log(2)
+        whole = np.concatenate([np.broadcast_to(np.eye(dim), (n_heads, dim, dim)), cosines, -sines], axis=1)
+        scaled: NDArray[np.float32] = (whole * scale).astype(np.float32)
+        return scaled
+
+
+@dataclass(frozen=True, eq=False)
+class WithRoom(FloatView):
+    """Matrices [n_heads, head_dim + 32, head_dim] from a key to the scaled key and 32 zeros."""
+
+    n_heads: int
+    dim: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name} with room"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.n_heads, self.dim + 32, self.dim
+
+    def values(self) -> NDArray[np.float32]:
+        whole = np.eye(self.dim + 32, self.dim, dtype=np.float32) * (math.log(1 + math.e) / math.log(2))
+        return np.broadcast_to(whole, self.shape)
+
+
+class Gemma4Sound(SoundModel):
+    """A conformer with rows of 40 ms, after two convolutions that numpy computes."""
+
+    marker = "<|audio|>"
+
+    def read(self) -> None:
+        self.n_mels = self.number("num_mel_bins")
+        first, second = ((self.weights.shape(f"a.conv1d.{i}.weight") or (0,))[0] for i in range(2))
+        if self.head_dim % 32 or not self.n_mels or not self.n_layers:
+            raise ModelError("the audio encoder's sizes are missing or not supported: the file is broken")
+        self._stored = [
+            (
+                self.weights.require(f"a.conv1d.{i}.weight", n, n_in, 3, 3),
+                self.weights.vector(f"a.conv1d.{i}.norm", n),
+            )
+            for i, (n, n_in) in enumerate(((first, 1), (second, first)))
+        ]
+        self.n_values = second * -(-self.n_mels // 4)
+
+    @cached_property
+    def _convolutions(self) -> list[tuple[Pixels, Pixels]]:
+        """Return the matrices [n_in * 9, n_out] of the two convolutions, and the weights of their norms [n_out]."""
+        return [(floats(kernel).reshape(len(floats(scale)), -1).T, floats(scale)) for kernel, scale in self._stored]
+
+    def record(self) -> None:
+        n_ones = self.n_heads * (self.head_dim + 32)
+        x, self.ones = (
+            self.graph.add(Input(Tensor(Rows.TOKENS, width), first, self.n_values + n_ones))
+            for first, width in ((0, self.n_values), (self.n_values, n_ones))
+        )
+        self.turned = Rope(WithDistances.angles.astype(np.float32), False, first=self.head_dim)
+        at = self.at()
+        x = at.linear(x, "a.input_projection", self.n_embd)
+        cache: KVCache | None = None
+        for i in range(self.n_layers):
+            self.graph.layer = i
+            at = self.at(self.weights.layer(i, self.stem))
+            if cache is None:  # all layers share a cache, because only the current layer reads it
+                cache = self.graph.kv_cache(self.n_heads, self.head_dim + 32, self.head_dim)
+            x = self.conformed(at, x, cache)
+        self.graph.layer = "output"
+        at = self.at()
+        x = at.linear(self.joined(x), "a.pre_encode.out", self.weights.n_rows("a.pre_encode.out.weight"))
+        x = at.add(RMSNorm(x, None, self.eps))
+        at.linear(x, "mm.a.input_projection", self.width)
+
+    def conformed(self, at: Layer, x: Tensor, cache: KVCache) -> Tensor:
+        """Record one layer: half an MLP, attention, a convolution, and half an MLP."""
+        x = self.half_mlp(at, x, "")
+        y, w, dim = norm(at, "attn_pre_norm", x), at.weights, self.head_dim
+        q, k, v = (clamped_linear(at, y, name, self.n_embd) for name in ("attn_q", "attn_k", "attn_v"))
+        relative, scale = w.require("attn_k_rel.weight", self.n_embd, self.n_embd), w.vector("per_dim_scale", dim)
+        q = at.add(HeadLinear(q, WithDistances(relative, scale, self.n_heads)))
+        k = at.add(Add(at.add(HeadLinear(k, WithRoom(relative, self.n_heads, dim))), self.ones))
+        q = at.add(RopeAppend(q, k, v, cache, self.turned))
+        y = clamped_linear(at, at.add(Attention(q, cache, 1.0, _WINDOW, 50.0)), "attn_out", self.n_embd)
+        x = add(at, norm(at, "attn_post_norm", y), x)
+        y = clamped_linear(at, norm(at, "conv_norm", x), "conv_pw1", 2 * self.n_embd)
+        up, gate = self._halves(at, y)
+        kernel = w.require("conv_dw.weight", self.n_embd, 5)
+        y = at.add(CausalConv(at.add(Gated(gate, up, "sigmoid")), kernel, at.graph.state("conv", 4, self.n_embd)))
+        y = at.add(Activation(norm(at, "norm_conv", y), "silu"))
+        x = add(at, clamped_linear(at, y, "conv_pw2", self.n_embd), x)
+        return norm(at, "ln2", self.half_mlp(at, x, "_1"))
+
+    def _halves(self, at: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        n = x.width // 2
+        return at.add(Columns(x, range(n))), at.add(Columns(x, range(n, 2 * n)))
+
+    def half_mlp(self, at: Layer, x: Tensor, which: str) -> Tensor:
+        y = clamped_linear(at, norm(at, f"ffn_norm{which}", x), f"ffn_up{which}", self.n_ff)
+        y = clamped_linear(at, at.add(Activation(y, "silu")), f"ffn_down{which}", self.n_embd)
+        return add(at, norm(at, f"ffn_post_norm{which}", y), x, 0.5)
+
+    def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
+        """Return the rows of a spectrogram [frames, n_mels]."""
+        x = frame[:, :, None]  # [time, bands, channels]
+        for kernel, scale in self._convolutions:
+            x = yield from convolved(x, kernel, partial(_normed, scale, self.eps))
+        ones = np.zeros((len(x), self.n_heads, self.head_dim + 32), np.float32)
+        ones[:, :, self.head_dim : -16] = 1
+        rows = np.hstack([x.reshape(len(x), -1), ones.reshape(len(x), -1)])
+        places = np.arange(len(rows), dtype=np.int32)
+        return FrameRows(rows, np.zeros((3, len(rows)), np.int32), places, np.zeros((2, 0), np.int32))
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        pieces = (source[i : i + _PIECE] for i in range(0, len(source), _PIECE))
+        frames = tuple(log_mel(piece, self.n_mels) for piece in pieces)
+        n = sum(-(-len(frame) // 4) for frame in frames)
+        return Prepared(frames, ("<|audio>", n, "<audio|>"), (0, 0), kind=self.kind)
+
+
+def _normed(scale: Pixels, eps: float, y: Pixels) -> Pixels:
+    """Return ReLU of the LayerNorm over channels."""
+    y = y - y.mean(axis=-1, keepdims=True)
+    normed: Pixels = np.maximum(0, y / np.sqrt((y * y).mean(axis=-1, keepdims=True) + eps) * scale)
+    return normed
+
+
+def log_mel(samples: Samples, n_mels: int) -> Pixels:
+    """Return the logarithmic mel spectrogram of magnitudes in HTK's bands, [frames, n_mels].
+
+    A frame starts every `HOP` samples, if the samples contain the complete frame.
+
+    Source: Universal Speech Model, arXiv:2303.01037.
+    """
+    n = max(1, (len(samples) - 1) // HOP)
+    padded = np.pad(samples.astype(np.float64), (_FRAME // 2, _FRAME))
+    frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::HOP][:n]
+    mels = np.linspace(0, 2595 * np.log10(1 + RATE / 2 / 700), n_mels + 2)
+    edges = 700 * (10 ** (mels / 2595) - 1)
+    frequencies = np.linspace(0, RATE / 2, _FFT // 2 + 1)[:, None]
+    rising = (frequencies - edges[:-2]) / np.diff(edges)[:-1]
+    falling = (edges[2:] - frequencies) / np.diff(edges)[1:]
+    filters = np.maximum(0, np.minimum(rising, falling))
+    power = np.abs(np.fft.rfft(frames * np.hanning(_FRAME + 1)[:-1].astype(np.float32), _FFT))
+    return np.log(power @ filters + 1e-3).astype(np.float32)
+
+
+class Gemma4UnifiedSound(SoundModel):
+    marker = "<|audio|>"
+
+    def read(self) -> None:
+        self.meta.skip("audio.num_mel_bins")  # llama.cpp's converter writes 128, as for encoders of spectrograms
+        shape = self.weights.shape("mm.a.input_projection.weight")
+        if len(shape) != 2 or not 1 <= shape[1] <= 1 << 16:
+            raise ModelError(
+                f"tensor mm.a.input_projection.weight has the shape {list(shape)}, but must have one column per "
+                "sample of a token: the file is broken"
+            )
+        self.n_samples = shape[-1]
+
+    def record(self) -> None:
+        x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_samples), 0, self.n_samples))
+        x = self.graph.add(RMSNorm(self.joined(x), None, self.eps))
+        self.graph.add(Linear(x, self.weights.matrix("mm.a.input_projection", self.n_samples, self.width)))
+
+    def rows(self, frame: NDArray[Any]) -> FrameRows:
+        places = np.arange(len(frame), dtype=np.int32)
+        return FrameRows(frame, np.zeros((3, len(frame)), np.int32), places, np.zeros((2, 0), np.int32))
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        rows = np.pad(source, (0, -len(source) % self.n_samples)).reshape(-1, self.n_samples)
+        frames = tuple(rows[i : i + _TOKENS] for i in range(0, len(rows), _TOKENS))
+        return Prepared(frames, ("<|audio>", len(rows), "<audio|>"), (0, 0), kind=self.kind)

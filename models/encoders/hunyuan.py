@@ -1,0 +1,128 @@
+"""HunyuanOCR and HunyuanVL (arXiv:2511.19575): images of any size. Four patches become a token. An additional token
+ends each row of the image, one precedes the image, and one follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Activation, Linear, Matrix, RMSNorm
+from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared
+from localllm.models.encoders.images import interpolated
+from localllm.models.encoders.qwen import QwenVision
+from localllm.models.encoders.views import ColumnsByPart, floats
+from localllm.models.weights import Reshaped
+
+#: Names in checkpoints and names in transformers, separated by a space.
+HF_NAMES = {
+    "v.patch_embd": "embeddings.patch_embedding",
+    "v.position_embd": "embeddings.position_embedding",
+    "v.blk.*.ln1": "layers.*.input_layernorm layers.*.layer_norm1",
+    "v.blk.*.ln2": "layers.*.post_attention_layernorm layers.*.layer_norm2",
+    "v.blk.*.attn_q": "layers.*.self_attn.q_proj",
+    "v.blk.*.attn_k": "layers.*.self_attn.k_proj",
+    "v.blk.*.attn_v": "layers.*.self_attn.v_proj",
+    "v.blk.*.attn_out": "layers.*.self_attn.o_proj",
+    "v.blk.*.ffn_up": "layers.*.mlp.dense_h_to_4h layers.*.mlp.fc1",
+    "v.blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h layers.*.mlp.fc2",
+    "mm.pre_norm": "perceive.before_rms patch_merger.before_rms",
+    "mm.0": "perceive.proj.0 patch_merger.proj_conv",
+    "mm.2": "perceive.proj.2 patch_merger.proj_out",
+    "mm.model.fc": "perceive.mlp patch_merger.mlp",
+    "mm.post_norm": "perceive.after_rms patch_merger.after_rms",
+    "v.image_newline": "perceive.image_newline patch_merger.image_newline",
+    "mm.image_begin": "perceive.image_begin patch_merger.image_begin",
+    "mm.image_end": "perceive.image_end patch_merger.image_end",
+    "v.view_seperator": "perceive.image_sep patch_merger.image_sep",  # llama.cpp's spelling
+}
+HF_MEANT = {"hidden_act": ("gelu", "gelu_pytorch_tanh")}
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    vision, size = c.vision, c.processor.get("size") or {}
+    for name, known in {"hidden_act": "gelu", "interpolate_mode": "bilinear"}.items():
+        if vision.get(name, known) != known:
+            raise ModelError(f"config.json has {name} = {vision[name]}; localllm supports HunyuanVL with {known}")
+    return {
+        "projector_type": "hunyuanvl",
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
+        "vision.image_size": vision.get("max_image_size", 2048),
+        "vision.spatial_merge_size": vision.get("spatial_merge_size", 2),
+        "vision.image_min_pixels": c.processor.get("min_pixels") or size.get("shortest_edge"),
+        "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
+    }
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    return array[1:] if name.endswith("position_embedding.weight") else array  # without the row of a class token
+
+
+class HunyuanVL(QwenVision):
+    marker, around = (
+        "<｜hy_place▁holder▁no▁102｜>",
+        ("<｜hy_place▁holder▁no▁100｜>", "<｜hy_place▁holder▁no▁101｜>"),
+    )
+    is_numbered = exact_gelu = True
+    limits = 512 * 512, 2048 * 2048
+
+    def record(self) -> None:
+        d, size, weights = self.n_embd, self.merge, self.weights
+        side = self.image_size // self.patch_size
+        self.position_table = self.table("v.position_embd.weight", side**2, d)
+        x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
+        x = self.joined(self.graph.add(RMSNorm(x, weights.vector("mm.pre_norm", d), self.eps)))
+        n, n_wide = ((weights.shape(f"mm.{i}.weight") or (0,))[0] for i in (0, 2))
+        kernel = Reshaped(weights.require("mm.0.weight", n, d, size, size), (n, d * size**2))
+        x = self.graph.add(Linear(x, Matrix(ColumnsByPart(kernel, size**2), weights.find("mm.0.bias", n))))
+        last = weights.require("mm.2.weight", n_wide, n, 1, 1)
+        x = self.graph.add(Activation(x, "gelu_erf"))
+        x = self.graph.add(Linear(x, Matrix(Reshaped(last, (n_wide, n)), weights.find("mm.2.bias", n_wide))))
+        self.last = weights.matrix("mm.model.fc", n_wide, self.width)
+        self.last_norm = weights.vector("mm.post_norm", self.width)
+        self.marks = [weights.require(f"mm.image_{end}", self.width) for end in ("begin", "end")]
+        self.newline = weights.require("v.image_newline", n_wide)
+        weights.skip("v.view_seperator")  # for videos
+        self.graph.add(RMSNorm(self.graph.add(Linear(x, self.last)), self.last_norm, self.eps))
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return interpolated(self.position_table, rows, columns, has_antialiasing=False)
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        prepared = super().prepare(picture, max_tokens)
+        rows, columns = prepared.grid
+        return replace(prepared, parts=(rows * (columns + 1) + 2,), grid=(rows, columns + 1))
+
+    def grid(self, picture: Any, max_tokens: int | None) -> tuple[int, int]:
+        """Return the grid. ``max_tokens`` includes the additional tokens, of which there are at least four."""
+        most = max_tokens
+        while True:
+            rows, columns = super().grid(picture, most)
+            if max_tokens is None or rows * (columns + 1) + 2 <= max_tokens or rows * columns == 1:
+                return rows, columns
+            most = rows * columns - 1
+
+    @cached_property
+    def marking(self) -> Pixels:
+        """Return the rows before the image, after each row of the image, and after the image: [3, width]."""
+        newline = floats(self.last.weight) @ floats(self.newline)
+        if self.last.bias is not None:
+            newline = newline + floats(self.last.bias)
+        begin, end = map(floats, self.marks)
+        x = np.stack([begin, newline, end])
+        found: Pixels = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(self.eps)) * floats(self.last_norm)
+        return found
+
+    def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
+        begin, newline, end = self.marking[:, None, None]
+        n, columns = prepared.grid
+        lines = rows.reshape(n, columns - 1, 1, -1)
+        lines = np.concatenate([lines, np.broadcast_to(newline, (n, 1, 1, lines.shape[3]))], axis=1)
+        return np.concatenate([begin, lines.reshape(-1, 1, lines.shape[3]), end])

@@ -1,0 +1,104 @@
+"""InternVL (arXiv:2312.14238): tiles in the grid with the nearest aspect ratio, and one with the complete image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
+from localllm.models.encoders.images import nearest_grid, resized, tiles
+from localllm.models.encoders.views import floats
+
+HF_NAMES = {
+    "v.class_embd": "vision_tower.embeddings.cls_token",
+    "v.position_embd.weight": "vision_tower.embeddings.position_embeddings",
+    "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
+    "v.post_ln": "vision_tower.layernorm",
+    "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+    "mm.model.mlp.1": "multi_modal_projector.linear_1",
+    "mm.model.mlp.3": "multi_modal_projector.linear_2",
+    "v.blk.*.ln1": "vision_tower.encoder.layer.*.layernorm_before",
+    "v.blk.*.ln2": "vision_tower.encoder.layer.*.layernorm_after",
+    "v.blk.*.ls1.weight": "vision_tower.encoder.layer.*.lambda_1",
+    "v.blk.*.ls2.weight": "vision_tower.encoder.layer.*.lambda_2",
+    "v.blk.*.attn_q": "vision_tower.encoder.layer.*.attention.q_proj",
+    "v.blk.*.attn_k": "vision_tower.encoder.layer.*.attention.k_proj",
+    "v.blk.*.attn_v": "vision_tower.encoder.layer.*.attention.v_proj",
+    "v.blk.*.attn_q_norm": "vision_tower.encoder.layer.*.attention.q_norm",
+    "v.blk.*.attn_k_norm": "vision_tower.encoder.layer.*.attention.k_norm",
+    "v.blk.*.attn_out": "vision_tower.encoder.layer.*.attention.projection_layer",
+    "v.blk.*.ffn_up": "vision_tower.encoder.layer.*.mlp.fc1",
+    "v.blk.*.ffn_down": "vision_tower.encoder.layer.*.mlp.fc2",
+}
+HF_MEANT = {"hidden_act": ("gelu",), "vision_feature_layer": (-1,), "vision_feature_select_strategy": ("default",)}
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    vision = c.vision
+    if vision.get("hidden_act", "gelu") != "gelu":
+        raise ModelError("GGUF files of InternVL's encoder mean the activation gelu, but config.json has another")
+
+    def first(value: Any) -> Any:
+        return value[0] if isinstance(value, list | tuple) else value
+
+    return {
+        "projector_type": "internvl",
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
+        "vision.projector.scale_factor": int(1 / c.values.get("downsample_ratio", 0.5)),
+        "vision.image_size": first(vision["image_size"]),
+        "vision.patch_size": first(vision["patch_size"]),
+        "vision.preproc_min_tiles": c.values.get("min_dynamic_patch"),
+        "vision.preproc_max_tiles": c.values.get("max_dynamic_patch"),
+    }
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    if name.endswith("mask_token"):
+        return {}
+    if name.endswith(("cls_token", "position_embeddings")):
+        return array.reshape(array.shape[-2:] if name.endswith("embeddings") else -1)
+    return array
+
+
+class InternVL(VisionModel):
+    marker, around = "<IMG_CONTEXT>", ("<img>", "</img>")
+    n_before = 1
+    exact_gelu = True
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 2)
+        self.least, self.most = self.number("preproc_min_tiles", 1), self.number("preproc_max_tiles", 12)
+        self.check_tiles(self.most + 1, self.image_size)
+        self.rms = "v.blk.0.ln1.bias" not in self.weights
+
+    def record(self) -> None:
+        weights, n = self.weights, (self.image_size // self.patch_size) ** 2 + 1
+        positions = self.table("v.position_embd.weight", n, self.n_embd)
+        positions[0] += floats(weights.require("v.class_embd", self.n_embd))
+        if (bias := weights.find("v.patch_embd.bias", self.n_embd)) is not None:
+            positions[0] -= floats(bias)  # which is added to all rows
+        self.position_table = positions
+        x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
+        if "v.post_ln.weight" in weights:
+            x = self.vector_norm(x, "v.post_ln", self.eps)
+        x = self.vector_norm(self.joined(x), "mm.model.mlp.0", 1e-5)
+        self.two_linears(x, "mm.model.mlp.1", "mm.model.mlp.3", "gelu_erf")
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return self.position_table
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        size, side = self.image_size, self.image_size // self.patch_size // self.merge
+        n, most = side * side, self.most
+        if max_tokens is not None:
+            most = max(1, min(most, max_tokens // n - 1))
+        columns, rows = nearest_grid(picture.width, picture.height, min(self.least, most), most, size)
+        frames = tiles(picture, columns, rows, size, "bicubic")
+        if len(frames) > 1:
+            frames.append(np.asarray(resized(picture, size, size, "bicubic")))
+        return Prepared(tuple(frames), ("<img>", n * len(frames), "</img>"), (side, side))

@@ -1,0 +1,98 @@
+"""Kimi K2.5's encoder (MoonViT): images of any size, padded at the bottom right to complete tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
+from localllm.models.encoders.images import bicubic, resized
+
+HF_NAMES = {
+    "v.patch_embd": "patch_embed.proj",
+    "v.position_embd.weight": "patch_embed.pos_emb.weight",
+    "v.post_ln": "encoder.final_layernorm",
+    "mm.input_norm": "mm_projector.pre_norm",
+    "mm.1": "mm_projector.proj.0 mm_projector.linear_1",
+    "mm.2": "mm_projector.proj.2 mm_projector.linear_2",
+    "v.blk.*.ln1": "encoder.blocks.*.norm0",
+    "v.blk.*.ln2": "encoder.blocks.*.norm1",
+    "v.blk.*.attn_qkv": "encoder.blocks.*.wqkv",
+    "v.blk.*.attn_out": "encoder.blocks.*.wo",
+    "v.blk.*.ffn_up": "encoder.blocks.*.mlp.fc0",
+    "v.blk.*.ffn_down": "encoder.blocks.*.mlp.fc1",
+}
+
+#: Maximum side of an image in patches.
+_LONGEST = 512
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    vision, processor = c.vision, c.processor
+    rope, size = vision.get("rope_parameters") or {}, vision["patch_size"]
+    longest = (processor.get("size") or {}).get("max_height", processor.get("patch_limit_on_one_side", _LONGEST))
+    if rope.get("rope_theta", 1e4) != 1e4 or longest != _LONGEST:
+        raise ModelError(
+            f"GGUF files have no key for a rotation's base other than 10,000 or sides above {_LONGEST} patches"
+        )
+    most = processor.get("max_patches", processor.get("in_patch_limit", 1 << 14))
+    return {
+        "projector_type": "kimik25",
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": vision.get("projector_ln_eps", 1e-5),
+        "vision.image_size": vision.get("pos_emb_height", vision.get("init_pos_emb_height", 64)) * size,
+        "vision.projector.scale_factor": vision.get("merge_kernel_size", (2, 2))[0],
+        "vision.image_min_pixels": 8 * size**2,
+        "vision.image_max_pixels": most * size**2,
+    }
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    if ".wqkv." not in name:
+        return {} if name.endswith("time_weight") else array
+    # Rotary pairs of queries and keys alternate between column and row. Reorder to column pairs, then row pairs.
+    n = c.vision.get("num_attention_heads", c.vision.get("vt_num_attention_heads"))
+    q, k, v = np.split(array, 3)
+    q, k = (each.reshape(n, -1, 2, 2, *each.shape[1:]).swapaxes(1, 2).reshape(each.shape) for each in (q, k))
+    return np.concatenate([q, k, v])
+
+
+class Kimi(VisionModel):
+    marker, around = "<|media_pad|>", ("<|media_begin|>image<|media_content|>", "<|media_end|>")
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 2)
+        self.most = self.number("image_max_pixels", self.patch_size**2 << 14) // self.patch_size**2
+        self.meta.skip("vision.image_min_pixels")  # not used by the model's processor
+
+    def record(self) -> None:
+        side = self.weights.n_rows("v.position_embd.weight")
+        self.position_table = self.table("v.position_embd.weight", side, side, self.n_embd).reshape(side**2, -1)
+        x = self.embedded(self.patch_matrix(), has_positions=True)
+        x = self.layers(x, self.rope(1e4, interleaved=True, axes=(2, 1)))
+        x = self.vector_norm(self.vector_norm(x, "v.post_ln", self.eps), "mm.input_norm", self.eps)
+        self.two_linears(self.joined(x), "mm.1", "mm.2", "gelu_erf")
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return bicubic(self.position_table, rows, columns)
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        size, step, most = self.patch_size, self.patch_size * self.merge, float(self.most)
+        while True:
+            area = max(1, picture.height // size) * max(1, picture.width // size)
+            scale = min(1, math.sqrt(most / area), *(_LONGEST * size / side for side in picture.size))
+            height, width = (
+                min(max(1, int(side * scale)), _LONGEST * size) for side in (picture.height, picture.width)
+            )
+            rows, columns = -(-height // step), -(-width // step)
+            if max_tokens is None or rows * columns <= max_tokens:
+                break
+            most = min(most, area) * 0.9
+        frame = np.zeros((rows * step, columns * step, 3), np.uint8)
+        frame[:height, :width] = np.asarray(resized(picture, height, width, "bicubic"))
+        return Prepared((frame,), (rows * columns,), (rows, columns))

@@ -1,0 +1,97 @@
+"""Pixtral (arXiv:2410.07073), also of Mistral Small 3.1 and Ministral 3: images of any size up to a longest edge,
+with a rotation by row and column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from localllm.kernels.graph import Linear, Matrix, Rope
+from localllm.models.blocks import norm
+from localllm.models.hf_convert import Array, interleave_pairs
+from localllm.models.encoders.encoder import Checkpoint, Prepared, VisionModel
+from localllm.models.encoders.images import resized
+from localllm.models.encoders.views import ColumnsByPart
+
+HF_NAMES = {
+    "v.patch_embd": "vision_tower.patch_conv",
+    "v.pre_ln": "vision_tower.ln_pre",
+    "mm.input_norm": "multi_modal_projector.norm",
+    "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+    "v.blk.*.ln1": "vision_tower.transformer.layers.*.attention_norm",
+    "v.blk.*.ln2": "vision_tower.transformer.layers.*.ffn_norm",
+    "v.blk.*.attn_q": "vision_tower.transformer.layers.*.attention.q_proj",
+    "v.blk.*.attn_k": "vision_tower.transformer.layers.*.attention.k_proj",
+    "v.blk.*.attn_v": "vision_tower.transformer.layers.*.attention.v_proj",
+    "v.blk.*.attn_out": "vision_tower.transformer.layers.*.attention.o_proj",
+    "v.blk.*.ffn_gate": "vision_tower.transformer.layers.*.feed_forward.gate_proj",
+    "v.blk.*.ffn_up": "vision_tower.transformer.layers.*.feed_forward.up_proj",
+    "v.blk.*.ffn_down": "vision_tower.transformer.layers.*.feed_forward.down_proj",
+}
+HF_MEANT = {"vision_feature_layer": (-1,)}
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    activation = c.vision.get("hidden_act", "gelu")
+    rope = c.vision.get("rope_parameters") or {}
+    return {
+        "projector_type": "pixtral",
+        "use_silu": activation == "silu" or None,
+        "use_gelu": activation == "gelu" or None,
+        "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-5),
+        "vision.spatial_merge_size": c.values.get("spatial_merge_size"),
+        "vision.rope.freq_base": float(c.vision.get("rope_theta") or rope.get("rope_theta") or 1e4),
+    }
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        return interleave_pairs(array, c.vision["num_attention_heads"])
+    return array
+
+
+class Pixtral(VisionModel):
+    marker = "[IMG]"
+    rms = True
+
+    def read(self) -> None:
+        self.merge = self.number("spatial_merge_size", 1)
+        self.theta = self.meta.read("vision.rope.freq_base", float, 1e4, low=1.0, high=1e9)
+        self.weights.skip("v.token_embd.img_break")  # the text model contains it
+
+    def mixed_rope(self) -> Rope:
+        """Return a rotation whose frequencies alternate between row and column."""
+        f = self.theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
+        n = len(f[::2]), len(f[1::2])
+        return Rope(np.concatenate([f[::2], f[1::2]]).astype(np.float32), True, axes=(1,) * n[0] + (2,) * n[1])
+
+    def record(self) -> None:
+        x = self.embedded(self.patch_matrix(), has_positions=False)
+        x = self.layers(norm(self.at(), "v.pre_ln", x), self.mixed_rope())
+        if "mm.input_norm.weight" in self.weights:
+            x = norm(self.at(), "mm.input_norm", x)
+        x = self.joined(x)
+        if self.merge > 1:
+            merger = self.weights.matrix("mm.patch_merger", x.width, self.n_embd)
+            x = self.graph.add(Linear(x, Matrix(ColumnsByPart(merger.weight, self.merge**2))))
+        self.two_linears(x, "mm.1", "mm.2", "gelu_erf")
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        size, edge = self.patch_size * self.merge, self.image_size
+        while True:
+            height, width = picture.height, picture.width
+            ratio = max(height / edge, width / edge)
+            if ratio > 1:
+                height, width = int(height // ratio), int(width // ratio)
+            rows, columns = (max(1, -(-side // size)) for side in (height, width))
+            if max_tokens is None or rows * columns <= max_tokens or edge <= size:
+                break
+            edge -= size
+        frame = np.asarray(resized(picture, rows * size, columns * size, "bicubic"))
+        lines: list[str | int] = [columns, "[IMG_BREAK]"] * rows
+        return Prepared((frame,), (*lines[:-1], "[IMG_END]"), (rows, columns))

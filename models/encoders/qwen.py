@@ -1,0 +1,265 @@
+"""Qwen 2-VL (arXiv:2409.12191), 2.5-VL (arXiv:2502.13923), 3-VL, 3.5 and later, and GLM-4.1V to 4.6V: images of any
+size, with a rotation by row and column. Four patches become a token.
+
+In Qwen 3-VL, the patches of some layers are also added after the first layers of the text model ("deepstack").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import (
+    Activation,
+    Gated,
+    Input,
+    Linear,
+    Matrix,
+    Outputs,
+    Rows,
+    Tensor,
+    Weight,
+)
+from localllm.models.blocks import add, norm
+from localllm.models.hf_convert import GELU_TANH, SILU, Array
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, split_qkv
+from localllm.models.encoders.images import bicubic, bilinear, resized, smart_resize
+from localllm.models.encoders.views import ColumnsByPart, SumOf
+from localllm.models.weights import Reshaped
+
+HF_NAMES = {
+    "v.patch_embd.bias": "visual.patch_embed.proj.bias",
+    "v.position_embd.weight": "visual.pos_embed.weight visual.embeddings.position_embedding.weight",
+    "v.post_ln": "visual.merger.norm visual.merger.ln_q visual.post_layernorm",
+    "mm.0": "visual.merger.linear_fc1 visual.merger.mlp.0",
+    "mm.2": "visual.merger.linear_fc2 visual.merger.mlp.2",
+    "v.norm_embd": "visual.post_conv_layernorm",
+    "v.blk.*.ln1": "visual.blocks.*.norm1",
+    "v.blk.*.ln2": "visual.blocks.*.norm2",
+    "v.blk.*.attn_qkv": "visual.blocks.*.attn.qkv",
+    "v.blk.*.attn_q_norm": "visual.blocks.*.attn.q_norm",
+    "v.blk.*.attn_k_norm": "visual.blocks.*.attn.k_norm",
+    "v.blk.*.attn_out": "visual.blocks.*.attn.proj",
+    "v.blk.*.ffn_gate": "visual.blocks.*.mlp.gate_proj",
+    "v.blk.*.ffn_up": "visual.blocks.*.mlp.linear_fc1 visual.blocks.*.mlp.fc1 visual.blocks.*.mlp.up_proj",
+    "v.blk.*.ffn_down": "visual.blocks.*.mlp.linear_fc2 visual.blocks.*.mlp.fc2 visual.blocks.*.mlp.down_proj",
+    "mm.patch_merger": "visual.downsample",
+    "mm.model.fc": "visual.merger.proj",
+    "mm.post_norm": "visual.merger.post_projection_norm",
+    "mm.gate": "visual.merger.gate_proj",
+    "mm.up": "visual.merger.up_proj",
+    "mm.down": "visual.merger.down_proj",
+}
+#: Activations by the prefix of ``model_type``.
+_ACTIVATIONS = {"qwen2_vl": ("quick_gelu",), "qwen2_5": SILU, "glm": SILU, "qwen3": GELU_TANH, "qwen4": GELU_TANH}
+
+
+#: Side of a window in Qwen 2.5-VL, in pixels.
+WINDOW_PIXELS = 112
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    vision, is_2 = c.vision, c.values["model_type"] == "qwen2_vl"
+    kind, activation = c.values["model_type"], vision.get("hidden_act")
+    known = next((names for start, names in _ACTIVATIONS.items() if kind.startswith(start)), ())
+    require(c, "hidden_act", activation, (None, *known))
+    size = c.processor.get("size") or {}
+    n_layers, tapped = vision["depth"], vision.get("deepstack_visual_indexes") or ()
+    keys = {
+        "projector_type": "qwen2vl_merger" if is_2 else "qwen3vl_merger",
+        "use_gelu": None if is_2 else True,
+        "vision.spatial_merge_size": vision.get("spatial_merge_size", 2),
+        "vision.attention.layer_norm_epsilon": 1e-6,
+        "vision.is_deepstack_layers": None if is_2 else [i in tapped for i in range(n_layers)],
+        "vision.image_min_pixels": c.processor.get("min_pixels") or size.get("shortest_edge"),
+        "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
+        "vision.image_size": vision.get("image_size", 560),
+    }
+    if c.values["model_type"].startswith("glm"):
+        # The processor counts the pixels of an image twice, like two frames of a video.
+        limits = [f"vision.image_{key}_pixels" for key in ("min", "max")]
+        keys |= {key: keys[key] and keys[key] // 2 for key in limits}
+        return keys | {
+            "projector_type": "glm4v",
+            "use_gelu": None,
+            "use_silu": True,
+            "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
+            "vision.is_deepstack_layers": None,
+            "vision.image_size": vision["image_size"],
+        }
+    if c.values["model_type"] == "qwen2_5_vl":
+        return keys | _keys_of_windows(c)
+    if is_2:
+        return keys | {
+            "vision.embedding_length": vision["embed_dim"],
+            "vision.feed_forward_length": int(vision["embed_dim"] * vision.get("mlp_ratio", 4)),
+        }
+    n_positions = vision.get("num_position_embeddings", 2304)
+    return keys | {"vision.image_size": int(n_positions**0.5 * vision["patch_size"])}
+
+
+def _keys_of_windows(c: Checkpoint) -> dict[str, Any]:
+    whole = list(c.vision["fullatt_block_indexes"])
+    every = whole[0] + 1
+    if whole != [*range(every - 1, every * len(whole), every)]:
+        raise ModelError(f"layers {whole} have no window, but GGUF files can only describe layers at equal distances")
+    if c.vision.get("window_size", WINDOW_PIXELS) != WINDOW_PIXELS:
+        raise ModelError(
+            f"the encoder's windows must have {WINDOW_PIXELS} pixels: GGUF files have no key for other sizes"
+        )
+    return {
+        "projector_type": "qwen2.5vl_merger",
+        "use_gelu": None,
+        "use_silu": True,
+        "vision.is_deepstack_layers": None,
+        "vision.n_wa_pattern": every,
+    }
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    if name.endswith("patch_embed.proj.weight"):
+        return {"v.patch_embd.weight": array[:, :, 0], "v.patch_embd.weight.1": array[:, :, 1]}
+    parts = name.split(".")
+    if "deepstack_merger_list" in parts:
+        number = c.vision["deepstack_visual_indexes"][int(parts[-3])]
+        return {f"v.deepstack.{number}.{parts[-2].removeprefix('linear_')}.{parts[-1]}": array}
+    if c.values["model_type"] in ("qwen2_vl", "qwen2_5_vl") and ".attn.qkv." in name:
+        return split_qkv(name, array, f"v.blk.{parts[-4]}.")
+    return array
+
+
+class QwenVision(VisionModel):
+    """Base class of the encoders of Qwen and GLM."""
+
+    marker, around = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
+    has_grid = True
+    #: Default of the minimum and maximum number of pixels.
+    limits = 1 << 16, 1 << 24
+
+    def read(self) -> None:
+        self.merge = self.number("spatial_merge_size", 2)
+        # The key describes the merger in GLM's files. In llama.cpp's files of Qwen 2-VL it is 0 or the text's width.
+        n_up, n_down = (self.weights.n_rows(f"v.blk.0.ffn_{name}.weight") for name in ("up", "down"))
+        self.n_ff = n_up if n_down == self.n_embd else n_down
+        low, high = self.limits
+        self.low, self.high = self.number("image_min_pixels", low), self.number("image_max_pixels", high)
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        rows, columns = self.grid(picture, max_tokens)
+        factor = self.patch_size * self.merge
+        frame = np.asarray(resized(picture, rows * factor, columns * factor, "bicubic"))
+        return Prepared((frame,), (rows * columns,), (rows, columns))
+
+    def grid(self, picture: Any, max_tokens: int | None) -> tuple[int, int]:
+        """Return the rows and columns of an image's tokens."""
+        factor = self.patch_size * self.merge
+        high = self.high if max_tokens is None else min(self.high, max_tokens * factor**2)
+        height, width = self.enlarged(picture.height, picture.width)
+        height, width = smart_resize(height, width, factor, min(self.low, high), high)
+        return height // factor, width // factor
+
+    def enlarged(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that are used as the size of an image."""
+        return height, width
+
+    def patch(self) -> Weight:
+        """Return the sum of both kernels of the convolution over two frames, which are equal for an image."""
+        size = self.patch_size
+        first, second = (
+            self.weights.require(f"v.patch_embd.weight{end}", self.n_embd, 3, size, size) for end in ("", ".1")
+        )
+        return Reshaped(SumOf(first, second), (self.n_embd, 3 * size * size))
+
+
+class Qwen2VL(QwenVision):
+    limits = 56 * 56, 28 * 28 * 16384
+
+    def record(self) -> None:
+        x = self.layers(self.embedded(self.patch(), has_positions=False), self.rope(1e4))
+        x = self.joined(self.merger_norm(x))
+        self.two_linears(x, "mm.0", "mm.2", "gelu_erf")
+
+    def merger_norm(self, x: Tensor) -> Tensor:
+        return self.vector_norm(x, "v.post_ln", self.eps)
+
+
+class Qwen25VL(Qwen2VL):
+    """RMSNorms, a gate, and windows of 112 pixels in all but some layers."""
+
+    rms = True
+
+    def read(self) -> None:
+        super().read()
+        every = self.number("n_wa_pattern")  # the last of every ``every`` layers sees the complete image
+        self.window = WINDOW_PIXELS // self.patch_size
+        self.windowed = [i for i in range(self.n_layers) if (i + 1) % every] if every else []
+
+    def merger_norm(self, x: Tensor) -> Tensor:
+        return norm(self.at(), "v.post_ln", x)
+
+
+class Qwen3VL(QwenVision):
+    def read(self) -> None:
+        super().read()
+        tapped = self.meta.find("vision.is_deepstack_layers") or ()
+        self.tapped = {i for i, is_tapped in enumerate(tapped) if is_tapped}
+
+    def record(self) -> None:
+        self.n_positions = self.weights.n_rows("v.position_embd.weight")
+        self.position_table = self.table("v.position_embd.weight", self.n_positions, self.n_embd)
+        x = self.layers(self.embedded(self.patch(), has_positions=True), self.rope(1e4))
+        x = self.joined(self.vector_norm(x, "v.post_ln", self.eps))
+        self.two_linears(x, "mm.0", "mm.2", "gelu_erf")
+
+    def behind_layer(self, number: int, x: Tensor) -> None:
+        if number in self.tapped:
+            stem = f"v.deepstack.{number}"
+            y = self.vector_norm(self.graph.add(Outputs(x, self.merge**2)), f"{stem}.norm", self.eps)
+            self.further.append(self.two_linears(y, f"{stem}.fc1", f"{stem}.fc2", "gelu_erf"))
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return bilinear(self.position_table, rows, columns)
+
+
+class Glm4V(QwenVision):
+    """GLM-4.1V to 4.6V: RMSNorms, positions of a table after the first norm, and a merger with a gate. GLM-OCR has no
+    such norm and no positions."""
+
+    marker, around = "<|image|>", ("<|begin_of_image|>", "<|end_of_image|>")
+    limits = 112 * 112 // 2, 14 * 14 * 4 * 6144
+    rms = True
+
+    def record(self) -> None:
+        graph, weights, d, n = self.graph, self.weights, self.n_embd, 3 * self.patch_size**2
+        self.position_table = None
+        if "v.position_embd.weight" in weights:
+            self.position_table = self.table("v.position_embd.weight", weights.n_rows("v.position_embd.weight"), d)
+        n_given = n if self.position_table is None else n + d
+        pixels = graph.add(Input(Tensor(Rows.TOKENS, n), 0, n_given))
+        x = graph.add(Linear(pixels, Matrix(self.patch(), weights.find("v.patch_embd.bias", d))))
+        at, width, size = self.at(), self.width, self.merge
+        if "v.norm_embd.weight" in weights:
+            x = norm(at, "v.norm_embd", x)
+        if self.position_table is not None:
+            x = add(at, x, graph.add(Input(Tensor(Rows.TOKENS, d), n, n_given)))
+        x = self.layers(x, self.rope(1e4))
+        at = self.at()
+        x = self.joined(norm(at, "v.post_ln", x))
+        kernel = self.weights.require("mm.patch_merger.weight", width, d, size, size)
+        merger = ColumnsByPart(Reshaped(kernel, (width, d * size**2)), size**2)
+        x = graph.add(Linear(x, Matrix(merger, self.weights.find("mm.patch_merger.bias", width))))
+        x = self.vector_norm(at.linear(x, "mm.model.fc", width), "mm.post_norm", 1e-5)
+        x = at.add(Activation(x, "gelu_erf"))
+        n_ff = self.weights.n_rows("mm.up.weight")
+        y = at.add(Gated(at.linear(x, "mm.gate", n_ff), at.linear(x, "mm.up", n_ff), "silu"))
+        at.linear(y, "mm.down", width)
+
+    def positions(self, rows: int, columns: int) -> Pixels | None:
+        return None if self.position_table is None else bicubic(self.position_table, rows, columns)
+
+    def enlarged(self, height: int, width: int) -> tuple[int, int]:
+        scale = max(1, self.patch_size * self.merge / min(height, width))
+        return int(height * scale), int(width * scale)

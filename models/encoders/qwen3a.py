@@ -1,0 +1,120 @@
+"""Audio encoders of Qwen 3 ASR and Qwen 3 Omni (arXiv:2509.17765): convolutions over each second, then layers whose
+rows see eight seconds.
+
+Graphs have no operation for two-dimensional convolutions. So numpy computes them, before the graph's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Input, Linear, Rows, Tensor
+from localllm.kernels.reference import gelu_erf
+from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared
+from localllm.models.encoders.sounds import RATE, Samples, convolved, log_mel
+from localllm.models.encoders.views import floats
+from localllm.models.encoders.whisper import ENCODER_NAMES, SoundModel
+
+HF_NAMES = ENCODER_NAMES | {
+    "a.conv2d.1": "audio_tower.conv2d1",
+    "a.conv2d.2": "audio_tower.conv2d2",
+    "a.conv2d.3": "audio_tower.conv2d3",
+    "a.conv_out": "audio_tower.conv_out",
+    "a.post_ln": "audio_tower.ln_post",
+    "mm.a.mlp.1": "multi_modal_projector.linear_1",
+    "mm.a.mlp.2": "multi_modal_projector.linear_2",
+}
+
+#: Frames of a spectrogram per chunk of the convolutions, tokens per chunk, and length in seconds of a row's window.
+_CHUNK, _TOKENS, _SECONDS = 100, 13, 8
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    wanted = {"n_window": _CHUNK // 2, "n_window_infer": _CHUNK * _SECONDS, "activation_function": "gelu"}
+    if any(c.vision.get(name, value) != value for name, value in wanted.items()):
+        raise ModelError(f"config.json of the audio encoder has other values than {wanted}: not supported")
+    return {"projector_type": "qwen3a", "audio.attention.layer_norm_epsilon": 1e-5}
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    if ".conv2d" in name and name.endswith(".bias"):
+        return array[:, None, None]  # as in llama.cpp
+    if name.endswith("conv_out.weight"):
+        n = len(array) // 2
+        angles = np.arange(1500)[:, None] * np.exp(-np.log(10_000) / (n - 1) * np.arange(n, dtype=np.float32))
+        positions = np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+        return {"a.conv_out.weight": array, "a.position_embd.weight": positions}
+    return array
+
+
+class Qwen3Sound(SoundModel):
+    marker = "<|audio_pad|>"
+    around = ("<|audio_start|>", "<|audio_end|>")
+
+    def read(self) -> None:
+        n, self.n_mels = self.weights.n_rows("a.position_embd.weight"), self.number("num_mel_bins")
+        self.n_channels = (self.weights.shape("a.conv2d.1.weight") or (0,))[0]
+        if n < _TOKENS or not self.n_channels:
+            raise ModelError("the convolutions or positions of the audio encoder are missing: is the file complete?")
+        self.position_table = self.table("a.position_embd.weight", n, self.n_embd)[:_TOKENS]
+        self._stored = [
+            (
+                self.weights.require(f"a.conv2d.{i}.weight", self.n_channels, n_in, 3, 3),
+                self.weights.require(f"a.conv2d.{i}.bias", self.n_channels, 1, 1),
+            )
+            for i, n_in in enumerate((1, self.n_channels, self.n_channels), 1)
+        ]
+
+    @cached_property
+    def _convolutions(self) -> list[tuple[Pixels, Pixels]]:
+        """Return the matrices [n_in * 9, n_out] of the three convolutions, and their biases [n_out]."""
+        return [
+            (floats(kernel).reshape(self.n_channels, -1).T, floats(bias).ravel()) for kernel, bias in self._stored
+        ]
+
+    def record(self) -> None:
+        n = (self.n_mels + 7) // 8 * self.n_channels
+        x, positions = (
+            self.graph.add(Input(Tensor(Rows.TOKENS, width), first, n + self.n_embd))
+            for first, width in ((0, n), (n, self.n_embd))
+        )
+        x = self.graph.add(Linear(x, self.weights.matrix("a.conv_out", n, self.n_embd), residual=positions))
+        x = self.vector_norm(self.layers(x), "a.post_ln", self.eps)
+        self.two_linears(self.joined(x), "mm.a.mlp.1", "mm.a.mlp.2", "gelu_erf")
+
+    def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
+        """Return the rows of some seconds of a spectrogram [frames, n_mels]."""
+        given = []
+        for start in range(0, len(frame), _CHUNK):
+            chunk = frame[start : start + _CHUNK]
+            x = np.pad(chunk, ((0, _CHUNK - len(chunk)), (0, 0))).T[:, :, None]  # [bands, time, channels]
+            for kernel, bias in self._convolutions:
+                x = yield from convolved(x, kernel, partial(_activated, bias))
+            n = _n_tokens(len(chunk))
+            given.append(np.hstack([x.transpose(1, 2, 0).reshape(x.shape[1], -1), self.position_table])[:n])
+        rows = np.concatenate(given)
+        places = np.arange(len(rows), dtype=np.int32)
+        return FrameRows(rows, np.zeros((3, len(rows)), np.int32), places, np.zeros((2, 0), np.int32))
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        mel = log_mel(np.pad(source, (0, max(0, RATE // 2 - len(source)))), self.n_mels)
+        frames = tuple(mel[i : i + _SECONDS * _CHUNK] for i in range(0, len(mel), _SECONDS * _CHUNK))
+        return Prepared(frames, (_n_tokens(len(mel)),), (0, 0), kind=self.kind)
+
+
+def _n_tokens(n_frames: int) -> int:
+    """Return the number of tokens of a spectrogram: complete seconds plus the remaining frames."""
+    seconds, left = divmod(n_frames, _CHUNK)
+    return seconds * _TOKENS + -(-left // 8)
+
+
+def _activated(bias: Pixels, y: Pixels) -> Pixels:
+    activated: Pixels = gelu_erf(y + bias)
+    return activated

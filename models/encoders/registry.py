@@ -1,0 +1,164 @@
+"""Encoder families by ``clip.projector_type``, and `read_encoder`, which builds an encoder from a file's header."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
+from localllm.models.config import Metadata
+from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import MEANT, Checkpoint, EncoderModel
+from localllm.models.weights import ModelFile, Weights
+
+
+@dataclass(frozen=True)
+class Projector:
+    """A class of a module of this folder, and the checkpoints that can be converted to its files."""
+
+    module: str
+    name: str
+    models: str
+    texts: str  # architectures of the text models for its rows, separated by spaces
+    hf_types: str  # ``model_type`` in config.json and, after "/", of the encoder's section, separated by spaces
+    kind: str = "image"  # or "audio"
+    #: A token whose embedding llama.cpp reads from the encoder's file, and the name of its tensor in the file.
+    row: tuple[str, str] | None = None
+
+    @property
+    def model(self) -> type[EncoderModel]:
+        found: type[EncoderModel] = getattr(import_module(f"localllm.models.encoders.{self.module}"), self.name)
+        return found
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Hugging Face's names of tensors by GGUF's names."""
+        names: Mapping[str, str] = import_module(f"localllm.models.encoders.{self.module}").HF_NAMES
+        return names
+
+    @property
+    def keys(self) -> Callable[[Checkpoint], dict[str, Any]]:
+        """Function that returns the family's additional keys, without ``clip.``."""
+        keys: Callable[[Checkpoint], dict[str, Any]] = import_module(f"localllm.models.encoders.{self.module}").hf_keys
+        return keys
+
+    @property
+    def meant(self) -> Mapping[str, tuple[Any, ...]]:
+        """Settings without a key in files, and the values that a file implies, by ``model_type``."""
+        module = import_module(f"localllm.models.encoders.{self.module}")
+        meant: Mapping[str, tuple[Any, ...]] = MEANT | getattr(module, "HF_MEANT", {})
+        return meant
+
+    @property
+    def tensor(self) -> Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]]:
+        """Function that converts a tensor of the checkpoint to an array or to several arrays by GGUF's names."""
+        tensor: Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]] = import_module(
+            f"localllm.models.encoders.{self.module}"
+        ).hf_tensor
+        return tensor
+
+
+PROJECTORS: dict[str, Projector] = {
+    "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
+    "gemma4v": Projector("gemma4", "Gemma4", "Gemma 4", "gemma4", "gemma4"),
+    "gemma4uv": Projector("gemma4", "Gemma4Unified", "Gemma 4 12B", "gemma4", "gemma4_unified"),
+    "glm4v": Projector(
+        "qwen", "Glm4V", "GLM-4.1V to 4.6V, GLM-OCR", "glm4 glm4moe", "glm4v glm4v_moe glm46v glm_ocr"
+    ),
+    "hunyuanvl": Projector("hunyuan", "HunyuanVL", "HunyuanOCR, HunyuanVL", "hunyuan_vl", "hunyuan_vl"),
+    "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
+    "internvl": Projector(
+        "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"
+    ),
+    "kimik25": Projector("kimi", "Kimi", "Kimi K2.5 and K2.6", "deepseek2", "kimi_k25"),
+    "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
+    "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
+    "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
+    "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
+    "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
+    "pixtral": Projector(
+        "pixtral",
+        "Pixtral",
+        "Pixtral, Mistral Small 3.1, Ministral 3",
+        "llama mistral3 mistral4",
+        "llava/pixtral mistral3",
+        row=("[IMG_BREAK]", "v.token_embd.img_break"),
+    ),
+    "qwen2.5vl_merger": Projector("qwen", "Qwen25VL", "Qwen 2.5-VL", "qwen2vl", "qwen2_5_vl"),
+    "qwen2vl_merger": Projector("qwen", "Qwen2VL", "Qwen 2-VL", "qwen2vl", "qwen2_vl"),
+    "qwen3vl_merger": Projector(
+        "qwen",
+        "Qwen3VL",
+        "Qwen 3-VL, Qwen 3.5 and 3.6",
+        "qwen3vl qwen3vlmoe qwen35 qwen35moe",
+        "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
+    ),
+    "resampler": Projector(
+        "resampler", "Resampler", "MiniCPM-V 2.5 to 4.5, MiniCPM-o", "llama qwen2 qwen3", "minicpmv minicpmo"
+    ),
+    "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
+    "gemma4ua": Projector(
+        "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"
+    ),
+    "qwen3a": Projector(
+        "qwen3a", "Qwen3Sound", "Qwen 3 ASR, Qwen 3 Omni", "qwen3 qwen3vl qwen3vlmoe", "qwen3_asr", kind="audio"
+    ),
+    "ultravox": Projector("whisper", "Ultravox", "Ultravox 0.5", "llama qwen3 gemma3", "ultravox", kind="audio"),
+    "voxtral": Projector("whisper", "Voxtral", "Voxtral", "llama", "voxtral", kind="audio"),
+}
+
+#: Keys that do not change the output.
+_HARMLESS: tuple[str, ...] = (
+    "has_vision_encoder",
+    "has_audio_encoder",
+    "projector_type",
+    "vision.feed_forward_length",
+)
+_HARMLESS += ("vision.projector_type", "audio.projector_type")
+
+
+def projectors_of(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the supported projectors in a file's keys, by the encoded kind: "image" or "audio".
+
+    Raises ModelError if the file is not an mmproj file, or UnsupportedArchitectureError if no projector is supported.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture != "clip":
+        raise ModelError(
+            f"the file has the architecture {quoted(architecture)}, not an image encoder: use an mmproj file"
+        )
+    places = ("clip.projector_type", "clip.vision.projector_type", "clip.audio.projector_type")
+    names = [metadata[place] for place in places if metadata.get(place) is not None]
+    if not names:
+        raise ModelError("the mmproj file has no encoder of images or audio")
+    known = {PROJECTORS[name].kind: str(name) for name in names if name in PROJECTORS}
+    if not known:
+        raise UnsupportedArchitectureError(
+            f"the projector {quoted(names[0])} of the mmproj file is not supported; localllm supports "
+            f"{', '.join(PROJECTORS)}"
+        )
+    return known
+
+
+def read_encoder(file: ModelFile, kind: str | None = None) -> EncoderModel:
+    """Return the encoder of images or of audio in an ``mmproj`` file, by default the first one.
+
+    Only the header and small tables are read. Raises the same errors as `projectors_of`.
+    """
+    projectors = projectors_of(file.metadata)
+    kind = next(iter(projectors)) if kind is None else kind
+    meta, weights = Metadata(file.metadata, "clip"), Weights(file)
+    hears = kind == "audio"
+    weights.skip(*(name for name in file.tensors if name.startswith(("a.", "mm.a.")) != hears))
+    other = "clip.vision." if hears else "clip.audio."
+    meta.skip(*_HARMLESS, *(["use_gelu", "use_silu"] if hears else []))
+    meta.skip(*(key.removeprefix("clip.") for key in file.metadata if key.startswith(other)))
+    try:
+        model = PROJECTORS[projectors[kind]].model(meta, weights)
+    except KernelError as error:
+        raise ModelError(f"{error}: the hyper-parameters contradict each other") from error
+    meta.check_all_read(file.tensors)
+    weights.check_all_used()
+    return model

@@ -1,0 +1,249 @@
+"""SigLIP's encoders (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, and LFM2-VL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Linear, Matrix, Outputs, RMSNorm
+from localllm.models.hf_convert import Array, floats
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
+from localllm.models.encoders.images import interpolated, nearest_grid, resized, tiles
+from localllm.models.encoders.views import Transposed
+
+#: Names of the encoder's tensors.
+ENCODER_NAMES = {
+    "v.patch_embd": "embeddings.patch_embedding",
+    "v.position_embd": "embeddings.position_embedding",
+    "v.post_ln": "post_layernorm",
+    "v.blk.*.ln1": "encoder.layers.*.layer_norm1",
+    "v.blk.*.ln2": "encoder.layers.*.layer_norm2",
+    "v.blk.*.attn_q": "encoder.layers.*.self_attn.q_proj",
+    "v.blk.*.attn_k": "encoder.layers.*.self_attn.k_proj",
+    "v.blk.*.attn_v": "encoder.layers.*.self_attn.v_proj",
+    "v.blk.*.attn_out": "encoder.layers.*.self_attn.out_proj",
+    "v.blk.*.ffn_up": "encoder.layers.*.mlp.fc1",
+    "v.blk.*.ffn_down": "encoder.layers.*.mlp.fc2",
+}
+HF_NAMES = ENCODER_NAMES | {
+    "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
+    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    "mm.input_norm": "multi_modal_projector.layer_norm",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+    "mm.model.fc": "connector.modality_projection.proj",
+}
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    vision, kind = c.vision, c.values["model_type"]
+    usual = 2 if kind in ("gemma3", "lfm2_vl") else 1  # Pillow's BILINEAR and LANCZOS
+    require(c, "resample", c.processor.get("resample", usual), (usual,))
+    keys = {"use_gelu": True, "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}
+    if kind == "gemma3":
+        side = math.isqrt(c.values.get("mm_tokens_per_image", 256))
+        factor = vision["image_size"] // vision["patch_size"] // side
+        return keys | {"projector_type": "gemma3", "vision.projector.scale_factor": None if factor == 4 else factor}
+    if kind == "lfm2_vl":
+        return keys | {"projector_type": "lfm2"} | _lfm2_keys(c)
+    longest = (c.processor.get("size") or {}).get("longest_edge", vision["image_size"])
+    factor = c.values.get("scale_factor", 2)
+    return keys | {
+        "projector_type": "idefics3",
+        "vision.projector.scale_factor": factor,
+        "vision.preproc_image_size": longest,
+    }
+
+
+def _lfm2_keys(c: Checkpoint) -> dict[str, Any]:
+    """Return the processor's settings that differ from all published models."""
+    factor, least = c.values.get("downsample_factor", 2), c.processor.get("min_tiles", 2)
+    area = (c.vision["patch_size"] * factor) ** 2
+    given = {
+        "image_min_pixels": (c.processor.get("min_image_tokens", 64) * area, 64 * area),
+        "image_max_pixels": (c.processor.get("max_image_tokens", 256) * area, 256 * area),
+        "preproc_image_size": (c.processor.get("tile_size", 512), 512),
+        "preproc_min_tiles": (least, 2),
+        "preproc_max_tiles": (
+            c.processor.get("max_tiles", 10) if c.processor.get("do_image_splitting", True) else 1,
+            10,
+        ),
+    }
+    keys = {f"vision.{key}": value for key, (value, default) in given.items() if value != default}
+    return keys | {"vision.projector.scale_factor": factor, "vision.image_size": 256}
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    if ".head." in name:  # SigLIP's pooling
+        return {}
+    if name.endswith("patch_embedding.weight") and array.ndim == 2:  # stored pixel by pixel, not colour by colour
+        size = math.isqrt(array.shape[1] // 3)
+        return array.reshape(-1, size, size, 3).transpose(0, 3, 1, 2)
+    return floats(array) + 1 if name.endswith("mm_soft_emb_norm.weight") else array
+
+
+class Siglip(VisionModel):
+    """The encoder."""
+
+    #: Whether the grids of images or tiles can differ from the grid of the position table.
+    any_size = False
+
+    def encoded(self) -> Any:
+        """Record the layers, and return their normed output."""
+        self.side = self.image_size // self.patch_size
+        if not self.side:
+            raise ModelError("clip.vision.image_size is less than a patch: the file is broken")
+        n = self.weights.n_rows("v.position_embd.weight") if self.any_size else self.side**2
+        self.position_table = self.table("v.position_embd.weight", n, self.n_embd)
+        x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
+        return self.vector_norm(x, "v.post_ln", self.eps)
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return self.position_table
+
+
+class Gemma3(Siglip):
+    marker = "<start_of_image>"
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 4)
+        self.check_tiles(1, self.image_size)
+
+    def record(self) -> None:
+        x = self.graph.add(Outputs(self.encoded(), self.merge**2, is_mean=True))
+        x = self.graph.add(RMSNorm(x, self.weights.vector("mm.soft_emb_norm", self.n_embd), self.eps))
+        stored = self.weights.require("mm.input_projection.weight", self.n_embd, self.width)
+        self.graph.add(Linear(x, Matrix(Transposed(stored))))
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        side = self.image_size // self.patch_size // self.merge
+        frame = np.asarray(resized(picture, self.image_size, self.image_size, "bilinear"))
+        return Prepared((frame,), ("\n\n<start_of_image>", side * side, "<end_of_image>\n\n"), (side, side))
+
+
+class Idefics3(Siglip):
+    """Tiles of a large image, row by row, and the complete image in one tile."""
+
+    marker = "<image>"
+    #: Maximum side of an image in pixels.
+    longest = 4096
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 2)
+        self.edge = self.number("preproc_image_size", self.image_size)
+        self.check_tiles(1 + (-(-self.edge // self.image_size)) ** 2, self.image_size)
+
+    def record(self) -> None:
+        x = self.joined(self.encoded())
+        self.graph.add(Linear(x, self.weights.matrix("mm.model.fc", x.width, self.width)))
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        """Return the table itself, because tiles are squares of its size."""
+        return self.position_table
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        tile, n = self.image_size, (self.image_size // self.patch_size // self.merge) ** 2
+        edge = self.edge
+        while max_tokens is not None and edge > tile and ((edge // tile) ** 2 + 1) * n > max_tokens:
+            edge -= tile
+        whole = resized(picture, *self._to_edge(picture.height, picture.width, edge), "lanczos")
+        ratio = whole.width / whole.height
+        if whole.width >= whole.height:
+            width = math.ceil(whole.width / tile) * tile
+            height = math.ceil(int(width / ratio) / tile) * tile
+        else:
+            height = math.ceil(whole.height / tile) * tile
+            width = math.ceil(int(height * ratio) / tile) * tile
+        whole = resized(whole, height, width, "lanczos")
+        grid = int(n**0.5), int(n**0.5)
+        around, overview = "<fake_token_around_image>", "<global-img>"
+        if height <= tile and width <= tile:
+            return Prepared((np.asarray(whole),), (f"{around}{overview}", n, around), grid)
+        pixels = np.asarray(whole)
+        frames: list[NDArray[np.uint8]] = []
+        parts: list[str | int] = []
+        for row in range(height // tile):
+            for column in range(width // tile):
+                frames.append(pixels[row * tile : (row + 1) * tile, column * tile : (column + 1) * tile])
+                line = "\n" if row and not column else ""
+                parts += [f"{line}{around}<row_{row + 1}_col_{column + 1}>", n]
+        frames.append(np.asarray(resized(whole, tile, tile, "lanczos")))
+        parts += [f"\n\n{around}{overview}", n, around]
+        return Prepared(tuple(frames), tuple(parts), grid)
+
+    def _to_edge(self, height: int, width: int, edge: int) -> tuple[int, int]:
+        """Return a size whose longer side is ``edge`` and whose other side is even, limited to `longest`."""
+        ratio = width / height
+        if width >= height:
+            width, height = edge, int(edge / ratio)
+            height += height % 2
+        else:
+            height, width = edge, int(edge * ratio)
+            width += width % 2
+        height, width = max(height, 1), max(width, 1)
+        ratio = width / height
+        if width >= height and width > self.longest:
+            width, height = self.longest, int(self.longest / ratio)
+        elif height > width and height > self.longest:
+            height, width = self.longest, int(self.longest * ratio)
+        return max(height, 1), max(width, 1)
+
+
+class Lfm2(Siglip):
+    """An image with a budget of tokens; for a much larger image, its tiles row by row, and the complete image."""
+
+    marker = "<image>"
+    any_size = True
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 2)
+        self.token = self.patch_size * self.merge
+        area = self.token**2
+        self.least = self.number("image_min_pixels", 64 * area) // area
+        self.most = self.number("image_max_pixels", 256 * area) // area
+        self.tile = self.number("preproc_image_size", 512)
+        self.least_tiles, self.most_tiles = self.number("preproc_min_tiles", 2), self.number("preproc_max_tiles", 10)
+        self.check_tiles(self.most_tiles, self.tile)
+        if not self.most:
+            raise ModelError("clip.vision.image_max_pixels are less than a token: the file is broken")
+
+    def record(self) -> None:
+        x = self.joined(self.encoded())
+        if "mm.input_norm.weight" in self.weights:
+            x = self.vector_norm(x, "mm.input_norm", 1e-5)
+        self.two_linears(x, "mm.1", "mm.2", "gelu_erf")
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return interpolated(self.position_table, rows, columns)
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        most, side, most_tiles = self.most, self.token, self.most_tiles
+        per_tile = (self.tile // side) ** 2
+        if max_tokens is not None:
+            most = min(most, max_tokens)
+            most_tiles = min(most_tiles, (max_tokens - most) // per_tile)
+        height, width = picture.height, picture.width
+        tall, wide = (max(1, round(each / side)) for each in (height, width))
+        is_large = tall * wide > 2 * self.most
+        if tall * wide > most:
+            beta = math.sqrt(height * width / (most * side**2))
+            tall, wide = (min(max(1, math.floor(each / beta / side)), most) for each in (height, width))
+        elif tall * wide < min(self.least, most):
+            beta = math.sqrt(min(self.least, most) * side**2 / (height * width))
+            tall, wide = (math.ceil(each * beta / side) for each in (height, width))
+        whole = np.asarray(resized(picture, tall * side, wide * side, "bilinear"))
+        grid, n = (tall, wide), tall * wide
+        if not is_large or most_tiles < max(self.least_tiles, 2):
+            return Prepared((whole,), ("<|image_start|>", n, "<|image_end|>"), grid)
+        columns, rows = nearest_grid(width, height, self.least_tiles, most_tiles, self.tile)
+        parts: list[str | int] = ["<|image_start|>"]
+        for row in range(rows):
+            for column in range(columns):
+                parts += [f"<|img_row_{row + 1}_col_{column + 1}|>", per_tile]
+        frames = (*tiles(picture, columns, rows, self.tile, "bilinear"), whole)
+        return Prepared(frames, (*parts, "<|img_thumbnail|>", n, "<|image_end|>"), grid)

@@ -1,0 +1,154 @@
+"""Preparation of audio for encoders: decoding, mixing to one channel, resampling to 16 kHz, and spectrograms."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import UsageError, path_text
+from localllm.regular_file import open_regular, reading_error
+from localllm.models.encoders import isolation
+
+Samples = NDArray[np.float32]
+
+#: Sample rate of encoders in Hz.
+RATE = 16_000
+#: Maximum length of audio in seconds. One hour becomes up to 47,000 tokens.
+MAX_SECONDS = 3600
+#: Accepted formats, by libsndfile's names. Its other formats are not in practical use and are rejected.
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
+#: Number of values that are decoded at once.
+_BLOCK = 1 << 20
+#: Samples between the starts of two frames of a spectrogram, and samples per frame.
+HOP, WINDOW = 160, 400
+
+
+def open_sound(source: Any, where: str = "the sound") -> Samples:
+    """Return the samples of audio, float32 [n] at 16 kHz.
+
+    Channels are averaged, then resampled by soxr in high quality, as in transformers' ``load_audio``.
+
+    Args:
+        source: a path, the bytes of a WAV, MP3, FLAC or OGG file, or an array of samples at 16 kHz: floats or int16,
+            [n] or [n, channels].
+        where: name of the audio in errors, if it has no path.
+
+    Raises:
+        UsageError: the source has another type or format, is damaged, empty, or longer than `MAX_SECONDS`; or a
+            package is not installed.
+    """
+    what = f"the sound {path_text(source)}" if isinstance(source, str | os.PathLike) else where
+    if isinstance(source, np.ndarray):
+        if source.ndim not in (1, 2) or not (source.dtype == np.int16 or source.dtype.kind == "f"):
+            raise UsageError("a sound as an array is floats or int16 at 16 kHz, [n] or [n, channels]")
+        values = source.astype(np.float32) / (1 << 15 if source.dtype == np.int16 else 1)
+        samples = values if values.ndim == 1 else values.mean(axis=1)
+    elif isinstance(source, str | os.PathLike | bytes | bytearray):
+        samples = np.frombuffer(isolation.decode(decode_sound, source, what).data, np.float32)
+    else:
+        raise UsageError(f"a sound is a path, bytes or an array, not {type(source).__name__}")
+    if len(samples) > MAX_SECONDS * RATE:
+        raise UsageError(f"{what} is longer than {MAX_SECONDS:,} seconds: cut it into parts")
+    if not len(samples):
+        raise UsageError(f"{what} has no samples")
+    if not np.isfinite(samples).all():
+        raise UsageError(f"{what} has samples that are not numbers: the file is damaged")
+    return np.ascontiguousarray(samples, np.float32)
+
+
+def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decoded:
+    """Return the samples of a file, float32 [n] at 16 kHz; see `open_sound`."""
+    try:
+        import soundfile
+        import soxr
+    except (ImportError, OSError):  # OSError: libsndfile is missing
+        raise UsageError('sounds need the packages soundfile and soxr: pip install "localllm[audio]"') from None
+    try:
+        stream = open_regular(source) if isinstance(source, str) else io.BytesIO(source)
+    except OSError as error:
+        raise reading_error(where, error) from None
+    try:
+        with stream, soundfile.SoundFile(stream) as file:
+            if file.format not in FORMATS:
+                raise UsageError(f"{where} is {file.format}: give a WAV, MP3, FLAC or OGG file")
+            if not 1000 <= file.samplerate <= 1_000_000:
+                raise UsageError(f"{where} has {file.samplerate:,} samples a second: give one of 1,000 to 1,000,000")
+            # After a read, soundfile seeks to the next sample, which fails if the header has a wrong length.
+            file.seekable = lambda: False
+            resample = soxr.ResampleStream(file.samplerate, RATE, 1, dtype="float32", quality="HQ")
+            parts, n = list[Samples](), 0
+            while n <= MAX_SECONDS * RATE:
+                block = file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)
+                mono = np.ascontiguousarray(block.mean(axis=1))
+                parts.append(mono if file.samplerate == RATE else resample.resample_chunk(mono, last=not len(block)))
+                n += len(parts[-1])
+                if not len(block):
+                    break
+    except UsageError:
+        raise
+    except Exception as error:  # soundfile.LibsndfileError, and any other error of decoders
+        reason = getattr(error, "error_string", error)  # without the stream's address
+        words = f"{where} cannot be read ({reason!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
+        raise UsageError(words) from error
+    return isolation.Decoded({}, np.concatenate(parts))
+
+
+def mel_filters(n_mels: int) -> NDArray[np.float64]:
+    """Return the weight of each frequency of a spectrum in each mel band: [n_mels, WINDOW / 2 + 1].
+
+    The weights are triangles of equal area on Slaney's scale, from 0 to 8 kHz. The scale is linear up to 1 kHz and
+    logarithmic above.
+
+    Source: Slaney, Auditory Toolbox (1998), as in Whisper (arXiv:2212.04356).
+    """
+    log_step = np.log(6.4) / 27
+    mels = np.linspace(0, 15 + np.log(RATE / 2 / 1000) / log_step, n_mels + 2)
+    edges = np.where(mels < 15, mels * (200 / 3), 1000 * np.exp(log_step * (mels - 15)))
+    frequencies = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+    rising, falling = (frequencies - low) / (middle - low), (high - frequencies) / (high - middle)
+    filters: NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling)) * 2 / (high - low)
+    return filters
+
+
+def log_mel(samples: Samples, n_mels: int) -> NDArray[np.float32]:
+    """Return Whisper's logarithmic mel spectrogram, float32 [len(samples) // HOP, n_mels].
+
+    The result is within 1e-4 of transformers' WhisperFeatureExtractor, which computes in float32. ``samples`` must be
+    longer than half a window.
+
+    Source: Whisper, arXiv:2212.04356.
+    """
+    padded = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][: len(samples) // HOP]
+    window, filters = np.hanning(WINDOW + 1)[:-1], mel_filters(n_mels).T
+    found = np.empty((len(frames), n_mels), np.float32)
+    for i in range(0, len(frames), 3000):
+        power = np.abs(np.fft.rfft(frames[i : i + 3000] * window)) ** 2
+        found[i : i + 3000] = np.log10(np.maximum(power @ filters, 1e-10))
+    scaled: Samples = (np.maximum(found, found.max() - 8) + 4) / 4
+    return scaled
+
+
+#: Number of pieces of a convolution. Between two pieces, the engine can process other requests.
+_PIECES = 4
+
+
+def convolved(x: Samples, kernel: Samples, behind: Callable[[Samples], Samples]) -> Generator[None, None, Samples]:
+    """Convolve x [height, width, n_in] with a kernel of 3 × 3 [n_in * 9, n_out], stride 2 and zero padding.
+
+    Return ``behind`` of the result: [⌈height / 2⌉, ⌈width / 2⌉, n_out]. Yields between pieces of the work.
+    """
+    padded = np.pad(x, ((1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(0, 1))[::2, ::2]
+    found = []
+    for part in np.array_split(windows, min(_PIECES, len(windows))):
+        values = part.reshape(part.shape[0] * part.shape[1], -1) @ kernel
+        found.append(behind(values).reshape(*part.shape[:2], -1))
+        yield
+    return np.concatenate(found)

@@ -1,0 +1,201 @@
+"""Whisper's audio encoder (arXiv:2212.04356), and the projectors of Voxtral (arXiv:2507.13264) and Ultravox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import (
+    Activation,
+    Add,
+    Gated,
+    HeadGate,
+    Input,
+    Linear,
+    Linears,
+    Matrix,
+    RMSNorm,
+    Rows,
+    SideBySide,
+    Tensor,
+)
+from localllm.models.hf_convert import Array
+from localllm.models.encoders.encoder import Checkpoint, EncoderModel, FrameRows, Prepared
+from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_sound
+from localllm.models.encoders.views import ColumnsByPart, WithBias
+from localllm.models.weights import Reshaped
+
+#: Names of the encoder's tensors.
+ENCODER_NAMES = {
+    "a.post_ln": "audio_tower.layer_norm",
+    "a.blk.*.ln1": "audio_tower.layers.*.self_attn_layer_norm",
+    "a.blk.*.ln2": "audio_tower.layers.*.final_layer_norm",
+    "a.blk.*.attn_q": "audio_tower.layers.*.self_attn.q_proj",
+    "a.blk.*.attn_k": "audio_tower.layers.*.self_attn.k_proj",
+    "a.blk.*.attn_v": "audio_tower.layers.*.self_attn.v_proj",
+    "a.blk.*.attn_out": "audio_tower.layers.*.self_attn.out_proj",
+    "a.blk.*.ffn_up": "audio_tower.layers.*.fc1",
+    "a.blk.*.ffn_down": "audio_tower.layers.*.fc2",
+}
+HF_NAMES = ENCODER_NAMES | {
+    "a.position_embd": "audio_tower.embed_positions",
+    "a.conv1d.1": "audio_tower.conv1",
+    "a.conv1d.2": "audio_tower.conv2",
+    "mm.a.norm_pre": "multi_modal_projector.ln_pre",
+    "mm.a.norm_mid": "multi_modal_projector.ln_mid",
+    "mm.a.mlp.1": "multi_modal_projector.linear_1",
+    "mm.a.mlp.2": "multi_modal_projector.linear_2",
+}
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    if c.values["model_type"] == "voxtral":
+        stack, wanted = c.vision["intermediate_size"] // c.vision["hidden_size"], ("projector_hidden_act", "gelu")
+    else:
+        stack, wanted = c.values.get("stack_factor", 8), ("projector_act", "swiglu")
+    if c.values.get(*wanted) != wanted[1] or c.vision.get("activation_function", "gelu") != "gelu":
+        raise ModelError("config.json has an activation that localllm does not support for this encoder")
+    if c.values.get("projector_ln_mid") is False:
+        raise ModelError(
+            "config.json has projector_ln_mid = false, as in Ultravox up to 0.4: localllm supports 0.5 and later"
+        )
+    keys = {"projector_type": c.values["model_type"], "audio.projector.stack_factor": stack}
+    return keys | {"audio.attention.layer_norm_epsilon": 1e-5}
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    return array[:, None] if name.endswith(("conv1.bias", "conv2.bias")) else array  # as in llama.cpp
+
+
+class SoundModel(EncoderModel):
+    """An audio encoder."""
+
+    kind = "audio"
+    section = "audio"
+    stem = "a."
+
+    @staticmethod
+    def open(source: Any, where: str) -> Samples:
+        return open_sound(source, where)
+
+    @property
+    def example(self) -> Samples:
+        """Audio of 30 seconds."""
+        return np.zeros(30 * RATE, np.float32)
+
+
+class Whisper(SoundModel):
+    """The encoder. Two convolutions over three frames convert every two frames of a spectrogram to one row.
+
+    The input of a row contains the frames for three outputs of the first convolution, which are the input of the
+    second convolution. Outside the spectrogram, these outputs must be zeros, not the bias of the first convolution.
+    So its bias is a column of the matrix, with an input of 0 or 1.
+    """
+
+    def read(self) -> None:
+        self.n_mels, self.stack = self.number("num_mel_bins"), self.number("projector.stack_factor", 1)
+        n = self.weights.n_rows("a.position_embd.weight")
+        if self.n_mels % 16 or not self.n_mels or self.n_embd % 16 or not self.stack or not n:
+            raise ModelError("clip.audio.num_mel_bins or another size of the encoder is out of range: broken file")
+        self.position_table = self.table("a.position_embd.weight", n, self.n_embd)
+
+    @property
+    def n_joined(self) -> int:
+        return self.stack
+
+    @property
+    def most_frames(self) -> int:
+        """Maximum number of frames of a spectrogram that are encoded together."""
+        return 2 * len(self.position_table)
+
+    def encoded(self) -> Tensor:
+        """Record the layers, and return their normed output."""
+        n, size, k = self.n_mels, self.n_embd, 3 * self.n_mels + 16
+        self.n_given = 3 * k + size + 16
+
+        def given(first: int, width: int) -> Tensor:
+            return self.graph.add(Input(Tensor(Rows.TOKENS, width), first, self.n_given))
+
+        first = Matrix(WithBias(self._kernel("a.conv1d.1", n), self._bias("a.conv1d.1")))
+        second = Matrix(self._kernel("a.conv1d.2", size), self._bias("a.conv1d.2"))
+        made = tuple(self._gelu(given(i * k, k), first) for i in range(3))
+        x = self._gelu(self.graph.add(SideBySide(made)), second)
+        x = self.layers(self.graph.add(Add(x, given(3 * k, size))))
+        self.is_there = given(3 * k + size, 1)
+        return self.vector_norm(x, "a.post_ln", self.eps)
+
+    def _kernel(self, name: str, n_in: int) -> ColumnsByPart:
+        """Return a convolution's kernel [n_embd, n_in, 3] as a matrix over three concatenated frames."""
+        kernel = self.weights.require(f"{name}.weight", self.n_embd, n_in, 3)
+        return ColumnsByPart(Reshaped(kernel, (self.n_embd, 3 * n_in)), 3)
+
+    def _gelu(self, x: Tensor, matrix: Matrix) -> Tensor:
+        return self.graph.add(Activation(self.graph.add(Linear(x, matrix)), "gelu_erf"))
+
+    def _bias(self, name: str) -> Reshaped:
+        return Reshaped(self.weights.require(f"{name}.bias", self.n_embd, 1), (self.n_embd,))
+
+    def rows(self, frame: NDArray[np.float32]) -> FrameRows:
+        """Return the rows of a spectrogram [frames, n_mels]. Rows after its end are zeros and ignored."""
+        n, k = (len(frame) + 1) // 2, 3 * self.n_mels + 16
+        total = -(-n // self.stack) * self.stack
+        given = np.zeros((total, self.n_given), np.float32)
+        padded = np.pad(frame, ((1, 1), (0, 0)))
+        windows = np.zeros((len(frame) + 2, k), np.float32)  # inputs of the first convolution, with padding
+        windows[1:-1, -1] = 1
+        windows[1:-1, :-16] = np.concatenate([padded[i : i + len(frame)] for i in range(3)], axis=1)
+        for i in range(3):
+            given[:n, i * k : (i + 1) * k] = windows[i : i + 2 * n - 1 : 2]
+        given[:n, 3 * k : -16] = self.position_table[:n]
+        given[:, -16] = np.where(np.arange(total) < n, 80, -80)
+        places = np.arange(total, dtype=np.int32)
+        spans = np.stack([np.where(places < n, 0, n), np.where(places < n, n, total)]).astype(np.int32)
+        axes = np.zeros((3, total), np.int32)
+        return FrameRows(given, axes, places[:: self.stack], spans)
+
+
+class Voxtral(Whisper):
+    """Pieces of 30 seconds. The last piece is padded with silence."""
+
+    marker = "[AUDIO]"
+
+    def record(self) -> None:
+        self.two_linears(self.joined(self.encoded()), "mm.a.mlp.1", "mm.a.mlp.2", "gelu_erf")
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        size = self.most_frames
+        mel = log_mel(np.pad(source, (0, -len(source) % (size * HOP))), self.n_mels)
+        frames = tuple(mel[i : i + size] for i in range(0, len(mel), size))
+        return Prepared(frames, ("[BEGIN_AUDIO]", len(frames) * (size // 2 // self.stack)), (0, 0), kind=self.kind)
+
+
+class Ultravox(Whisper):
+    """Pieces of 30 seconds. The last piece may be shorter."""
+
+    marker = "<|audio|>"
+
+    def read(self) -> None:
+        super().read()
+        self.windowed = range(self.n_layers)
+
+    def record(self) -> None:
+        at = self.at(eps=1e-6)
+        x = self.graph.add(HeadGate(self.encoded(), self.is_there, "sigmoid"))
+        x = self.joined(x)
+        x = self.graph.add(RMSNorm(x, self.weights.vector("mm.a.norm_pre", x.width), at.norm_eps))
+        n = self.weights.n_rows("mm.a.mlp.1.weight") // 2
+        up, gate = at.add(Linears(x, self.weights.split("mm.a.mlp.1", x.width, {"up": n, "gate": n})))
+        x = at.add(Gated(gate, up, "silu"))
+        x = at.add(RMSNorm(x, self.weights.vector("mm.a.norm_mid", n), at.norm_eps))
+        at.linear(x, "mm.a.mlp.2", self.width)
+
+    def prepare(self, source: Samples, max_tokens: int | None = None) -> Prepared:
+        length = max(len(source), 2 * HOP)
+        mel = log_mel(np.pad(source, (0, length + -length % HOP - len(source))), self.n_mels)
+        frames = tuple(mel[i : i + self.most_frames] for i in range(0, len(mel), self.most_frames))
+        n_tokens = sum(-(-len(frame) // (2 * self.stack)) for frame in frames)
+        return Prepared(frames, (n_tokens,), (0, 0), kind=self.kind)

@@ -1,1 +1,0 @@
-"""Encoders of pictures, as ``mmproj`` files have them: a family a file, over `localllm.models.vision.encoder`."""

@@ -1,0 +1,570 @@
+"""Tiny random models of transformers that see, as GGUF files: the text model's, and the encoder's beside it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localllm.convert import Checkpoint, MmprojCheckpoint
+from localllm.quantize import plan, run
+from tests.helpers.checkpoints import write_tokenizer
+
+Image = pytest.importorskip("PIL.Image")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+minicpmv = import_module("tests.models.encoders.minicpmv")
+
+#: Height and width of odd pictures: beyond a tile, long, and of a pixel.
+SIZES = ((75, 130), (211, 64), (1, 1))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model.
+
+    Attributes:
+        model, config: names of classes, of transformers or `minicpmv`, and what the second is given.
+        processor: the module and name of the class that prepares pictures, and what it is given.
+        seen: of the processor's result, the pixels [frames of [3, height, width]], or patches.
+        arguments: of it, what the model's ``get_image_features`` is given.
+        sizes: of the pictures.
+    """
+
+    model: str
+    config: str
+    settings: dict[str, Any]
+    processor: tuple[str, str]
+    options: dict[str, Any]
+    arguments: tuple[str, ...] = ("pixel_values",)
+    sizes: tuple[tuple[int, int], ...] = SIZES
+
+
+TEXT = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+}
+TEXT |= {"num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 1024, "pad_token_id": 0}
+SIGLIP = {"hidden_size": 72, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3}
+QWEN = {"depth": 3, "hidden_size": 72, "num_heads": 3, "out_hidden_size": 48}
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}}
+GLM_MROPE = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}}
+GLM_VISION = QWEN | {"intermediate_size": 80, "image_size": 56, "patch_size": 14}
+QWEN_35 = (
+    TEXT
+    | GLM_MROPE
+    | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+)
+GEMMA_4 = TEXT | {
+    "global_head_dim": 12,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def siglip(model_type: str, **more: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **SIGLIP, **more}
+
+
+FAMILIES: dict[str, Family] = {
+    "gemma3": Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": TEXT | {"query_pre_attn_scalar": 12},
+            "vision_config": siglip("siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False),
+            "mm_tokens_per_image": 4,
+        },
+        ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
+        {"size": {"height": 56, "width": 56}},
+    ),
+    "gemma4v": Family(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        {
+            "text_config": GEMMA_4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300},
+            "vision_config": SIGLIP
+            | {"num_key_value_heads": 3, "head_dim": 24, "position_embedding_size": 512, "standardize": True}
+            | {"use_clipped_linears": True},
+            "audio_config": None,
+        },
+        ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
+        {"max_soft_tokens": 70},
+        ("pixel_values", "image_position_ids"),
+        (*SIZES[:2], (1, 700)),
+    ),
+    "gemma4uv": Family(
+        "Gemma4UnifiedForConditionalGeneration",
+        "Gemma4UnifiedConfig",
+        {
+            "text_config": GEMMA_4,
+            "vision_config": {"mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 128},
+            "audio_config": None,
+        },
+        ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
+        {"max_soft_tokens": 70},
+        ("pixel_values", "image_position_ids"),
+        (*SIZES[:2], (1, 700)),
+    ),
+    "glm4v": Family(
+        "Glm4vForConditionalGeneration",
+        "Glm4vConfig",
+        {
+            "text_config": TEXT | GLM_MROPE,
+            "vision_config": GLM_VISION,
+        },
+        ("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil"),
+        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "glm4v moe": Family(
+        "Glm4vMoeForConditionalGeneration",
+        "Glm4vMoeConfig",
+        {
+            "text_config": TEXT
+            | GLM_MROPE
+            | {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            "vision_config": GLM_VISION,
+        },
+        ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil"),
+        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "glm4v ocr": Family(
+        "GlmOcrForConditionalGeneration",
+        "GlmOcrConfig",
+        {
+            "text_config": TEXT | GLM_MROPE,
+            "vision_config": GLM_VISION,
+        },
+        ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil"),
+        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "hunyuanvl": Family(
+        "HunYuanVLForConditionalGeneration",
+        "HunYuanVLConfig",
+        {
+            "text_config": TEXT
+            | {"head_dim": 16, "tie_word_embeddings": True}
+            | {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "alpha": 10.0,
+                    "factor": 1.0,
+                    "mrope_section": [2] * 4,
+                }
+            },
+            "vision_config": SIGLIP | {"max_image_size": 112, "text_hidden_size": 48, "out_hidden_size": 48},
+        },
+        ("hunyuan_vl.image_processing_pil_hunyuan_vl", "HunYuanVLImageProcessorPil"),
+        {"size": {"shortest_edge": 4096, "longest_edge": 16 * 32 * 32}},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "idefics3": Family(
+        "Idefics3ForConditionalGeneration",
+        "Idefics3Config",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": siglip("idefics3_vision", image_size=56, patch_size=14),
+            "scale_factor": 2,
+        },
+        ("idefics3.image_processing_pil_idefics3", "Idefics3ImageProcessorPil"),
+        {"size": {"longest_edge": 168}, "max_image_size": {"longest_edge": 56}},
+    ),
+    "internvl": Family(
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": siglip(
+                "internvl_vision", image_size=[56, 56], patch_size=[14, 14], layer_scale_init_value=0.7
+            ),
+            "image_seq_length": 4,
+        },
+        ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
+        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
+    ),
+    "internvl 6B": Family(
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": siglip(
+                "internvl_vision",
+                image_size=[56, 56],
+                patch_size=[14, 14],
+                layer_scale_init_value=0.7,
+                norm_type="rms_norm",
+                use_qk_norm=True,
+            ),
+            "image_seq_length": 4,
+        },
+        ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
+        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
+    ),
+    "kimik25": Family(
+        "Kimi_K25ForConditionalGeneration",
+        "Kimi_K25Config",
+        {
+            "text_config": TEXT
+            | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32}
+            | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "head_dim": 32}
+            | {"first_k_dense_replace": 1},
+            "vision_config": SIGLIP | {"hidden_size": 72, "pos_emb_height": 4, "pos_emb_width": 4},
+            "projection_hidden_size": 72,
+        },
+        ("kimi_k25.image_processing_kimi_k25", "Kimi_K25ImageProcessor"),
+        {"max_patches": 36},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "lfm2": Family(
+        "Lfm2VlForConditionalGeneration",
+        "Lfm2VlConfig",
+        {
+            "text_config": {"model_type": "lfm2", "layer_types": ["full_attention", "conv"], "conv_L_cache": 3}
+            | TEXT
+            | {"num_hidden_layers": 2, "block_auto_adjust_ff_dim": False},
+            "vision_config": siglip("siglip2_vision_model", num_patches=16, patch_size=16, vision_use_head=False)
+            | {"num_hidden_layers": 3},
+            "projector_hidden_size": 40,
+        },
+        ("lfm2_vl.image_processing_lfm2_vl", "Lfm2VlImageProcessor"),
+        {"min_image_tokens": 2, "max_image_tokens": 4, "tile_size": 64, "max_tiles": 6},
+        ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+    ),
+    "resampler": Family(
+        "MiniCPMV",
+        "MiniCPMVConfig",
+        {
+            "text_config": TEXT | {"hidden_size": 256, "head_dim": 64},
+            "vision_config": SIGLIP | {"image_size": 112, "patch_size": 14},
+            "query_num": 5,
+            "version": 4.5,
+        },
+        ("minicpmv", "MiniCPMVProcessor"),
+        {"scale_resolution": 84, "max_slice_nums": 4},
+        ("pixel_values", "target_sizes"),
+    ),
+    "resampler 2.5": Family(
+        "MiniCPMV",
+        "MiniCPMVConfig",
+        {
+            "text_config": TEXT | {"hidden_size": 128},
+            "vision_config": SIGLIP | {"image_size": 140, "patch_size": 14},
+            "query_num": 3,
+            "drop_vision_last_layer": True,
+        },
+        ("minicpmv", "MiniCPMVProcessor"),
+        {"scale_resolution": 70, "max_slice_nums": 9},
+        ("pixel_values", "target_sizes"),
+    ),
+    "llama4": Family(
+        "Llama4ForConditionalGeneration",
+        "Llama4Config",
+        {
+            "text_config": TEXT
+            | {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 1024, "pad_token_id": 0},
+            "vision_config": SIGLIP
+            | {"image_size": 56, "patch_size": 14, "vision_output_dim": 40, "intermediate_size": 288}
+            | {"projector_input_dim": 40, "projector_output_dim": 40},
+        },
+        ("llama4.image_processing_llama4", "Llama4ImageProcessor"),
+        {"size": {"height": 56, "width": 56}, "max_patches": 5},
+    ),
+    "minicpmv4_6": Family(
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_6Config",
+        {
+            "text_config": QWEN_35,
+            "vision_config": SIGLIP | {"image_size": 112, "patch_size": 14, "num_hidden_layers": 3},
+            "insert_layer_id": 1,
+        },
+        ("minicpmv4_6.image_processing_pil_minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+        {"scale_resolution": 112, "max_slice_nums": 4},
+        ("pixel_values", "target_sizes"),
+    ),
+    "minicpmv4_6 4x": Family(
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_6Config",
+        {
+            "text_config": QWEN_35,
+            "vision_config": SIGLIP | {"image_size": 112, "patch_size": 14, "num_hidden_layers": 3},
+            "downsample_mode": "4x",
+        },
+        ("minicpmv4_6.image_processing_pil_minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+        {"scale_resolution": 84, "downsample_mode": "4x"},
+        ("pixel_values", "target_sizes"),
+    ),
+    "mlp": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_layers=3),
+            "image_seq_length": 16,
+        },
+        ("llava.image_processing_pil_llava", "LlavaImageProcessorPil"),
+        {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
+    ),
+    "mlp padded": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, hidden_act="gelu"),
+            "vision_feature_layer": -1,
+            "image_seq_length": 16,
+        },
+        ("llava.image_processing_pil_llava", "LlavaImageProcessorPil"),
+        {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, "do_pad": True},
+    ),
+    "mlp 1.6": Family(
+        "LlavaNextForConditionalGeneration",
+        "LlavaNextConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_layers=3),
+            "image_grid_pinpoints": (GRIDS := [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]),
+        },
+        ("llava_next.image_processing_pil_llava_next", "LlavaNextImageProcessorPil"),
+        {
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "image_grid_pinpoints": GRIDS,
+        },
+        ("pixel_values", "image_sizes"),
+    ),
+    "paddleocr": Family(
+        "PaddleOCRVLForConditionalGeneration",
+        "PaddleOCRVLConfig",
+        {
+            "text_config": TEXT | MROPE,
+            "vision_config": siglip("paddleocr_vl_vision", image_size=112, patch_size=14),
+        },
+        ("paddleocr_vl.image_processing_pil_paddleocr_vl", "PaddleOCRVLImageProcessorPil"),
+        {"size": {"shortest_edge": 3136, "longest_edge": 24 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "pixtral": Family(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {
+            "text_config": {"model_type": "mistral", **TEXT},
+            "vision_config": siglip("pixtral", image_size=112, patch_size=14)
+            | {"num_attention_heads": 3, "head_dim": 24},
+            "spatial_merge_size": 2,
+        },
+        ("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"),
+        {"size": {"longest_edge": 112}, "patch_size": {"height": 28, "width": 28}},
+        ("pixel_values", "image_sizes"),
+        (*SIZES[:2], (1, 40)),  # transformers fails at pictures of one token
+    ),
+    "qwen2.5vl_merger": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": TEXT | MROPE,
+            "vision_config": QWEN | {"intermediate_size": 80, "depth": 4, "fullatt_block_indexes": [1, 3]},
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        {"size": {"shortest_edge": 3136, "longest_edge": 64 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+        ((275, 330), (611, 64), (1, 1)),
+    ),
+    "pixtral 12B": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "mistral", **TEXT},
+            "vision_config": siglip("pixtral", image_size=56, patch_size=14) | {"head_dim": 24},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        ("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"),
+        {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
+        ("pixel_values", "image_sizes"),
+        (*SIZES[:2], (1, 40)),
+    ),
+    "qwen2vl_merger": Family(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {
+            "text_config": TEXT | MROPE,
+            "vision_config": {"depth": 2, "embed_dim": 72, "hidden_size": 48, "num_heads": 3, "patch_size": 14},
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        {"size": {"shortest_edge": 3136, "longest_edge": 16 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "qwen3vl_merger": Family(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {
+            "text_config": TEXT | MROPE,
+            "vision_config": QWEN
+            | {"intermediate_size": 80, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        {
+            "size": {"shortest_edge": 4096, "longest_edge": 16 * 32 * 32},
+            "patch_size": 16,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+        },
+        ("pixel_values", "image_grid_thw"),
+    ),
+}
+
+
+def picture(height: int, width: int) -> Any:
+    """Smooth and rough places in three colours."""
+    rng = np.random.default_rng([height, width])
+    y, x = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(x / 9 + c) * np.cos(y / (5 + c)) for c in range(3)], axis=-1)
+    return Image.fromarray((127 + 60 * waves + rng.integers(-60, 60, (height, width, 3))).astype(np.uint8))
+
+
+def padded(images: Any, padding: tuple[int, int, int, int], **_: Any) -> Any:
+    left, top, right, bottom = padding
+    return torch.nn.functional.pad(images, (left, right, top, bottom))
+
+
+def by_pillow(module: str, kind: str) -> Any:
+    """A class of processors that exists for torchvision alone, which resizes by Pillow instead."""
+    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+    stubs = {name: ModuleType(name) for name in (*names, "torchvision.transforms.v2.functional")}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, stub in stubs.items():
+            if name not in sys.modules:
+                patched.setitem(sys.modules, name, stub)
+        functional = stubs[names[-1]].__dict__["functional"] = stubs["torchvision.transforms.v2.functional"]
+        functional.__dict__["pad"] = padded
+        own = getattr(import_module(f"transformers.models.{module}"), kind)
+
+    class Resizing(own.__mro__[1]):  # type: ignore[misc]
+        def resize(self, image: Any, size: Any, resample: Any, **_: Any) -> Any:
+            shape = size.width, size.height
+            arrays = [
+                np.asarray(Image.fromarray(x).resize(shape, resample)) for x in image.permute(0, 2, 3, 1).numpy()
+            ]
+            return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+
+        def pad(self, images: Any, pad_size: Any) -> Any:
+            return padded(images, (0, 0, pad_size.width - images.shape[-1], pad_size.height - images.shape[-2]))
+
+        def normalize(self, images: Any, mean: Any, std: Any) -> Any:
+            mean, std = (torch.tensor(x, dtype=images.dtype)[:, None, None] for x in (mean, std))
+            return (images - mean) / std
+
+        def rescale_and_normalize(self, images: Any, _: bool, factor: float, __: bool, mean: Any, std: Any) -> Any:
+            mean, std = (torch.tensor(x)[:, None, None] for x in (mean, std))
+            return (images.float() - mean / factor) / (std / factor)
+
+    class ByPillow(own, Resizing):  # type: ignore[misc]
+        def __call__(self, images: Any, return_tensors: str) -> Any:
+            given = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
+            settings = {
+                key: getattr(self, key)
+                for key in inspect.signature(self._preprocess).parameters
+                if hasattr(self, key)
+            }
+            seen = self._preprocess(given, **settings | {"return_tensors": return_tensors, "disable_grouping": False})
+            return seen | {"pixel_values": seen["pixel_values"].float()}  # of Llama 4 bfloat16
+
+    return ByPillow
+
+
+@functools.cache
+def processor_of(name: str) -> Any:
+    family = FAMILIES[name]
+    module, kind = family.processor
+    if hasattr(minicpmv, kind):
+        return getattr(minicpmv, kind)(**family.options)
+    if "_pil_" not in module:
+        return by_pillow(module, kind)(**family.options)
+    imported = __import__(f"transformers.models.{module}", fromlist=[kind])
+    processor = getattr(imported, kind)(**family.options)
+    return MergedPatches(processor) if name == "gemma4uv" else processor
+
+
+@dataclass
+class MergedPatches:
+    """What Gemma 4's processor prepares, with the patches of a token as one, as the 12B's own does by torchvision."""
+
+    processor: Any
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+
+    def __call__(self, **given: Any) -> dict[str, Any]:
+        seen = self.processor(**given)
+        merged, places = [], []
+        for patches, at in zip(seen["pixel_values"], seen["image_position_ids"], strict=True):
+            columns, rows = (at.max(0).values + 1).tolist()
+            image = patches[: rows * columns].reshape(rows, columns, 16, 16, 3).permute(0, 2, 1, 3, 4)
+            cut = image.reshape(rows // 3, 48, columns // 3, 48, 3).permute(0, 2, 1, 3, 4).reshape(-1, 48 * 48 * 3)
+            y, x = torch.meshgrid(torch.arange(rows // 3), torch.arange(columns // 3), indexing="ij")
+            n = 70 - len(cut)
+            merged.append(torch.nn.functional.pad(cut, (0, 0, 0, n)))
+            places.append(torch.nn.functional.pad(torch.stack([x, y], -1).reshape(-1, 2), (0, 0, 0, n), value=-1))
+        return {"pixel_values": torch.stack(merged), "image_position_ids": torch.stack(places)}
+
+
+def in_sections(rope: Any, waves: Any) -> Any:
+    """[axes, 1, n, pairs] to [1, n, 2 * pairs]: each section of pairs turns by an axis of its own.
+
+    transformers 5.24 cuts the doubled row instead, so that the two values of a pair turn by different axes, which is
+    no rotation; HunyuanOCR's own code and llama.cpp do as here.
+    """
+    parts = [part[i] for i, part in enumerate(waves.split(rope.mrope_section, dim=-1))]
+    return torch.cat(2 * parts, dim=-1)
+
+
+def make(name: str, folder: Path) -> Any:
+    """The model of a family, saved in a folder with its files, model.gguf and mmproj.gguf."""
+    family = FAMILIES[name]
+    torch.manual_seed(len(name))
+    library = minicpmv if hasattr(minicpmv, family.model) else transformers
+    config = getattr(library, family.config)(**family.settings | {"image_token_id": 7})
+    model = getattr(library, family.model)(config).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        for key, buffer in model.named_buffers():
+            if key.endswith(("_min", "_max")):  # bounds, which cut some values
+                buffer.fill_(-2.0 if key.endswith("_min") else 1.5)
+            elif ".std_" in key:
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
+    if name == "hunyuanvl":
+        import_module(
+            "transformers.models.hunyuan_vl.modeling_hunyuan_vl"
+        ).HunYuanVLRotaryEmbedding.recomposition_frequencies = in_sections
+    if name == "llama4":  # transformers 5.24 asks the text model's result for it
+        transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
+    model.save_pretrained(folder)
+    processor_of(name).save_pretrained(folder)
+    write_tokenizer(folder, 300)
+    for checkpoint, file in ((Checkpoint(folder), "model.gguf"), (MmprojCheckpoint(folder), "mmproj.gguf")):
+        list(run(plan(checkpoint, folder / file, "F32" if file == "model.gguf" else None)))
+    return model

@@ -1,0 +1,405 @@
+"""Models that hear, against transformers: from samples to the ids that are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localllm
+from localllm import LLM
+from localllm.chat import ChatTemplate
+from localllm.chat.conversation import read_messages
+from localllm.convert import Checkpoint, MmprojCheckpoint
+from localllm.engine.media import PreparedMedia, PromptMedia, MediaTokens
+from localllm.kernels.backend import Backend
+from localllm.loading.devices import open_devices
+from localllm.loading.media_encoder import MediaEncoder
+from localllm.models.encoders.registry import PROJECTORS, read_encoder
+from localllm.models.encoders.sounds import RATE, log_mel, mel_filters
+from localllm.quantize import plan, run
+from tests.helpers.checkpoints import write_tokenizer
+from tests.models.encoders.families import FAMILIES as VISION_FAMILIES
+from tests.models.encoders.families import GEMMA_4, TEXT, picture, processor_of, torch, transformers
+from tests.models.encoders.test_seeing import TEMPLATE, logits
+from tests.models.encoders.test_transformers import encoded
+
+Samples = NDArray[np.float32]
+FAMILY = VISION_FAMILIES["gemma4v"]
+#: Positions of the tiny encoders of Whisper's kind: their pieces of a sound are as many times 20 ms.
+N_POSITIONS = 40
+WHISPER = {"num_mel_bins": 80, "max_source_positions": N_POSITIONS}
+GREEDY: Any = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+def sound(seconds: float, pitch: float = 300.0) -> Samples:
+    """Tones that rise, over noise."""
+    t = np.arange(round(seconds * RATE)) / RATE
+    noise = np.random.default_rng(int(pitch)).standard_normal(len(t))
+    return (0.4 * np.sin(2 * np.pi * pitch * t * (1 + t)) * (1 + np.cos(9 * t)) / 2 + 0.02 * noise).astype(np.float32)
+
+
+def mel_of_whisper(samples: Samples, n_mels: int, **options: Any) -> Any:
+    """What transformers' extractor makes: [n_mels, frames]."""
+    extractor = transformers.WhisperFeatureExtractor(feature_size=n_mels)
+    given: dict[str, Any] = {"sampling_rate": RATE, "truncation": False, "return_tensors": "pt", **options}
+    return extractor(samples, padding="longest", **given)["input_features"][0]
+
+
+class Voxtral:
+    """The model of transformers."""
+
+    #: Seconds of sounds: less than a piece, and several, of which the last is not whole.
+    seconds = (0.31, 1.9)
+
+    def __init__(self) -> None:
+        audio = WHISPER | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+        text = TEXT | {"model_type": "llama"}
+        config = transformers.VoxtralConfig(
+            audio_config=audio | {"num_attention_heads": 4}, text_config=text, audio_token_id=7
+        )
+        self.model = random_model(transformers.VoxtralForConditionalGeneration(config))
+
+    def features(self, samples: Samples) -> Any:
+        mel = mel_of_whisper(samples, 80, pad_to_multiple_of=2 * N_POSITIONS * 160)
+        return self.model.get_audio_features(mel.reshape(80, -1, 2 * N_POSITIONS).transpose(0, 1)).pooler_output
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
+class Ultravox:
+    """Whisper's encoder, a projector, and a model of the kind of Llama; transformers has none of its own."""
+
+    seconds = (0.01, 1.95)
+
+    def __init__(self) -> None:
+        config = transformers.WhisperConfig(
+            **WHISPER,
+            d_model=64,
+            encoder_layers=2,
+            encoder_attention_heads=4,
+            encoder_ffn_dim=96,
+            decoder_attention_heads=4,
+        )
+        self.model = random_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)))
+        self.encoder = random_model(transformers.WhisperModel(config).encoder)
+        self.projector = random_model(
+            torch.nn.ModuleDict(
+                {
+                    "ln_pre": torch.nn.RMSNorm(8 * 64, eps=1e-6),
+                    "linear_1": torch.nn.Linear(8 * 64, 96, bias=False),
+                    "ln_mid": torch.nn.RMSNorm(48, eps=1e-6),
+                    "linear_2": torch.nn.Linear(48, 48, bias=False),
+                }
+            )
+        )
+
+    def features(self, samples: Samples) -> Any:
+        samples = np.pad(samples, (0, max(0, 320 - len(samples))))
+        mel = mel_of_whisper(samples, 80, pad_to_multiple_of=160)
+        found = []
+        for part in mel.split(2 * N_POSITIONS, dim=1):
+            x = torch.nn.functional.gelu(self.encoder.conv1(part[None]))
+            x = torch.nn.functional.gelu(self.encoder.conv2(x)).transpose(1, 2)
+            x = x + self.encoder.embed_positions.weight[: x.shape[1]]
+            for layer in self.encoder.layers:
+                x = layer(x, None)
+                x = x[0] if isinstance(x, tuple) else x
+            x = self.encoder.layer_norm(x)[0]
+            x = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 8)).reshape(-1, 8 * 64)
+            x = self.projector["linear_1"](self.projector["ln_pre"](x))
+            up, gate = x.chunk(2, dim=-1)
+            x = self.projector["ln_mid"](up * torch.nn.functional.silu(gate))
+            found.append(self.projector["linear_2"](x))
+        return torch.cat(found)
+
+    def save(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        self.model.save_pretrained(folder)
+        tensors = {f"audio_tower.{k}": v for k, v in self.encoder.state_dict().items()}
+        tensors |= {f"multi_modal_projector.{k}": v for k, v in self.projector.state_dict().items()}
+        (folder / "ultravox").mkdir()
+        save_file(tensors, folder / "ultravox" / "model.safetensors")
+        values = {"model_type": "ultravox", "audio_config": self.encoder.config.to_dict(), "stack_factor": 8}
+        values |= {"text_config": {"hidden_size": 48}, "hidden_size": 96, "projector_act": "swiglu"}
+        (folder / "ultravox" / "config.json").write_text(json.dumps(values))
+
+
+class Qwen3ASR:
+    """The model of transformers."""
+
+    #: Less than half a second, and more than the eight that rows see.
+    seconds = (0.2, 9.43)
+
+    def __init__(self) -> None:
+        audio = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+        audio |= {"downsample_hidden_size": 8, "output_dim": 48}
+        text = TEXT | {"model_type": "qwen3"}
+        config = transformers.Qwen3ASRConfig(audio_config=audio, text_config=text, audio_token_id=7)
+        self.model = random_model(transformers.Qwen3ASRForConditionalGeneration(config))
+
+    def features(self, samples: Samples) -> Any:
+        from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
+
+        seen = Qwen3ASRFeatureExtractor()(
+            samples, padding=True, truncation=False, return_attention_mask=True, sampling_rate=RATE
+        )
+        return self.model.get_audio_features(seen["input_features"], seen["attention_mask"]).pooler_output
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
+class Gemma4Unified:
+    """The model of transformers, which sees, too."""
+
+    seconds = (0.01, 50.01)
+
+    def __init__(self) -> None:
+        vision = {"mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 128}
+        tokens = {"image_token_id": 7, "video_token_id": 8, "audio_token_id": 9}
+        config = transformers.Gemma4UnifiedConfig(
+            text_config=GEMMA_4, vision_config=vision, audio_config={}, **tokens
+        )
+        self.model = random_model(transformers.Gemma4UnifiedForConditionalGeneration(config))
+
+    def features(self, samples: Samples) -> Any:
+        from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import (
+            Gemma4UnifiedAudioFeatureExtractor,
+        )
+
+        seen = Gemma4UnifiedAudioFeatureExtractor()(samples, return_tensors="pt")
+        return self.model.model.get_audio_features(seen["input_features"]).pooler_output[0]
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        processor_of("gemma4uv").save_pretrained(folder)
+
+
+class Gemma4(Gemma4Unified):
+    """With embeddings for each layer, as the E2B and E4B."""
+
+    seconds = (0.09, 3.01)
+
+    def __init__(self) -> None:
+        audio = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 40}
+        text = GEMMA_4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}
+        tokens = {"image_token_id": 7, "video_token_id": 8, "audio_token_id": 9}
+        config = transformers.Gemma4Config(
+            text_config=text, vision_config=FAMILY.settings["vision_config"], audio_config=audio, **tokens
+        )
+        self.model = random_model(transformers.Gemma4ForConditionalGeneration(config))
+        for key, bound in self.model.named_buffers():
+            if key.endswith(("_min", "_max")):  # which cut some values
+                bound.fill_(-2.0 if key.endswith("_min") else 1.5)
+
+    def features(self, samples: Samples) -> Any:
+        from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+
+        seen = Gemma4AudioFeatureExtractor()([samples], return_tensors="pt")
+        out = self.model.model.get_audio_features(seen["input_features"], seen["input_features_mask"])
+        return out.pooler_output[out.attention_mask]
+
+    def logits(self, ids: list[int], sounds: list[Samples]) -> Any:
+        """By ids, which embeddings for each layer are of."""
+        from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+
+        seen = Gemma4AudioFeatureExtractor()(sounds, return_tensors="pt")
+        given = torch.tensor([9 if id_ < 0 else id_ for id_ in ids])[None]
+        return self.model(input_ids=given, mm_token_type_ids=3 * (given == 9).int(), **seen).logits[0].numpy()
+
+
+FAMILIES: dict[str, Any] = {
+    "gemma4a": Gemma4,
+    "gemma4ua": Gemma4Unified,
+    "qwen3a": Qwen3ASR,
+    "ultravox": Ultravox,
+    "voxtral": Voxtral,
+}
+
+
+def random_model(model: Any) -> Any:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval().float().requires_grad_(False)
+
+
+@cache
+def made(name: str, folder: Path) -> Any:
+    """A family's model, with its files in a folder: model.gguf and mmproj.gguf."""
+    torch.manual_seed(len(name))
+    family = FAMILIES[name]()
+    family.save(folder)
+    write_tokenizer(folder, 300)
+    own = folder / name if (folder / name).exists() else folder
+    for checkpoint, file in ((Checkpoint(folder), "model.gguf"), (MmprojCheckpoint(own), "mmproj.gguf")):
+        list(run(plan(checkpoint, folder / file, "F32" if file == "model.gguf" else None)))
+    return family
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Any, LLM]]]:
+    """Of each family transformers' model, and ours."""
+    loaded: list[LLM] = []
+    folder_of = cache(tmp_path_factory.mktemp)
+
+    @cache
+    def get(name: str, device: str = "reference", step_tokens: int = Backend.step_tokens) -> tuple[Any, LLM]:
+        folder = folder_of(name)
+        family = made(name, folder)
+        encoder = MediaEncoder.open(folder / "mmproj.gguf")
+        marker = "".join(encoder.markers["audio"])
+        encoder.close()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Backend, "step_tokens", step_tokens)
+            patched.setattr("localllm.kernels.reference._kept_types", lambda cache: [np.dtype(np.float32)] * 2)
+            template = TEMPLATE.replace("MARKER", marker).replace("'image'", "'audio'")
+            llm = localllm.load(folder / "model.gguf", device=device, context=512, threads=2, chat_template=template)
+        loaded.append(llm)
+        return family, llm
+
+    yield get
+    for llm in loaded:
+        llm.close()
+
+
+def messages(*parts: Any) -> list[dict[str, Any]]:
+    shown = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "audio", "audio": p} for p in parts]
+    return [{"role": "user", "content": shown}]
+
+
+# -- Against transformers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_mels", [80, 128])
+def test_spectrograms_are_those_of_transformers(n_mels: int) -> None:
+    samples = sound(31.7)
+    samples[200_000:300_000] = 0
+    theirs = mel_of_whisper(samples, n_mels).numpy().T
+    np.testing.assert_allclose(log_mel(samples, n_mels), theirs, rtol=0, atol=1e-4)
+    expected = transformers.WhisperFeatureExtractor(feature_size=n_mels).mel_filters
+    np.testing.assert_allclose(mel_filters(n_mels), expected.T, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("device", "bound"), [("reference", 1e-3), ("cpu", 5e-3)])
+def test_features_are_those_of_transformers(
+    tmp_path_factory: pytest.TempPathFactory, hearing: Any, name: str, device: str, bound: float
+) -> None:
+    family, llm = hearing(name)
+    encoder, (host, *_) = MediaEncoder.open(llm.info.path.parent / "mmproj.gguf"), open_devices(device)
+    encoder.backend = host.backend
+    prepared = [encoder.prepare(sound(seconds), kind="audio") for seconds in family.seconds]
+    for seconds, each, rows in zip(family.seconds, prepared, encoded(encoder, prepared), strict=True):
+        theirs = family.features(sound(seconds)).numpy()
+        assert rows[:, 0].shape == theirs.shape == (each.n_tokens, encoder.width)
+        error = np.abs(rows[:, 0] - theirs).max() / np.abs(theirs).max()
+        assert error < bound, (seconds, error)
+    encoder.close()
+    host.close()
+
+
+def forward(family: Any, ids: list[int], sounds: list[Samples]) -> NDArray[np.float32]:
+    """Transformers' logits [n, n_vocab]."""
+    if isinstance(family, Gemma4):
+        return family.logits(ids, sounds)  # type: ignore[no-any-return]
+    given = torch.tensor(ids)
+    embeddings = family.model.get_input_embeddings()(given.clamp(min=0))
+    embeddings[given < 0] = torch.cat([family.features(samples) for samples in sounds])
+    found: NDArray[np.float32] = family.model(inputs_embeds=embeddings[None]).logits[0].numpy()
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("device", "bound"), [("reference", 1e-3), ("cpu", 5e-3)])
+def test_logits_are_those_of_transformers(hearing: Any, name: str, device: str, bound: float) -> None:
+    """Whole, in chunks, from the cache, and after an edit before and behind the sounds."""
+    (family, llm), chunked = hearing(name, device), hearing(name, device, 16)[1]
+    sounds = [sound(1.9), sound(0.7, 500.0)]
+    for parts in (
+        ("one", sounds[0], "and two", sounds[1], "what is it"),
+        ("An", sounds[0], "and two", sounds[1], "what is it"),
+        ("one", sounds[0], "and two", sounds[1], "who was there then"),
+    ):
+        ids, pictures = llm._chat_encoder(None, None, "")(read_messages(messages(*parts), may_open_files=True))
+        expected = forward(family, ids, sounds)
+        stop = len(ids) - 3  # from which on, the second time, the cache has the rest
+        for used, first in ((chunked, pictures.stop), (llm, pictures.stop), (llm, stop)):
+            found, request = logits(used, ids, pictures, first)
+            error = np.abs(found - expected[first:]).max() / np.abs(expected).max()
+            assert error < bound, (parts[0], used is chunked, first, error)
+        assert request.n_cached > 0
+    assert llm.counts.encoded == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_with_sounds_goes_on_as_in_transformers(hearing: Any, name: str) -> None:
+    family, llm = hearing(name, "cpu")
+    sounds = [sound(1.3, 700.0)]
+    chat = messages("hm", *sounds, "what is it")
+    ids = llm.tokenize_chat(chat)
+    written = list(ids)
+    for _ in range(4):
+        last = forward(family, written, sounds)[-1]
+        last[list(llm.tokenizer.eog_ids)] = -np.inf  # `ignore_eos`
+        written.append(int(last.argmax()))
+    assert list(llm.chat(chat, **GREEDY).ids) == written[len(ids) :]
+
+
+def test_llama_cpp_writes_other_mel_bins_for_gemma_4_12b(hearing: Any) -> None:
+    """Its converter writes 128, whatever the samples of a token."""
+    _, llm = hearing("gemma4ua", "reference")
+    file = llm._encoder._file
+    changed: Any = SimpleNamespace(
+        metadata=dict(file.metadata) | {"clip.audio.num_mel_bins": 128}, tensors=file.tensors
+    )
+    encoder: Any = read_encoder(changed, "audio")
+    assert encoder.n_samples == 640
+
+
+def test_pictures_and_sounds_stand_in_one_prompt(hearing: Any) -> None:
+    """Tokens of pictures see each other, and those of sounds do not."""
+    family, llm = hearing("gemma4ua", "reference")
+    samples, image = sound(0.3), picture(75, 130)
+    template = "{% for part in messages[0].content %}{{ '<|' + part.type + '|>' }}.{% endfor %}"
+    content = [{"type": "audio", "audio": samples}, {"type": "image", "image": image}] * 2
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(llm, "_template", ChatTemplate(template))
+        encode = llm._chat_encoder(None, None, "")
+    ids, placed = encode(read_messages([{"role": "user", "content": content}], may_open_files=True))
+    assert [each.picture.is_causal for each in placed.placed] == [True, False] * 2
+    seen = processor_of("gemma4uv")(images=[image], return_tensors="pt")
+    pixels = {key: seen[key] for key in ("pixel_values", "image_position_ids")}
+    made = [family.features(samples), torch.cat([*family.model.model.get_image_features(**pixels).pooler_output])]
+    embeddings, kinds = family.model.get_input_embeddings()(torch.tensor(ids).clamp(min=0)), torch.zeros(len(ids))
+    for i, each in enumerate(placed.placed):
+        embeddings[each.start : each.stop] = made[i % 2].reshape(-1, embeddings.shape[1])
+        kinds[each.start : each.stop] = (3, 1)[i % 2]
+    expected = family.model(inputs_embeds=embeddings[None], mm_token_type_ids=kinds.int()[None]).logits[0].numpy()
+    found, _ = logits(llm, ids, placed, placed.stop)
+    assert np.abs(found - expected[placed.stop :]).max() / np.abs(expected).max() < 1e-3
+
+
+def test_tokens_of_sounds_stand_one_behind_the_other() -> None:
+    """In models whose tokens turn by several axes, as in text; beside a picture's."""
+    placed = PromptMedia(
+        [MediaTokens(1, PreparedMedia(b"a", 3, is_causal=True)), MediaTokens(5, PreparedMedia(b"b", 4, (2, 2)))]
+    )
+    places = placed.axes(0, 11)
+    assert places[0].tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 5, 7, 8]
+    assert (places[:, :5] == np.arange(5)).all()
+    assert placed.ends(0, 11).tolist() == [1, 2, 3, 4, 5, 9, 9, 9, 9, 10, 11]
+
+
+def test_all_families_are_compared() -> None:
+    assert {*FAMILIES} == {name for name, projector in PROJECTORS.items() if projector.kind == "audio"}

@@ -1,0 +1,294 @@
+"""Encoders of pictures against transformers: tiny random models, converted here, give its pixels and its features."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.convert import MmprojCheckpoint
+from localllm.engine.media import Embeddings
+from localllm.errors import NotEnoughMemoryError
+from localllm.gguf import GGUFFile
+from localllm.kernels.backend import weights_of
+from localllm.loading.devices import open_devices
+from localllm.loading.media_encoder import Prepared, MediaEncoder, _Encoder
+from localllm.models.encoders.images import block_order
+from localllm.models.encoders.registry import PROJECTORS, read_encoder
+from localllm.quant.formats import dequantize
+from localllm.quant.types import GGMLType
+from localllm.quantize import plan, run
+from tests.helpers.command_line import run_main
+from tests.models.encoders.families import FAMILIES, make, picture, processor_of, torch
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path, Path]]:
+    """Of each family the model, its folder and the file of its encoder."""
+
+    @functools.cache
+    def cached(name: str) -> tuple[Any, Path, Path]:
+        folder = tmp_path_factory.mktemp(name)
+        return make(name, folder), folder, folder / "mmproj.gguf"
+
+    return cached
+
+
+def features(model: Any, name: str, image: Any) -> tuple[Any, NDArray[np.float32]]:
+    """The processor's result, and the rows [n, n_embeddings, width] that the model makes of it."""
+    family = FAMILIES[name]
+    seen = processor_of(name)(images=[image], return_tensors="pt")
+    inner = getattr(model, "model", model)
+    with torch.no_grad():
+        out = inner.get_image_features(**{key: seen[key] for key in family.arguments})
+        if name == "llama4":
+            out.pooler_output = model.multi_modal_projector(out.last_hidden_state)
+    joined = [
+        torch.cat([*each]) if isinstance(each, list | tuple) else each.reshape(-1, each.shape[-1])
+        for each in (out.pooler_output, *(getattr(out, "deepstack_features", None) or []))
+    ]
+    return seen, torch.stack(joined, dim=1).detach().numpy()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> None:
+    model, _, file = made(name)
+    images = [picture(*size) for size in FAMILIES[name].sizes]
+    expected = [features(model, name, image) for image in images]
+    for device, bound in (("reference", 1e-3), ("cpu", 5e-3)):
+        encoder, (host, *_) = MediaEncoder.open(file), open_devices(device, threads=2 if device == "cpu" else None)
+        encoder.backend = host.backend
+        assert encoder.family == name.partition(" ")[0]
+        prepared = [encoder.prepare(image) for image in images]
+        for each, (seen, _) in zip(prepared, expected, strict=True):
+            frames = [patches_of(encoder, frame) for frame in each.frames]
+            theirs = seen["pixel_values"].numpy()
+            if name.startswith(("gemma4", "lfm2")):
+                theirs = by_colour(encoder, each, theirs)
+            elif name.startswith(("minicpm", "resampler")):
+                theirs = in_slices(encoder, each.frames, theirs)
+            elif name in ("hunyuanvl", "kimik25", "paddleocr"):
+                theirs = theirs.reshape(len(theirs), -1)[in_blocks(encoder, each.frames[0])]
+            check_pixels(encoder, frames, theirs)
+        for each, rows, (_, theirs) in zip(prepared, encoded(encoder, prepared), expected, strict=True):
+            assert rows.shape == theirs.shape == (each.n_tokens, 1 + len(encoder.model.further), encoder.width)
+            error = np.abs(rows - theirs).max() / np.abs(theirs).max()
+            assert error < bound, (device, error)
+        encoder.close()
+        host.close()
+
+
+def encoded(encoder: MediaEncoder, prepared: list[Prepared]) -> list[Embeddings]:
+    """Their embeddings, as the engine has them computed: in pieces."""
+    work = encoder.encode([encoder.picture(each) for each in prepared])
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            found: list[Embeddings] = done.value
+            return found
+
+
+def patches_of(encoder: MediaEncoder, frame: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The patches that the graph is given, those of each token together, in the order of tokens."""
+    rows = encoder.model.rows(frame)
+    return rows.given[(rows.outputs[:, None] + np.arange(encoder.model.n_joined)).ravel()]
+
+
+def check_pixels(encoder: MediaEncoder, frames: list[NDArray[np.float32]], theirs: NDArray[np.float32]) -> None:
+    """Whether the patches that the graph is given have transformers' pixels."""
+    model = encoder.model
+    n = 3 * model.patch_size**2
+    own = np.concatenate([rows[:, :n] for rows in frames])
+    if theirs.shape[1:] == (2 * n,):  # patches, each of two pictures that are the same
+        theirs = theirs.reshape(len(theirs), 3, 2, -1)[:, :, 0].reshape(len(theirs), n)
+    elif theirs.ndim > 2:
+        theirs = theirs.reshape(-1, *theirs.shape[-3:])
+        size, merge = model.patch_size, model.merge
+        rows, columns = (side // size for side in theirs.shape[-2:])
+        cut = theirs.reshape(len(theirs), 3, rows // merge, merge, size, columns // merge, merge, size)
+        theirs = cut.transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, n)
+    if encoder.family in ("kimik25", "lfm2"):  # whose processors have torchvision scale and normalise at once
+        np.testing.assert_allclose(own, theirs, rtol=0, atol=3e-7)
+    else:
+        np.testing.assert_array_equal(own, theirs)
+
+
+def in_blocks(encoder: MediaEncoder, frame: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The numbers of patches in the order of tokens."""
+    model = encoder.model
+    return block_order(frame.shape[0] // model.patch_size, frame.shape[1] // model.patch_size, model.merge)
+
+
+def in_slices(
+    encoder: MediaEncoder, frames: Sequence[NDArray[np.uint8]], theirs: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """[1, 3, size, all patches of all frames times size] in the order of tokens, in each of which are windows."""
+    size = encoder.model.patch_size
+    patches = theirs[0].reshape(3, size, -1, size).transpose(2, 0, 1, 3).reshape(-1, 3 * size * size)
+    counts = [frame.shape[0] * frame.shape[1] // size**2 for frame in frames]
+    cut = np.split(patches, np.cumsum(counts)[:-1])
+    found = np.concatenate([rows[in_blocks(encoder, frame)] for rows, frame in zip(cut, frames, strict=True)])
+    if encoder.model.merge == 4:
+        found = found.reshape(-1, 2, 2, 2, 2, found.shape[1]).swapaxes(2, 3).reshape(found.shape)
+    return found
+
+
+def by_colour(encoder: MediaEncoder, prepared: Prepared, theirs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Patches as ours, without the empty ones: those of a token together, and the colours one by one."""
+    found = []
+    for frame, patches in zip(prepared.frames, theirs, strict=True):
+        order = in_blocks(encoder, frame)
+        found.append(patches[order].reshape(len(order), -1, 3).swapaxes(1, 2).reshape(len(order), -1))
+    own = np.concatenate(found)
+    return 2 * (own - np.float32(0.5)) if encoder.family == "gemma4v" else own
+
+
+def test_many_small_pictures_after_a_larger_one(made: Any) -> None:
+    """Each takes a page of the cache, where the larger one took few for as many patches."""
+    encoder, (host, *_) = MediaEncoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
+    encoder.backend = host.backend
+    large, small = (encoder.prepare(picture(side, side)) for side in (112, 28))
+    (alone,) = encoded(encoder, [small])
+    encoded(encoder, [large])
+    for rows in encoded(encoder, [small] * 12):
+        np.testing.assert_array_equal(rows, alone)
+    encoder.close()
+    host.close()
+
+
+def test_a_picture_too_large_for_memory_is_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, (host, *_) = MediaEncoder.open(made("pixtral")[2]), open_devices("reference")
+    encoder.backend = host.backend
+    monkeypatch.setattr("localllm.loading.media_encoder.available_memory", lambda: 1000)
+    with pytest.raises(NotEnoughMemoryError, match="send a smaller picture"):
+        encoded(encoder, [encoder.prepare(picture(112, 112))])
+    encoder.close()
+    host.close()
+
+
+def test_a_stream_goes_on_while_weights_are_packed(made: Any) -> None:
+    """One after the other, and again where the request was cancelled among them."""
+    encoder, (host, *_) = MediaEncoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
+    encoder.backend = host.backend
+    image = encoder.prepare(picture(75, 130))
+    for n_pieces in (3, len(weights_of(encoder.model.graph))):
+        work = encoder.encode([encoder.picture(image)])
+        for _ in range(n_pieces):
+            next(work)
+            assert encoder.encoders["image"].stages[0].step is None
+        work.close()
+    assert np.isfinite(encoded(encoder, [image])[0]).all()
+    encoder.close()
+    host.close()
+
+
+def test_the_command_line_writes_the_same_file(
+    made: Any, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    _, folder, file = made("qwen3vl_merger")
+    written = tmp_path / "mmproj.gguf"
+    outcome = run_main(capfdbinary, "convert", folder, written, "--mmproj", "-q")
+    assert (outcome.code, outcome.err) == (0, "")
+    with GGUFFile.open(file) as ours, GGUFFile.open(written) as theirs:
+        assert ours.fingerprint() == theirs.fingerprint()
+        assert len(ours.tensors) == len(theirs.tensors) > 30
+
+
+def test_a_token_s_embedding_stands_in_the_encoder_s_file_where_llama_cpp_wants_it(made: Any, tmp_path: Path) -> None:
+    model, folder, file = made("pixtral")
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy/tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "[IMG_BREAK]"}]}', "utf-8")
+    list(run(plan(MmprojCheckpoint(tmp_path / "copy"), tmp_path / "mmproj.gguf", None)))
+    row = model.get_input_embeddings().weight[7].detach().float().numpy()
+    with GGUFFile.open(tmp_path / "mmproj.gguf") as theirs, GGUFFile.open(file) as ours:
+        np.testing.assert_array_equal(dequantize(theirs.tensors["v.token_embd.img_break"].data, GGMLType.F32), row)
+        assert theirs.tensors.keys() - ours.tensors.keys() == {"v.token_embd.img_break"}
+        read_encoder(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "renamed", "keys"),
+    [
+        # LLaVA's of 2023 swap the matrices of an MLP, do not say which layer's rows count, and have CLIP's own width.
+        ("mlp", {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}, {"clip.vision.projection_dim": 768}),
+        ("llama4", {"ln2": "attn_post_norm"}, {}),
+        ("qwen2vl_merger", {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}, {"clip.vision.feed_forward_length": 0}),
+        ("qwen2vl_merger", {}, {"clip.vision.feed_forward_length": 48}),
+    ],
+)
+def test_other_names_of_llama_cpp_s_converters(
+    made: Any, name: str, renamed: dict[str, str], keys: dict[str, Any]
+) -> None:
+    ours, (host, *_) = MediaEncoder.open(made(name)[2]), open_devices("cpu", threads=2)
+    tensors = {
+        re.sub("|".join(renamed) or "$^", lambda found: renamed[found[0]], each): tensor
+        for each, tensor in ours._file.tensors.items()
+    }
+    left = {key: value for key, value in ours._file.metadata.items() if not key.endswith("feature_layer")}
+    file: Any = SimpleNamespace(metadata=left | keys, tensors=tensors)
+    theirs = MediaEncoder(ours.path, {"image": _Encoder(name, read_encoder(file))}, ours._file)
+    ours.backend = theirs.backend = host.backend
+    expected, found = (encoded(each, [each.prepare(picture(75, 130))])[0] for each in (ours, theirs))
+    np.testing.assert_array_equal(found, expected)
+    ours.close()
+    host.close()
+
+
+@pytest.mark.parametrize("name", ["qwen2vl_merger", "qwen2.5vl_merger"])
+@pytest.mark.parametrize("size", [(3000, 4000), (3500, 4200), (9000, 500), (30, 40)])
+def test_qwen_2_takes_pictures_as_large_as_its_released_processor(
+    made: Any, name: str, size: tuple[int, int]
+) -> None:
+    """llama.cpp's converter writes no limits of pixels.  Those of preprocessor_config.json are 3136 and 12845056."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    encoder = MediaEncoder.open(made(name)[2])
+    metadata = {key: value for key, value in encoder._file.metadata.items() if not key.endswith("_pixels")}
+    file: Any = SimpleNamespace(metadata=metadata, tensors=encoder._file.tensors)
+    model: Any = read_encoder(file)
+    factor = model.patch_size * model.merge
+    scaled = [side * factor // 28 for side in size]  # the tiny model's tokens may have other sides
+    height, width = smart_resize(*scaled, factor=factor, min_pixels=3136, max_pixels=12845056)
+    image = SimpleNamespace(height=scaled[0], width=scaled[1])
+    assert model.grid(image, None) == (height // factor, width // factor)
+    encoder.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma4v",
+        "glm4v",
+        "hunyuanvl",
+        "kimik25",
+        "lfm2",
+        "llama4",
+        "minicpmv4_6",
+        "mlp 1.6",
+        "pixtral",
+        "qwen3vl_merger",
+        "resampler",
+    ],
+)
+def test_a_budget_is_kept_whatever_the_shape(made: Any, name: str) -> None:
+    encoder = MediaEncoder.open(made(name)[2])
+    for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
+        for max_tokens in (
+            (1, 5, 100) if name not in ("hunyuanvl", "llama4", "mlp 1.6", "resampler") else (17, 40, 100)
+        ):  # whose least is a tile
+            assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
+    encoder.close()
+
+
+def test_all_families_are_compared() -> None:
+    pictures = {name for name, projector in PROJECTORS.items() if projector.kind == "image"}
+    assert {name.partition(" ")[0] for name in FAMILIES} == pictures
