@@ -73,7 +73,7 @@ class Target:
             "FEW_REGISTERS": self.dot.endswith("256"),
             "TILE_TOKENS": tokens,
             "TILE_GROUPS": groups,
-            "FLOAT_TOKENS": 64 // tokens * tokens,
+            "FLOAT_TOKENS": 128 // tokens * tokens,
         }
 
     def machine(self, triple: str | None = None) -> llvm.TargetMachine:
