@@ -67,7 +67,7 @@ OTHER_FENCES = {
     ("serve.md", "toml"): "tests/localllm/server/test_serve_command.py",
     ("library.md", "py"): "takes a model or a program that is not here",
     ("images.md", "py"): "takes a model that sees: tests/models/encoders/test_seeing.py",
-    ("sound.md", "py"): "takes a model that hears: tests/models/encoders/test_hearing.py",
+    ("audio.md", "py"): "takes a model that hears: tests/models/encoders/test_hearing.py",
     ("many-machines.md", "haproxy"): "tests/localllm/integrations/test_haproxy.py",
     ("many-machines.md", "py"): "takes a cluster: tests/localllm/integrations/test_ray.py",
 }
@@ -175,8 +175,8 @@ def test_commands_in_sentences_are_there_with_their_flags(page: Path) -> None:
         assert {word for word in words if re.match(r"--?[a-z]", word)} <= set(parser_of(name).flags), line
 
 
-def test_all_encoders_of_pictures_are_in_the_table() -> None:
-    section = (ROOT / "docs" / "models.md").read_text().partition("## Models that see or hear")[2]
+def test_all_encoders_are_in_the_table() -> None:
+    section = (ROOT / "docs" / "models.md").read_text().partition("## Models with image or audio input")[2]
     for name, projector in PROJECTORS.items():
         assert f"| `{name}` | {projector.models} |" in section
 
