@@ -171,8 +171,8 @@ def test_the_new_weight_format_of_the_docs_is_tested_written_and_run(tmp_path: P
     command = [sys.executable, "-m", "pytest", "-v", "tests/quant", "-k", selected]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for test in ("test_random_blocks_decode_as_in_gguf", "test_pack_inverts_unpack", "test_nothing_measurable_is_lost"):
-        assert re.search(rf"{test}\[Q6_0\] PASSED", done.stdout), done.stdout
+    for test in ("random_blocks_decode_as_in_gguf", "pack_inverts_unpack", "nothing_measurable_is_lost"):
+        assert re.search(rf"test_{test}\[Q6_0\] PASSED", done.stdout), done.stdout
     done = subprocess.run([sys.executable, "-c", FORMAT], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
 
