@@ -26,6 +26,7 @@ from tests.helpers.data import ROOT
 from tests.helpers.hub_server import Repo, hub_server
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 DEMO = ROOT / "localllm" / "data" / "demo.gguf"
 ORIGINAL = ROOT / "tests" / "data" / "demo-f16.gguf"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -55,19 +56,24 @@ NOT_RUN = {
 OWN_TESTS = {
     "serve.md": "tests/localllm/server/test_serve_command.py",
     "add-a-command.md": "tests/test_worked_examples.py",
+    "add-a-weight-format.md": "tests/test_worked_examples.py",
+    "add-an-api-field.md": "tests/test_worked_examples.py",
     "add-an-architecture.md": "tests/test_worked_examples.py",
     "add-an-operation.md": "tests/test_worked_examples.py",
 }
 
 #: What else stands in fences than commands, programs and their output, and what reads it.
 OTHER_FENCES = {
+    ("add-a-weight-format.md", "diff"): "tests/test_worked_examples.py",
+    ("add-an-api-field.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-operation.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-option.md", "diff"): "tests/test_worked_examples.py",
+    ("debug-a-wrong-reply.md", "diff"): "tests/test_worked_examples.py",
     ("chat.md", "toml"): "tests/tui/test_terminal.py writes such settings",
     ("serve.md", "toml"): "tests/localllm/server/test_serve_command.py",
     ("library.md", "py"): "takes a model or a program that is not here",
-    ("images.md", "py"): "takes a model that sees: tests/models/encoders/test_seeing.py",
-    ("sound.md", "py"): "takes a model that hears: tests/models/encoders/test_hearing.py",
+    ("images.md", "py"): "needs a model with image input: tests/models/encoders/test_seeing.py",
+    ("audio.md", "py"): "needs a model with audio input: tests/models/encoders/test_hearing.py",
     ("many-machines.md", "haproxy"): "tests/localllm/integrations/test_haproxy.py",
     ("many-machines.md", "py"): "takes a cluster: tests/localllm/integrations/test_ray.py",
 }
@@ -175,8 +181,8 @@ def test_commands_in_sentences_are_there_with_their_flags(page: Path) -> None:
         assert {word for word in words if re.match(r"--?[a-z]", word)} <= set(parser_of(name).flags), line
 
 
-def test_all_encoders_of_pictures_are_in_the_table() -> None:
-    section = (ROOT / "docs" / "models.md").read_text().partition("## Models that see or hear")[2]
+def test_all_encoders_are_in_the_table() -> None:
+    section = (ROOT / "docs" / "models.md").read_text().partition("## Models with image or audio input")[2]
     for name, projector in PROJECTORS.items():
         assert f"| `{name}` | {projector.models} |" in section
 
@@ -264,7 +270,7 @@ def test_the_programs_of_a_page(folder: Path, page: Path) -> None:
         names["llm"].close()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -123,8 +124,109 @@ def test_the_new_command_of_the_docs_runs(
     del sys.modules["localllm.cli.commands.tokenize"]
 
 
+#: Entries of the tests' tables that the page of weight formats names, without showing them: file, text, replacement.
+FORMAT_TABLES = [
+    ("tests/quant/test_types.py", "NEWER = [", 'NEWER = [("Q6_0", 133, (32, 26)), '),
+    ("tests/quant/test_repack.py", "EXACT = {", "EXACT = {T.Q6_0, "),
+    ("tests/quant/test_repack.py", "BITS = {", "BITS = {T.Q6_0: 8.5, "),
+    ("tests/quant/test_repack.py", "elif type in (T.TQ1_0,", "elif type in (T.Q6_0, T.TQ1_0,"),
+    ("tests/quant/test_encode.py", "RELATIVE_RMS = {", "RELATIVE_RMS = {T.Q6_0: (0.0210, 0.0180), "),
+]
+
+#: Quantises the demo model to the example's format, and compares its logits with the original's.
+FORMAT = """
+import numpy as np
+import localllm
+from localllm.cli.main import main
+from localllm.gguf import GGUFFile
+
+original = "tests/data/demo-f16.gguf"
+assert main(["quantize", original, "six.gguf", "Q8_0", "--tensor-type", ".=q6_0"]) == 0
+with GGUFFile.open("six.gguf") as file:
+    assert {tensor.type.name for tensor in file.tensors.values()} == {"F32", "Q6_0"}
+
+
+def logits(path, device):
+    with localllm.load(path, device=device, context=64, threads=1) as llm:
+        return llm.logits(llm.tokenize("Once upon a time there was a dog"))
+
+
+expected = logits(original, "reference")
+for device in ("reference", "cpu"):
+    error = np.linalg.norm(logits("six.gguf", device) - expected) / np.linalg.norm(expected)
+    assert 1e-4 < error < 0.1, (device, error)
+print("done")
+"""
+
+
+def test_the_new_weight_format_of_the_docs_is_tested_written_and_run(tmp_path: Path) -> None:
+    copy_source(tmp_path)
+    for edit in blocks("add-a-weight-format.md", "diff"):
+        apply(edit, tmp_path)
+    for name, before, after in FORMAT_TABLES:
+        text = (tmp_path / name).read_text("utf-8")
+        assert text.count(before) == 1, (name, before)
+        (tmp_path / name).write_text(text.replace(before, after), "utf-8")
+    selected = "Q6_0 or test_types or test_every"
+    command = [sys.executable, "-m", "pytest", "-v", "tests/quant", "-k", selected]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for test in ("random_blocks_decode_as_in_gguf", "pack_inverts_unpack", "nothing_measurable_is_lost"):
+        assert re.search(rf"test_{test}\[Q6_0\] PASSED", done.stdout), done.stdout
+    done = subprocess.run([sys.executable, "-c", FORMAT], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("done\n"), done.stdout + done.stderr
+
+
+def test_the_new_api_field_of_the_docs_passes_its_test(tmp_path: Path) -> None:
+    copy_source(tmp_path)
+    (source,) = blocks("add-an-api-field.md", "python")
+    test = tmp_path / "tests" / "localllm" / "server" / "test_echo.py"
+    test.write_text(source, "utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", str(test)]
+    before = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 failed" in before.stdout, before.stdout + before.stderr
+    for edit in blocks("add-an-api-field.md", "diff"):
+        apply(edit, tmp_path)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_program_of_the_docs_names_the_operation_with_a_fault(tmp_path: Path) -> None:
+    copy_source(tmp_path)
+    (fault,) = blocks("debug-a-wrong-reply.md", "diff")
+    apply(fault, tmp_path)
+    shutil.copy(ROOT / "localllm" / "data" / "demo.gguf", tmp_path / "model.gguf")
+    program = "\n".join(blocks("debug-a-wrong-reply.md", "python"))  # tests/test_docs.py runs it without the fault
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(r"^layer 0: Gated differs by \d", done.stderr, re.MULTILINE), done.stdout + done.stderr
+
+
+def definitions(path: Path) -> set[str]:
+    """Return the names of the classes, functions and methods that a file defines."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    names = set[str]()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, functions | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, functions)}
+    return names
+
+
+def test_the_files_and_functions_in_the_life_of_a_request_exist() -> None:
+    page = (DOCS / "life-of-a-request.md").read_text("utf-8")
+    assert re.findall(r"^## (\d)\. ", page, re.MULTILINE) == list("12345678")
+    rows = re.findall(r"^\| `([\w/.]+)` \| (.+?) \|", page, re.MULTILINE)
+    assert len(rows) > 30
+    for path, names in rows:
+        missing = set(re.findall(r"`([\w.]+)`", names)) - definitions(ROOT / path)
+        assert not missing, f"{path} does not define {missing}"
+
+
 def test_docs_stay_short() -> None:
-    assert all(len(path.read_text("utf-8").splitlines()) < 120 for path in DOCS.glob("add-*.md"))
+    pages = [*DOCS.glob("add-*.md"), DOCS / "life-of-a-request.md", DOCS / "debug-a-wrong-reply.md"]
+    assert [path.name for path in pages if len(path.read_text("utf-8").splitlines()) >= 120] == []
 
 
 def test_the_page_of_models_has_the_architectures_of_the_registry() -> None:

@@ -1,6 +1,6 @@
 """Features of sounds beside llama.cpp's mtmd on the same files, family by family: `same_images` for what hears.
 
-python -m tests.benchmarks.same_sounds             # the table of docs/sound.md: minutes
+python -m tests.benchmarks.same_sounds             # the table of docs/audio.md: minutes
 python -m tests.benchmarks.same_sounds voxtral     # one family
 """
 

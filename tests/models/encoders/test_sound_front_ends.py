@@ -142,7 +142,7 @@ def llm(files: Path) -> Iterator[LLM]:
 def test_the_command_of_the_documentation(
     llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    page = (ROOT / "docs" / "sound.md").read_text("utf-8")
+    page = (ROOT / "docs" / "audio.md").read_text("utf-8")
     (command,) = re.findall(r"`localllm (generate .*--audio [^`]*)`", page)
     monkeypatch.chdir(files)
     Path("talk.wav").write_bytes(file_of(sound(1.2)))
@@ -231,7 +231,7 @@ def test_official_clients_send_sounds(server: Serving, llm: LLM) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_request_of_the_documentation(server: Serving, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "sound.md").read_text("utf-8")
+    page = (ROOT / "docs" / "audio.md").read_text("utf-8")
     (command,) = re.findall(r"`(curl [^`]*)`", page)
     (tmp_path / "talk.wav").write_bytes(file_of(sound(0.4)))
     words = shlex.split(command.replace("http://127.0.0.1:8080", server.url))
