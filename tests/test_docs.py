@@ -283,6 +283,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
+@pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_source_files_that_are_named_exist(page: Path) -> None:
+    paths = re.findall(r"`((?:localllm|kernels|models|quant|tui|tests|docs)/[\w/.-]+\.\w+)`", page.read_text("utf-8"))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_the_reference_of_the_command_line_is_the_parsers() -> None:
     assert cli_reference.PATH.read_text("utf-8") == cli_reference.reference(), "run python -m tests.cli_reference"
     assert cli_reference.KEYWORDS.read_text("utf-8") == cli_reference.keywords(), "run python -m tests.cli_reference"
