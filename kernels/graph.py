@@ -188,14 +188,14 @@ class KVCache:
     # Number of stored tokens: a token sees only the last ``window`` positions, its own included. None: all tokens.
     window: int | None = None
     is_index: bool = False  # True for the second cache of a layer, with the keys of `IndexSelect`
-    part: int = 0  # number among several caches of a layer
+    number: int = 0  # number among several caches of a layer
     # Tokens per cache entry (`Compress`). The last token of each group appends the entry.
     every: int = 1
 
     @property
     def key(self) -> int:
         """Key of the cache in `Graph.caches`."""
-        return ~self.layer if self.is_index else self.layer + (self.part << _LAYER_BITS)
+        return ~self.layer if self.is_index else self.layer + (self.number << _LAYER_BITS)
 
     def page_rows(self, page_size: int) -> int:
         """Return the rows per page of ``page_size`` tokens: one per entry that ends in the page, at least 1."""
@@ -283,8 +283,8 @@ def _check_rows(rows: Rows, *tensors: Tensor | None) -> None:
 
 def _check_dimensions(weight: Weight, n: int) -> None:
     if len(weight.shape) != n:
-        what = "a matrix" if n == 2 else "matrices of experts or heads"
-        raise KernelError(f"tensor {weight.name} is used as {what}, but has the shape {list(weight.shape)}")
+        usage = "a matrix" if n == 2 else "matrices of experts or heads"
+        raise KernelError(f"tensor {weight.name} is used as {usage}, but has the shape {list(weight.shape)}")
 
 
 def _check_shape(weight: Weight | None, *shape: int) -> None:
@@ -327,8 +327,8 @@ class Operation(Generic[R]):
 
     def computed_by(self, backend: object) -> Iterator[tuple[Value, Any]]:
         """Yield each result with the value that a backend's `method` returns for it."""
-        made = getattr(backend, self.method())(self)
-        return zip(self.results, made if type(made) is tuple else (made,), strict=True)
+        values = getattr(backend, self.method())(self)
+        return zip(self.results, values if type(values) is tuple else (values,), strict=True)
 
     @classmethod
     @cache
@@ -366,8 +366,8 @@ class Operation(Generic[R]):
         return {w for value in values for w in (value if isinstance(value, tuple) else (value,)) if w is not None}
 
     def _values(self) -> Iterator[Any]:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for argument in fields(self):
+            value = getattr(self, argument.name)
             for item in value if isinstance(value, tuple) else (value,):
                 match item:
                     case Matrix():
@@ -478,15 +478,15 @@ class NgramEmbed(Operation[Tensor]):
     def numbers(self, before: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.int64]:
         """Return the row numbers [T, heads] of ``ids``, which follow the tokens ``before``."""
         n = len(self.multipliers)
-        known = np.concatenate([np.full(n - 1, self.end), before, ids]).astype(np.int64)
-        is_end = known == self.end
-        places = np.arange(len(known) - len(ids), len(known))
-        mixed, cut = known[places].astype(np.uint64) * np.uint64(self.multipliers[0]), np.zeros(len(ids), bool)
+        history = np.concatenate([np.full(n - 1, self.end), before, ids]).astype(np.int64)
+        is_end = history == self.end
+        positions = np.arange(len(history) - len(ids), len(history))
+        mixed, cut = history[positions].astype(np.uint64) * np.uint64(self.multipliers[0]), np.zeros(len(ids), bool)
         numbers, per_n = [], len(self.sizes) // (n - 1)
         for i in range(1, n):
-            cut |= is_end[places - i]
-            own = np.where(cut, self.end, known[places - i]).astype(np.uint64)
-            mixed = mixed ^ (own * np.uint64(self.multipliers[i]))
+            cut |= is_end[positions - i]
+            previous_ids = np.where(cut, self.end, history[positions - i]).astype(np.uint64)
+            mixed = mixed ^ (previous_ids * np.uint64(self.multipliers[i]))
             heads = slice((i - 1) * per_n, i * per_n)
             sizes, offsets = (np.array(x[heads], np.uint64) for x in (self.sizes, self.offsets))
             numbers.append(mixed[:, None] % sizes + offsets)
@@ -496,21 +496,21 @@ class NgramEmbed(Operation[Tensor]):
 class AdapterWeights(Operation[Tensor]):
     """Weight of each adapter for each token, [T, sum of widths].
 
-    The values between an adapter's two matrices are multiplied by its weight. ``parts`` lists, for each adapter, its
-    number in the batch and the number of these values.
+    The values between an adapter's two matrices are multiplied by its weight. ``adapters`` lists, for each adapter,
+    its number in the batch and the number of these values.
 
     Source: LoRA, arXiv:2106.09685.
     """
 
-    parts: tuple[tuple[int, int], ...]
+    adapters: tuple[tuple[int, int], ...]
 
     @cached_property
     def result(self) -> Tensor:
-        return Tensor(Rows.TOKENS, sum(width for _, width in self.parts))
+        return Tensor(Rows.TOKENS, sum(width for _, width in self.adapters))
 
     def rows(self, weights: NDArray[np.float32], n_tokens: int) -> NDArray[np.float32]:
         """Return the result for a batch's weights [T, adapters]; zeros for [0, 0]."""
-        numbers, widths = zip(*self.parts, strict=True)
+        numbers, widths = zip(*self.adapters, strict=True)
         if not weights.size:
             return np.zeros((n_tokens, sum(widths)), np.float32)
         if len(weights) != n_tokens or weights.shape[1] <= max(numbers):
@@ -610,14 +610,14 @@ class Columns(Operation[Tensor]):
 class SideBySide(Operation[Tensor]):
     """Several tensors concatenated along the columns. Each must have a multiple of 16 columns."""
 
-    parts: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
 
     @cached_property
     def result(self) -> Tensor:
-        _check_rows(self.parts[0].rows, *self.parts)
-        if any(x.width % 16 for x in self.parts):
-            raise KernelError(f"rows of {[x.width for x in self.parts]} columns must all be multiples of 16")
-        return Tensor(self.parts[0].rows, sum(x.width for x in self.parts))
+        _check_rows(self.tensors[0].rows, *self.tensors)
+        if any(x.width % 16 for x in self.tensors):
+            raise KernelError(f"rows of {[x.width for x in self.tensors]} columns must all be multiples of 16")
+        return Tensor(self.tensors[0].rows, sum(x.width for x in self.tensors))
 
 
 class MixStreams(Operation[Tensor]):
@@ -648,18 +648,18 @@ class MixStreams(Operation[Tensor]):
             raise KernelError(f"{self.x.width} values are not {self.n} streams of a multiple of 16")
         _check_rows(self.x.rows, self.mixing, self.residual)
         added = 0 if self.residual is None else self.residual.width // self.size
-        made = (added or 1) if self.mixing is None else self.mixing.width // self.n
+        n_results = (added or 1) if self.mixing is None else self.mixing.width // self.n
         if (
-            (self.mixing is not None and self.mixing.width != made * self.n)
+            (self.mixing is not None and self.mixing.width != n_results * self.n)
             or not 0 <= self.first <= added
-            or not made
+            or not n_results
         ):
             raise KernelError(
-                f"weights of {made} streams do not match {self.n} input streams and {added} residual streams"
+                f"weights of {n_results} streams do not match {self.n} input streams and {added} residual streams"
             )
         if self.residual is not None:
-            _check_residual(self.residual, self.x.rows, made * self.size)
-        return Tensor(self.x.rows, made * self.size)
+            _check_residual(self.residual, self.x.rows, n_results * self.size)
+        return Tensor(self.x.rows, n_results * self.size)
 
 
 class HyperWeights(Operation[tuple[Tensor, ...]]):
@@ -847,9 +847,11 @@ class RopeAppend(Operation[Tensor]):
         _check_queries(self.q, cache)
         if (self.v is None) != (self.k is None or cache.values_in_keys):
             raise KernelError("keys need values unless the keys contain the values, and values need keys")
-        for what, x, dim in (("keys", self.k, key_dim), ("values", self.v, cache.value_dim)):
+        for description, x, dim in (("keys", self.k, key_dim), ("values", self.v, cache.value_dim)):
             if x is not None and x.width != cache.n_heads * dim:
-                raise KernelError(f"{x.width} values of {what} do not fit a cache of {cache.n_heads} heads of {dim}")
+                raise KernelError(
+                    f"{x.width} values of {description} do not fit a cache of {cache.n_heads} heads of {dim}"
+                )
         if self.rope is not None and self.rope.first + 2 * len(self.rope.frequencies) > key_dim:
             raise KernelError(
                 f"{len(self.rope.frequencies)} pairs of values from {self.rope.first} on cannot be rotated in heads "
@@ -938,9 +940,9 @@ class Attention(Operation[Tensor]):
     def result(self) -> Tensor:
         _check_rows(Rows.TOKENS, self.q)
         _check_queries(self.q, self.cache)
-        kept, reach = self.cache.window, self.window or self.chunk
-        if kept is not None and (reach is None or reach > kept):
-            raise KernelError(f"attention must look no further back than a cache of {kept} tokens keeps")
+        cache_window, reach = self.cache.window, self.window or self.chunk
+        if cache_window is not None and (reach is None or reach > cache_window):
+            raise KernelError(f"attention must look no further back than a cache of {cache_window} tokens keeps")
         _check_softcap(self.softcap)
         if self.chunk is not None and (self.window is not None or not self.causal):
             raise KernelError("attention in chunks must be causal and without a window")
@@ -954,7 +956,7 @@ class Attention(Operation[Tensor]):
             if self.selected_by_head and self.selected.width % self.cache.n_heads:
                 raise KernelError(f"{self.selected.width} positions do not fit {self.cache.n_heads} heads of keys")
         if self.entries is not None:
-            first, second = (replace(c, layer=0, part=0, window=None, every=1) for c in (self.cache, self.entries))
+            first, second = (replace(c, layer=0, number=0, window=None, every=1) for c in (self.cache, self.entries))
             if first != second or self.entries.every == 1 or self.cache.every > 1 or not first.values_in_keys:
                 raise KernelError("entries of runs must be keys like keys of the window, which contain the values")
             if self.window is None or not self.causal or self.softcap or self.has_spans or first.n_heads > 1:
@@ -1259,9 +1261,9 @@ def side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[t
 
 
 def _check_side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> None:
-    given = tuple(x.width for x in tensors)
-    if given not in (widths, (sum(widths),)):
-        raise KernelError(f"tensors have {given} values, but need {widths}, in one tensor or one each")
+    actual = tuple(x.width for x in tensors)
+    if actual not in (widths, (sum(widths),)):
+        raise KernelError(f"tensors have {actual} values, but need {widths}, in one tensor or one each")
 
 
 def _check_heads(state: RecurrentState, n_groups: int) -> tuple[int, int, int]:
@@ -1350,9 +1352,9 @@ class XIELU(SameShape):
     overwrites = "x"
 
 
-def _check_choice(what: str, chosen: str, known: tuple[str, ...]) -> None:
-    if chosen not in known:
-        raise KernelError(f"there is no {what} {chosen!r}; choose one of {', '.join(known)}")
+def _check_choice(description: str, choice: str, choices: tuple[str, ...]) -> None:
+    if choice not in choices:
+        raise KernelError(f"there is no {description} {choice!r}; choose one of {', '.join(choices)}")
 
 
 class Route(Operation[Routing]):
@@ -1360,8 +1362,8 @@ class Route(Operation[Routing]):
 
     The experts' weights are their probabilities (softmax, sigmoid or √softplus of the logits) times ``scale``. With
     ``norm_topk_prob`` they are divided by their sum, so that softmax covers only the k selected experts.
-    ``expert_scales`` [E] are further factors of the weights. ``chosen`` [T, k] sets the experts independently of the
-    logits.
+    ``expert_scales`` [E] are further factors of the weights. ``expert_ids`` [T, k] sets the experts independently of
+    the logits.
 
     With ``selection_bias`` [E], the experts with the largest sums of probability and bias are selected. With
     ``n_groups`` groups of E / n_groups neighbours, only experts of ``n_top_groups`` groups can be selected: the
@@ -1381,12 +1383,12 @@ class Route(Operation[Routing]):
     n_top_groups: int = 1
     n_group_best: int = 2
     expert_scales: Weight | None = None
-    chosen: Tensor | None = None
+    expert_ids: Tensor | None = None
 
     @property
     def is_by_logits(self) -> bool:
         """Return whether experts are selected by logits alone and weighted with softmax."""
-        is_plain = self.selection_bias is None and self.chosen is None and self.n_groups == 1
+        is_plain = self.selection_bias is None and self.expert_ids is None and self.n_groups == 1
         return self.gating == "softmax" and is_plain
 
     @cached_property
@@ -1400,11 +1402,12 @@ class Route(Operation[Routing]):
             raise KernelError(
                 f"{self.k} of {self.logits.width} experts cannot be chosen: choose 1 to {self.logits.width}"
             )
-        if self.chosen is not None:
-            _check_rows(Rows.TOKENS, self.chosen)
-            if self.chosen.width != self.k or self.selection_bias is not None or self.n_groups > 1:
+        if self.expert_ids is not None:
+            _check_rows(Rows.TOKENS, self.expert_ids)
+            if self.expert_ids.width != self.k or self.selection_bias is not None or self.n_groups > 1:
                 raise KernelError(
-                    f"{self.chosen.width} experts per token are set, but {self.k} are needed, without bias or groups"
+                    f"{self.expert_ids.width} experts per token are set, but {self.k} are needed, without bias or "
+                    "groups"
                 )
         if not 1 <= self.n_group_best <= 2:
             raise KernelError(
@@ -1538,7 +1541,7 @@ class Graph:
     watched: set[Value] = field(default_factory=set)
     # tokens of the result's columns, if they are not the whole vocabulary
     token_ids: NDArray[np.int64] | None = None
-    _known: set[Value] = field(default_factory=set)
+    _recorded: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
 
     def kv_cache(
@@ -1551,7 +1554,7 @@ class Graph:
         window: int | None = None,
         is_index: bool = False,
         is_exact: bool = False,
-        part: int = 0,
+        number: int = 0,
         every: int = 1,
     ) -> KVCache:
         """Declare a cache of the layer, for keys and values of ``n_heads`` heads.
@@ -1560,7 +1563,7 @@ class Graph:
             value_dim: defaults to ``key_dim``.
             is_index: the cache contains the keys of an indexer, in addition to the layer's cache.
             is_exact: never store codes.
-            part, every: see `KVCache`; a cache with several tokens per entry never stores codes.
+            number, every: see `KVCache`; a cache with several tokens per entry never stores codes.
 
         Raises:
             KernelError: an argument is invalid, or the layer already has such a cache.
@@ -1577,8 +1580,8 @@ class Graph:
                 f"a cache cannot have an entry for every {every} tokens: use a power of two, one head, values in "
                 "keys, and no window"
             )
-        kept = self.cache_type, values_in_keys, window, is_index, part, every
-        cache = KVCache(self.layer, n_heads, key_dim, value_dim, *kept)
+        shape = n_heads, key_dim, value_dim
+        cache = KVCache(self.layer, *shape, self.cache_type, values_in_keys, window, is_index, number, every)
         if (is_exact or every > 1) and cache.types[0] in CODE_BITS:
             cache = replace(cache, type="f16")
         if cache.key in self.caches:
@@ -1597,10 +1600,10 @@ class Graph:
         if not isinstance(self.layer, int):
             raise KernelError(f"a state cannot be declared in {self.layer}: declare it in a layer")
         state = RecurrentState(self.layer, name, shape, is_on_host)
-        others = self.states.get(self.layer, ())
-        if any(other.name == name for other in others):
+        states = self.states.get(self.layer, ())
+        if any(existing.name == name for existing in states):
             raise KernelError(f"layer {self.layer} already has a state called {name!r}")
-        self.states[self.layer] = (*others, state)
+        self.states[self.layer] = (*states, state)
         return state
 
     def add(self, operation: Operation[R]) -> R:
@@ -1610,12 +1613,12 @@ class Graph:
         overwritten.
         """
         for x in operation.inputs:
-            if x not in self._known:
+            if x not in self._recorded:
                 raise KernelError("an argument of an operation is not a tensor of the same graph")
             if x in self._consumed:
                 raise KernelError("an argument of an operation was overwritten by an earlier operation")
         if isinstance(operation, Route):
-            for k in {r.k for r in self._known if isinstance(r, Routing)} - {operation.k}:
+            for k in {r.k for r in self._recorded if isinstance(r, Routing)} - {operation.k}:
                 raise KernelError(f"layers with {k} and with {operation.k} experts per token cannot be mixed")
         for state in operation.states:
             if state not in self.states.get(state.layer, ()) or any(state in n.operation.states for n in self.nodes):
@@ -1623,7 +1626,7 @@ class Graph:
                     f"the state {state.name!r} of layer {state.layer} must be used by one operation of its graph"
                 )
         result = operation.result
-        self._known.update(operation.results)
+        self._recorded.update(operation.results)
         self._consumed.update(getattr(operation, name) for name in operation.consumes)
         self.nodes.append(Node(operation, self.layer))
         return result
@@ -1693,21 +1696,21 @@ class Graph:
         """
         if layers == range(self.n_layers):
             return self
-        part = Graph(self.cache_type, self.rounds_floats)
-        part.caches = {n: c for n, c in self.caches.items() if c.layer in layers}
-        part.states = {n: s for n, s in self.states.items() if n in layers}
-        part.windows, part.watched = self.windows, self.watched
+        subgraph = Graph(self.cache_type, self.rounds_floats)
+        subgraph.caches = {n: c for n, c in self.caches.items() if c.layer in layers}
+        subgraph.states = {n: s for n, s in self.states.items() if n in layers}
+        subgraph.windows, subgraph.watched = self.windows, self.watched
         ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}
-        part.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
-        for node in part.nodes:
+        subgraph.nodes = [n for n in self.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
+        for node in subgraph.nodes:
             cache = getattr(node.operation, "cache", None)
             if cache is not None and cache.layer not in layers:
                 raise KernelError(
                     f"the model cannot be cut between layers {cache.layer} and {node.layer}: the second uses the "
                     "keys and values of the first"
                 )
-        made = {x for node in part.nodes for x in node.operation.results}
-        crossing = {x for node in part.nodes for x in node.operation.inputs} - made
+        computed = {x for node in subgraph.nodes for x in node.operation.results}
+        crossing = {x for node in subgraph.nodes for x in node.operation.inputs} - computed
         operations = [node.operation for node in self.nodes]
         embeds = [op for op in operations if isinstance(op, Embed) and op.result in crossing]
         if layers.start:
@@ -1716,8 +1719,8 @@ class Graph:
             if len(inputs) != 1 or len(crossing) != 1:
                 raise KernelError(f"the model cannot be cut at layer {layers.start}: more than one tensor crosses it")
             first: list[Operation[Any]] = [Input(inputs[0]), *embeds]
-            part.nodes[:0] = [Node(operation, layers.start) for operation in first]
-        return part
+            subgraph.nodes[:0] = [Node(operation, layers.start) for operation in first]
+        return subgraph
 
     @property
     def n_layers(self) -> int:

@@ -121,14 +121,14 @@ class ReferenceCache(HostCache):
 
     @property
     def n_bytes(self) -> int:
-        pages = sum(part.nbytes for parts in self.layers.values() for part in parts)
+        pages = sum(array.nbytes for arrays in self.layers.values() for array in arrays)
         return pages + sum(state.nbytes for state in self.states.values())
 
-    def _where(self, group: int | None, number: int) -> list[Array]:
+    def _arrays(self, group: int | None, number: int) -> list[Array]:
         if group is None:
             return [state[number] for state in self.states.values()]
         layers = [self.layers[n] for n, cache in self.graph.caches.items() if self.graph.group(cache) == group]
-        return [part[number] for parts in layers for part in parts]
+        return [array[number] for arrays in layers for array in arrays]
 
 
 class ReferenceStep(Step):
@@ -150,13 +150,13 @@ class ReferenceStep(Step):
         self._in_step = threading.Lock()
         #: Values of the last batch that later nodes did not overwrite.
         self._values: dict[g.Value, Any] = {}
-        kept: dict[int, tuple[Array, Array]] = {}
+        layers: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
             shapes = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
             keys, values = map(np.zeros, shapes, _kept_types(cache))
-            kept[n] = keys, values
+            layers[n] = keys, values
         states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
-        self.cache = ReferenceCache(graph, kept, page_size, n_pages, states, n_states if states else 0)
+        self.cache = ReferenceCache(graph, layers, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[g.Weight, Array] = {}
         self._tables: dict[g.Weight, CopiedTable] = {}
         operations = [node.operation for node in graph.nodes]
@@ -264,7 +264,7 @@ class _Run:
         return self.values[op.x][:, op.columns.start : op.columns.stop]
 
     def side_by_side(self, op: g.SideBySide) -> Array:
-        return np.concatenate([self.values[x] for x in op.parts], axis=1)
+        return np.concatenate([self.values[x] for x in op.tensors], axis=1)
 
     def mix_streams(self, op: g.MixStreams) -> Array:
         x = self.values[op.x].reshape(-1, op.n, op.size)
@@ -279,16 +279,16 @@ class _Run:
     def hyper_weights(self, op: g.HyperWeights) -> tuple[Array, ...]:
         widths, eps = [x.width for x in op.result], np.float32(op.eps)
         factors = np.repeat(self.arrays[op.scale], widths)
-        first, *others = np.split(self.values[op.x] * factors + self.arrays[op.base], np.cumsum(widths)[:-1], axis=1)
-        made = [sigmoid(first) + eps]
-        if others:
-            made.append(np.float32(op.magnitude) * sigmoid(others[0]) + np.float32(op.more))
-        if len(others) > 1:
-            mixing = softmax(others[1].reshape(-1, op.n, op.n)) + eps
+        first, *further = np.split(self.values[op.x] * factors + self.arrays[op.base], np.cumsum(widths)[:-1], axis=1)
+        weights = [sigmoid(first) + eps]
+        if further:
+            weights.append(np.float32(op.magnitude) * sigmoid(further[0]) + np.float32(op.more))
+        if len(further) > 1:
+            mixing = softmax(further[1].reshape(-1, op.n, op.n)) + eps
             for i in range(2 * op.n_rounds - 1):
                 mixing = mixing / (mixing.sum(axis=1 + i % 2, keepdims=True) + eps)
-            made.append(mixing.swapaxes(1, 2).reshape(len(mixing), op.n * op.n))
-        return tuple(made)
+            weights.append(mixing.swapaxes(1, 2).reshape(len(mixing), op.n * op.n))
+        return tuple(weights)
 
     def stream_gate(self, op: g.StreamGate) -> Array:
         products = (self.values[op.key] * self.values[op.query]).reshape(-1, op.n, op.size).sum(axis=-1)
@@ -335,18 +335,18 @@ class _Run:
         k = None if op.k is None else self._heads(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
         v = None if op.v is None else self._heads(op.v, cache.value_dim, op.v_norm, None)
         q = hadamard(q, cache.rotations[0])
-        for x, kept, type, size in zip(
+        for x, stored, type, size in zip(
             (k, v), self.cache.layers[cache.key], cache.types, cache.rotations, strict=True
         ):
             if x is None:
                 continue
-            x = in_codes(hadamard(x, size), type) if type in CODE_BITS else in_range(x, kept.dtype)
+            x = in_codes(hadamard(x, size), type) if type in CODE_BITS else in_range(x, stored.dtype)
             for s, (start, stop, _) in enumerate(batch.sequences()):
                 positions, rows = batch.positions[start:stop], x[start:stop]
                 ends = (positions + 1) % cache.every == 0
-                page, place = np.divmod(positions[ends], page_size)
+                page, row = np.divmod(positions[ends], page_size)
                 page = batch.block_tables[self.graph.group(cache), s, page]
-                kept[page, place // cache.every] = rows[ends]
+                stored[page, row // cache.every] = rows[ends]
         return q.reshape(len(q), -1)
 
     def _heads(
@@ -358,8 +358,8 @@ class _Run:
             y = rotate(y, self._turns(rope), rope)
         if norm is not None:
             weight = np.ones(dim, np.float32) if norm.weight is None else self.arrays[norm.weight]
-            first, rest = np.split(y, [len(weight)], axis=-1)
-            y = np.concatenate([normed(first, weight, norm.eps), rest], axis=-1)
+            first, remaining = np.split(y, [len(weight)], axis=-1)
+            y = np.concatenate([normed(first, weight, norm.eps), remaining], axis=-1)
         return rotate(y, self._turns(rope), rope) if rope is not None and not norm_last else y
 
     def _turns(self, rope: g.Rope) -> Array:
@@ -387,31 +387,31 @@ class _Run:
                 if op.has_spans and len(batch.ends):
                     end = int(batch.ends[t])
                     begin = begin if op.causal else int(batch.begins[t])
-                chosen: list[Any] = [None]  # selected positions: for all key heads, or per key head
+                selections: list[Any] = [None]  # selected positions: for all key heads, or per key head
                 if op.selected is not None:
                     numbers = self.values[op.selected][t].astype(np.int64).reshape(-1, op.n_selected)
-                    chosen = [row[row >= 0] for row in numbers]
-                for head, some in enumerate(chosen):
+                    selections = [row[row >= 0] for row in numbers]
+                for head, selection in enumerate(selections):
                     of = slice(head, head + 1) if op.selected_by_head else slice(None)
-                    seen = np.arange(begin, end) if some is None or op.entries is not None else some
-                    page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
+                    kv_positions = np.arange(begin, end) if selection is None or op.entries is not None else selection
+                    page, row = tables[s, kv_positions // self.cache.page_size], kv_positions % self.cache.page_size
                     own_keys, own_values = (
-                        part[page, place, of].astype(np.float32) for part in (keys, values)
+                        array[page, row, of].astype(np.float32) for array in (keys, values)
                     )  # [L, G, dim]
                     if op.entries is not None:
-                        some = np.arange((position + 1) // op.entries.every) if some is None else some
-                        more = self._entries(op.entries, s, some)
+                        selection = np.arange((position + 1) // op.entries.every) if selection is None else selection
+                        more = self._entries(op.entries, s, selection)
                         own_keys = np.concatenate([own_keys, more])
                         own_values = np.concatenate([own_values, more[..., : cache.value_dim]])
                     scores = np.einsum("ghd,lgd->ghl", q[t, of], own_keys) * np.float32(op.scale)
                     if op.softcap is not None:
                         scores = soft_capped(scores, op.softcap)
                     if slopes is not None:
-                        scores -= slopes[of] * np.abs(position - seen).astype(np.float32)
+                        scores -= slopes[of] * np.abs(position - kv_positions).astype(np.float32)
                     if op.biases is not None:
                         n = op.bias_width // 2
                         of_heads = self.arrays[op.biases].reshape(cache.n_heads, op.group_size, -1)
-                        scores += of_heads[of][..., n + np.clip(seen - position, -n, n)]
+                        scores += of_heads[of][..., n + np.clip(kv_positions - position, -n, n)]
                     if sinks is not None:
                         scores = np.concatenate([scores, sinks[of]], axis=-1)
                     weights = softmax(scores)[..., : len(own_values)]
@@ -420,14 +420,14 @@ class _Run:
 
     def _entries(self, cache: g.KVCache, s: int, numbers: Array) -> Array:
         """Return entries ``numbers`` of a sequence, or positions if each has an entry: [n, 1, key_dim]."""
-        page, place = np.divmod((numbers + 1) * cache.every - 1, self.cache.page_size)
+        page, row = np.divmod((numbers + 1) * cache.every - 1, self.cache.page_size)
         page = self.batch.block_tables[self.graph.group(cache), s, page]
-        rows: Array = self.cache.layers[cache.key][0][page, place // cache.every]
+        rows: Array = self.cache.layers[cache.key][0][page, row // cache.every]
         return rows.astype(np.float32)
 
     def compress(self, op: g.Compress) -> Array:
         batch, cache, run, n = self.batch, op.cache, op.run, op.n_series
-        kept, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
+        stored, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
         biases = self.arrays[op.biases].reshape(run, n, cache.key_dim)
         out: Array = np.zeros((len(batch.ids), cache.key_dim), np.float32)
         for s, (start, stop, _) in enumerate(batch.sequences()):
@@ -436,13 +436,13 @@ class _Run:
                 if (position + 1) % run:
                     continue
                 tokens = np.arange(max(0, position + 1 - n * run), position + 1)
-                page, place = np.divmod(tokens, self.cache.page_size)
-                rows = kept[tables[s, page], place].astype(np.float32)  # [n * run, 2 * n, dim]
+                page, row = np.divmod(tokens, self.cache.page_size)
+                rows = stored[tables[s, page], row].astype(np.float32)  # [n * run, 2 * n, dim]
                 # first series for the previous run, last series for the current run
                 series = np.where(tokens > position - run, n - 1, 0)
-                each = np.arange(len(tokens))
-                gates = rows[each, n + series] + biases[tokens % run, series]
-                out[t] = (softmax(gates.T).T * rows[each, series]).sum(axis=0)
+                index = np.arange(len(tokens))
+                gates = rows[index, n + series] + biases[tokens % run, series]
+                out[t] = (softmax(gates.T).T * rows[index, series]).sum(axis=0)
         return out
 
     def index_select(self, op: g.IndexSelect) -> Array:
@@ -451,36 +451,36 @@ class _Run:
         out: Array = np.full((len(q), op.n_choices, op.result.width // op.n_choices), -1, np.float32)
         for s, (start, stop, _) in enumerate(batch.sequences()):
             for t in range(start, stop):
-                seen = np.arange((int(batch.positions[t]) + 1) // cache.every)
-                if len(seen) <= k:
-                    out[t, :, : len(seen)] = seen
+                entries = np.arange((int(batch.positions[t]) + 1) // cache.every)
+                if len(entries) <= k:
+                    out[t, :, : len(entries)] = entries
                     continue
-                own = self._entries(cache, s, seen)[:, 0]
+                keys = self._entries(cache, s, entries)[:, 0]
                 weights = np.float32(1) if op.head_weights is None else self.values[op.head_weights][t][:, None]
-                for place, scores in zip(out[t], self._run_scores(op, q[t], weights, own), strict=True):
+                for row, scores in zip(out[t], self._run_scores(op, q[t], weights, keys), strict=True):
                     runs = np.sort(np.argsort(-scores, kind="stable")[: k // run])
-                    chosen = np.append(runs[:, None] * run + np.arange(run), seen[len(scores) * run :])
-                    chosen = chosen[chosen < len(seen)]
-                    place[: len(chosen)] = chosen
+                    positions = np.append(runs[:, None] * run + np.arange(run), entries[len(scores) * run :])
+                    positions = positions[positions < len(entries)]
+                    row[: len(positions)] = positions
         return out.reshape(len(q), -1)
 
     def _run_scores(self, op: g.IndexSelect, q: Array, weights: Array | np.float32, keys: Array) -> Array:
         """Return the scores of runs of positions, [1, runs], or per head [H, runs]."""
-        run, own = op.run, keys
+        run = op.run
         if op.n_last:
-            missing = -len(own) % run
-            products = np.pad(q @ own.T, ((0, 0), (0, missing)), constant_values=-np.inf)
+            missing = -len(keys) % run
+            products = np.pad(q @ keys.T, ((0, 0), (0, missing)), constant_values=-np.inf)
             scores: Array = products.reshape(len(q), -1, run).max(axis=-1)
             scores[:, -op.n_last :] = np.inf
             return scores
-        own = own[: len(own) // run * run].reshape(-1, run, own.shape[-1])
+        keys = keys[: len(keys) // run * run].reshape(-1, run, keys.shape[-1])
         if op.pool is None:
-            own = own[:, -1]
+            keys = keys[:, -1]
         else:
-            parts = own.reshape(-1, run, 3, op.dim)
-            gates = parts[:, :, 1] + self.arrays[op.pool]
-            own = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * parts[:, :, 0]).sum(axis=1)
-        return (weights * np.maximum(q @ own.T, 0)).sum(axis=0, keepdims=True)
+            fields = keys.reshape(-1, run, 3, op.dim)
+            gates = fields[:, :, 1] + self.arrays[op.pool]
+            keys = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * fields[:, :, 0]).sum(axis=1)
+        return (weights * np.maximum(q @ keys.T, 0)).sum(axis=0, keepdims=True)
 
     def causal_conv(self, op: g.CausalConv) -> Array:
         x, weight = self.values[op.x], self.arrays[op.weight]
@@ -499,8 +499,8 @@ class _Run:
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
         q, k = (x.reshape(-1, op.n_key_heads, d_k) for x in (q, k))
         q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + np.float32(op.eps)) for x in (q, k))
-        each, all_of_them = (n_heads // op.n_key_heads, 1) if op.is_grouped else (1, n_heads // op.n_key_heads)
-        q, k = (np.tile(np.repeat(x, each, axis=1), (1, all_of_them, 1)) for x in (q / np.float32(np.sqrt(d_k)), k))
+        n_repeats, n_tiles = (n_heads // op.n_key_heads, 1) if op.is_grouped else (1, n_heads // op.n_key_heads)
+        q, k = (np.tile(np.repeat(x, n_repeats, axis=1), (1, n_tiles, 1)) for x in (q / np.float32(np.sqrt(d_k)), k))
         steps, a = self.values[op.decay] + self.arrays[op.dt_bias], self.arrays[op.a].reshape(-1, 1)
         a = np.abs(a) if op.bound else a
         steps = steps.reshape(len(q), n_heads, -1)
@@ -531,11 +531,11 @@ class _Run:
         return y
 
     def _recurrence(
-        self, kept: g.RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
+        self, declaration: g.RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
     ) -> Array:
         """Run the recurrence over the tokens. With ``beta``, the state's value for the key is subtracted first."""
         out = np.empty_like(v)
-        for start, stop, state in self._states(kept):
+        for start, stop, state in self._states(declaration):
             for t in range(start, stop):
                 state *= decay[t][..., None]
                 new = v[t] if beta is None else beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
@@ -582,10 +582,10 @@ class _Run:
         scores = logits if op.is_by_logits else probabilities
         if op.selection_bias is not None:
             scores = scores + self.arrays[op.selection_bias]
-        if op.chosen is not None:
-            own = self.values[op.chosen].astype(np.int64)
-            given, scores = np.take_along_axis(scores, own, axis=1), np.full_like(scores, -np.inf)
-            np.put_along_axis(scores, own, given, axis=1)
+        if op.expert_ids is not None:
+            expert_ids = self.values[op.expert_ids].astype(np.int64)
+            fixed_scores, scores = np.take_along_axis(scores, expert_ids, axis=1), np.full_like(scores, -np.inf)
+            np.put_along_axis(scores, expert_ids, fixed_scores, axis=1)
         if op.n_groups > 1:
             groups = scores.reshape(len(scores), op.n_groups, -1)
             best = np.sort(groups, axis=2)[:, :, -op.n_group_best :].sum(axis=2)
@@ -607,7 +607,10 @@ class _Run:
         if op.is_weighted:
             rows = rows * self.values[op.routing].weights.reshape(-1, 1)
         biases = op.biases or (None,) * len(op.experts)
-        return tuple(self._expert_product(rows, *each, op.routing) for each in zip(op.experts, biases, strict=True))
+        return tuple(
+            self._expert_product(rows, weight, bias, op.routing)
+            for weight, bias in zip(op.experts, biases, strict=True)
+        )
 
     def expert_output(self, op: g.ExpertOutput) -> Array:
         routing = self.values[op.routing]
@@ -665,9 +668,9 @@ def position_factors(scale: g.PositionScale, positions: NDArray[np.int32]) -> ND
     return np.asarray(factors, np.float32)
 
 
-def in_range(x: Array, kind: np.dtype[Any]) -> Array:
-    """Clamp to the largest finite value of ``kind``, so that 0 * x stays 0."""
-    limit = np.float32(np.finfo(kind).max)
+def in_range(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Clamp to the largest finite value of ``dtype``, so that 0 * x stays 0."""
+    limit = np.float32(np.finfo(dtype).max)
     return np.clip(x, -limit, limit)
 
 

@@ -66,23 +66,27 @@ class Gather(Operation[Tensor]):
 class Shard(g.WeightView):
     """A device's rows, or columns, of a weight."""
 
-    part: range
+    indices: range
     is_columns: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         rows, *columns = self.whole.shape
-        return (rows, len(self.part)) if self.is_columns else (len(self.part), *columns)
+        return (rows, len(self.indices)) if self.is_columns else (len(self.indices), *columns)
 
     @property
     def data(self) -> NDArray[np.uint8]:
         """Raw blocks; a copy if columns are selected."""
-        data, part = self.whole.data, self.part
+        data, indices = self.whole.data, self.indices
         if not self.is_columns:
             n_bytes = data.nbytes // self.whole.shape[0]
-            return data[part.start : part.stop] if data.ndim > 1 else data[n_bytes * part.start : n_bytes * part.stop]
+            return (
+                data[indices.start : indices.stop]
+                if data.ndim > 1
+                else data[n_bytes * indices.start : n_bytes * indices.stop]
+            )
         size = block_size(self.type)
-        return np.ascontiguousarray(data[:, size.row_bytes(part.start) : size.row_bytes(part.stop)])
+        return np.ascontiguousarray(data[:, size.row_bytes(indices.start) : size.row_bytes(indices.stop)])
 
 
 def shard(graph: Graph, n: int) -> list[Graph]:
@@ -94,8 +98,8 @@ def shard(graph: Graph, n: int) -> list[Graph]:
     return [_Sharding(graph, cuts, device).graph() for device in range(n)]
 
 
-def _refused(what: str) -> KernelError:
-    return KernelError(f"a model with {what} cannot be split by rows: leave split_mode out to split it by layers")
+def _refused(feature: str) -> KernelError:
+    return KernelError(f"a model with {feature} cannot be split by rows: leave split_mode out to split it by layers")
 
 
 def _even(total: int, n: int, *units: int) -> Cuts:
@@ -129,20 +133,20 @@ def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
                 if not all(isinstance(made_by[x], g.Linear | g.Linears) for x in (q, k, v) if x is not None):
                     raise _refused("queries and keys that are normed in whole rows")
                 group = q.width // (cache.n_heads * cache.key_dim)
-                [attention] = [each for each in readers[op.result] if isinstance(each, g.Attention)]
+                [attention] = [reader for reader in readers[op.result] if isinstance(reader, g.Attention)]
                 if cache.layer not in heads:
                     unit = columns_of(attention.result)
                     head = lcm(unit, group * cache.value_dim) // (group * cache.value_dim)
                     heads[cache.layer] = _even(cache.n_heads, n, head)
-                own = heads[cache.layer]
+                head_cuts = heads[cache.layer]
                 widths = (q, group * cache.key_dim), (k, cache.key_dim), (v, cache.value_dim)
-                cuts |= {x: tuple(width * i for i in own) for x, width in widths if x is not None}
+                cuts |= {x: tuple(width * i for i in head_cuts) for x, width in widths if x is not None}
                 cuts[op.result] = cuts[q]
-                cuts[attention.result] = tuple(group * cache.value_dim * i for i in own)
+                cuts[attention.result] = tuple(group * cache.value_dim * i for i in head_cuts)
             case g.Gated(gate=gate, up=up) as op:
                 unit = columns_of(op.result)
-                own = cuts.get(up) or cuts.get(gate) or _even(up.width, n, lcm(_TILE, unit), unit)
-                cuts |= {gate: own, up: own, op.result: own}
+                gate_cuts = cuts.get(up) or cuts.get(gate) or _even(up.width, n, lcm(_TILE, unit), unit)
+                cuts |= {gate: gate_cuts, up: gate_cuts, op.result: gate_cuts}
             case g.Activation(x=x) as op:
                 unit = columns_of(op.result)
                 cuts[x] = cuts[op.result] = _even(x.width, n, lcm(_TILE, unit), unit)
@@ -155,38 +159,38 @@ class _Sharding:
     """Builds the graph of one device."""
 
     def __init__(self, graph: Graph, cuts: dict[Tensor, Cuts], device: int) -> None:
-        self.whole, self.cuts, self.device = graph, dict(cuts), device
-        self.own = Graph(graph.cache_type, graph.rounds_floats)
-        self.own.windows = graph.windows
+        self.graph_to_split, self.cuts, self.device = graph, dict(cuts), device
+        self.device_graph = Graph(graph.cache_type, graph.rounds_floats)
+        self.device_graph.windows = graph.windows
         self.tensors: dict[Any, Any] = {}
         self.weights: dict[tuple[Weight, range, bool], Shard] = {}
 
     def graph(self) -> Graph:
-        for layer, cache in self.whole.caches.items():
-            operations = (node.operation for node in self.whole.nodes)
+        for layer, cache in self.graph_to_split.caches.items():
+            operations = (node.operation for node in self.graph_to_split.nodes)
             q = next(op.q for op in operations if isinstance(op, g.Attention) and op.cache is cache)
-            n_heads = len(self.part(q)) * cache.n_heads // q.width
-            self.own.caches[layer] = replace(cache, n_heads=n_heads)
-        for node in self.whole.nodes:
-            self.own.layer = node.layer
+            n_heads = len(self.indices(q)) * cache.n_heads // q.width
+            self.device_graph.caches[layer] = replace(cache, n_heads=n_heads)
+        for node in self.graph_to_split.nodes:
+            self.device_graph.layer = node.layer
             op = node.operation
-            made = self.add(op)
-            self.tensors |= zip(op.results, made if isinstance(made, tuple) else (made,), strict=True)
-        return self.own
+            results = self.add(op)
+            self.tensors |= zip(op.results, results if isinstance(results, tuple) else (results,), strict=True)
+        return self.device_graph
 
-    def part(self, x: Tensor) -> range:
+    def indices(self, x: Tensor) -> range:
         return range(*self.cuts[x][self.device : self.device + 2])
 
-    def shard(self, weight: Weight | None, part: range, *, is_columns: bool = False) -> Any:
-        """Return a part of a weight. Equal arguments return the same object, so that it is packed once."""
+    def shard(self, weight: Weight | None, indices: range, *, is_columns: bool = False) -> Any:
+        """Return rows or columns of a weight. Equal arguments return the same object, so that it is packed once."""
         if weight is None:
             return None
-        return self.weights.setdefault((weight, part, is_columns), Shard(weight, part, is_columns))
+        return self.weights.setdefault((weight, indices, is_columns), Shard(weight, indices, is_columns))
 
     def rows(self, matrix: Matrix, result: Tensor) -> Matrix:
         """Return the rows of a matrix that compute this device's part of ``result``."""
-        part = self.part(result)
-        return Matrix(self.shard(matrix.weight, part), self.shard(matrix.bias, part))
+        indices = self.indices(result)
+        return Matrix(self.shard(matrix.weight, indices), self.shard(matrix.bias, indices))
 
     def add(self, op: Operation[Any]) -> Any:
         cut = [x for x in (*op.inputs, *op.results) if x in self.cuts]
@@ -194,32 +198,32 @@ class _Sharding:
             case g.Linear(x=x, matrix=matrix) if x in self.cuts and op.result not in self.cuts:
                 if x.rows is not Rows.TOKENS:
                     raise _refused("products of outputs alone")
-                weight = self.shard(matrix.weight, self.part(x), is_columns=True)
+                weight = self.shard(matrix.weight, self.indices(x), is_columns=True)
                 is_first = self.device == 0  # only one device adds bias and residual
                 residual = self.tensors[op.residual] if is_first and op.residual is not None else None
                 mine = Matrix(weight, matrix.bias if is_first else None)
-                return self.own.add(AllSum(self.own.add(g.Linear(self.tensors[x], mine, residual))))
+                return self.device_graph.add(AllSum(self.device_graph.add(g.Linear(self.tensors[x], mine, residual))))
             case g.Linear(x=x) if cut == [op.result] and op.residual is None:
-                y = self.own.add(g.Linear(self.tensors[x], self.rows(op.matrix, op.result)))
-                is_output = self.own.layer == "output"
+                y = self.device_graph.add(g.Linear(self.tensors[x], self.rows(op.matrix, op.result)))
+                is_output = self.device_graph.layer == "output"
                 cuts = self.cuts.pop(op.result) if is_output else ()
-                return self.own.add(Gather(y, cuts, self.device)) if is_output else y
+                return self.device_graph.add(Gather(y, cuts, self.device)) if is_output else y
             case g.Linears(x=x, matrices=matrices) if cut == list(op.result):
-                own = tuple(self.rows(m, y) for m, y in zip(matrices, op.result, strict=True))
-                return self.own.add(g.Linears(self.tensors[x], own))
+                own_matrices = tuple(self.rows(m, y) for m, y in zip(matrices, op.result, strict=True))
+                return self.device_graph.add(g.Linears(self.tensors[x], own_matrices))
             case g.RopeAppend() | g.Attention(sinks=None, slopes=None, biases=None) | g.Gated() | g.Activation():
-                return self.own.add(self.renewed(op))
+                return self.device_graph.add(self.renewed(op))
             case _ if isinstance(op, _WHOLE | g.Linear | g.Linears) and not cut:
-                return self.own.add(self.renewed(op))
+                return self.device_graph.add(self.renewed(op))
         raise _refused(f"a cut through {type(op).__name__}")
 
     def renewed(self, op: Operation[Any]) -> Any:
         """Return the operation with this graph's tensors and caches."""
         changes: dict[str, Any] = {}
-        for each in fields(op):
-            value = getattr(op, each.name)
+        for argument in fields(op):
+            value = getattr(op, argument.name)
             if isinstance(value, Tensor):
-                changes[each.name] = self.tensors.get(value, value)
+                changes[argument.name] = self.tensors.get(value, value)
             elif isinstance(value, g.KVCache):
-                changes[each.name] = self.own.caches[value.key]
+                changes[argument.name] = self.device_graph.caches[value.key]
         return replace(op, **changes)

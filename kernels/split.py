@@ -35,41 +35,43 @@ _WHOLE_TILES = 16
 class SplitCache:
     """The caches of all parts, each for the layers of its part."""
 
-    parts: tuple[Cache, ...]
+    caches: tuple[Cache, ...]
     page_size: int
     n_pages: tuple[int, ...]
 
     @property
     def windows(self) -> Sequence[int | None]:
-        return self.parts[0].windows
+        return self.caches[0].windows
 
     @property
     def n_states(self) -> int:
-        return max(part.n_states for part in self.parts)
+        return max(cache.n_states for cache in self.caches)
 
     @property
     def n_bytes(self) -> int:
-        return sum(part.n_bytes for part in self.parts)
+        return sum(cache.n_bytes for cache in self.caches)
 
     def copy(self, group: int | None, source: int, target: int) -> None:
-        for (part, own), (_, copied) in zip(self._where(group, source), self._where(group, target), strict=True):
-            part.copy(group, own, copied)
+        for (cache, source_page), (_, target_page) in zip(
+            self._pages_of(group, source), self._pages_of(group, target), strict=True
+        ):
+            cache.copy(group, source_page, target_page)
 
-    def _where(self, group: int | None, number: int) -> list[tuple[Cache, int]]:
+    def _pages_of(self, group: int | None, number: int) -> list[tuple[Cache, int]]:
         """Return the parts, each with its pages that form a page of the whole, or with its slot."""
-        n_pages = [1 if group is None else self.page_size // part.page_size for part in self.parts]
-        return [(part, n * number + i) for part, n in zip(self.parts, n_pages, strict=True) for i in range(n)]
+        n_pages = [1 if group is None else self.page_size // cache.page_size for cache in self.caches]
+        return [(cache, n * number + i) for cache, n in zip(self.caches, n_pages, strict=True) for i in range(n)]
 
     def n_bytes_of(self, group: int | None) -> int:
-        return sum(part.n_bytes_of(group) for part, _ in self._where(group, 0))
+        return sum(cache.n_bytes_of(group) for cache, _ in self._pages_of(group, 0))
 
     def read(self, group: int | None, number: int) -> bytes:
-        return b"".join(part.read(group, own) for part, own in self._where(group, number))
+        return b"".join(cache.read(group, page) for cache, page in self._pages_of(group, number))
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
-        for part, own in self._where(group, number):
-            n = part.n_bytes_of(group)
-            part.write(group, own, data[:n])
+        for cache, page in self._pages_of(group, number):
+            n = cache.n_bytes_of(group)
+            cache.write(group, page, data[:n])
             data = data[n:]
 
 
@@ -174,14 +176,14 @@ class _SplitOutput(Output):
         return logits
 
     def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
-        n, found = len(self.batch.outputs), dict[int, NDArray[np.float32]]()
-        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32), found)
+        n, full_rows = len(self.batch.outputs), dict[int, NDArray[np.float32]]()
+        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32), full_rows)
 
         def take(rows: NDArray[np.int64], result: Output) -> None:
-            wanted = np.flatnonzero(np.isin(rows, whole)).tolist()
-            part = result.top_k(k, wanted)
-            best.ids[rows], best.logits[rows] = part.ids, part.logits
-            found.update((int(rows[i]), part.whole[i].copy()) for i in wanted)
+            full_indices = np.flatnonzero(np.isin(rows, whole)).tolist()
+            top = result.top_k(k, full_indices)
+            best.ids[rows], best.logits[rows] = top.ids, top.logits
+            full_rows.update((int(rows[i]), top.whole[i].copy()) for i in full_indices)
 
         self._pipeline(take)
         return best
@@ -238,7 +240,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
     lasts = starts[within + 1] - 1
     rows = np.flatnonzero((batch.outputs >= start) & (batch.outputs < stop))
     embedded = np.flatnonzero((batch.embedded >= start) & (batch.embedded < stop))
-    part = Batch(
+    micro = Batch(
         ids=batch.ids[start:stop],
         positions=batch.positions[start:stop],
         query_starts=np.append(starts[within], stop).astype(np.int32) - np.int32(start),
@@ -251,7 +253,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         embeddings=batch.embeddings[embedded],
         axes=batch.axes[:, start:stop],
     )
-    return MicroBatch(part, rows, slice(start, stop))
+    return MicroBatch(micro, rows, slice(start, stop))
 
 
 def _in_smaller_pages(batch: Batch, n: int) -> Batch:

@@ -442,7 +442,7 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Te
             n_group_best=1 if experts.gating == "softmax" else 2,  # DeepSeek V2: 1, V3: 2
             # `Weights.experts` applies the scales of matrices in NVFP4.
             expert_scales=None if is_nvfp4 else w.find("ffn_down_exps.scale", n),
-            chosen=chosen,
+            expert_ids=chosen,
         )
     )
 

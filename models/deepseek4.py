@@ -239,11 +239,11 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
         rows = at.add(
             g.Linears(x, tuple(w.matrix(f"{name}_compressor_{kind}", x.width, n) for kind in ("kv", "gate")))
         )
-        kept = at.graph.kv_cache(2 * n // dim, dim, values_in_keys=True, window=a.kept, is_exact=True, part=part)
+        kept = at.graph.kv_cache(2 * n // dim, dim, values_in_keys=True, window=a.kept, is_exact=True, number=part)
         both = at.add(g.SideBySide(rows))
         both = at.add(g.RopeAppend(both, both, None, kept, None))
         entry = at.add(g.Compress(both, kept, w.require(f"{name}_compressor_ape.weight", ratio, n)))
-        entries = at.graph.kv_cache(1, dim, values_in_keys=True, every=ratio, part=part + 1)
+        entries = at.graph.kv_cache(1, dim, values_in_keys=True, every=ratio, number=part + 1)
         of_head = g.HeadNorm(at.norm_eps, w.vector(f"{name}_compressor_norm", dim))
         at.add(g.RopeAppend(entry, entry, None, entries, of_entries[ratio, dim], k_norm=of_head))
         return entries

@@ -97,7 +97,7 @@ class CPUCache(HostCache):
         rows = self._part(self.states[state], self.n_states, state_bytes(state)).view(np.float32)
         return rows[:, : state.n_values]
 
-    def _where(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
+    def _arrays(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
         self._workers.wait_until_idle()
         if group is None:
             return [self._part(place, self.n_states, state_bytes(s))[number] for s, place in self.states.items()]

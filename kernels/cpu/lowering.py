@@ -335,7 +335,7 @@ class Lowering:
 
     def side_by_side(self, op: g.SideBySide) -> Stored:
         y, first = self.new(op.result.rows, op.result.width, is_kept=op.result.width % PADDING != 0), 0
-        for x in op.parts:
+        for x in op.tensors:
             self._copy(self.stored[x], 0, y, 4 * first, 4 * x.width)
             first += x.width
         return y
@@ -708,7 +708,7 @@ class Lowering:
             scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
             bias = self.weights.vector(op.selection_bias)
             given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
-            scored = *self._address_and_stride(op.chosen), op.k, probabilities.buffer, scores.buffer
+            scored = *self._address_and_stride(op.expert_ids), op.k, probabilities.buffer, scores.buffer
             self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=g.GATINGS.index(op.gating))
         factors = self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
@@ -807,7 +807,7 @@ class Lowering:
         makers = {y: node.operation for node in self.graph.nodes for y in node.operation.results}
         behind = [node.operation for node in self.graph.nodes[self.node_index + 1 :]]
         route = next((op for op in behind if isinstance(op, g.Route)), None)
-        if route is None or route.chosen is not None:
+        if route is None or route.expert_ids is not None:
             return
         if not isinstance(linear := makers[route.logits], g.Linear) or linear.residual is not None:
             return

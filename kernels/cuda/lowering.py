@@ -365,7 +365,7 @@ class Lowering:
 
     def side_by_side(self, op: g.SideBySide) -> Stored:
         y, first = self.like(op.result), 0
-        for x in op.parts:
+        for x in op.tensors:
             self._copy(self.stored[x], 0, y, first, x.width)
             first += x.width
         return y
@@ -848,7 +848,7 @@ class Lowering:
         values = (
             *(header, logits, logits.width, mixture.k, op.norm_topk_prob, float(op.scale), GATINGS.index(op.gating)),
             *(self.weights.vector(op.selection_bias), op.n_groups, op.n_top_groups, op.n_group_best),
-            *self._rows_of(op.chosen),
+            *self._rows_of(op.expert_ids),
             *([each.buffer for each in scored] or (None, None)),
             *(self.weights.vector(op.expert_scales), chosen.ids, chosen.weights),
         )
@@ -868,7 +868,7 @@ class Lowering:
         cost = lambda sizes: Cost(  # noqa: E731
             (1 + 2 * len(scored)) * logits.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4
         )
-        operands = [x for x in (logits, memory, self.stored[op.chosen], *scored) if x]
+        operands = [x for x in (logits, memory, self.stored[op.expert_ids], *scored) if x]
         self.calls.append(Call("route", launches, operands, cost))
         return chosen
 

@@ -56,8 +56,8 @@ def attention_to_entries(graph: Graph, x: Tensor, seed: int) -> Tensor:
     """To half a window, and to three entries of overlapping runs of four."""
     dim = 2 * HEAD
     cache = graph.kv_cache(1, dim, values_in_keys=True, window=WINDOW)
-    kept = graph.kv_cache(4, dim, values_in_keys=True, window=WINDOW, part=1)
-    entries = graph.kv_cache(1, dim, values_in_keys=True, part=2, every=4)
+    kept = graph.kv_cache(4, dim, values_in_keys=True, window=WINDOW, number=1)
+    entries = graph.kv_cache(1, dim, values_in_keys=True, number=2, every=4)
     widths = 4 * dim, 4 * dim, dim, 4, 4 * dim
     q, of_index, k, weights, rows = graph.add(
         g.Linears(x, tuple(matrix(n, D, seed + i) for i, n in enumerate(widths)))

@@ -70,13 +70,13 @@ class Recording:
         return self.graph.add(g.ExpertLinears(self.x(48), (f32(random(*shape)),), self.route(4)))
 
     def compress(self, n_heads: int, run: int, biases: Any = None) -> Tensor:
-        cache = self.graph.kv_cache(n_heads, 16, values_in_keys=True, window=8, part=1)
+        cache = self.graph.kv_cache(n_heads, 16, values_in_keys=True, window=8, number=1)
         biases = f32(random(run, 8 * n_heads)) if biases is None else biases
         return self.graph.add(g.Compress(self.x(16), cache, biases))
 
     def entries(self, dim: int = 16, window: int | None = 8) -> Tensor:
         cache, entries = (
-            self.graph.kv_cache(1, n, values_in_keys=True, part=i, every=every)
+            self.graph.kv_cache(1, n, values_in_keys=True, number=i, every=every)
             for i, (n, every) in enumerate(((16, 1), (dim, 4)), 1)
         )
         return self.graph.add(g.Attention(self.x(32), cache, 1.0, window, entries=entries))
@@ -141,14 +141,14 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"2 heads and a state \[2\] do not fit n-grams of up to 2": lambda r: r.ngrams(2, (2, 2)),
     r"rows that tensor .*, of 4, does not have": lambda r: r.ngrams(1, (2, 3)),
     r"layer 0 already has such a cache": lambda r: r.graph.kv_cache(1, 8),
-    r"every 3 tokens": lambda r: r.graph.kv_cache(1, 16, values_in_keys=True, part=1, every=3),
-    r"every 4 tokens": lambda r: r.graph.kv_cache(2, 16, values_in_keys=True, part=1, every=4),
+    r"every 3 tokens": lambda r: r.graph.kv_cache(1, 16, values_in_keys=True, number=1, every=3),
+    r"every 4 tokens": lambda r: r.graph.kv_cache(2, 16, values_in_keys=True, number=1, every=4),
     r"3 heads are not values and gates": lambda r: r.compress(3, 4),
     r"fit into a cache of 8 tokens": lambda r: r.compress(4, 8),
     r"\[4, 16\], but \[4, 32\] is needed": lambda r: r.compress(4, 4, f32(random(4, 16))),
     r"keys like keys of the window": lambda r: r.entries(dim=32),
     r"need a window": lambda r: r.entries(window=None),
-    r"3 experts per token are set, but 2": lambda r: r.route(8, 2, chosen=r.x(3)),
+    r"3 experts per token are set, but 2": lambda r: r.route(8, 2, expert_ids=r.x(3)),
 }
 
 

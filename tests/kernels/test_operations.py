@@ -631,7 +631,7 @@ def routing_by_token(norm_topk_prob: bool) -> Case:
     matrices = np.array([number * np.eye(d) for number in numbers], np.float32)
 
     def build(graph: Graph, x: g.Tensor, logits: g.Tensor, given: g.Tensor) -> g.Tensor:
-        chosen = graph.add(g.Route(logits, k, norm_topk_prob, 1.5, "sqrt_softplus", chosen=given))
+        chosen = graph.add(g.Route(logits, k, norm_topk_prob, 1.5, "sqrt_softplus", expert_ids=given))
         (h,) = graph.add(g.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
         return graph.add(g.ExpertOutput(h, _experts(matrices), chosen, x))
 
@@ -1243,8 +1243,8 @@ def attention_to_entries(window: int, every: int, k: int) -> Case:
 
     def build(graph: Graph, q: g.Tensor, key: g.Tensor, entry: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
         cache = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True)
-        entries = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True, part=1, every=every)
-        index = graph.kv_cache(1, dim, values_in_keys=True, part=2, every=every)
+        entries = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True, number=1, every=every)
+        index = graph.kv_cache(1, dim, values_in_keys=True, number=2, every=every)
         graph.add(g.RopeAppend(entry, entry, None, entries, None))
         graph.add(g.RopeAppend(indexer[1], indexer[1], None, index, None))
         selected = graph.add(g.IndexSelect(indexer[0], indexer[2], index, k)) if k else None
