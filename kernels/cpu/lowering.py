@@ -87,8 +87,8 @@ class Stored:
 
     def rows(self, arena: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the whole matrix, including padding."""
-        part = arena[self.buffer.offset : self.buffer.offset + self.buffer.n_bytes]
-        return part.view(np.float32).reshape(-1, padded(self.width))
+        data = arena[self.buffer.offset : self.buffer.offset + self.buffer.n_bytes]
+        return data.view(np.float32).reshape(-1, padded(self.width))
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ class Lowering:
             self.node_index = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        given = *self.embeddings, *self.ngrams, *self.adapters, *self.added, *self.hidden
-        filled = [*self.tables.buffers, *(y.buffer for _, y in given)]
+        rows = *self.embeddings, *self.ngrams, *self.adapters, *self.added, *self.hidden
+        filled = [*self.tables.buffers, *(y.buffer for _, y in rows)]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
         return Lowered(
@@ -350,20 +350,20 @@ class Lowering:
         weights, residual = self._address_and_stride(op.mixing), self._address_and_stride(op.residual)
         sizes = op.n, op.result.width // op.size, op.first, 4 * op.size
         arguments = (x.buffer, x.stride, *weights, *residual, *sizes, y.buffer, y.stride, float(op.offset))
-        given = {"WEIGHTS": op.mixing is not None, "RESIDUAL": op.residual is not None}
-        self.call(elementwise.mix_streams, arguments, 1, x.slot, **given)
+        constants = {"WEIGHTS": op.mixing is not None, "RESIDUAL": op.residual is not None}
+        self.call(elementwise.mix_streams, arguments, 1, x.slot, **constants)
         return y
 
     def hyper_weights(self, op: g.HyperWeights) -> tuple[Stored, ...]:
-        x, made = self.stored[op.x], tuple(self.new(op.x.rows, y.width, is_kept=True) for y in op.result)
-        places = (*(y.buffer for y in made), 0, 0)[:3]
-        strides = made[0].stride, made[-1].stride
+        x, results = self.stored[op.x], tuple(self.new(op.x.rows, y.width, is_kept=True) for y in op.result)
+        addresses = (*(y.buffer for y in results), 0, 0)[:3]
+        strides = results[0].stride, results[-1].stride
         weights = self.weights.vector(op.scale), self.weights.vector(op.base)
         numbers = float(op.eps), float(op.magnitude), float(op.more)
-        constants: dict[str, Any] = {"N": op.n, "PARTS": len(made), "ROUNDS": op.n_rounds}
-        arguments = (x.buffer, x.stride, *weights, *places, *strides, *numbers)
+        constants: dict[str, Any] = {"N": op.n, "PARTS": len(results), "ROUNDS": op.n_rounds}
+        arguments = (x.buffer, x.stride, *weights, *addresses, *strides, *numbers)
         self.call(elementwise.hyper_weights, arguments, 1, x.slot, **constants)
-        return made
+        return results
 
     def stream_gate(self, op: g.StreamGate) -> Stored:
         key, query, y = self.stored[op.key], self.stored[op.query], self.new(op.key.rows, op.n, is_kept=True)
@@ -437,12 +437,12 @@ class Lowering:
         return results
 
     def _multiply(self, x: Tensor, matrix: g.Matrix, y: Stored, residual: Argument, *, wait: bool) -> None:
-        address, kind = self.weights.matrix(matrix.weight)
+        address, format = self.weights.matrix(matrix.weight)
         bias = self.weights.vector(matrix.bias)
         groups, s, arguments = padded(matrix.n_out) // GROUP, self.stored[x], list[Argument]()
-        if kind in TILES:
+        if format in TILES:
             kernel, units = matmul.matmul_quantised, groups
-            arguments += [matrix.n_in // LAYOUTS[kind].columns, self.records_of(x)]
+            arguments += [matrix.n_in // LAYOUTS[format].columns, self.records_of(x)]
         elif self.graph.rounds_floats:
             kernel, units = matmul.matmul_int16, groups
             arguments += [matrix.n_in, self.int16_of(x)]
@@ -450,7 +450,7 @@ class Lowering:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
             arguments += [matrix.n_in, s.buffer, s.stride]
         arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride]
-        constants = _format_constants(kind)
+        constants = _format_constants(format)
         if kernel is not matmul.matmul_int16:
             arguments, constants = [*arguments, 0, 0, 0], {**constants, "HEADS": False}
         self.call(kernel, arguments, units, ALWAYS, wait=wait, **constants)
@@ -458,25 +458,35 @@ class Lowering:
 
     def head_linear(self, op: g.HeadLinear) -> Stored:
         x, y, (n_heads, n_out, n_in) = self.stored[op.x], self.new(op.x.rows, op.result.width), op.weight.shape
-        x_head, rest = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
-        if rest:
+        x_head, rest_bytes = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
+        if rest_bytes:
             source = x.buffer.at(4 * n_in), n_heads, x_head, x.stride
-            target = y.buffer.at(4 * n_out), 4 * n_out + rest, y.stride, rest
+            target = y.buffer.at(4 * n_out), 4 * n_out + rest_bytes, y.stride, rest_bytes
             self.call(elementwise.copy_heads, (*source, *target), 1, x.slot, wait=False)
-        address, kind = self.weights.matrix(op.weight)
+        address, format = self.weights.matrix(op.weight)
         arguments: list[Argument] = [self.counter(x.slot), address]
-        if kind in TILES:
+        if format in TILES:
             n_blocks = n_in // 32
             record_head = -(-self.n_rows[x.slot] // TOKENS) * x_tile_bytes.function(n_blocks)
             records = Buffer(n_heads * record_head)
-            given = x.buffer, n_heads, x_head, n_blocks, x.stride, records, record_head
-            self.call(elementwise.quantise_heads, given, 1, x.slot)
+            values = x.buffer, n_heads, x_head, n_blocks, x.stride, records, record_head
+            self.call(elementwise.quantise_heads, values, 1, x.slot)
             kernel, units = matmul.matmul_quantised, n_out // GROUP
-            arguments += [n_in // LAYOUTS[kind].columns, records, 0, 0, y.buffer, y.stride, units, record_head, rest]
+            arguments += [
+                n_in // LAYOUTS[format].columns,
+                records,
+                0,
+                0,
+                y.buffer,
+                y.stride,
+                units,
+                record_head,
+                rest_bytes,
+            ]
         else:
             kernel, units = matmul.matmul_float, n_out // GROUP // matmul.FLOAT_GROUPS
-            arguments += [n_in, x.buffer, x.stride, 0, 0, y.buffer, y.stride, units, x_head, rest]
-        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_format_constants(kind))
+            arguments += [n_in, x.buffer, x.stride, 0, 0, y.buffer, y.stride, units, x_head, rest_bytes]
+        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_format_constants(format))
         self.n_products += n_heads * n_in * n_out
         return y
 
@@ -596,12 +606,12 @@ class Lowering:
     def compress(self, op: g.Compress) -> Stored:
         cache, tables, width = op.cache, self.tables, op.result.width
         y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
-        given = (
+        values = (
             *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
             *(self.layers[cache.key][0], self.weights.vector(op.biases), 4 * padded(op.biases.shape[1])),
             *(y.buffer, y.stride),
         )
-        self.call(selection.compress, given, 1, N_TOKENS, **selection.compress_constants(op))
+        self.call(selection.compress, values, 1, N_TOKENS, **selection.compress_constants(op))
         return y
 
     def index_select(self, op: g.IndexSelect) -> Stored:
@@ -609,7 +619,7 @@ class Lowering:
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         row_bytes = 8 * padded(-(-tables.n_blocks * PAGE // op.run) * op.n_choices)
         scores = Buffer(lanes * row_bytes)
-        given = (
+        values = (
             *(self.counter(N_TOKENS), lanes, q.buffer, q.stride, *self._address_and_stride(op.head_weights)),
             *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
             *(self.layers[cache.key][0], scores, row_bytes),
@@ -619,8 +629,8 @@ class Lowering:
             slots, keys = tables.slots[self.graph.group(cache)], self.layers[cache.key][0]
             arguments = tables.positions, slots, self.weights.vector(op.pool), keys
             self.call(selection.pool_keys, arguments, 1, N_TOKENS, **constants)
-        self.call(selection.index_scores, given, lanes, ALWAYS, **constants)
-        self.call(selection.index_select, (*given, y.buffer, y.stride), lanes, ALWAYS, **constants)
+        self.call(selection.index_scores, values, lanes, ALWAYS, **constants)
+        self.call(selection.index_select, (*values, y.buffer, y.stride), lanes, ALWAYS, **constants)
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
@@ -644,16 +654,16 @@ class Lowering:
         gates = *self._address_and_stride(op.decay), *self._address_and_stride(op.beta)
         weights = self.weights.vector(op.a), self.weights.vector(op.dt_bias)
         constants = {"DELTA": True, "PER_CHANNEL": op.is_per_channel, "BOUNDED": op.bound != 0}
-        given, numbers = (*q, *k, *v, *gates, *weights, 0), (float(op.eps), d_k**-0.5, float(op.bound))
-        return self._recurrence(op, given, op.n_key_heads, per_group, numbers, constants)
+        values, numbers = (*q, *k, *v, *gates, *weights, 0), (float(op.eps), d_k**-0.5, float(op.bound))
+        return self._recurrence(op, values, op.n_key_heads, per_group, numbers, constants)
 
     def scan(self, op: g.Scan) -> Stored:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
-        given = (*c, *b, *x, *self._address_and_stride(op.dt), 0, 0, a, dt_bias, d)
+        values = (*c, *b, *x, *self._address_and_stride(op.dt), 0, 0, a, dt_bias, d)
         constants = {"DELTA": False, "PER_CHANNEL": False, "BOUNDED": False}
-        return self._recurrence(op, given, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
+        return self._recurrence(op, values, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
 
     def channel_scan(self, op: g.ChannelScan) -> Stored:
         y = self.new(Rows.TOKENS, op.x.width, is_kept=op.x.width % PADDING != 0)
@@ -667,7 +677,7 @@ class Lowering:
     def _recurrence(
         self,
         op: g.GatedDelta | g.Scan,
-        given: tuple[Argument, ...],
+        values: tuple[Argument, ...],
         n_groups: int,
         per_group: int,
         numbers: tuple[float, float, float],
@@ -677,7 +687,7 @@ class Lowering:
         vectors = 2 if columns % 32 == 0 else 1
         y = self.new(Rows.TOKENS, op.result.width, is_kept=op.result.width % PADDING != 0)
         sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
-        arguments = (*sequences, *given, n_groups, per_group, columns, y.buffer, y.stride)
+        arguments = (*sequences, *values, n_groups, per_group, columns, y.buffer, y.stride)
         units = n_heads * columns // (16 * vectors)
         constants |= {"ROWS": rows, "VECTORS": vectors}
         self.call(recurrent.recurrence, (*arguments, *numbers), units, N_SEQUENCES, **constants)
@@ -702,25 +712,27 @@ class Lowering:
         n_places = (n_pairs + (TOKENS - 1) * min(n_experts, n_pairs)) // TOKENS * TOKENS
         words = (n_pairs, -(-n_pairs // 2), n_experts, n_pairs, n_places, 3 * n_experts)
         memory = Buffer(8 * sum(words))
-        chosen = StoredRouting(n_places, *(memory.at(8 * at) for at in accumulate(words[:-1], initial=0)))
+        choice = StoredRouting(n_places, *(memory.at(8 * at) for at in accumulate(words[:-1], initial=0)))
         scores, probabilities = logits, None
         if not op.is_by_logits:
             scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
             bias = self.weights.vector(op.selection_bias)
-            given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
+            values = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
             scored = *self._address_and_stride(op.expert_ids), op.k, probabilities.buffer, scores.buffer
-            self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=g.GATINGS.index(op.gating))
+            self.call(
+                expert_kernels.expert_scores, (*values, *scored), 1, N_TOKENS, GATING=g.GATINGS.index(op.gating)
+            )
         factors = self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
-        arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)
-        to = chosen.weights, factors, float(op.scale)
+        arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), choice.ids)
+        to = choice.weights, factors, float(op.scale)
         self.call(expert_kernels.route, (*arguments, *to), 1, N_TOKENS, PROBABILITIES=probabilities is not None)
         grouping = (
-            *(self.counter(N_CHOSEN), chosen.ids, n_experts),
-            *(chosen.cursors, chosen.places, chosen.pairs, chosen.entries, self.counter(N_USED)),
+            *(self.counter(N_CHOSEN), choice.ids, n_experts),
+            *(choice.cursors, choice.places, choice.pairs, choice.entries, self.counter(N_USED)),
         )
         self.call(expert_kernels.group_by_expert, grouping, 1, ALWAYS)
-        return chosen
+        return choice
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
         return self._multiply_experts(op.x, op.experts, op.biases, op.routing, is_weighted=op.is_weighted)
@@ -747,33 +759,33 @@ class Lowering:
         is_weighted: bool = False,
     ) -> tuple[Stored, ...]:
         """Multiply rows of x with the matrices of the experts.  x has a row per token, or a row per pair."""
-        chosen, s = self.stored[routing], self.stored[x]
-        kinds = [self.weights.matrix(weight)[1] for weight in experts]
+        choice, s = self.stored[routing], self.stored[x]
+        formats = [self.weights.matrix(weight)[1] for weight in experts]
         results = tuple(self.new(Rows.CHOSEN, weight.shape[1]) for weight in experts)
         per_row = routing.k if s.slot == N_TOKENS else 1
         gathered = {
-            kind: self._gather(s, chosen, per_row, kind, is_weighted)
-            for kind in sorted({kind in TILES for kind in kinds})
+            as_records: self._gather(s, choice, per_row, as_records, is_weighted)
+            for as_records in sorted({format in TILES for format in formats})
         }
-        for entries, slot in self._hold(experts, chosen, routing):
-            for i, (weight, kind, y) in enumerate(zip(experts, kinds, results, strict=True)):
+        for entries, slot in self._hold(experts, choice, routing):
+            for i, (weight, format, y) in enumerate(zip(experts, formats, results, strict=True)):
                 _, n_out, n_in = weight.shape
-                groups, rows, table = padded(n_out) // GROUP, gathered[kind in TILES], self.weights.experts(weight)
+                groups, rows, table = padded(n_out) // GROUP, gathered[format in TILES], self.weights.experts(weight)
                 arguments: list[Argument] = [entries]
-                if kind in TILES:
+                if format in TILES:
                     kernel, units = expert_kernels.experts_quantised, groups
-                    arguments += [units, table.ctypes.data, n_in // LAYOUTS[kind].columns, rows]
+                    arguments += [units, table.ctypes.data, n_in // LAYOUTS[format].columns, rows]
                 else:
                     kernel, units = expert_kernels.experts_float, groups // matmul.FLOAT_GROUPS
                     arguments += [units, table.ctypes.data, n_in, rows, s.stride]
                 bias = self.weights.vector(biases[i]) if biases else 0
-                arguments += [chosen.pairs, bias, y.buffer, y.stride]
-                self.call(kernel, arguments, units, slot, wait=i == len(results) - 1, **_format_constants(kind))
+                arguments += [choice.pairs, bias, y.buffer, y.stride]
+                self.call(kernel, arguments, units, slot, wait=i == len(results) - 1, **_format_constants(format))
         self.n_products += sum(routing.k * weight.shape[1] * weight.shape[2] for weight in experts)
         return results
 
     def _hold(
-        self, experts: Sequence[Weight], chosen: StoredRouting, routing: g.Routing
+        self, experts: Sequence[Weight], choice: StoredRouting, routing: g.Routing
     ) -> Iterator[tuple[Address, int]]:
         """Yield the address of the entries of active experts, and the slot of their number in the header.
 
@@ -781,17 +793,17 @@ class Lowering:
         """
         pool = self.weights.pool
         if pool is None or not all(map(stays_in_file, experts)):
-            yield chosen.entries, N_USED
+            yield choice.entries, N_USED
             return
         group, table = self._group(experts, routing)
-        entries = chosen.entries
+        entries = choice.entries
         for first in range(0, min(routing.n_experts, self.n_rows[N_CHOSEN]), group.at_once):
-            own = Address(entries.buffer, entries.n_bytes + first * expert_kernels.ENTRY)
-            given = own, self.counter(N_USED), first, group.at_once, self.counter(N_HELD), chosen.pairs
+            group_entries = Address(entries.buffer, entries.n_bytes + first * expert_kernels.ENTRY)
+            values = group_entries, self.counter(N_USED), first, group.at_once, self.counter(N_HELD), choice.pairs
             stamps = pool.stamps[group.first :].ctypes.data, pool.counts.ctypes.data
-            held = table, *stamps, group.n_bytes, pool.call, group.number
-            self.call(expert_kernels.hold_experts, (*given, *held), 1, ALWAYS)
-            yield own, N_HELD
+            pool_values = table, *stamps, group.n_bytes, pool.call, group.number
+            self.call(expert_kernels.hold_experts, (*values, *pool_values), 1, ALWAYS)
+            yield group_entries, N_HELD
 
     def _group(self, experts: Sequence[Weight], routing: g.Routing) -> tuple[ExpertGroup, int]:
         """Return the group of some experts in the pool, and the address of the table of their addresses."""
@@ -826,14 +838,14 @@ class Lowering:
         entries = self.stored[likely.result].entries
         self.call(expert_kernels.read_ahead, (entries, self.counter(N_USED), table, call, group.number), 1, ALWAYS)
 
-    def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
+    def _gather(self, x: Stored, choice: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
         """Return the rows of x at the places of their pairs."""
         n_blocks = x.width // 32
-        tiles = chosen.n_places // TOKENS * x_tile_bytes.function(n_blocks)
-        memory = Buffer(tiles if as_records else chosen.n_places * x.stride)
-        arguments: list[Argument] = [chosen.places, per_row, x.buffer, x.stride, *([n_blocks] if as_records else [])]
+        tiles = choice.n_places // TOKENS * x_tile_bytes.function(n_blocks)
+        memory = Buffer(tiles if as_records else choice.n_places * x.stride)
+        arguments: list[Argument] = [choice.places, per_row, x.buffer, x.stride, *([n_blocks] if as_records else [])]
         kernel = expert_kernels.gather_records if as_records else expert_kernels.gather_floats
-        weights = chosen.weights if is_weighted else 0
+        weights = choice.weights if is_weighted else 0
         self.call(kernel, [*arguments, weights, memory], 1, N_CHOSEN)
         return memory
 
@@ -843,9 +855,9 @@ def _norm_kind(norm: g.HeadNorm | None) -> int:
     return 0 if norm is None else 1 if norm.weight is None else 2
 
 
-def _format_constants(kind: KernelType) -> dict[str, Any]:
+def _format_constants(format: KernelType) -> dict[str, Any]:
     """Return the compile-time constants of matrix kernels for a format."""
-    layout = LAYOUTS[kind]
-    if tile := TILES.get(kind):
+    layout = LAYOUTS[format]
+    if tile := TILES.get(format):
         return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
-    return {"LOAD": _FLOAT_LOADS[kind], "COLUMN_BYTES": layout.tile_bytes}
+    return {"LOAD": _FLOAT_LOADS[format], "COLUMN_BYTES": layout.tile_bytes}
