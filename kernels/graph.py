@@ -143,7 +143,7 @@ class Rope:
     first: int = 0
     # Axis of each frequency: 0 time, 1 row, 2 column, 3 number of the image. Empty: position in the sequence.
     axes: tuple[int, ...] = ()
-    ahead: int = 0  # added to the token's position
+    position_offset: int = 0  # added to the token's position
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +190,7 @@ class KVCache:
     is_index: bool = False  # True for the second cache of a layer, with the keys of `IndexSelect`
     number: int = 0  # number among several caches of a layer
     # Tokens per cache entry (`Compress`). The last token of each group appends the entry.
-    every: int = 1
+    stride: int = 1
 
     @property
     def key(self) -> int:
@@ -199,7 +199,7 @@ class KVCache:
 
     def page_rows(self, page_size: int) -> int:
         """Return the rows per page of ``page_size`` tokens: one per entry that ends in the page, at least 1."""
-        return max(1, page_size // self.every)
+        return max(1, page_size // self.stride)
 
     @property
     def types(self) -> tuple[CacheType, CacheType]:
@@ -224,7 +224,7 @@ class KVCache:
             dim * floats[type] if type in floats else -(-dim * CODE_BITS[type] // 8) + 2 * -(-dim // VALUES_PER_SCALE)
             for dim, type in zip(dims, self.types, strict=False)
         )
-        return -(-n_bytes // self.every)
+        return -(-n_bytes // self.stride)
 
 
 @dataclass(frozen=True)
@@ -665,11 +665,11 @@ class MixStreams(Operation[Tensor]):
 class HyperWeights(Operation[tuple[Tensor, ...]]):
     """The weights of hyper-connections over n streams, from x [rows, n], [rows, 2 n] or [rows, 2 n + n²].
 
-    Computed from x times ``scale``, with a factor per part, plus ``base``:
+    Computed from x times ``scale``, with a factor per part, plus ``bias``:
 
-    - before [rows, n]: σ(first part) + eps, the weights of the streams in the input of the layer.
-    - after [rows, n]: magnitude σ(second part) + more, the weights of the layer's result in each stream.
-    - between [rows, n²]: the weights that mix the streams. softmax(third part) + eps over the rows of [n, n], then
+    - read [rows, n]: σ(first part) + eps, the weights of the streams in the input of the layer.
+    - write [rows, n]: write_scale σ(second part) + write_offset, the weights of the layer's result in each stream.
+    - mix [rows, n²]: the weights that mix the streams. softmax(third part) + eps over the rows of [n, n], then
       columns divided by their sum + eps, then ``n_rounds`` - 1 times rows and columns. The result is ordered by
       target stream, as required by `MixStreams`.
 
@@ -678,11 +678,11 @@ class HyperWeights(Operation[tuple[Tensor, ...]]):
 
     x: Tensor
     scale: Weight
-    base: Weight
+    bias: Weight
     n: int
     eps: float
-    magnitude: float = 2.0
-    more: float = 0.0
+    write_scale: float = 2.0
+    write_offset: float = 0.0
     n_rounds: int = 1
 
     @cached_property
@@ -691,7 +691,7 @@ class HyperWeights(Operation[tuple[Tensor, ...]]):
         widths = [n, n, n * n][:n_parts]
         if not 1 <= n <= 16 or not 1 <= n_parts <= 3 or self.x.width != sum(widths) or self.n_rounds < 1:
             raise KernelError(f"{self.x.width} values are not {n_parts} kinds of weights of {n} streams")
-        _check_shape(self.base, self.x.width)
+        _check_shape(self.bias, self.x.width)
         return tuple(Tensor(self.x.rows, width) for width in widths)
 
 
@@ -819,7 +819,7 @@ class RopeAppend(Operation[Tensor]):
     operation. k and v may be the same tensor, which is then normalised in both ways.
 
     Without v, values are part of the keys. Without both k and v, the cache belongs to another layer, which has
-    already appended to it. A cache with several tokens per entry (`KVCache.every`) takes the keys of tokens that
+    already appended to it. A cache with several tokens per entry (`KVCache.stride`) takes the keys of tokens that
     complete an entry. If q is k, the operation only appends.
     """
 
@@ -956,8 +956,8 @@ class Attention(Operation[Tensor]):
             if self.selected_by_head and self.selected.width % self.cache.n_heads:
                 raise KernelError(f"{self.selected.width} positions do not fit {self.cache.n_heads} heads of keys")
         if self.entries is not None:
-            first, second = (replace(c, layer=0, number=0, window=None, every=1) for c in (self.cache, self.entries))
-            if first != second or self.entries.every == 1 or self.cache.every > 1 or not first.values_in_keys:
+            first, second = (replace(c, layer=0, number=0, window=None, stride=1) for c in (self.cache, self.entries))
+            if first != second or self.entries.stride == 1 or self.cache.stride > 1 or not first.values_in_keys:
                 raise KernelError("entries of runs must be keys like keys of the window, which contain the values")
             if self.window is None or not self.causal or self.softcap or self.has_spans or first.n_heads > 1:
                 raise KernelError("entries of runs need a window and one key head, without spans or soft-cap")
@@ -976,7 +976,7 @@ class Attention(Operation[Tensor]):
 class IndexSelect(Operation[Tensor]):
     """The k positions that a token attends to, ascending: numbers [T, k], padded with -1 if it sees fewer.
 
-    For a cache with several tokens per entry (`KVCache.every`), the numbers are indices of entries.
+    For a cache with several tokens per entry (`KVCache.stride`), the numbers are indices of entries.
 
     The positions with the largest scores are selected, the first of equal ones. The score is the sum over heads of
     weight * max(0, q · key), for queries [T, H * dim], ``head_weights`` [T, H] (None: all 1) and the keys of an
@@ -1025,9 +1025,9 @@ class IndexSelect(Operation[Tensor]):
         _check_rows(Rows.TOKENS, self.q, self.head_weights)
         if cache.n_heads != 1 or not cache.values_in_keys or cache.window is not None or self.k < 1:
             raise KernelError("an indexer must keep one key per token and choose at least one position")
-        if cache.every > 1 and (64 % cache.every or run > 1 or self.n_last or cache.key_dim % 16):
+        if cache.stride > 1 and (64 % cache.stride or run > 1 or self.n_last or cache.key_dim % 16):
             raise KernelError(
-                f"an indexer with an entry per {cache.every} tokens needs a divisor of 64, keys of a multiple of 16 "
+                f"an indexer with an entry per {cache.stride} tokens needs a divisor of 64, keys of a multiple of 16 "
                 "values, and no runs"
             )
         if run < 1 or MOST_RUN % run or self.k % run:
@@ -1555,7 +1555,7 @@ class Graph:
         is_index: bool = False,
         is_exact: bool = False,
         number: int = 0,
-        every: int = 1,
+        stride: int = 1,
     ) -> KVCache:
         """Declare a cache of the layer, for keys and values of ``n_heads`` heads.
 
@@ -1563,7 +1563,7 @@ class Graph:
             value_dim: defaults to ``key_dim``.
             is_index: the cache contains the keys of an indexer, in addition to the layer's cache.
             is_exact: never store codes.
-            number, every: see `KVCache`; a cache with several tokens per entry never stores codes.
+            number, stride: see `KVCache`; a cache with several tokens per entry never stores codes.
 
         Raises:
             KernelError: an argument is invalid, or the layer already has such a cache.
@@ -1575,14 +1575,14 @@ class Graph:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
         if window is not None and window < 1:
             raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
-        if every < 1 or every & (every - 1) or (every > 1 and (n_heads > 1 or window or not values_in_keys)):
+        if stride < 1 or stride & (stride - 1) or (stride > 1 and (n_heads > 1 or window or not values_in_keys)):
             raise KernelError(
-                f"a cache cannot have an entry for every {every} tokens: use a power of two, one head, values in "
+                f"a cache cannot have an entry for every {stride} tokens: use a power of two, one head, values in "
                 "keys, and no window"
             )
         shape = n_heads, key_dim, value_dim
-        cache = KVCache(self.layer, *shape, self.cache_type, values_in_keys, window, is_index, number, every)
-        if (is_exact or every > 1) and cache.types[0] in CODE_BITS:
+        cache = KVCache(self.layer, *shape, self.cache_type, values_in_keys, window, is_index, number, stride)
+        if (is_exact or stride > 1) and cache.types[0] in CODE_BITS:
             cache = replace(cache, type="f16")
         if cache.key in self.caches:
             raise KernelError(f"layer {self.layer} already has such a cache")

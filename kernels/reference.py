@@ -279,10 +279,10 @@ class _Run:
     def hyper_weights(self, op: g.HyperWeights) -> tuple[Array, ...]:
         widths, eps = [x.width for x in op.result], np.float32(op.eps)
         factors = np.repeat(self.arrays[op.scale], widths)
-        first, *further = np.split(self.values[op.x] * factors + self.arrays[op.base], np.cumsum(widths)[:-1], axis=1)
+        first, *further = np.split(self.values[op.x] * factors + self.arrays[op.bias], np.cumsum(widths)[:-1], axis=1)
         weights = [sigmoid(first) + eps]
         if further:
-            weights.append(np.float32(op.magnitude) * sigmoid(further[0]) + np.float32(op.more))
+            weights.append(np.float32(op.write_scale) * sigmoid(further[0]) + np.float32(op.write_offset))
         if len(further) > 1:
             mixing = softmax(further[1].reshape(-1, op.n, op.n)) + eps
             for i in range(2 * op.n_rounds - 1):
@@ -343,10 +343,10 @@ class _Run:
             x = in_codes(hadamard(x, size), type) if type in CODE_BITS else in_range(x, stored.dtype)
             for s, (start, stop, _) in enumerate(batch.sequences()):
                 positions, rows = batch.positions[start:stop], x[start:stop]
-                ends = (positions + 1) % cache.every == 0
+                ends = (positions + 1) % cache.stride == 0
                 page, row = np.divmod(positions[ends], page_size)
                 page = batch.block_tables[self.graph.group(cache), s, page]
-                stored[page, row // cache.every] = rows[ends]
+                stored[page, row // cache.stride] = rows[ends]
         return q.reshape(len(q), -1)
 
     def _heads(
@@ -399,7 +399,7 @@ class _Run:
                         array[page, row, of].astype(np.float32) for array in (keys, values)
                     )  # [L, G, dim]
                     if op.entries is not None:
-                        selection = np.arange((position + 1) // op.entries.every) if selection is None else selection
+                        selection = np.arange((position + 1) // op.entries.stride) if selection is None else selection
                         more = self._entries(op.entries, s, selection)
                         own_keys = np.concatenate([own_keys, more])
                         own_values = np.concatenate([own_values, more[..., : cache.value_dim]])
@@ -420,9 +420,9 @@ class _Run:
 
     def _entries(self, cache: g.KVCache, s: int, numbers: Array) -> Array:
         """Return entries ``numbers`` of a sequence, or positions if each has an entry: [n, 1, key_dim]."""
-        page, row = np.divmod((numbers + 1) * cache.every - 1, self.cache.page_size)
+        page, row = np.divmod((numbers + 1) * cache.stride - 1, self.cache.page_size)
         page = self.batch.block_tables[self.graph.group(cache), s, page]
-        rows: Array = self.cache.layers[cache.key][0][page, row // cache.every]
+        rows: Array = self.cache.layers[cache.key][0][page, row // cache.stride]
         return rows.astype(np.float32)
 
     def compress(self, op: g.Compress) -> Array:
@@ -451,7 +451,7 @@ class _Run:
         out: Array = np.full((len(q), op.n_choices, op.result.width // op.n_choices), -1, np.float32)
         for s, (start, stop, _) in enumerate(batch.sequences()):
             for t in range(start, stop):
-                entries = np.arange((int(batch.positions[t]) + 1) // cache.every)
+                entries = np.arange((int(batch.positions[t]) + 1) // cache.stride)
                 if len(entries) <= k:
                     out[t, :, : len(entries)] = entries
                     continue
@@ -648,7 +648,7 @@ def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
 
 def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:
     """Rotate heads x [T, heads, head_dim] to positions [T, 1] or, per frequency, [T, n_rot / 2]."""
-    angles = (positions.astype(np.float64) + rope.ahead) * rope.frequencies  # [T, n_rot / 2]
+    angles = (positions.astype(np.float64) + rope.position_offset) * rope.frequencies  # [T, n_rot / 2]
     cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))
     begin, n_pairs = rope.first, len(rope.frequencies)
     end = begin + 2 * n_pairs

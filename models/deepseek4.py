@@ -219,9 +219,9 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
     scaled = replace(make_rope(m, a.dim, interleaved=True, theta=base), magnitude=1.0)
     local = replace(make_local_rope(m, a.dim), interleaved=True)
 
-    def rotating(rope: g.Rope, dim: int, ahead: int = 0) -> g.Rope:
-        """Return a rotation of the last values of a head. ``ahead`` is the position offset."""
-        return replace(rope, first=dim - a.n_rot, ahead=ahead)
+    def rotating(rope: g.Rope, dim: int, position_offset: int = 0) -> g.Rope:
+        """Return a rotation of the last values of a head. ``position_offset`` is added to the positions."""
+        return replace(rope, first=dim - a.n_rot, position_offset=position_offset)
 
     ratios, dims = {*a.ratios} - {0}, (a.dim, a.index_dim)
     of_entries = {(ratio, dim): rotating(scaled, dim, 1 - ratio) for ratio in ratios for dim in dims}
@@ -243,7 +243,7 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
         both = at.add(g.SideBySide(rows))
         both = at.add(g.RopeAppend(both, both, None, kept, None))
         entry = at.add(g.Compress(both, kept, w.require(f"{name}_compressor_ape.weight", ratio, n)))
-        entries = at.graph.kv_cache(1, dim, values_in_keys=True, every=ratio, number=part + 1)
+        entries = at.graph.kv_cache(1, dim, values_in_keys=True, stride=ratio, number=part + 1)
         of_head = g.HeadNorm(at.norm_eps, w.vector(f"{name}_compressor_norm", dim))
         at.add(g.RopeAppend(entry, entry, None, entries, of_entries[ratio, dim], k_norm=of_head))
         return entries

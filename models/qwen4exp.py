@@ -197,7 +197,7 @@ def make_indexers(m: Header, rope: Rope) -> Select:
             key = at.add(g.CausalConv(key, means[run], at.graph.state("index", run - 1, dim)))
         q_norm, k_norm = (g.HeadNorm(at.norm_eps, w.vector(f"indexer.{name}", dim)) for name in names[2:])
         cache = at.graph.kv_cache(1, dim, values_in_keys=True, is_index=True, is_exact=True)
-        q = at.add(RopeAppend(q, None, None, cache, replace(rope, ahead=run - 1), q_norm))
+        q = at.add(RopeAppend(q, None, None, cache, replace(rope, position_offset=run - 1), q_norm))
         at.add(RopeAppend(at.add(g.SideBySide((key,))), key, None, cache, rope, None, k_norm))
         return at.add(g.IndexSelect(q, None, cache, k, run)), False
 

@@ -103,7 +103,7 @@ def constants(op: Attention, target: Target) -> dict[str, Any]:
         "CAUSAL": int(op.causal or op.has_spans),
         "SELECTED": op.n_selected,
         "BY_HEAD": int(op.selected_by_head),
-        "ENTRIES": 0 if entries is None else entries.every,
+        "ENTRIES": 0 if entries is None else entries.stride,
         "ENTRY_BLOCK": 0 if entries is None else block_bytes(entries)[0],
         "GATHERED": int(op.selected is not None or entries is not None),
         "VALUES_IN_KEYS": int(cache.values_in_keys),

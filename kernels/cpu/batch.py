@@ -239,7 +239,7 @@ class BatchTables:
         stop = min(-(-stop // SPLIT) * SPLIT, self.n_blocks * PAGE)
         positions = np.arange(self._n_angles, stop, dtype=np.float64)[:, None]
         for rope, buffer in self._ropes.items():
-            turns, angles = (positions + rope.ahead) * rope.frequencies, self._views[buffer]
+            turns, angles = (positions + rope.position_offset) * rope.frequencies, self._views[buffer]
             angles[self._n_angles : stop, :, 0] = np.cos(turns) * rope.magnitude
             angles[self._n_angles : stop, :, 1] = np.sin(turns) * rope.magnitude
         self._n_angles = stop

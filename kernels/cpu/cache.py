@@ -31,7 +31,7 @@ def _aligned(n_bytes: int) -> int:
 def block_bytes(cache: KVCache) -> tuple[int, int]:
     """Return the bytes of a block of keys and of a block of values; 0 for values that are part of the keys."""
     keys, values = layouts_of(cache)
-    if cache.every > 1:  # fewer rows, without scales
+    if cache.stride > 1:  # fewer rows, without scales
         return keys.block_bytes(cache.key_dim) // PAGE * cache.page_rows(PAGE), 0
     return keys.block_bytes(cache.key_dim), 0 if cache.values_in_keys else values.block_bytes(cache.value_dim)
 

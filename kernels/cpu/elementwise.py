@@ -439,25 +439,25 @@ def stream_gate(begin, end, key, key_stride, query, query_stride, n, size, y, y_
 
 @kernel
 def hyper_weights(
-    begin, end, x, x_stride, scale, base, before, behind, between, stride, between_stride,
-    eps: float, magnitude: float, more: float,
+    begin, end, x, x_stride, scale, bias, read, write, mix, stride, mix_stride,
+    eps: float, write_scale: float, write_offset: float,
 ):  # fmt: skip
     """Compute PARTS kinds of weights for N streams; see `localllm.kernels.graph.HyperWeights`."""
     for token in range(begin, end):
         row = x + token * x_stride
         for i in range(N):
-            value = splat(load_f32(row + 4 * i) * load_f32(scale) + load_f32(base + 4 * i))
-            store_f32(before + token * stride + 4 * i, max_lanes(sigmoid(value)) + eps)
+            value = splat(load_f32(row + 4 * i) * load_f32(scale) + load_f32(bias + 4 * i))
+            store_f32(read + token * stride + 4 * i, max_lanes(sigmoid(value)) + eps)
             if PARTS > 1:
-                value = splat(load_f32(row + 4 * (N + i)) * load_f32(scale + 4) + load_f32(base + 4 * (N + i)))
-                store_f32(behind + token * stride + 4 * i, magnitude * max_lanes(sigmoid(value)) + more)
+                value = splat(load_f32(row + 4 * (N + i)) * load_f32(scale + 4) + load_f32(bias + 4 * (N + i)))
+                store_f32(write + token * stride + 4 * i, write_scale * max_lanes(sigmoid(value)) + write_offset)
         if PARTS > 2:
-            out = between + token * between_stride  # [result stream, input stream]: columns are contiguous
+            out = mix + token * mix_stride  # [result stream, input stream]: columns are contiguous
             for i in range(N):
                 largest = np.float32(-3e38)
                 for j in range(N):
                     offset = 4 * (2 * N + N * i + j)
-                    logit = load_f32(row + offset) * load_f32(scale + 8) + load_f32(base + offset)
+                    logit = load_f32(row + offset) * load_f32(scale + 8) + load_f32(bias + offset)
                     store_f32(out + 4 * (N * j + i), logit)
                     largest = max(largest, logit)
                 total = ZERO
@@ -637,8 +637,8 @@ def rope_append(
 
     Q_NORM, K_NORM, V_NORM: ``norm`` of `turn_head`.  HAS_KEYS, HAS_VALUES: whether k and v exist.  COPY_VALUES:
     whether v shares the memory of k, which is changed.  SCALES_Q: whether factors exist.  KEY_ROTATION,
-    VALUE_ROTATION: rotations of the stored keys and values, `KVCache.rotations`.  EVERY: the cache stores the last of
-    every EVERY tokens.
+    VALUE_ROTATION: rotations of the stored keys and values, `KVCache.rotations`.  STRIDE: tokens per cache entry; the
+    last token appends the entry.
     """
     scratch = stack(4 * VALUE_HEAD)
     for token in range(begin, end):
@@ -653,7 +653,7 @@ def rope_append(
                     store_f32(row + 4 * i, load_f32(row + 4 * i) * factor)
             if KEY_ROTATION:
                 hadamard(row, key_dim, KEY_ROTATION)
-        if HAS_KEYS and (EVERY == 1 or position % EVERY == EVERY - 1):
+        if HAS_KEYS and (STRIDE == 1 or position % STRIDE == STRIDE - 1):
             slot = load_i64(slots + 8 * token)
             for head in range(n_kv_heads):
                 number = slot // PAGE * n_kv_heads + head
@@ -673,5 +673,5 @@ def rope_append(
                 turn_head(k_row, K_NORM, n_k_norm, k_weight, k_eps, turn, n_pairs, pair_step, pair_offset)
                 if KEY_ROTATION:
                     hadamard(k_row, key_dim, KEY_ROTATION)
-                index = slot % PAGE // EVERY
+                index = slot % PAGE // STRIDE
                 APPEND_KEYS(k_row, key_dim, KEY_HEAD, KEY_BITS, keys + number * KEY_BLOCK, index)

@@ -358,8 +358,8 @@ class Lowering:
         x, results = self.stored[op.x], tuple(self.new(op.x.rows, y.width, is_kept=True) for y in op.result)
         addresses = (*(y.buffer for y in results), 0, 0)[:3]
         strides = results[0].stride, results[-1].stride
-        weights = self.weights.vector(op.scale), self.weights.vector(op.base)
-        numbers = float(op.eps), float(op.magnitude), float(op.more)
+        weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
+        numbers = float(op.eps), float(op.write_scale), float(op.write_offset)
         constants: dict[str, Any] = {"N": op.n, "PARTS": len(results), "ROUNDS": op.n_rounds}
         arguments = (x.buffer, x.stride, *weights, *addresses, *strides, *numbers)
         self.call(elementwise.hyper_weights, arguments, 1, x.slot, **constants)
@@ -537,7 +537,7 @@ class Lowering:
             VALUE_BITS=value_layout.bits,
             KEY_BLOCK=key_block,
             VALUE_BLOCK=value_block,
-            EVERY=cache.every,
+            STRIDE=cache.stride,
             KEY_ROTATION=cache.rotations[0],
             VALUE_ROTATION=cache.rotations[1],
             APPEND_KEYS=key_layout.append,
@@ -563,7 +563,7 @@ class Lowering:
         sees_span = op.has_spans and not op.causal  # a window of one token at the span's first position
         if op.selected is not None or op.entries is not None:
             most = ALL if op.selected is None else op.n_selected
-            sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.every, most)
+            sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.stride, most)
         table = tables.tile_table(n_heads, op.group_size, head, **sees)
         sinks = self.weights.vector(op.sinks)
         # The kernel writes heads, but not the padding after the last head.

@@ -8,7 +8,7 @@ threads.  In larger batches each lane scores token after token, and reuses one r
 If whole runs of positions are selected (RUN), each run has a key: the key of its last position, or the key that
 `pool_keys` computes from its tokens and stores after it.  If each head selects for itself (LAST; CHOICES), a row is
 [runs, CHOICES], the largest product with a key of each run; the last LAST runs are always selected.  If a cache has
-one entry per run of EVERY tokens, numbers of entries are selected.
+one entry per STRIDE tokens, numbers of entries are selected.
 
 The k largest scores are found by radix select.  Floats are mapped to integers in the same order.  From the highest
 digit to the lowest, the digit of the k-th largest score is determined, and smaller scores are discarded.  All greater
@@ -51,7 +51,7 @@ def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
         "CHOICES": op.n_choices,
         "WIDTH": op.result.width // op.n_choices,
         "RUN": op.run,
-        "EVERY": op.cache.every,
+        "STRIDE": op.cache.stride,
         "LAST": op.n_last,
         # With this many positions missing, an incomplete run counts as a run.
         "MISSING": op.run - 1 if op.n_last else 0,
@@ -130,15 +130,15 @@ def score_pages(q, weights, cache, table, low, high, row):
                             for i in range(first, first + min(RUN, PAGE)):
                                 best = max(best, load_f32(scores + SCORES * r + 4 * i))
                         store_f32(address, best + ZERO)
-        elif EVERY * RUN > 1:
-            for j in range(PAGE // (EVERY * RUN)):
+        elif STRIDE * RUN > 1:
+            for j in range(PAGE // (STRIDE * RUN)):
                 key, score = block + 2 * (KEY_HEAD * (RUN * j + RUN - 1) + RUN_KEY), ZERO
                 for h in range(HEADS):
                     product = zero_f32x16()
                     for i in range(0, DIM, 16):
                         product = fma(LOAD(key + 2 * i), load_f32x16(queries + 4 * (KEY_HEAD * h + i)), product)
                     score += max(sum_lanes(product), ZERO) * load_f32(factors + 4 * h)
-                store_f32(row + 4 * (PAGE // (EVERY * RUN) * page + j), score + ZERO)
+                store_f32(row + 4 * (PAGE // (STRIDE * RUN) * page + j), score + ZERO)
         else:
             for g in static_range(PAGE // 16):
                 totals[g] = zero_f32x16()
@@ -286,10 +286,10 @@ def index_scores(
         for unit in range(begin, end):
             turn = np.int64(0)
             for token in range(n_tokens):
-                n = ((np.int64(load_i32(positions + 4 * token)) + 1) // EVERY + MISSING) // RUN
+                n = ((np.int64(load_i32(positions + 4 * token)) + 1) // STRIDE + MISSING) // RUN
                 if n > TOP:
                     table = block_tables + 4 * sequence_of(token, starts) * block_stride
-                    n_pages = (EVERY * RUN * (n - LAST) - 1) // PAGE + 1
+                    n_pages = (STRIDE * RUN * (n - LAST) - 1) // PAGE + 1
                     for first in range(0, n_pages, PART):
                         if turn % lanes == unit:
                             score_pages(
@@ -308,14 +308,14 @@ def index_select(
     n_tokens = load_i64(batch)
     for unit in range(begin, end):
         for token in range(unit, n_tokens, lanes):
-            n_seen = (np.int64(load_i32(positions + 4 * token)) + 1) // EVERY
+            n_seen = (np.int64(load_i32(positions + 4 * token)) + 1) // STRIDE
             row = scores + row_bytes * (token if n_tokens <= lanes else unit)
             n = (n_seen + MISSING) // RUN
             if n > TOP and n_tokens > lanes:
                 table = block_tables + 4 * sequence_of(token, starts) * block_stride
                 score_pages(
                     q + q_stride * token, weights + weights_stride * token, keys, table,
-                    0, (EVERY * RUN * (n - LAST) - 1) // PAGE + 1, row,
+                    0, (STRIDE * RUN * (n - LAST) - 1) // PAGE + 1, row,
                 )  # fmt: skip
             for choice in range(CHOICES):
                 choose(row + 4 * choice, row + row_bytes // 2, n_seen, out + out_stride * token + 4 * WIDTH * choice)

@@ -105,11 +105,11 @@ class CacheLayout:
         return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
-def append_defines(cache: KVCache, *, has_axes: bool = False, ahead: int = 0) -> Defines:
+def append_defines(cache: KVCache, *, has_axes: bool = False, position_offset: int = 0) -> Defines:
     """Return the definitions of append.cu."""
     (keys, values), (of_keys, of_values) = bits_of(cache), cache.rotations
     bits = {"KEY_DIM": cache.key_dim, "VALUE_DIM": cache.value_dim, "KEY_BITS": keys, "VALUE_BITS": values}
-    options = {"AXES": int(has_axes), "EVERY": cache.every, "AHEAD": ahead}
+    options = {"AXES": int(has_axes), "STRIDE": cache.stride, "POSITION_OFFSET": position_offset}
     return {**bits, "KEY_ROTATION": of_keys, "VALUE_ROTATION": of_values, **options}
 
 

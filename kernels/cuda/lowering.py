@@ -393,8 +393,8 @@ class Lowering:
 
     def hyper_weights(self, op: g.HyperWeights) -> tuple[Stored, ...]:
         x, results = self.stored[op.x], tuple(map(self.like, op.result))
-        weights = self.weights.vector(op.scale), self.weights.vector(op.base)
-        values = x, *weights, op.n, float(op.eps), float(op.magnitude), float(op.more), op.n_rounds
+        weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
+        values = x, *weights, op.n, float(op.eps), float(op.write_scale), float(op.write_offset), op.n_rounds
         self.elementwise(
             "stream weights", "hyper_weights", x, _each, 1, *values, *results, *(None, 0) * (3 - len(results))
         )
@@ -623,7 +623,7 @@ class Lowering:
             *(op.norm_last, float(scale.rate), scale.length, scale.offset),
             # An operation without keys uses the cache of another layer.
             *(cache.layer(kv_cache.key) if k else (None,) * 4),
-            defines=append_defines(kv_cache, has_axes=bool(rope.axes), ahead=rope.ahead),
+            defines=append_defines(kv_cache, has_axes=bool(rope.axes), position_offset=rope.position_offset),
             cost=lambda sizes: Cost(sizes.n_tokens * row_bytes),
         )
         return q
@@ -742,7 +742,7 @@ class Lowering:
         if entries is not None:
             number = limits.cache.groups[entries.key]
             beside = op.window, limits.cache.layer(entries.key)[0], batch.attention(number)[4]
-            longest = (op.window or 0) + (most or limits.cache.n_pages[0] * PAGE // entries.every)
+            longest = (op.window or 0) + (most or limits.cache.n_pages[0] * PAGE // entries.stride)
         n_bytes = kv_cache.bytes_per_token() * longest + q.bytes_of(1) + y.bytes_of(1)
         self.call(
             "attention, selected",
@@ -752,7 +752,7 @@ class Lowering:
             128,
             *(header, starts, *tables, batch.positions, *self._rows_of(op.selected)),
             *(*limits.cache.layer(kv_cache.key), q, y, self.weights.vector(op.sinks), float(op.scale), *beside),
-            defines=selection_defines(kv_cache, most, 0 if entries is None else entries.every, by_head=by_head),
+            defines=selection_defines(kv_cache, most, 0 if entries is None else entries.stride, by_head=by_head),
             cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * longest * q.width),
         )
         self._rotate_back(op, y)

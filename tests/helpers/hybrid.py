@@ -57,14 +57,14 @@ def attention_to_entries(graph: Graph, x: Tensor, seed: int) -> Tensor:
     dim = 2 * HEAD
     cache = graph.kv_cache(1, dim, values_in_keys=True, window=WINDOW)
     kept = graph.kv_cache(4, dim, values_in_keys=True, window=WINDOW, number=1)
-    entries = graph.kv_cache(1, dim, values_in_keys=True, number=2, every=4)
+    entries = graph.kv_cache(1, dim, values_in_keys=True, number=2, stride=4)
     widths = 4 * dim, 4 * dim, dim, 4, 4 * dim
     q, of_index, k, weights, rows = graph.add(
         g.Linears(x, tuple(matrix(n, D, seed + i) for i, n in enumerate(widths)))
     )
     rows = graph.add(g.RopeAppend(rows, rows, None, kept, None))
     entry = graph.add(g.Compress(rows, kept, f32(random(4, 2 * dim, seed=seed))))
-    graph.add(g.RopeAppend(entry, entry, None, entries, replace(ROPE, ahead=-3)))
+    graph.add(g.RopeAppend(entry, entry, None, entries, replace(ROPE, position_offset=-3)))
     selected = graph.add(g.IndexSelect(of_index, weights, entries, 3))
     q = graph.add(g.RopeAppend(q, k, None, cache, ROPE))
     return graph.add(g.Attention(q, cache, dim**-0.5, WINDOW // 2, selected=selected, entries=entries))

@@ -76,8 +76,8 @@ class Recording:
 
     def entries(self, dim: int = 16, window: int | None = 8) -> Tensor:
         cache, entries = (
-            self.graph.kv_cache(1, n, values_in_keys=True, number=i, every=every)
-            for i, (n, every) in enumerate(((16, 1), (dim, 4)), 1)
+            self.graph.kv_cache(1, n, values_in_keys=True, number=i, stride=stride)
+            for i, (n, stride) in enumerate(((16, 1), (dim, 4)), 1)
         )
         return self.graph.add(g.Attention(self.x(32), cache, 1.0, window, entries=entries))
 
@@ -141,8 +141,8 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"2 heads and a state \[2\] do not fit n-grams of up to 2": lambda r: r.ngrams(2, (2, 2)),
     r"rows that tensor .*, of 4, does not have": lambda r: r.ngrams(1, (2, 3)),
     r"layer 0 already has such a cache": lambda r: r.graph.kv_cache(1, 8),
-    r"every 3 tokens": lambda r: r.graph.kv_cache(1, 16, values_in_keys=True, number=1, every=3),
-    r"every 4 tokens": lambda r: r.graph.kv_cache(2, 16, values_in_keys=True, number=1, every=4),
+    r"every 3 tokens": lambda r: r.graph.kv_cache(1, 16, values_in_keys=True, number=1, stride=3),
+    r"every 4 tokens": lambda r: r.graph.kv_cache(2, 16, values_in_keys=True, number=1, stride=4),
     r"3 heads are not values and gates": lambda r: r.compress(3, 4),
     r"fit into a cache of 8 tokens": lambda r: r.compress(4, 8),
     r"\[4, 16\], but \[4, 32\] is needed": lambda r: r.compress(4, 4, f32(random(4, 16))),

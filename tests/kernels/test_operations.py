@@ -829,7 +829,7 @@ def rotated(x: Array, rope: Rope | None) -> Array:
     steps = (slice(first, first + 2 * n, 2), slice(first + 1, first + 2 * n, 2))
     a, b = steps if rope.interleaved else (slice(first, first + n), slice(first + n, first + 2 * n))
     places = axes_of(np.arange(len(x)))[list(rope.axes)].T if rope.axes else np.arange(len(x))[:, None]
-    angles = (places + rope.ahead)[:, None] * rope.frequencies.astype(np.float64)
+    angles = (places + rope.position_offset)[:, None] * rope.frequencies.astype(np.float64)
     turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
     out[..., a], out[..., b] = turned.real, turned.imag
     return out
@@ -912,7 +912,7 @@ ROPES = {
     f"{n}-{name}-{magnitude}": Rope(0.7 ** np.arange(n, dtype=np.float32), name == "interleaved", magnitude)
     for n, name, magnitude in itertools.product((8, 4, 1), ("interleaved", "halves"), (1.0, 1.3))
 }
-ROPES["5 positions behind"] = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=True, ahead=-5)
+ROPES["5 positions behind"] = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=True, position_offset=-5)
 
 
 def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
@@ -1236,15 +1236,15 @@ def compress(run: int, overlaps: bool) -> Case:
     return Case(build, kept, expected, rtol=1e-4, every_cpu=run == 4, has_near=not overlaps)
 
 
-@cases(window=(5, 70), every=(4, 32), k=(0, 3))
-def attention_to_entries(window: int, every: int, k: int) -> Case:
+@cases(window=(5, 70), stride=(4, 32), k=(0, 3))
+def attention_to_entries(window: int, stride: int, k: int) -> Case:
     """Attention to a window, and to what a second cache has of every so many tokens, or to k of those."""
     made, dim = Heads(**LATENT), 32
 
     def build(graph: Graph, q: g.Tensor, key: g.Tensor, entry: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
         cache = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True)
-        entries = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True, number=1, every=every)
-        index = graph.kv_cache(1, dim, values_in_keys=True, number=2, every=every)
+        entries = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True, number=1, stride=stride)
+        index = graph.kv_cache(1, dim, values_in_keys=True, number=2, stride=stride)
         graph.add(g.RopeAppend(entry, entry, None, entries, None))
         graph.add(g.RopeAppend(indexer[1], indexer[1], None, index, None))
         selected = graph.add(g.IndexSelect(indexer[0], indexer[2], index, k)) if k else None
@@ -1255,7 +1255,7 @@ def attention_to_entries(window: int, every: int, k: int) -> Case:
     def expected(q: Array, key: Array, entry: Array, of_index: Array, index_key: Array, weights: Array) -> Array:
         out = np.zeros((len(q), made.n_heads, made.value_dim))
         for t, own in enumerate(heads(q, made.key_dim)):
-            ends = np.arange(every - 1, t + 1, every)
+            ends = np.arange(stride - 1, t + 1, stride)
             if k:
                 scores = weights[t] @ np.maximum(of_index[t].reshape(5, dim) @ index_key[ends].T, 0)
                 ends = ends[np.argsort(-scores, kind="stable")[:k]]
@@ -1268,7 +1268,7 @@ def attention_to_entries(window: int, every: int, k: int) -> Case:
     kept = [kept_rows(1, n, "f16", seed) for n, seed in ((made.key_dim, 2), (made.key_dim, 6), (dim, 4))]
     inputs = [rows(made.n_heads * made.key_dim, 1), *kept[:2], rows(5 * dim, 3), kept[2], rows(5, 5)]
     inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
-    has_near = (window, every) != (5, 4)
+    has_near = (window, stride) != (5, 4)
     return Case(
         build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 3 and not has_near, has_near=has_near
     )
@@ -1348,9 +1348,9 @@ def attention_to_runs_of_heads(type: CacheType) -> Case:
         graph.cache_type = type
         cache = graph.kv_cache(3, made.key_dim, made.value_dim)
         index = graph.kv_cache(1, dim, values_in_keys=True, is_index=True, is_exact=True)
-        ahead = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=False, ahead=run - 1)
+        ahead = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=False, position_offset=run - 1)
         of_index = graph.add(g.RopeAppend(of_index, None, None, index, ahead))
-        graph.add(g.RopeAppend(graph.add(g.SideBySide((key,))), key, None, index, replace(ahead, ahead=0)))
+        graph.add(g.RopeAppend(graph.add(g.SideBySide((key,))), key, None, index, replace(ahead, position_offset=0)))
         selected = graph.add(g.IndexSelect(of_index, None, index, k, run))
         q = graph.add(g.RopeAppend(q, keys, v, cache, None))
         return graph.add(g.Attention(q, cache, made.key_dim**-0.5, selected=selected))
