@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Input, LayerTag, Value, Weight
+from localllm.kernels.graph import Graph, LayerTag, Value, Weight
+from localllm.kernels.operations import Embed, ExpertLinears, ExpertOutput, Input
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file after it is packed.
@@ -51,13 +52,13 @@ class Batch:
     # int32 [n], ascending rows of tokens with separate embeddings (images and audio); their ids are 0
     embedded: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     # float32 [n, k, d], these embeddings: the first, then further embeddings that layers add
-    # (`localllm.kernels.graph.AddRows`)
+    # (`localllm.kernels.operations.AddRows`)
     embeddings: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     # int32 [3, T], position of each token in time, by row and by column (`localllm.kernels.graph.Rope`), at most its
     # position in the sequence; [3, 0]: the position in the sequence for all three
     axes: NDArray[np.int32] = field(default_factory=lambda: np.zeros((3, 0), np.int32))
     # int32 [T], end of the positions that a token sees, for tokens that see later ones
-    # (`localllm.kernels.graph.Attention`); [0]: no token sees later ones
+    # (`localllm.kernels.operations.Attention`); [0]: no token sees later ones
     ends: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     # int32 [T], first position that a token sees, for tokens that see only a span, which ends at ``ends``
     begins: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.backend import Batch
-from localllm.kernels.graph import NgramEmbed, Weight
+from localllm.kernels.graph import Weight
 from localllm.kernels.mapped_file import OpenFile, range_in_file
+from localllm.kernels.operations import NgramEmbed
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType, LUTType, dequantize_lut
 from localllm.quant.packing import LAYOUTS

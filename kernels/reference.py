@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import (
     Backend,
     Batch,
@@ -37,6 +38,7 @@ from localllm.kernels.buffers import Buffer, assign
 from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HALF, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.kernels.embedding import CopiedTable, NgramRows
 from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations.recurrent import side_by_side
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import LUTType, dequantize_lut
 
@@ -160,7 +162,7 @@ class ReferenceStep(Step):
         self._arrays: dict[g.Weight, Array] = {}
         self._tables: dict[g.Weight, CopiedTable] = {}
         operations = [node.operation for node in graph.nodes]
-        self._ngrams = {op: NgramRows(op) for op in operations if isinstance(op, g.NgramEmbed)}
+        self._ngrams = {op: NgramRows(op) for op in operations if isinstance(op, ops.NgramEmbed)}
         uses = weights_of(graph)
         for use in uses:
             weight = use.weight
@@ -212,13 +214,13 @@ class _Run:
     graph: Graph
     arrays: Mapping[g.Weight, Array]
     tables: Mapping[g.Weight, CopiedTable]
-    ngrams: Mapping[g.NgramEmbed, NgramRows]
+    ngrams: Mapping[ops.NgramEmbed, NgramRows]
     values: dict[g.Value, Any] = field(default_factory=dict)
 
-    def input(self, op: g.Input) -> Array:
+    def input(self, op: ops.Input) -> Array:
         return input_rows(self.hidden, len(self.batch.ids), op)
 
-    def embed(self, op: g.Embed) -> Array:
+    def embed(self, op: ops.Embed) -> Array:
         ids = self.batch.rows_of(op.table.shape[0], by_position=op.by_position)
         table = self.tables.get(op.table)
         rows: Array = self.arrays[op.table][ids] if table is None else table.rows(ids)
@@ -229,26 +231,26 @@ class _Run:
             rows[self.batch.embedded] = self.batch.embeddings_of(0, op.result.width)
         return rows
 
-    def ngram_embed(self, op: g.NgramEmbed) -> Array:
+    def ngram_embed(self, op: ops.NgramEmbed) -> Array:
         return self.ngrams[op].rows(self.batch, self.cache.states[op.state])
 
-    def add_rows(self, op: g.AddRows) -> Array:
+    def add_rows(self, op: ops.AddRows) -> Array:
         x: Array = self.values[op.x]
         if len(self.batch.embedded):
             x[self.batch.embedded] += self.batch.embeddings_of(op.index, op.x.width)
         return x
 
-    def adapter_weights(self, op: g.AdapterWeights) -> Array:
+    def adapter_weights(self, op: ops.AdapterWeights) -> Array:
         return op.rows(self.batch.adapters, len(self.batch.ids))
 
-    def rms_norm(self, op: g.RMSNorm) -> Array:
+    def rms_norm(self, op: ops.RMSNorm) -> Array:
         x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)
         weight = np.float32(1) if op.weight is None else self.arrays[op.weight]
         if op.weight is not None and op.weight.shape == (op.x.width,):
             weight = weight.reshape(op.n_groups, -1)
         return normed(x, weight, op.eps).reshape(-1, op.x.width)
 
-    def layer_norm(self, op: g.LayerNorm) -> Array:
+    def layer_norm(self, op: ops.LayerNorm) -> Array:
         x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)
         weight = self.arrays[op.weight].reshape(op.n_groups, -1)
         y = normed(x - x.mean(axis=-1, keepdims=True), weight, op.eps).reshape(-1, op.x.width)
@@ -256,17 +258,17 @@ class _Run:
             y += self.arrays[op.bias]
         return y
 
-    def add(self, op: g.Add) -> Array:
+    def add(self, op: ops.Add) -> Array:
         factor = np.float32(op.scale) if op.gate is None else np.float32(op.scale) * sigmoid(self.values[op.gate])
         return self.values[op.x] * factor + self.values[op.residual]
 
-    def columns(self, op: g.Columns) -> Array:
+    def columns(self, op: ops.Columns) -> Array:
         return self.values[op.x][:, op.columns.start : op.columns.stop]
 
-    def side_by_side(self, op: g.SideBySide) -> Array:
+    def side_by_side(self, op: ops.SideBySide) -> Array:
         return np.concatenate([self.values[x] for x in op.tensors], axis=1)
 
-    def mix_streams(self, op: g.MixStreams) -> Array:
+    def mix_streams(self, op: ops.MixStreams) -> Array:
         x = self.values[op.x].reshape(-1, op.n, op.size)
         weights = np.zeros((len(x), op.result.width // op.size, op.n), np.float32)
         if op.mixing is not None:
@@ -276,7 +278,7 @@ class _Run:
         y: Array = np.einsum("tji,tid->tjd", weights, x).reshape(len(x), op.result.width)
         return y if op.residual is None else y + self.values[op.residual]
 
-    def hyper_weights(self, op: g.HyperWeights) -> tuple[Array, ...]:
+    def hyper_weights(self, op: ops.HyperWeights) -> tuple[Array, ...]:
         widths, eps = [x.width for x in op.result], np.float32(op.eps)
         factors = np.repeat(self.arrays[op.scale], widths)
         first, *further = np.split(self.values[op.x] * factors + self.arrays[op.bias], np.cumsum(widths)[:-1], axis=1)
@@ -290,28 +292,28 @@ class _Run:
             weights.append(mixing.swapaxes(1, 2).reshape(len(mixing), op.n * op.n))
         return tuple(weights)
 
-    def stream_gate(self, op: g.StreamGate) -> Array:
+    def stream_gate(self, op: ops.StreamGate) -> Array:
         products = (self.values[op.key] * self.values[op.query]).reshape(-1, op.n, op.size).sum(axis=-1)
         products *= np.float32(op.size**-0.5)
         return sigmoid(np.sign(products) * np.sqrt(np.maximum(np.abs(products), np.float32(1e-6))))
 
-    def root_mean_square(self, op: g.RootMeanSquare) -> Array:
+    def root_mean_square(self, op: ops.RootMeanSquare) -> Array:
         return np.sqrt(np.mean(np.square(self.values[op.x]), axis=1, keepdims=True))
 
-    def above_deviation(self, op: g.AboveDeviation) -> Array:
+    def above_deviation(self, op: ops.AboveDeviation) -> Array:
         x = self.values[op.x]
         cut = x.mean(axis=1, keepdims=True) + np.float32(op.factor) * x.std(axis=1, keepdims=True)
         return np.maximum(x - cut, 0)
 
-    def scale(self, op: g.Scale) -> Array:
+    def scale(self, op: ops.Scale) -> Array:
         factor = np.float32(op.factor) if op.weight is None else np.float32(op.factor) * self.arrays[op.weight]
         return self.values[op.x] * factor
 
-    def linear(self, op: g.Linear) -> Array:
+    def linear(self, op: ops.Linear) -> Array:
         y = self._product(op.x, op.matrix)
         return y if op.residual is None else y + self.values[op.residual]
 
-    def linears(self, op: g.Linears) -> tuple[Array, ...]:
+    def linears(self, op: ops.Linears) -> tuple[Array, ...]:
         return tuple(self._product(op.x, matrix) for matrix in op.matrices)
 
     def _product(self, x: Tensor, matrix: g.Matrix) -> Array:
@@ -321,13 +323,13 @@ class _Run:
             y += self.arrays[matrix.bias]
         return y
 
-    def head_linear(self, op: g.HeadLinear) -> Array:
+    def head_linear(self, op: ops.HeadLinear) -> Array:
         x, (n_heads, _, n_in) = self.values[op.x], op.weight.shape
         heads = x.reshape(len(x), n_heads, op.x.width // n_heads)
         y = np.matmul(self.arrays[op.weight], heads[..., :n_in, None])[..., 0]
         return np.concatenate([y, heads[..., n_in:]], axis=-1).reshape(len(x), op.result.width)
 
-    def rope_append(self, op: g.RopeAppend) -> Array:
+    def rope_append(self, op: ops.RopeAppend) -> Array:
         batch, page_size, cache = self.batch, self.cache.page_size, op.cache
         q = self._heads(op.q, cache.key_dim, op.q_norm, op.rope, norm_last=op.norm_last)
         if op.q_scale is not None:
@@ -367,7 +369,7 @@ class _Run:
         batch = self.batch
         return batch.axes[list(rope.axes)].T if rope.axes and batch.axes.size else batch.positions[:, None]
 
-    def attention(self, op: g.Attention) -> Array:
+    def attention(self, op: ops.Attention) -> Array:
         batch, cache = self.batch, op.cache
         keys, values = self.cache.layers[cache.key]
         tables = batch.block_tables[self.graph.group(cache)]
@@ -425,7 +427,7 @@ class _Run:
         rows: Array = self.cache.layers[cache.key][0][page, row // cache.stride]
         return rows.astype(np.float32)
 
-    def compress(self, op: g.Compress) -> Array:
+    def compress(self, op: ops.Compress) -> Array:
         batch, cache, run, n = self.batch, op.cache, op.run, op.n_series
         stored, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
         biases = self.arrays[op.biases].reshape(run, n, cache.key_dim)
@@ -445,7 +447,7 @@ class _Run:
                 out[t] = (softmax(gates.T).T * rows[index, series]).sum(axis=0)
         return out
 
-    def index_select(self, op: g.IndexSelect) -> Array:
+    def index_select(self, op: ops.IndexSelect) -> Array:
         batch, cache, k, run = self.batch, op.cache, op.k, op.run
         q = self.values[op.q].reshape(-1, op.n_heads, op.dim)
         out: Array = np.full((len(q), op.n_choices, op.result.width // op.n_choices), -1, np.float32)
@@ -464,7 +466,7 @@ class _Run:
                     row[: len(positions)] = positions
         return out.reshape(len(q), -1)
 
-    def _run_scores(self, op: g.IndexSelect, q: Array, weights: Array | np.float32, keys: Array) -> Array:
+    def _run_scores(self, op: ops.IndexSelect, q: Array, weights: Array | np.float32, keys: Array) -> Array:
         """Return the scores of runs of positions, [1, runs], or per head [H, runs]."""
         run = op.run
         if op.n_last:
@@ -482,7 +484,7 @@ class _Run:
             keys = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * fields[:, :, 0]).sum(axis=1)
         return (weights * np.maximum(q @ keys.T, 0)).sum(axis=0, keepdims=True)
 
-    def causal_conv(self, op: g.CausalConv) -> Array:
+    def causal_conv(self, op: ops.CausalConv) -> Array:
         x, weight = self.values[op.x], self.arrays[op.weight]
         kernel, y = weight.shape[1], np.empty_like(x)
         for start, stop, state in self._states(op.state):
@@ -493,7 +495,7 @@ class _Run:
             y += self.arrays[op.bias]
         return silu(y) if op.silu else y
 
-    def gated_delta(self, op: g.GatedDelta) -> Array:
+    def gated_delta(self, op: ops.GatedDelta) -> Array:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
@@ -508,7 +510,7 @@ class _Run:
         beta = sigmoid(self.values[op.beta])
         return self._recurrence(op.state, q, k, v.reshape(-1, n_heads, d_v), decay, beta)
 
-    def scan(self, op: g.Scan) -> Array:
+    def scan(self, op: ops.Scan) -> Array:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         b, c = (np.repeat(y.reshape(-1, op.n_groups, n), n_heads // op.n_groups, axis=1) for y in (b, c))
@@ -519,7 +521,7 @@ class _Run:
         y += (self.arrays[op.d].reshape(-1, 1) * x).reshape(y.shape)
         return y
 
-    def channel_scan(self, op: g.ChannelScan) -> Array:
+    def channel_scan(self, op: ops.ChannelScan) -> Array:
         x, b, c = (self.values[y] for y in (op.x, op.b, op.c))
         step = softplus(self.values[op.dt] + self.arrays[op.dt_bias])
         y: Array = self.arrays[op.d] * x
@@ -544,7 +546,7 @@ class _Run:
         return out.reshape(len(out), -1)
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Array]:
-        places = zip(g.side_by_side(tensors, widths), widths, strict=True)
+        places = zip(side_by_side(tensors, widths), widths, strict=True)
         return [self.values[x][:, first : first + width] for (x, first), width in places]
 
     def _states(self, state: g.RecurrentState) -> Iterator[tuple[int, int, Array]]:
@@ -555,28 +557,28 @@ class _Run:
                 values[:] = 0
             yield start, stop, values
 
-    def gated(self, op: g.Gated) -> Array:
+    def gated(self, op: ops.Gated) -> Array:
         gate, up = self.values[op.gate], self.values[op.up]
         if op.activation == "clamped_swiglu":
             return clamped_swiglu(gate, up)
         return ACTIVATION_FUNCTIONS[op.activation](gate) * up
 
-    def head_gate(self, op: g.HeadGate) -> Array:
+    def head_gate(self, op: ops.HeadGate) -> Array:
         x, gate = self.values[op.x], self.values[op.gate]
         heads = x.reshape(*gate.shape, op.x.width // op.gate.width)
         return (heads * ACTIVATION_FUNCTIONS[op.activation](gate)[..., None]).reshape(x.shape)
 
-    def activation(self, op: g.Activation) -> Array:
+    def activation(self, op: ops.Activation) -> Array:
         return ACTIVATION_FUNCTIONS[op.activation](self.values[op.x])
 
-    def clamp(self, op: g.Clamp) -> Array:
+    def clamp(self, op: ops.Clamp) -> Array:
         return np.clip(self.values[op.x], np.float32(op.low), np.float32(op.high))
 
-    def xielu(self, op: g.XIELU) -> Array:
+    def xielu(self, op: ops.XIELU) -> Array:
         x, p, n, beta, eps = self.values[op.x], *map(np.float32, (op.p, op.n, op.beta, op.eps))
         return np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
-    def route(self, op: g.Route) -> ChosenExperts:
+    def route(self, op: ops.Route) -> ChosenExperts:
         logits = self.values[op.logits]
         probabilities = GATING_FUNCTIONS[op.gating](logits)
         scores = logits if op.is_by_logits else probabilities
@@ -602,7 +604,7 @@ class _Run:
             weights = weights * self.arrays[op.expert_scales].reshape(-1)[ids]
         return ChosenExperts(ids, weights * np.float32(op.scale))
 
-    def expert_linears(self, op: g.ExpertLinears) -> tuple[Array, ...]:
+    def expert_linears(self, op: ops.ExpertLinears) -> tuple[Array, ...]:
         rows = np.repeat(self.values[op.x], op.routing.k, axis=0)
         if op.is_weighted:
             rows = rows * self.values[op.routing].weights.reshape(-1, 1)
@@ -612,7 +614,7 @@ class _Run:
             for weight, bias in zip(op.experts, biases, strict=True)
         )
 
-    def expert_output(self, op: g.ExpertOutput) -> Array:
+    def expert_output(self, op: ops.ExpertOutput) -> Array:
         routing = self.values[op.routing]
         products = self._expert_product(self.values[op.h], op.experts, op.bias, op.routing)
         products = products.reshape(*routing.ids.shape, -1)
@@ -629,10 +631,10 @@ class _Run:
         y = np.array([matrices[expert] @ row for row, expert in pairs], np.float32).reshape(-1, matrices.shape[1])
         return y if bias is None else y + self.arrays[bias][ids]
 
-    def softcap(self, op: g.Softcap) -> Array:
+    def softcap(self, op: ops.Softcap) -> Array:
         return soft_capped(self.values[op.x], op.cap)
 
-    def outputs(self, op: g.Outputs) -> Array:
+    def outputs(self, op: ops.Outputs) -> Array:
         rows: Array = self.values[op.x][self.batch.outputs[:, None] + np.arange(op.n_joined)]  # [N, n_joined, d]
         return rows.mean(axis=1) if op.is_mean else rows.reshape(len(rows), op.result.width)
 
@@ -755,7 +757,7 @@ def relu2(x: Array) -> Array:
 
 
 def clamped_swiglu(gate: Array, up: Array) -> Array:
-    """Activation of gpt-oss, see `localllm.kernels.graph.Gated`."""
+    """Activation of gpt-oss, see `localllm.kernels.operations.Gated`."""
     gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
     return gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
 

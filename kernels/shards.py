@@ -21,23 +21,34 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Matrix, Operation, Rows, Tensor, Weight
 from localllm.quant.lut import block_size
 
 #: Operations on whole rows, computed identically on every device.
-_WHOLE = g.Input | g.Embed | g.RMSNorm | g.LayerNorm | g.Add | g.AddRows | g.Scale | g.Softcap | g.Outputs
+_WHOLE = (
+    ops.Input
+    | ops.Embed
+    | ops.RMSNorm
+    | ops.LayerNorm
+    | ops.Add
+    | ops.AddRows
+    | ops.Scale
+    | ops.Softcap
+    | ops.Outputs
+)
 #: Operations that can be split.
-_CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activation
+_CUT = ops.Linear | ops.Linears | ops.RopeAppend | ops.Attention | ops.Gated | ops.Activation
 #: Names of unsupported operations in error messages.
 _NAMES = {
-    g.Route: "mixtures of experts",
-    g.HeadLinear: "latent attention",
-    g.IndexSelect: "positions that an indexer chooses",
-    g.HeadGate: "gates of heads",
-    g.XIELU: "an activation with parameters",
-    g.Clamp: "values that are clamped",
-    g.CausalConv: "recurrent layers",
-    g.AdapterWeights: "adapters",
+    ops.Route: "mixtures of experts",
+    ops.HeadLinear: "latent attention",
+    ops.IndexSelect: "positions that an indexer chooses",
+    ops.HeadGate: "gates of heads",
+    ops.XIELU: "an activation with parameters",
+    ops.Clamp: "values that are clamped",
+    ops.CausalConv: "recurrent layers",
+    ops.AdapterWeights: "adapters",
 }
 #: Units of columns for splits: activations are rounded in groups of 32, and tiles have up to 256 columns.
 _GROUP, _TILE = 32, 256
@@ -123,17 +134,17 @@ def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
 
     def columns_of(x: Tensor) -> int:
         """Return the divisor of a tensor's boundaries that its readers require, directly or after a gate."""
-        sizes = [columns_of(op.result) for op in readers[x] if isinstance(op, g.Gated)]
-        sizes += [block_size(op.matrix.weight.type).length for op in readers[x] if isinstance(op, g.Linear)]
+        sizes = [columns_of(op.result) for op in readers[x] if isinstance(op, ops.Gated)]
+        sizes += [block_size(op.matrix.weight.type).length for op in readers[x] if isinstance(op, ops.Linear)]
         return lcm(_GROUP, *sizes)
 
     for node in graph.nodes:
         match node.operation:
-            case g.RopeAppend(q=q, k=k, v=v, cache=cache) as op:
-                if not all(isinstance(made_by[x], g.Linear | g.Linears) for x in (q, k, v) if x is not None):
+            case ops.RopeAppend(q=q, k=k, v=v, cache=cache) as op:
+                if not all(isinstance(made_by[x], ops.Linear | ops.Linears) for x in (q, k, v) if x is not None):
                     raise _refused("queries and keys that are normed in whole rows")
                 group = q.width // (cache.n_heads * cache.key_dim)
-                [attention] = [reader for reader in readers[op.result] if isinstance(reader, g.Attention)]
+                [attention] = [reader for reader in readers[op.result] if isinstance(reader, ops.Attention)]
                 if cache.layer not in heads:
                     unit = columns_of(attention.result)
                     head = lcm(unit, group * cache.value_dim) // (group * cache.value_dim)
@@ -143,14 +154,14 @@ def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
                 cuts |= {x: tuple(width * i for i in head_cuts) for x, width in widths if x is not None}
                 cuts[op.result] = cuts[q]
                 cuts[attention.result] = tuple(group * cache.value_dim * i for i in head_cuts)
-            case g.Gated(gate=gate, up=up) as op:
+            case ops.Gated(gate=gate, up=up) as op:
                 unit = columns_of(op.result)
                 gate_cuts = cuts.get(up) or cuts.get(gate) or _even(up.width, n, lcm(_TILE, unit), unit)
                 cuts |= {gate: gate_cuts, up: gate_cuts, op.result: gate_cuts}
-            case g.Activation(x=x) as op:
+            case ops.Activation(x=x) as op:
                 unit = columns_of(op.result)
                 cuts[x] = cuts[op.result] = _even(x.width, n, lcm(_TILE, unit), unit)
-            case g.Linear() as op if node.layer == "output":
+            case ops.Linear() as op if node.layer == "output":
                 cuts[op.result] = _even(op.result.width, n, _TILE, _GROUP)
     return cuts
 
@@ -168,7 +179,7 @@ class _Sharding:
     def graph(self) -> Graph:
         for layer, cache in self.graph_to_split.caches.items():
             operations = (node.operation for node in self.graph_to_split.nodes)
-            q = next(op.q for op in operations if isinstance(op, g.Attention) and op.cache is cache)
+            q = next(op.q for op in operations if isinstance(op, ops.Attention) and op.cache is cache)
             n_heads = len(self.indices(q)) * cache.n_heads // q.width
             self.device_graph.caches[layer] = replace(cache, n_heads=n_heads)
         for node in self.graph_to_split.nodes:
@@ -195,25 +206,32 @@ class _Sharding:
     def add(self, op: Operation[Any]) -> Any:
         cut = [x for x in (*op.inputs, *op.results) if x in self.cuts]
         match op:
-            case g.Linear(x=x, matrix=matrix) if x in self.cuts and op.result not in self.cuts:
+            case ops.Linear(x=x, matrix=matrix) if x in self.cuts and op.result not in self.cuts:
                 if x.rows is not Rows.TOKENS:
                     raise _refused("products of outputs alone")
                 weight = self.shard(matrix.weight, self.indices(x), is_columns=True)
                 is_first = self.device == 0  # only one device adds bias and residual
                 residual = self.tensors[op.residual] if is_first and op.residual is not None else None
                 mine = Matrix(weight, matrix.bias if is_first else None)
-                return self.device_graph.add(AllSum(self.device_graph.add(g.Linear(self.tensors[x], mine, residual))))
-            case g.Linear(x=x) if cut == [op.result] and op.residual is None:
-                y = self.device_graph.add(g.Linear(self.tensors[x], self.rows(op.matrix, op.result)))
+                return self.device_graph.add(
+                    AllSum(self.device_graph.add(ops.Linear(self.tensors[x], mine, residual)))
+                )
+            case ops.Linear(x=x) if cut == [op.result] and op.residual is None:
+                y = self.device_graph.add(ops.Linear(self.tensors[x], self.rows(op.matrix, op.result)))
                 is_output = self.device_graph.layer == "output"
                 cuts = self.cuts.pop(op.result) if is_output else ()
                 return self.device_graph.add(Gather(y, cuts, self.device)) if is_output else y
-            case g.Linears(x=x, matrices=matrices) if cut == list(op.result):
+            case ops.Linears(x=x, matrices=matrices) if cut == list(op.result):
                 own_matrices = tuple(self.rows(m, y) for m, y in zip(matrices, op.result, strict=True))
-                return self.device_graph.add(g.Linears(self.tensors[x], own_matrices))
-            case g.RopeAppend() | g.Attention(sinks=None, slopes=None, biases=None) | g.Gated() | g.Activation():
+                return self.device_graph.add(ops.Linears(self.tensors[x], own_matrices))
+            case (
+                ops.RopeAppend()
+                | ops.Attention(sinks=None, slopes=None, biases=None)
+                | ops.Gated()
+                | ops.Activation()
+            ):
                 return self.device_graph.add(self.renewed(op))
-            case _ if isinstance(op, _WHOLE | g.Linear | g.Linears) and not cut:
+            case _ if isinstance(op, _WHOLE | ops.Linear | ops.Linears) and not cut:
                 return self.device_graph.add(self.renewed(op))
         raise _refused(f"a cut through {type(op).__name__}")
 

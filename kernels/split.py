@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from localllm.errors import ExpertReadError, GGUFError, KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, ExpertReads, Footprint, HostOutput, Output, Step, TopK
-from localllm.kernels.graph import Graph
+from localllm.kernels.graph import Graph, Node, Operation, Rows, Tensor
+from localllm.kernels.operations import Embed, Input
 
 #: Tokens per micro-batch. According to `tests.benchmarks.gpu.predict`, two GPUs are slower than one with 128, because
 #: products then take less time than reading the weights. With 512 they cannot share a prompt of 512 tokens.
@@ -80,6 +81,45 @@ def page_size(backends: Sequence[Backend]) -> int:
     return lcm(*(backend.page_size for backend in backends))
 
 
+def graph_part(graph: Graph, layers: range) -> Graph:
+    """Return the operations of a range of layers. The first layers also embed; the last also have norm and head.
+
+    Later layers that need the embedding again (Gemma 4's E2B) compute it themselves.
+
+    Raises:
+        KernelError: more than one tensor with a row per token crosses into the part, or a layer uses the keys and
+            values of a layer outside.
+    """
+    n_layers = graph.n_layers
+    if layers == range(n_layers):
+        return graph
+    subgraph = Graph(graph.cache_type, graph.rounds_floats)
+    subgraph.caches = {n: c for n, c in graph.caches.items() if c.layer in layers}
+    subgraph.states = {n: s for n, s in graph.states.items() if n in layers}
+    subgraph.windows, subgraph.watched = graph.windows, graph.watched
+    ends = {"embedding": layers.start == 0, "output": layers.stop == n_layers}
+    subgraph.nodes = [n for n in graph.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
+    for node in subgraph.nodes:
+        cache = getattr(node.operation, "cache", None)
+        if cache is not None and cache.layer not in layers:
+            raise KernelError(
+                f"the model cannot be cut between layers {cache.layer} and {node.layer}: the second uses the keys "
+                "and values of the first"
+            )
+    computed = {x for node in subgraph.nodes for x in node.operation.results}
+    crossing = {x for node in subgraph.nodes for x in node.operation.inputs} - computed
+    operations = [node.operation for node in graph.nodes]
+    embeds = [op for op in operations if isinstance(op, Embed) and op.result in crossing]
+    if layers.start:
+        crossing -= {embed.result for embed in embeds}
+        inputs = [x for x in crossing if isinstance(x, Tensor) and x.rows is Rows.TOKENS]
+        if len(inputs) != 1 or len(crossing) != 1:
+            raise KernelError(f"the model cannot be cut at layer {layers.start}: more than one tensor crosses it")
+        first: list[Operation[Any]] = [Input(inputs[0]), *embeds]
+        subgraph.nodes[:0] = [Node(operation, layers.start) for operation in first]
+    return subgraph
+
+
 def part_footprint(
     backend: Backend,
     layers: range,
@@ -102,7 +142,7 @@ def part_footprint(
         more: further arguments of the backend's ``footprint``.
     """
     return backend.footprint(
-        graph.part(layers),
+        graph_part(graph, layers),
         n_pages=tuple(n * (size // backend.page_size) for n in n_pages),
         max_tokens=max_tokens if len(layers) == graph.n_layers or graph.looks_ahead else min(max_tokens, micro_batch),
         max_outputs=max_outputs,

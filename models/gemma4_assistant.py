@@ -15,21 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import (
-    Attention,
-    Embed,
-    Graph,
-    HeadNorm,
-    Input,
-    KVCache,
-    Linear,
-    Matrix,
-    Outputs,
-    RopeAppend,
-    Rows,
-    Scale,
-    Tensor,
-)
+from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rows, Tensor
+from localllm.kernels.operations import Attention, Embed, Input, Linear, Outputs, RopeAppend, Scale
 from localllm.models import gemma4, hf_names
 from localllm.models.blocks import Layer, add, gated_mlp, norm
 from localllm.models.config import Header

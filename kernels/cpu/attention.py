@@ -50,7 +50,7 @@ from localllm.kernels.cpu.elementwise import exp, hadamard, tanh
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
-from localllm.kernels.graph import Attention
+from localllm.kernels.operations import Attention
 
 #: Tokens and pages in a KV split.
 SPLIT = 512

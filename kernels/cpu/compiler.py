@@ -51,7 +51,13 @@ COMPILING_BYTES, LOADING_BYTES = 48 << 20, 128 << 20
 _FOLDER_NAME = re.compile("[0-9a-f]{16}")
 #: Modules outside this package whose constants become part of machine code.  (Look-up tables of `localllm.quant` are
 #: part of the names of their operations.)
-_CONSTANTS = ("kernels/cache_rounding.py", "quant/bit_packing.py", "quant/packing.py")
+_CONSTANTS = (
+    "kernels/cache_rounding.py",
+    "kernels/operations/compressed.py",
+    "kernels/operations/experts.py",
+    "quant/bit_packing.py",
+    "quant/packing.py",
+)
 
 
 class Kernel(Template):

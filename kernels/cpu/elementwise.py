@@ -32,7 +32,7 @@ LOG_8, LOG_7, LOG_6 = np.float32(7.0376836292e-2), np.float32(-1.1514610310e-1),
 LOG_5, LOG_4, LOG_3 = np.float32(-1.2420140846e-1), np.float32(1.4249322787e-1), np.float32(-1.6668057665e-1)
 LOG_2, LOG_1, LOG_0 = np.float32(2.0000714765e-1), np.float32(-2.4999993993e-1), np.float32(3.3333331174e-1)
 HALF = np.float32(0.5)
-#: Lower bound of the root's argument in a gate of streams (`localllm.kernels.graph.StreamGate`).
+#: Lower bound of the root's argument in a gate of streams (`localllm.kernels.operations.StreamGate`).
 LEAST_PRODUCT = np.float32(1e-6)
 #: Bits of √2 and of infinity: non-negative floats have the order of their bits, and NaN is greater than infinity.
 SQRT_2_BITS, INFINITY_BITS, MAGNITUDE = np.int32(0x3FB504F3), np.int32(0x7F800000), 0x7FFFFFFF
@@ -442,7 +442,7 @@ def hyper_weights(
     begin, end, x, x_stride, scale, bias, read, write, mix, stride, mix_stride,
     eps: float, write_scale: float, write_offset: float,
 ):  # fmt: skip
-    """Compute PARTS kinds of weights for N streams; see `localllm.kernels.graph.HyperWeights`."""
+    """Compute PARTS kinds of weights for N streams; see `localllm.kernels.operations.HyperWeights`."""
     for token in range(begin, end):
         row = x + token * x_stride
         for i in range(N):

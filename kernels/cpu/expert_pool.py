@@ -36,8 +36,9 @@ from localllm.kernels.backend import ExpertReads
 from localllm.kernels.cpu.experts import ENTRY
 from localllm.kernels.cpu.memory import PADDING, aligned_zeros, padded
 from localllm.kernels.cpu.packing import PACKED_ROWS, Packer
-from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Routing, Weight
+from localllm.kernels.graph import Graph, Routing, Weight
 from localllm.kernels.mapped_file import FileRange, OpenFile, range_in_file
+from localllm.kernels.operations import ExpertLinears, ExpertOutput
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import ScaleRangeError, repack, repack_target

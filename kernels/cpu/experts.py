@@ -32,7 +32,7 @@ from localllm.kernels.cpu.matmul import (
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range
 from localllm.kernels.cpu.tiles import TOKENS, X_STEP, x_tile_bytes
-from localllm.kernels.graph import MAX_GROUPS
+from localllm.kernels.operations.experts import MAX_GROUPS
 
 NONE = np.int64(-1)
 INFINITY = np.float32(np.inf)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cpu import attention as attention_kernels
@@ -42,6 +43,8 @@ from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import TILES, TOKENS, x_tile_bytes
 from localllm.kernels.cpu.weights import PackedWeights
 from localllm.kernels.graph import Graph, RecurrentState, Rows, Tensor, Value, Weight
+from localllm.kernels.operations.experts import GATINGS
+from localllm.kernels.operations.recurrent import side_by_side
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
 from localllm.quant.types import GGMLType
@@ -114,11 +117,11 @@ class Lowered:
 
     instructions: Sequence[Instruction]
     tables: BatchTables  # tables of the batch, filled before the program runs
-    embeddings: Sequence[tuple[g.Embed, Stored]]  # embeddings to look up, and the matrix for their rows
-    ngrams: Sequence[tuple[g.NgramEmbed, Stored]]  # n-gram embeddings, in the same form
-    adapters: Sequence[tuple[g.AdapterWeights, Stored]]  # weights of adapters, in the same form
-    added: Sequence[tuple[g.AddRows, Stored]]  # embeddings that layers add, in the same form
-    hidden: Sequence[tuple[g.Input, Stored]]  # input rows of the graph
+    embeddings: Sequence[tuple[ops.Embed, Stored]]  # embeddings to look up, and the matrix for their rows
+    ngrams: Sequence[tuple[ops.NgramEmbed, Stored]]  # n-gram embeddings, in the same form
+    adapters: Sequence[tuple[ops.AdapterWeights, Stored]]  # weights of adapters, in the same form
+    added: Sequence[tuple[ops.AddRows, Stored]]  # embeddings that layers add, in the same form
+    hidden: Sequence[tuple[ops.Input, Stored]]  # input rows of the graph
     result: Stored
     watched: Mapping[Value, Stored | StoredRouting]
     arena_bytes: int  # size of all buffers
@@ -154,11 +157,11 @@ class Lowering:
         #: Quantised rows of tensors, in the layout of `tiles`.
         self.records: dict[Tensor, Buffer] = {}
         self.int16: dict[Tensor, Buffer] = {}
-        self.embeddings: list[tuple[g.Embed, Stored]] = []
-        self.ngrams: list[tuple[g.NgramEmbed, Stored]] = []
-        self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
-        self.added: list[tuple[g.AddRows, Stored]] = []
-        self.hidden: list[tuple[g.Input, Stored]] = []
+        self.embeddings: list[tuple[ops.Embed, Stored]] = []
+        self.ngrams: list[tuple[ops.NgramEmbed, Stored]] = []
+        self.adapters: list[tuple[ops.AdapterWeights, Stored]] = []
+        self.added: list[tuple[ops.AddRows, Stored]] = []
+        self.hidden: list[tuple[ops.Input, Stored]] = []
         self.n_products = 0
 
     def lower(self) -> Lowered:
@@ -251,28 +254,28 @@ class Lowering:
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
-    def input(self, op: g.Input) -> Stored:
+    def input(self, op: ops.Input) -> Stored:
         # Filled before the program runs, as an embedding is: kernels must not write to this memory.
         y = self.new(Rows.TOKENS, op.x.width, is_kept=True)
         self.hidden.append((op, y))
         return y
 
-    def embed(self, op: g.Embed) -> Stored:
+    def embed(self, op: ops.Embed) -> Stored:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.embeddings.append((op, y))
         return y
 
-    def ngram_embed(self, op: g.NgramEmbed) -> Stored:
+    def ngram_embed(self, op: ops.NgramEmbed) -> Stored:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.ngrams.append((op, y))
         return y
 
-    def adapter_weights(self, op: g.AdapterWeights) -> Stored:
+    def adapter_weights(self, op: ops.AdapterWeights) -> Stored:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.adapters.append((op, y))
         return y
 
-    def add_rows(self, op: g.AddRows) -> Stored:
+    def add_rows(self, op: ops.AddRows) -> Stored:
         x: Stored = self.stored[op.x]
         rows = self.new(Rows.TOKENS, op.x.width, is_kept=True)
         self.added.append((op, rows))
@@ -280,7 +283,7 @@ class Lowering:
         self.call(elementwise.add_rows, arguments, 1, N_EMBEDDED)
         return x
 
-    def rms_norm(self, op: g.RMSNorm) -> Stored:
+    def rms_norm(self, op: ops.RMSNorm) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         weight = self.weights.vector(op.weight)
         n = x.width // op.n_groups
@@ -290,7 +293,7 @@ class Lowering:
         self.call(elementwise.rms_norm, arguments, 1, x.slot, WEIGHT=op.weight is not None)
         return y
 
-    def layer_norm(self, op: g.LayerNorm) -> Stored:
+    def layer_norm(self, op: ops.LayerNorm) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         weight, bias = self.weights.vector(op.weight), self.weights.vector(op.bias)
         n = x.width // op.n_groups
@@ -299,41 +302,41 @@ class Lowering:
         self.call(elementwise.layer_norm, arguments, 1, x.slot)
         return y
 
-    def gated(self, op: g.Gated) -> Stored:
+    def gated(self, op: ops.Gated) -> Stored:
         gate, up = self.stored[op.gate], self.stored[op.up]
         activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
 
-    def head_gate(self, op: g.HeadGate) -> Stored:
+    def head_gate(self, op: ops.HeadGate) -> Stored:
         x, gate, y = self.stored[op.x], self.stored[op.gate], self.in_place(op)
         sizes = op.gate.width, 4 * op.x.width // op.gate.width, gate.stride, x.stride
         values = x.buffer, gate.buffer, *sizes, y.buffer
         self.call(elementwise.head_gate, values, 1, y.slot, ACTIVATION=_ACTIVATIONS[op.activation])
         return y
 
-    def activation(self, op: g.Activation) -> Stored:
+    def activation(self, op: ops.Activation) -> Stored:
         x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.activation, op, x, (x.buffer,), **activation)
 
-    def clamp(self, op: g.Clamp) -> Stored:
+    def clamp(self, op: ops.Clamp) -> Stored:
         x = self.stored[op.x]
         return self._row_by_row(elementwise.clamp, op, x, (x.buffer,), float(op.low), float(op.high))
 
-    def xielu(self, op: g.XIELU) -> Stored:
+    def xielu(self, op: ops.XIELU) -> Stored:
         x, numbers = self.stored[op.x], map(float, (op.p, op.n, op.beta, op.eps))
         return self._row_by_row(elementwise.xielu, op, x, (x.buffer,), *numbers)
 
-    def add(self, op: g.Add) -> Stored:
+    def add(self, op: ops.Add) -> Stored:
         x, gated = self.stored[op.x], {"GATE": op.gate is not None}
         first = x.buffer, *self._address_and_stride(op.gate), self.stored[op.residual].buffer
         return self._row_by_row(elementwise.add, op, x, first, float(op.scale), **gated)
 
-    def columns(self, op: g.Columns) -> Stored:
+    def columns(self, op: ops.Columns) -> Stored:
         y = self.new(op.x.rows, op.result.width, is_kept=op.result.width % PADDING != 0)
         self._copy(self.stored[op.x], 4 * op.columns.start, y, 0, 4 * len(op.columns))
         return y
 
-    def side_by_side(self, op: g.SideBySide) -> Stored:
+    def side_by_side(self, op: ops.SideBySide) -> Stored:
         y, first = self.new(op.result.rows, op.result.width, is_kept=op.result.width % PADDING != 0), 0
         for x in op.tensors:
             self._copy(self.stored[x], 0, y, 4 * first, 4 * x.width)
@@ -345,7 +348,7 @@ class Lowering:
         places = x.buffer.at(source), 1, 0, x.stride, y.buffer.at(target), 0, y.stride, n_bytes
         self.call(elementwise.copy_heads, places, 1, x.slot)
 
-    def mix_streams(self, op: g.MixStreams) -> Stored:
+    def mix_streams(self, op: ops.MixStreams) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.result.width, is_kept=op.result.width % PADDING != 0)
         weights, residual = self._address_and_stride(op.mixing), self._address_and_stride(op.residual)
         sizes = op.n, op.result.width // op.size, op.first, 4 * op.size
@@ -354,7 +357,7 @@ class Lowering:
         self.call(elementwise.mix_streams, arguments, 1, x.slot, **constants)
         return y
 
-    def hyper_weights(self, op: g.HyperWeights) -> tuple[Stored, ...]:
+    def hyper_weights(self, op: ops.HyperWeights) -> tuple[Stored, ...]:
         x, results = self.stored[op.x], tuple(self.new(op.x.rows, y.width, is_kept=True) for y in op.result)
         addresses = (*(y.buffer for y in results), 0, 0)[:3]
         strides = results[0].stride, results[-1].stride
@@ -365,34 +368,34 @@ class Lowering:
         self.call(elementwise.hyper_weights, arguments, 1, x.slot, **constants)
         return results
 
-    def stream_gate(self, op: g.StreamGate) -> Stored:
+    def stream_gate(self, op: ops.StreamGate) -> Stored:
         key, query, y = self.stored[op.key], self.stored[op.query], self.new(op.key.rows, op.n, is_kept=True)
         sizes = op.n, 4 * op.size, y.buffer, y.stride, op.size**-0.5
         self.call(elementwise.stream_gate, (key.buffer, key.stride, query.buffer, query.stride, *sizes), 1, key.slot)
         return y
 
-    def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
+    def root_mean_square(self, op: ops.RootMeanSquare) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, 1, is_kept=True)
         arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, y.stride
         self.call(elementwise.root_mean_square, arguments, 1, x.slot)
         return y
 
-    def above_deviation(self, op: g.AboveDeviation) -> Stored:
+    def above_deviation(self, op: ops.AboveDeviation) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, float(op.factor)
         self.call(elementwise.above_deviation, arguments, 1, x.slot)
         return y
 
-    def scale(self, op: g.Scale) -> Stored:
+    def scale(self, op: ops.Scale) -> Stored:
         x, weighted = self.stored[op.x], {"WEIGHT": op.weight is not None}
         first = x.buffer, self.weights.vector(op.weight)
         return self._row_by_row(elementwise.scale, op, x, first, float(op.factor), **weighted)
 
-    def softcap(self, op: g.Softcap) -> Stored:
+    def softcap(self, op: ops.Softcap) -> Stored:
         x, cap = self.stored[op.x], float(op.cap)
         return self._row_by_row(elementwise.softcap, op, x, (x.buffer,), cap, 1 / cap)
 
-    def outputs(self, op: g.Outputs) -> Stored:
+    def outputs(self, op: ops.Outputs) -> Stored:
         x, rows, n = self.stored[op.x], self.tables.output_rows, op.n_joined
         if n == 1:
             return self._row_by_row(elementwise.gather_rows, op, x, (rows, x.buffer))
@@ -418,14 +421,14 @@ class Lowering:
 
     # -- Products --------------------------------------------------------------------------------------------------
 
-    def linear(self, op: g.Linear) -> Stored:
+    def linear(self, op: ops.Linear) -> Stored:
         # The result may overwrite the residual, but not if the residual is also x, which other units still multiply.
         y = self.new(op.x.rows, op.matrix.n_out) if op.residual is op.x else self.in_place(op)
         residual = 0 if op.residual is None else self.stored[op.residual].buffer
         self._multiply(op.x, op.matrix, y, residual, wait=True)
         return y
 
-    def linears(self, op: g.Linears) -> tuple[Stored, ...]:
+    def linears(self, op: ops.Linears) -> tuple[Stored, ...]:
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in op.matrices)
         for matrix in op.matrices:  # before the products, which do not wait for each other
             if self.weights.matrix(matrix.weight)[1] in TILES:
@@ -456,7 +459,7 @@ class Lowering:
         self.call(kernel, arguments, units, ALWAYS, wait=wait, **constants)
         self.n_products += matrix.n_in * matrix.n_out
 
-    def head_linear(self, op: g.HeadLinear) -> Stored:
+    def head_linear(self, op: ops.HeadLinear) -> Stored:
         x, y, (n_heads, n_out, n_in) = self.stored[op.x], self.new(op.x.rows, op.result.width), op.weight.shape
         x_head, rest_bytes = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
         if rest_bytes:
@@ -492,7 +495,7 @@ class Lowering:
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def rope_append(self, op: g.RopeAppend) -> Stored:
+    def rope_append(self, op: ops.RopeAppend) -> Stored:
         q: Stored = self.stored[op.q]
         cache, (key_layout, value_layout), rope, tables = op.cache, layouts_of(op.cache), op.rope, self.tables
         n_pairs = 0 if rope is None else len(rope.frequencies)
@@ -556,7 +559,7 @@ class Lowering:
         n = dim if norm.weight is None else norm.weight.shape[0]
         return self.weights.vector(norm.weight), n, float(norm.eps)
 
-    def attention(self, op: g.Attention) -> Stored:
+    def attention(self, op: ops.Attention) -> Stored:
         cache, tables = op.cache, self.tables
         n_heads, head, q = cache.n_heads, layouts_of(cache)[1].head(cache.value_dim), self.stored[op.q]
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
@@ -603,7 +606,7 @@ class Lowering:
             return 0, 0
         return self.layers[cache.key][0], self.tables.block_tables[self.graph.group(cache)]
 
-    def compress(self, op: g.Compress) -> Stored:
+    def compress(self, op: ops.Compress) -> Stored:
         cache, tables, width = op.cache, self.tables, op.result.width
         y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
         values = (
@@ -614,7 +617,7 @@ class Lowering:
         self.call(selection.compress, values, 1, N_TOKENS, **selection.compress_constants(op))
         return y
 
-    def index_select(self, op: g.IndexSelect) -> Stored:
+    def index_select(self, op: ops.IndexSelect) -> Stored:
         cache, tables, lanes = op.cache, self.tables, 2 * self.threads
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         row_bytes = 8 * padded(-(-tables.n_blocks * PAGE // op.run) * op.n_choices)
@@ -635,7 +638,7 @@ class Lowering:
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
 
-    def causal_conv(self, op: g.CausalConv) -> Stored:
+    def causal_conv(self, op: ops.CausalConv) -> Stored:
         x, width, kernel = self.stored[op.x], op.x.width, op.weight.shape[1]
         y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
@@ -646,7 +649,7 @@ class Lowering:
         self.call(recurrent.keep_inputs, (*sequences, x.buffer, x.stride, stride, kernel - 1), 1, N_SEQUENCES)
         return y
 
-    def gated_delta(self, op: g.GatedDelta) -> Stored:
+    def gated_delta(self, op: ops.GatedDelta) -> Stored:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
@@ -657,7 +660,7 @@ class Lowering:
         values, numbers = (*q, *k, *v, *gates, *weights, 0), (float(op.eps), d_k**-0.5, float(op.bound))
         return self._recurrence(op, values, op.n_key_heads, per_group, numbers, constants)
 
-    def scan(self, op: g.Scan) -> Stored:
+    def scan(self, op: ops.Scan) -> Stored:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
@@ -665,7 +668,7 @@ class Lowering:
         constants = {"DELTA": False, "PER_CHANNEL": False, "BOUNDED": False}
         return self._recurrence(op, values, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
 
-    def channel_scan(self, op: g.ChannelScan) -> Stored:
+    def channel_scan(self, op: ops.ChannelScan) -> Stored:
         y = self.new(Rows.TOKENS, op.x.width, is_kept=op.x.width % PADDING != 0)
         rows = (value for z in (op.x, op.dt, op.b, op.c) for value in self._address_and_stride(z))
         weights = map(self.weights.vector, (op.a, op.dt_bias, op.d))
@@ -676,7 +679,7 @@ class Lowering:
 
     def _recurrence(
         self,
-        op: g.GatedDelta | g.Scan,
+        op: ops.GatedDelta | ops.Scan,
         values: tuple[Argument, ...],
         n_groups: int,
         per_group: int,
@@ -695,7 +698,7 @@ class Lowering:
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Argument, int]]:
         """Return the address and the stride in bytes of each tensor of a joined matrix."""
-        places = ((self.stored[x], first) for x, first in g.side_by_side(tensors, widths))
+        places = ((self.stored[x], first) for x, first in side_by_side(tensors, widths))
         return [(stored.buffer.at(4 * first), stored.stride) for stored, first in places]
 
     def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
@@ -705,7 +708,7 @@ class Lowering:
 
     # -- Experts ---------------------------------------------------------------------------------------------------
 
-    def route(self, op: g.Route) -> StoredRouting:
+    def route(self, op: ops.Route) -> StoredRouting:
         logits, n_experts = self.stored[op.logits], op.result.n_experts
         n_pairs = self.n_rows[N_CHOSEN]
         # The places of each expert start at a whole tile.
@@ -719,9 +722,7 @@ class Lowering:
             bias = self.weights.vector(op.selection_bias)
             values = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
             scored = *self._address_and_stride(op.expert_ids), op.k, probabilities.buffer, scores.buffer
-            self.call(
-                expert_kernels.expert_scores, (*values, *scored), 1, N_TOKENS, GATING=g.GATINGS.index(op.gating)
-            )
+            self.call(expert_kernels.expert_scores, (*values, *scored), 1, N_TOKENS, GATING=GATINGS.index(op.gating))
         factors = self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
         arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), choice.ids)
@@ -734,10 +735,10 @@ class Lowering:
         self.call(expert_kernels.group_by_expert, grouping, 1, ALWAYS)
         return choice
 
-    def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
+    def expert_linears(self, op: ops.ExpertLinears) -> tuple[Stored, ...]:
         return self._multiply_experts(op.x, op.experts, op.biases, op.routing, is_weighted=op.is_weighted)
 
-    def expert_output(self, op: g.ExpertOutput) -> Stored:
+    def expert_output(self, op: ops.ExpertOutput) -> Stored:
         biases = () if op.bias is None else (op.bias,)
         products = self._multiply_experts(op.h, (op.experts,), biases, op.routing)[0]
         residual, y = 0 if op.residual is None else self.stored[op.residual].buffer, self.in_place(op)
@@ -818,14 +819,14 @@ class Lowering:
         """
         makers = {y: node.operation for node in self.graph.nodes for y in node.operation.results}
         behind = [node.operation for node in self.graph.nodes[self.node_index + 1 :]]
-        route = next((op for op in behind if isinstance(op, g.Route)), None)
+        route = next((op for op in behind if isinstance(op, ops.Route)), None)
         if route is None or route.expert_ids is not None:
             return
-        if not isinstance(linear := makers[route.logits], g.Linear) or linear.residual is not None:
+        if not isinstance(linear := makers[route.logits], ops.Linear) or linear.residual is not None:
             return
         norm = makers.get(linear.x)
-        linears = [op for op in behind if isinstance(op, g.ExpertLinears) and op.routing is route.result]
-        if not isinstance(norm, g.RMSNorm | g.LayerNorm) or norm.x.width != x.width or len(linears) != 1:
+        linears = [op for op in behind if isinstance(op, ops.ExpertLinears) and op.routing is route.result]
+        if not isinstance(norm, ops.RMSNorm | ops.LayerNorm) or norm.x.width != x.width or len(linears) != 1:
             return
         if not all(map(stays_in_file, linears[0].experts)):
             return

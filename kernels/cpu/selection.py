@@ -1,5 +1,5 @@
-"""Selection of the positions for attention by an indexer's scores (`localllm.kernels.graph.IndexSelect`), and
-compression of groups of tokens to single entries (`localllm.kernels.graph.Compress`).
+"""Selection of the positions for attention by an indexer's scores (`localllm.kernels.operations.IndexSelect`), and
+compression of groups of tokens to single entries (`localllm.kernels.operations.Compress`).
 
 The scores of a token are a row, float32 [positions].  There are as many rows as lanes, the units of work.  In a batch
 with no more tokens than lanes, each token has its own row, and lanes share its work, so that decoding uses all
@@ -29,7 +29,8 @@ from localllm.kernels.cpu.elementwise import exp
 from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.graph import MOST_RUN, Compress, IndexSelect
+from localllm.kernels.operations import Compress, IndexSelect
+from localllm.kernels.operations.compressed import MOST_RUN
 
 #: Pages in a part, the unit that lanes score in turn: a whole number of runs.
 PART = MOST_RUN // PAGE

@@ -24,7 +24,8 @@ from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.driver import DeviceProperties, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
 from localllm.kernels.cuda.roofline import Kind
-from localllm.kernels.graph import Attention, Graph, Rope, Route
+from localllm.kernels.graph import Graph, Rope
+from localllm.kernels.operations import Attention, Route
 
 #: Indices in a batch's header (batch.cuh) of the numbers of rows.
 N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)

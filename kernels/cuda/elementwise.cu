@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = total;
 }
 
-// The weights of n hyper-connected streams of each row (graph.HyperWeights): one, two or three kinds; kinds whose
+// The weights of n hyper-connected streams of each row (operations.HyperWeights): one, two or three kinds; kinds whose
 // pointer is null are skipped.  Grid: (rows), with one thread each.
 extern "C" __global__ void hyper_weights(const int* __restrict__ header, const float* __restrict__ x, int stride,
                                          const float* __restrict__ scale, const float* __restrict__ bias, int n,

@@ -22,6 +22,7 @@ import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cuda import attention, matmul
@@ -45,7 +46,10 @@ from localllm.kernels.cuda.driver import DeviceMemory, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.cuda.weights import PackedMatrix, PackedWeights
-from localllm.kernels.graph import ACTIVATIONS, GATINGS, Graph, Rows, Tensor, Value, Weight
+from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
+from localllm.kernels.operations.dense import ACTIVATIONS
+from localllm.kernels.operations.experts import GATINGS
+from localllm.kernels.operations.recurrent import side_by_side
 from localllm.quant.types import GGMLType
 
 #: Columns that a block of `top_parts` sorts, and the maximum number of largest values.
@@ -83,11 +87,11 @@ class Lowered:
 
     limits: StepLimits  # limits shared by the calls
     calls: list[Call]
-    hidden: list[tuple[g.Input, Stored]]  # input rows of the graph
+    hidden: list[tuple[ops.Input, Stored]]  # input rows of the graph
     result: Stored
     tables: list[tuple[int, bool]]  # rows of each embedding table, and whether it is indexed by position
     embeddings: dict[int, Stored]  # buffers of separate embeddings of tokens, by number
-    ngrams: list[tuple[g.NgramEmbed, Stored]]  # buffers of the rows that the host looks up for n-grams
+    ngrams: list[tuple[ops.NgramEmbed, Stored]]  # buffers of the rows that the host looks up for n-grams
     # buffers of the largest value per row, and of the top k, if the result is logits: the ids of all rows, followed
     # by their logits; with k > 1 also followed by the ids that the next batch continues with
     largest: tuple[Buffer, Buffer] | None
@@ -128,12 +132,12 @@ class Lowering:
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         #: Outputs of gates that products can compute, and whether they do for an extent.
         self.ends: dict[Tensor, tuple[Inputs, Callable[[Extent], bool]]] = {}
-        self.hidden: list[tuple[g.Input, Stored]] = []
+        self.hidden: list[tuple[ops.Input, Stored]] = []
         #: Ids chosen for the last batch, which can be inputs of the next batch.
         self.chosen_ids = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
         self.embeddings: dict[int, Stored] = {}
-        self.ngrams: list[tuple[g.NgramEmbed, Stored]] = []
+        self.ngrams: list[tuple[ops.NgramEmbed, Stored]] = []
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
@@ -165,7 +169,7 @@ class Lowering:
         """Return kernel arguments for an optional tensor: its rows and stride, or null and 0."""
         return (None, 0) if x is None else (self.stored[x],)
 
-    def in_place(self, op: g.Linear | g.ExpertOutput) -> Stored:
+    def in_place(self, op: ops.Linear | ops.ExpertOutput) -> Stored:
         """Allocate a sum, in the memory of the residual if nothing reads it later."""
         if op.residual is None or self.last_uses[op.residual] > self.node:
             return self.like(op.result)
@@ -211,7 +215,7 @@ class Lowering:
         readers = self.readers[x]
         multiplied = [_multiplied(op, x) for op in readers]
         formats = [self.weights.matrix(weight).packed for weights in multiplied for weight in weights]
-        gathered = [w for op in readers if isinstance(op, g.ExpertLinears) for w in op.experts]
+        gathered = [w for op in readers if isinstance(op, ops.ExpertLinears) for w in op.experts]
         integers = [f for f in (*formats, *(self.weights.matrix(w).packed for w in gathered)) if not f.is_float]
         is_alone = all(multiplied) and len(integers) == len(formats) and x is not self.graph.result
         if not integers or not (both or is_alone):
@@ -272,12 +276,12 @@ class Lowering:
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
-    def input(self, op: g.Input) -> Stored:
+    def input(self, op: ops.Input) -> Stored:
         y = self.like(op.x)
         self.hidden.append((op, y))
         return y
 
-    def embed(self, op: g.Embed) -> Stored:
+    def embed(self, op: ops.Embed) -> Stored:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
         self.tables.append((table.n_out, op.by_position))
         columns, format, batch = op.columns or range(table.n_in), table.packed, self.batch
@@ -299,19 +303,19 @@ class Lowering:
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, y, **options)
         return y
 
-    def ngram_embed(self, op: g.NgramEmbed) -> Stored:
+    def ngram_embed(self, op: ops.NgramEmbed) -> Stored:
         y = self.like(op.result)
         self.ngrams.append((op, y))
         return y
 
-    def add_rows(self, op: g.AddRows) -> Stored:
+    def add_rows(self, op: ops.AddRows) -> Stored:
         x: Stored = self.stored[op.x]
         rows = self.embeddings.setdefault(op.index, self.like(op.x))
         self.elementwise("add rows", "add_rows", x, columns(x), GATE_THREADS, self.batch.ids, rows, x.width, x)
         self._omit_last(lambda extent: not extent.has_embedded)
         return x
 
-    def rms_norm(self, op: g.RMSNorm) -> Stored | Inputs | None:
+    def rms_norm(self, op: ops.RMSNorm) -> Stored | Inputs | None:
         x, n_groups, eps = self.stored[op.x], op.n_groups, float(op.eps)
         y, codes = self.result_of(op.result, both=True) if n_groups == 1 else (self.like(op.result), None)
         step = 0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // n_groups
@@ -320,31 +324,31 @@ class Lowering:
         self.elementwise(name, "rms_norm", x, grid, _NORM_THREADS, *values, step, *_written(y, codes))
         return y or codes
 
-    def layer_norm(self, op: g.LayerNorm) -> Stored:
+    def layer_norm(self, op: ops.LayerNorm) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         values, grid = (x, x.width // op.n_groups, *weights, float(op.eps), y), lambda n: (n, op.n_groups)
         self.elementwise("layer norm", "layer_norm", x, grid, _NORM_THREADS, *values)
         return y
 
-    def gated(self, op: g.Gated) -> Stored | Inputs | None:
+    def gated(self, op: ops.Gated) -> Stored | Inputs | None:
         return self._gate(op.result, op.gate, op.up, op.activation)
 
-    def activation(self, op: g.Activation) -> Stored | Inputs | None:
+    def activation(self, op: ops.Activation) -> Stored | Inputs | None:
         return self._gate(op.result, op.x, None, op.activation)
 
-    def head_gate(self, op: g.HeadGate) -> Stored:
+    def head_gate(self, op: ops.HeadGate) -> Stored:
         x, gate, y = self.stored[op.x], self.stored[op.gate], self.like(op.result)
         values = ACTIVATIONS.index(op.activation), x, x.width, op.x.width // op.gate.width, gate, y
         self.elementwise("gate of heads", "head_gate", x, columns(x), GATE_THREADS, *values)
         return y
 
-    def clamp(self, op: g.Clamp) -> Stored:
+    def clamp(self, op: ops.Clamp) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         self.elementwise("clamp", "clamp", x, columns(x), GATE_THREADS, x, x.width, float(op.low), float(op.high), y)
         return y
 
-    def xielu(self, op: g.XIELU) -> Stored:
+    def xielu(self, op: ops.XIELU) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         numbers = map(float, (op.p, op.n, op.beta, op.eps))
         self.elementwise("xielu", "xielu", x, columns(x), GATE_THREADS, x, x.width, *numbers, y)
@@ -363,15 +367,15 @@ class Lowering:
             self._omit_last(is_done)
         return y or codes
 
-    def add(self, op: g.Add) -> Stored:
+    def add(self, op: ops.Add) -> Stored:
         return self._add(op.x, op.scale, None, op.gate, op.residual)
 
-    def columns(self, op: g.Columns) -> Stored:
+    def columns(self, op: ops.Columns) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         self._copy(x, op.columns.start, y, 0, len(op.columns))
         return y
 
-    def side_by_side(self, op: g.SideBySide) -> Stored:
+    def side_by_side(self, op: ops.SideBySide) -> Stored:
         y, first = self.like(op.result), 0
         for x in op.tensors:
             self._copy(self.stored[x], 0, y, first, x.width)
@@ -384,14 +388,14 @@ class Lowering:
         options: dict[str, Any] = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n)}
         self.elementwise("copy columns", "copy_heads", x, lambda n: (1, n), 32, *values, **options)
 
-    def mix_streams(self, op: g.MixStreams) -> Stored:
+    def mix_streams(self, op: ops.MixStreams) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         mixed = x, *self._rows_of(op.mixing), *self._rows_of(op.residual)
         values = *mixed, op.n, op.first, op.size, float(op.offset), y, y.width
         self.elementwise("mix streams", "mix_streams", x, columns(y), GATE_THREADS, *values)
         return y
 
-    def hyper_weights(self, op: g.HyperWeights) -> tuple[Stored, ...]:
+    def hyper_weights(self, op: ops.HyperWeights) -> tuple[Stored, ...]:
         x, results = self.stored[op.x], tuple(map(self.like, op.result))
         weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
         values = x, *weights, op.n, float(op.eps), float(op.write_scale), float(op.write_offset), op.n_rounds
@@ -400,23 +404,23 @@ class Lowering:
         )
         return results
 
-    def stream_gate(self, op: g.StreamGate) -> Stored:
+    def stream_gate(self, op: ops.StreamGate) -> Stored:
         key, query, y = self.stored[op.key], self.stored[op.query], self.like(op.result)
         values = key, query, op.size, op.size**-0.5, y
         self.elementwise("stream gate", "stream_gate", key, lambda n: (op.n, n), 32, *values)
         return y
 
-    def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
+    def root_mean_square(self, op: ops.RootMeanSquare) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         self.elementwise("root mean square", "root_mean_square", x, _each, _NORM_THREADS, x, x.width, y)
         return y
 
-    def above_deviation(self, op: g.AboveDeviation) -> Stored:
+    def above_deviation(self, op: ops.AboveDeviation) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         self.elementwise("cut", "above_deviation", x, _each, _NORM_THREADS, x, x.width, float(op.factor), y)
         return y
 
-    def scale(self, op: g.Scale) -> Stored:
+    def scale(self, op: ops.Scale) -> Stored:
         return self._add(op.x, op.factor, op.weight, None, None)
 
     def _add(
@@ -430,12 +434,12 @@ class Lowering:
         self.elementwise("add", "add", rows, columns(rows), GATE_THREADS, *values, operands=operands)
         return y
 
-    def softcap(self, op: g.Softcap) -> Stored:
+    def softcap(self, op: ops.Softcap) -> Stored:
         x, y = self.stored[op.x], self.like(op.x)
         self.elementwise("softcap", "softcap", x, columns(x), GATE_THREADS, x, x.width, float(op.cap), y)
         return y
 
-    def outputs(self, op: g.Outputs) -> Stored:
+    def outputs(self, op: ops.Outputs) -> Stored:
         x, y, batch = self.stored[op.x], self.new(Rows.OUTPUTS, op.result.width), self.batch
         options: tuple[Any, ...] = () if op.n_joined == 1 else (op.n_joined, op.is_mean)
         kernel = "elementwise", "join_rows" if options else "gather_rows"
@@ -470,7 +474,7 @@ class Lowering:
 
     # -- Products --------------------------------------------------------------------------------------------------
 
-    def linear(self, op: g.Linear) -> Stored:
+    def linear(self, op: ops.Linear) -> Stored:
         matrix = self.weights.matrix(op.matrix.weight)
         inputs = self.inputs_of(op.x, matrix.packed)  # a copy, so the rows may be overwritten
         y = self.in_place(op)
@@ -478,7 +482,7 @@ class Lowering:
         self._multiply(inputs, [(matrix, y, bias)], self.stored[op.residual])
         return y
 
-    def linears(self, op: g.Linears) -> tuple[Stored, ...]:
+    def linears(self, op: ops.Linears) -> tuple[Stored, ...]:
         matrices = [self.weights.matrix(matrix.weight) for matrix in op.matrices]
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in matrices)
         inputs = [self.inputs_of(op.x, matrix.packed) for matrix in matrices]
@@ -491,23 +495,23 @@ class Lowering:
             )
         return results
 
-    def _gate_of(self, op: g.Linears | g.ExpertLinears) -> tuple[g.Gated, Inputs] | None:
+    def _gate_of(self, op: ops.Linears | ops.ExpertLinears) -> tuple[ops.Gated, Inputs] | None:
         """Return the gate of both products, if nothing else reads them and only its codes are used; else None."""
         gates = {reader for x in op.result for reader in self.readers[x]}
         [gate] = gates if len(gates) == 1 else (None,)
-        if not isinstance(gate, g.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
+        if not isinstance(gate, ops.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
             return None
         codes = None if gate.result.width % matmul.RUN else self.result_of(gate.result)[1]
         return (gate, codes) if codes else None
 
     def _gate_arguments(
-        self, gate: tuple[g.Gated, Inputs], products: Sequence[matmul.Product], n_rows: int
+        self, gate: tuple[ops.Gated, Inputs], products: Sequence[matmul.Product], n_rows: int
     ) -> list[Any]:
         activation, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n_rows)
         return matmul.gate_arguments(products[0], products[1], activation, to)
 
     def _ends_with(
-        self, gate: tuple[g.Gated, Inputs] | None, launches: Callable[[Extent], Iterator[Launch]]
+        self, gate: tuple[ops.Gated, Inputs] | None, launches: Callable[[Extent], Iterator[Launch]]
     ) -> list[Inputs]:
         """Return the additional buffers of products that may compute a gate."""
         if gate is None:
@@ -516,7 +520,7 @@ class Lowering:
         self.ends[gate[0].result] = gate[1], is_done
         return [gate[1]]
 
-    def head_linear(self, op: g.HeadLinear) -> Stored:
+    def head_linear(self, op: ops.HeadLinear) -> Stored:
         x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
         (n_heads, n_out, n_in), n_rest = op.weight.shape, op.n_rest
         inputs = Inputs.new(matrix.packed, self.limits.max_rows(x.slot), n_in, x.slot, n_heads)
@@ -534,7 +538,7 @@ class Lowering:
         inputs: Inputs,
         products: Sequence[tuple[PackedMatrix, Stored, DeviceMemory | None]],
         residual: Stored | None = None,
-        gate: tuple[g.Gated, Inputs] | None = None,
+        gate: tuple[ops.Gated, Inputs] | None = None,
     ) -> None:
         """Multiply the same inputs with matrices of all formats that read inputs of this kind.
 
@@ -588,7 +592,7 @@ class Lowering:
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def rope_append(self, op: g.RopeAppend) -> Stored:
+    def rope_append(self, op: ops.RopeAppend) -> Stored:
         limits, batch, kv_cache, cache = self.limits, self.batch, op.cache, self.limits.cache
         q: Stored
         q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
@@ -628,7 +632,7 @@ class Lowering:
         )
         return q
 
-    def attention(self, op: g.Attention) -> Stored:
+    def attention(self, op: ops.Attention) -> Stored:
         if op.selected is not None or op.entries is not None:
             return self._attention_selected(op)
         if op.has_spans and not op.causal:
@@ -672,7 +676,7 @@ class Lowering:
         self._rotate_back(op, y)
         return y
 
-    def _rotate_back(self, op: g.Attention, y: Stored) -> None:
+    def _rotate_back(self, op: ops.Attention, y: Stored) -> None:
         """Undo the rotation of values in their sums."""
         if op.cache.rotations[1]:
             self.call(
@@ -686,7 +690,7 @@ class Lowering:
                 cost=lambda sizes: Cost(2 * y.bytes_of(sizes.n_tokens)),
             )
 
-    def index_select(self, op: g.IndexSelect) -> Stored:
+    def index_select(self, op: ops.IndexSelect) -> Stored:
         limits, kv_cache, batch = self.limits, op.cache, self.batch
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         weights, of_heads = self.stored[op.head_weights], self._rows_of(op.head_weights)
@@ -720,7 +724,7 @@ class Lowering:
         self.calls.append(Call("index", launches, operands, index_cost))
         return y
 
-    def compress(self, op: g.Compress) -> Stored:
+    def compress(self, op: ops.Compress) -> Stored:
         kv_cache, y, weight = op.cache, self.new(Rows.TOKENS, op.result.width), self.weights.vector(op.biases)
         header, starts, _, _, *tables = self.batch.attention(self.limits.cache.groups[kv_cache.key])
         rows = self.limits.cache.layer(kv_cache.key)[0]
@@ -732,7 +736,7 @@ class Lowering:
         self.call("compress", kernel, N_TOKENS, _each, 128, *values, defines=defines, cost=cost, operands=operands)
         return y
 
-    def _attention_selected(self, op: g.Attention) -> Stored:
+    def _attention_selected(self, op: ops.Attention) -> Stored:
         limits, kv_cache, batch, entries = self.limits, op.cache, self.batch, op.entries
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kv_cache.key])
@@ -778,7 +782,7 @@ class Lowering:
         cost = lambda sizes: Cost(sizes.n_tokens * row_bytes + len(sizes.sequences) * 8 * state.n_values)  # noqa: E731
         self.call(name, (module, kernel), N_TOKENS, grid, threads, *first, *values, cost=cost, **options)
 
-    def causal_conv(self, op: g.CausalConv) -> Stored:
+    def causal_conv(self, op: ops.CausalConv) -> Stored:
         x, y = self.stored[op.x], self.new(Rows.TOKENS, op.x.width)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         grid = lambda n: (-(-x.width // _CONV_COLUMNS), min(n, _MAX_SEQUENCES), -(-n // _CONV_TOKENS))  # noqa: E731
@@ -789,7 +793,7 @@ class Lowering:
         )
         return y
 
-    def gated_delta(self, op: g.GatedDelta) -> Stored:
+    def gated_delta(self, op: ops.GatedDelta) -> Stored:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
         qkv = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
@@ -798,13 +802,13 @@ class Lowering:
         settings = op.n_key_heads, per_group, float(op.eps), d_k**-0.5, float(op.bound)
         return self._recurrence(op, qkv, gates, weights, settings, op.is_per_channel)
 
-    def scan(self, op: g.Scan) -> Stored:
+    def scan(self, op: ops.Scan) -> Stored:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         weights, settings = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0, 0.0)
         return self._recurrence(op, [c, b, x], [self.stored[op.dt]], weights, settings, False)
 
-    def channel_scan(self, op: g.ChannelScan) -> Stored:
+    def channel_scan(self, op: ops.ChannelScan) -> Stored:
         x, dt, b, c = (self.stored[y] for y in (op.x, op.dt, op.b, op.c))
         y, weights = self.new(Rows.TOKENS, x.width), map(self.weights.vector, (op.a, op.dt_bias, op.d))
         names, n_bytes = ("scan", "recurrent", "channel_scan"), 12 * x.width + 8 * b.width
@@ -815,11 +819,11 @@ class Lowering:
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Stored, int]]:
         """Return the rows that contain parts of tensors, and the first column of each part."""
-        return [(self.stored[x], first) for x, first in g.side_by_side(tensors, widths)]
+        return [(self.stored[x], first) for x, first in side_by_side(tensors, widths)]
 
     def _recurrence(
         self,
-        op: g.GatedDelta | g.Scan,
+        op: ops.GatedDelta | ops.Scan,
         qkv: Sequence[tuple[Stored, int]],
         gates: Sequence[Stored],
         weights: Sequence[Weight | None],
@@ -851,7 +855,7 @@ class Lowering:
 
     # -- Experts ---------------------------------------------------------------------------------------------------
 
-    def route(self, op: g.Route) -> _ExpertChoice:
+    def route(self, op: ops.Route) -> _ExpertChoice:
         limits, mixture, logits = self.limits, Mixture(op.logits.width, op.k), self.stored[op.logits]
         if mixture.n > MAX_EXPERTS or mixture.k > MAX_CHOSEN:
             raise KernelError(
@@ -862,8 +866,8 @@ class Lowering:
         # Products, their number, ids, expert weights, places, and the tokens of places.
         sizes = 16 * mixture.n_products(limits.max_tokens, _FEW_ROWS), 16, *3 * [4 * n_pairs], 4 * n_places
         memory, header = Buffer(sum(sizes)), self.batch.header
-        readers = [op for op in self.readers[op.result] if isinstance(op, g.ExpertLinears | g.ExpertOutput)]
-        experts = [w for op in readers for w in (op.experts if isinstance(op, g.ExpertLinears) else (op.experts,))]
+        readers = [op for op in self.readers[op.result] if isinstance(op, ops.ExpertLinears | ops.ExpertOutput)]
+        experts = [w for op in readers for w in (op.experts if isinstance(op, ops.ExpertLinears) else (op.experts,))]
         formats, products = [self.weights.matrix(weight).packed for weight in experts], limits.products
 
         def is_single(extent: Extent) -> bool:
@@ -899,7 +903,7 @@ class Lowering:
         self.calls.append(Call("route", launches, operands, cost))
         return choice
 
-    def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
+    def expert_linears(self, op: ops.ExpertLinears) -> tuple[Stored, ...]:
         choice, x = self.stored[op.routing], self.stored[op.x]
         matrices = [self.weights.matrix(weight) for weight in op.experts]
         inputs = dict[str, tuple[Inputs, Inputs | None]]()
@@ -920,7 +924,7 @@ class Lowering:
                 self._finish_experts(choice, op.is_weighted, op.biases[i] if op.biases else None, y)
         return results
 
-    def expert_output(self, op: g.ExpertOutput) -> Stored:
+    def expert_output(self, op: ops.ExpertOutput) -> Stored:
         if op.residual is not None and self.last_uses[op.residual] > self.node:
             raise KernelError("the cuda backend adds the output of experts in place: it must not be read elsewhere")
         choice, matrix, batch = self.stored[op.routing], self.weights.matrix(op.experts), self.batch
@@ -993,7 +997,7 @@ class Lowering:
         choice: _ExpertChoice,
         matrices: Sequence[PackedMatrix],
         inputs: Mapping[str, tuple[Inputs, Inputs | None]],
-        gate: tuple[g.Gated, Inputs] | None = None,
+        gate: tuple[ops.Gated, Inputs] | None = None,
     ) -> tuple[Stored, ...]:
         """Multiply rows by place; products of one format are one call.
 
@@ -1012,7 +1016,7 @@ class Lowering:
         pairs: Sequence[tuple[PackedMatrix, Stored]],
         inputs: Inputs,
         shared: Inputs | None,
-        gate: tuple[g.Gated, Inputs] | None,
+        gate: tuple[ops.Gated, Inputs] | None,
     ) -> None:
         mixture, limits, packed = choice.mixture, self.limits.products, [w for w, _ in pairs]
         format, n_in = packed[0].packed, packed[0].n_in
@@ -1089,11 +1093,11 @@ def index_defines(
 def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:
     """Return the weights that an operation multiplies a tensor with; empty if it also uses the tensor differently."""
     match op:
-        case g.Linears(x=operand, matrices=matrices) if operand is x:
+        case ops.Linears(x=operand, matrices=matrices) if operand is x:
             return [matrix.weight for matrix in matrices]
-        case g.Linear(x=operand, matrix=matrix, residual=residual) if operand is x and residual is not x:
+        case ops.Linear(x=operand, matrix=matrix, residual=residual) if operand is x and residual is not x:
             return [matrix.weight]
-        case g.ExpertOutput(h=operand, experts=experts, residual=residual) if operand is x and residual is not x:
+        case ops.ExpertOutput(h=operand, experts=experts, residual=residual) if operand is x and residual is not x:
             return [experts]
     return []
 

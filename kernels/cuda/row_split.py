@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import (
     Backend,
     Batch,
@@ -85,7 +85,7 @@ class ShardLowering(Lowering):
         self.n_sums = 0
         self.received: dict[Stored, Buffer] = {}
 
-    def in_place(self, op: g.Linear | g.ExpertOutput) -> Stored:
+    def in_place(self, op: ops.Linear | ops.ExpertOutput) -> Stored:
         exchange = self.exchanges[self.device]
         match self.readers[op.result]:
             case [AllSum()]:
