@@ -29,7 +29,7 @@ from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.expert_pool import ExpertPool
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.lowering import Lowered, Lowering, Stored
+from localllm.kernels.cpu.lowering import HostRows, Lowered, Lowering
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import choose
@@ -197,7 +197,7 @@ class CPUStep(Step):
 
     def value(self, x: Value) -> NDArray[Any]:
         stored, numbers = self._watched[x], self._tables.header_numbers()
-        if isinstance(stored, Stored):
+        if isinstance(stored, HostRows):
             return stored.rows(self._arena)[: numbers[stored.slot], : stored.width]
         begin = stored.ids.buffer.offset + stored.ids.n_bytes
         ids = self._arena[begin : begin + 8 * numbers[N_CHOSEN]].view(np.int64)

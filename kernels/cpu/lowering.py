@@ -6,7 +6,7 @@ program serves every batch, because kernels read the number of tokens when they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -64,6 +64,13 @@ _ACTIVATIONS = {
     "softplus": elementwise.softplus_of_gate,
 }
 
+#: Kernels that compute each value of a result from one value of x, and their numbers.
+_ELEMENTWISE: dict[type[g.Operation[Any]], tuple[Kernel, Callable[[Any], tuple[float, ...]]]] = {
+    ops.Clamp: (elementwise.clamp, lambda op: (op.low, op.high)),
+    ops.Softcap: (elementwise.softcap, lambda op: (op.cap, 1 / op.cap)),
+    ops.XIELU: (elementwise.xielu, lambda op: (op.p, op.n, op.beta, op.eps)),
+}
+
 _FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
     GGMLType.F16: load_f16x16,
@@ -75,13 +82,13 @@ _FLOAT_LOADS: dict[KernelType, Any] = {
 ALL = 1 << 31
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A float32 matrix [rows, padded width] in a buffer; header number ``slot`` is the number of rows in a batch."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HostRows:
+    """A float32 matrix [rows, padded width] in a buffer."""
 
     buffer: Buffer
-    slot: int
     width: int
+    slot: int  # index in the batch's header of the number of rows
 
     @property
     def stride(self) -> int:
@@ -117,13 +124,13 @@ class Lowered:
 
     instructions: Sequence[Instruction]
     tables: BatchTables  # tables of the batch, filled before the program runs
-    embeddings: Sequence[tuple[ops.Embed, Stored]]  # embeddings to look up, and the matrix for their rows
-    ngrams: Sequence[tuple[ops.NgramEmbed, Stored]]  # n-gram embeddings, in the same form
-    adapters: Sequence[tuple[ops.AdapterWeights, Stored]]  # weights of adapters, in the same form
-    added: Sequence[tuple[ops.AddRows, Stored]]  # embeddings that layers add, in the same form
-    hidden: Sequence[tuple[ops.Input, Stored]]  # input rows of the graph
-    result: Stored
-    watched: Mapping[Value, Stored | StoredRouting]
+    embeddings: Sequence[tuple[ops.Embed, HostRows]]  # embeddings to look up, and the matrix for their rows
+    ngrams: Sequence[tuple[ops.NgramEmbed, HostRows]]  # n-gram embeddings, in the same form
+    adapters: Sequence[tuple[ops.AdapterWeights, HostRows]]  # weights of adapters, in the same form
+    added: Sequence[tuple[ops.AddRows, HostRows]]  # embeddings that layers add, in the same form
+    hidden: Sequence[tuple[ops.Input, HostRows]]  # input rows of the graph
+    result: HostRows
+    watched: Mapping[Value, HostRows | StoredRouting]
     arena_bytes: int  # size of all buffers
     n_products: int  # products of activations and weights per token
     n_joined: int  # rows that one output row is made from
@@ -157,11 +164,11 @@ class Lowering:
         #: Quantised rows of tensors, in the layout of `tiles`.
         self.records: dict[Tensor, Buffer] = {}
         self.int16: dict[Tensor, Buffer] = {}
-        self.embeddings: list[tuple[ops.Embed, Stored]] = []
-        self.ngrams: list[tuple[ops.NgramEmbed, Stored]] = []
-        self.adapters: list[tuple[ops.AdapterWeights, Stored]] = []
-        self.added: list[tuple[ops.AddRows, Stored]] = []
-        self.hidden: list[tuple[ops.Input, Stored]] = []
+        self.embeddings: list[tuple[ops.Embed, HostRows]] = []
+        self.ngrams: list[tuple[ops.NgramEmbed, HostRows]] = []
+        self.adapters: list[tuple[ops.AdapterWeights, HostRows]] = []
+        self.added: list[tuple[ops.AddRows, HostRows]] = []
+        self.hidden: list[tuple[ops.Input, HostRows]] = []
         self.n_products = 0
 
     def lower(self) -> Lowered:
@@ -202,16 +209,23 @@ class Lowering:
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
-    def new(self, rows: Rows, width: int, *, is_kept: bool = False) -> Stored:
-        """Allocate a matrix for a tensor.  A kept buffer is zero at first, and stays zero where no kernel writes."""
-        slot = _SLOTS[rows]
-        return Stored(Buffer(self.n_rows[slot] * 4 * padded(width), is_kept), slot, width)
+    def new(self, rows: Rows, width: int, *, is_kept: bool = False, writes_padding: bool = True) -> HostRows:
+        """Allocate a matrix for a tensor.
 
-    def in_place(self, op: g.Operation[Tensor]) -> Stored:
+        Args:
+            is_kept: do not share the memory with other buffers, because it is filled before the program runs.
+            writes_padding: whether the kernel writes the padding of each row. If it does not, memory with padding is
+                kept: it is zero at first, and the padding stays zero.
+        """
+        slot = _SLOTS[rows]
+        is_kept = is_kept or (not writes_padding and width % PADDING != 0)
+        return HostRows(buffer=Buffer(self.n_rows[slot] * 4 * padded(width), is_kept), width=width, slot=slot)
+
+    def in_place(self, op: g.Operation[Tensor]) -> HostRows:
         """Allocate a result, in the memory of the input that it may overwrite if nothing reads this input later."""
         x = getattr(op, op.overwrites) if op.overwrites else None
         if x is not None and self.last_uses[x] == self.node_index:
-            stored: Stored = self.stored[x]
+            stored: HostRows = self.stored[x]
             return stored
         return self.new(op.result.rows, op.result.width)
 
@@ -254,36 +268,36 @@ class Lowering:
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
-    def input(self, op: ops.Input) -> Stored:
+    def input(self, op: ops.Input) -> HostRows:
         # Filled before the program runs, as an embedding is: kernels must not write to this memory.
         y = self.new(Rows.TOKENS, op.x.width, is_kept=True)
         self.hidden.append((op, y))
         return y
 
-    def embed(self, op: ops.Embed) -> Stored:
+    def embed(self, op: ops.Embed) -> HostRows:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.embeddings.append((op, y))
         return y
 
-    def ngram_embed(self, op: ops.NgramEmbed) -> Stored:
+    def ngram_embed(self, op: ops.NgramEmbed) -> HostRows:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.ngrams.append((op, y))
         return y
 
-    def adapter_weights(self, op: ops.AdapterWeights) -> Stored:
+    def adapter_weights(self, op: ops.AdapterWeights) -> HostRows:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.adapters.append((op, y))
         return y
 
-    def add_rows(self, op: ops.AddRows) -> Stored:
-        x: Stored = self.stored[op.x]
+    def add_rows(self, op: ops.AddRows) -> HostRows:
+        x: HostRows = self.stored[op.x]
         rows = self.new(Rows.TOKENS, op.x.width, is_kept=True)
         self.added.append((op, rows))
         arguments = self.tables.embedded, rows.buffer, x.stride // 4, x.stride, x.buffer
         self.call(elementwise.add_rows, arguments, 1, N_EMBEDDED)
         return x
 
-    def rms_norm(self, op: ops.RMSNorm) -> Stored:
+    def rms_norm(self, op: ops.RMSNorm) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         weight = self.weights.vector(op.weight)
         n = x.width // op.n_groups
@@ -293,7 +307,7 @@ class Lowering:
         self.call(elementwise.rms_norm, arguments, 1, x.slot, WEIGHT=op.weight is not None)
         return y
 
-    def layer_norm(self, op: ops.LayerNorm) -> Stored:
+    def layer_norm(self, op: ops.LayerNorm) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         weight, bias = self.weights.vector(op.weight), self.weights.vector(op.bias)
         n = x.width // op.n_groups
@@ -302,54 +316,53 @@ class Lowering:
         self.call(elementwise.layer_norm, arguments, 1, x.slot)
         return y
 
-    def gated(self, op: ops.Gated) -> Stored:
+    def gated(self, op: ops.Gated) -> HostRows:
         gate, up = self.stored[op.gate], self.stored[op.up]
         activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
 
-    def head_gate(self, op: ops.HeadGate) -> Stored:
+    def head_gate(self, op: ops.HeadGate) -> HostRows:
         x, gate, y = self.stored[op.x], self.stored[op.gate], self.in_place(op)
         sizes = op.gate.width, 4 * op.x.width // op.gate.width, gate.stride, x.stride
         values = x.buffer, gate.buffer, *sizes, y.buffer
         self.call(elementwise.head_gate, values, 1, y.slot, ACTIVATION=_ACTIVATIONS[op.activation])
         return y
 
-    def activation(self, op: ops.Activation) -> Stored:
+    def activation(self, op: ops.Activation) -> HostRows:
         x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.activation, op, x, (x.buffer,), **activation)
 
-    def clamp(self, op: ops.Clamp) -> Stored:
+    def _elementwise(self, op: g.SameShape) -> HostRows:
+        kernel, numbers = _ELEMENTWISE[type(op)]
         x = self.stored[op.x]
-        return self._row_by_row(elementwise.clamp, op, x, (x.buffer,), float(op.low), float(op.high))
+        return self._row_by_row(kernel, op, x, (x.buffer,), *map(float, numbers(op)))
 
-    def xielu(self, op: ops.XIELU) -> Stored:
-        x, numbers = self.stored[op.x], map(float, (op.p, op.n, op.beta, op.eps))
-        return self._row_by_row(elementwise.xielu, op, x, (x.buffer,), *numbers)
+    clamp = softcap = xielu = _elementwise
 
-    def add(self, op: ops.Add) -> Stored:
+    def add(self, op: ops.Add) -> HostRows:
         x, gated = self.stored[op.x], {"GATE": op.gate is not None}
         first = x.buffer, *self._address_and_stride(op.gate), self.stored[op.residual].buffer
         return self._row_by_row(elementwise.add, op, x, first, float(op.scale), **gated)
 
-    def columns(self, op: ops.Columns) -> Stored:
-        y = self.new(op.x.rows, op.result.width, is_kept=op.result.width % PADDING != 0)
+    def columns(self, op: ops.Columns) -> HostRows:
+        y = self.new(op.x.rows, op.result.width, writes_padding=False)
         self._copy(self.stored[op.x], 4 * op.columns.start, y, 0, 4 * len(op.columns))
         return y
 
-    def side_by_side(self, op: ops.SideBySide) -> Stored:
-        y, first = self.new(op.result.rows, op.result.width, is_kept=op.result.width % PADDING != 0), 0
+    def side_by_side(self, op: ops.SideBySide) -> HostRows:
+        y, first = self.new(op.result.rows, op.result.width, writes_padding=False), 0
         for x in op.tensors:
             self._copy(self.stored[x], 0, y, 4 * first, 4 * x.width)
             first += x.width
         return y
 
-    def _copy(self, x: Stored, source: int, y: Stored, target: int, n_bytes: int) -> None:
+    def _copy(self, x: HostRows, source: int, y: HostRows, target: int, n_bytes: int) -> None:
         """Copy ``n_bytes`` bytes of each row, from offset ``source`` in x to offset ``target`` in y."""
         places = x.buffer.at(source), 1, 0, x.stride, y.buffer.at(target), 0, y.stride, n_bytes
         self.call(elementwise.copy_heads, places, 1, x.slot)
 
-    def mix_streams(self, op: ops.MixStreams) -> Stored:
-        x, y = self.stored[op.x], self.new(op.x.rows, op.result.width, is_kept=op.result.width % PADDING != 0)
+    def mix_streams(self, op: ops.MixStreams) -> HostRows:
+        x, y = self.stored[op.x], self.new(op.x.rows, op.result.width, writes_padding=False)
         weights, residual = self._address_and_stride(op.mixing), self._address_and_stride(op.residual)
         sizes = op.n, op.result.width // op.size, op.first, 4 * op.size
         arguments = (x.buffer, x.stride, *weights, *residual, *sizes, y.buffer, y.stride, float(op.offset))
@@ -357,8 +370,8 @@ class Lowering:
         self.call(elementwise.mix_streams, arguments, 1, x.slot, **constants)
         return y
 
-    def hyper_weights(self, op: ops.HyperWeights) -> tuple[Stored, ...]:
-        x, results = self.stored[op.x], tuple(self.new(op.x.rows, y.width, is_kept=True) for y in op.result)
+    def hyper_weights(self, op: ops.HyperWeights) -> tuple[HostRows, ...]:
+        x, results = self.stored[op.x], tuple(self.new(op.x.rows, y.width, writes_padding=False) for y in op.result)
         addresses = (*(y.buffer for y in results), 0, 0)[:3]
         strides = results[0].stride, results[-1].stride
         weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
@@ -368,38 +381,34 @@ class Lowering:
         self.call(elementwise.hyper_weights, arguments, 1, x.slot, **constants)
         return results
 
-    def stream_gate(self, op: ops.StreamGate) -> Stored:
-        key, query, y = self.stored[op.key], self.stored[op.query], self.new(op.key.rows, op.n, is_kept=True)
+    def stream_gate(self, op: ops.StreamGate) -> HostRows:
+        key, query, y = self.stored[op.key], self.stored[op.query], self.new(op.key.rows, op.n, writes_padding=False)
         sizes = op.n, 4 * op.size, y.buffer, y.stride, op.size**-0.5
         self.call(elementwise.stream_gate, (key.buffer, key.stride, query.buffer, query.stride, *sizes), 1, key.slot)
         return y
 
-    def root_mean_square(self, op: ops.RootMeanSquare) -> Stored:
-        x, y = self.stored[op.x], self.new(op.x.rows, 1, is_kept=True)
+    def root_mean_square(self, op: ops.RootMeanSquare) -> HostRows:
+        x, y = self.stored[op.x], self.new(op.x.rows, 1, writes_padding=False)
         arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, y.stride
         self.call(elementwise.root_mean_square, arguments, 1, x.slot)
         return y
 
-    def above_deviation(self, op: ops.AboveDeviation) -> Stored:
+    def above_deviation(self, op: ops.AboveDeviation) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, float(op.factor)
         self.call(elementwise.above_deviation, arguments, 1, x.slot)
         return y
 
-    def scale(self, op: ops.Scale) -> Stored:
+    def scale(self, op: ops.Scale) -> HostRows:
         x, weighted = self.stored[op.x], {"WEIGHT": op.weight is not None}
         first = x.buffer, self.weights.vector(op.weight)
         return self._row_by_row(elementwise.scale, op, x, first, float(op.factor), **weighted)
 
-    def softcap(self, op: ops.Softcap) -> Stored:
-        x, cap = self.stored[op.x], float(op.cap)
-        return self._row_by_row(elementwise.softcap, op, x, (x.buffer,), cap, 1 / cap)
-
-    def outputs(self, op: ops.Outputs) -> Stored:
+    def outputs(self, op: ops.Outputs) -> HostRows:
         x, rows, n = self.stored[op.x], self.tables.output_rows, op.n_joined
         if n == 1:
             return self._row_by_row(elementwise.gather_rows, op, x, (rows, x.buffer))
-        y = self.new(Rows.OUTPUTS, op.result.width, is_kept=op.result.width % PADDING != 0)
+        y = self.new(Rows.OUTPUTS, op.result.width, writes_padding=False)
         width = x.stride // 4 if op.is_mean else x.width
         arguments = (rows, n, x.buffer, width, x.stride, y.buffer, y.stride, 1 / n)
         self.call(elementwise.join_rows, arguments, 1, y.slot, MEAN=op.is_mean)
@@ -409,11 +418,11 @@ class Lowering:
         self,
         kernel: Kernel,
         op: g.Operation[Tensor],
-        x: Stored,
+        x: HostRows,
         first: tuple[Argument, ...],
         *last: Argument,
         **constants: Any,
-    ) -> Stored:
+    ) -> HostRows:
         """Call a kernel with ``first``, the width and stride of x, the result, and ``last``."""
         y = self.in_place(op)
         self.call(kernel, (*first, x.stride // 4, x.stride, y.buffer, *last), 1, y.slot, **constants)
@@ -421,14 +430,14 @@ class Lowering:
 
     # -- Products --------------------------------------------------------------------------------------------------
 
-    def linear(self, op: ops.Linear) -> Stored:
+    def linear(self, op: ops.Linear) -> HostRows:
         # The result may overwrite the residual, but not if the residual is also x, which other units still multiply.
         y = self.new(op.x.rows, op.matrix.n_out) if op.residual is op.x else self.in_place(op)
         residual = 0 if op.residual is None else self.stored[op.residual].buffer
         self._multiply(op.x, op.matrix, y, residual, wait=True)
         return y
 
-    def linears(self, op: ops.Linears) -> tuple[Stored, ...]:
+    def linears(self, op: ops.Linears) -> tuple[HostRows, ...]:
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in op.matrices)
         for matrix in op.matrices:  # before the products, which do not wait for each other
             if self.weights.matrix(matrix.weight)[1] in TILES:
@@ -439,7 +448,7 @@ class Lowering:
             self._multiply(op.x, matrix, y, 0, wait=i == len(results) - 1)
         return results
 
-    def _multiply(self, x: Tensor, matrix: g.Matrix, y: Stored, residual: Argument, *, wait: bool) -> None:
+    def _multiply(self, x: Tensor, matrix: g.Matrix, y: HostRows, residual: Argument, *, wait: bool) -> None:
         address, format = self.weights.matrix(matrix.weight)
         bias = self.weights.vector(matrix.bias)
         groups, s, arguments = padded(matrix.n_out) // GROUP, self.stored[x], list[Argument]()
@@ -459,7 +468,7 @@ class Lowering:
         self.call(kernel, arguments, units, ALWAYS, wait=wait, **constants)
         self.n_products += matrix.n_in * matrix.n_out
 
-    def head_linear(self, op: ops.HeadLinear) -> Stored:
+    def head_linear(self, op: ops.HeadLinear) -> HostRows:
         x, y, (n_heads, n_out, n_in) = self.stored[op.x], self.new(op.x.rows, op.result.width), op.weight.shape
         x_head, rest_bytes = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
         if rest_bytes:
@@ -495,8 +504,8 @@ class Lowering:
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def rope_append(self, op: ops.RopeAppend) -> Stored:
-        q: Stored = self.stored[op.q]
+    def rope_append(self, op: ops.RopeAppend) -> HostRows:
+        q: HostRows = self.stored[op.q]
         cache, (key_layout, value_layout), rope, tables = op.cache, layouts_of(op.cache), op.rope, self.tables
         n_pairs = 0 if rope is None else len(rope.frequencies)
         angles = 0 if rope is None or not n_pairs else tables.angles(rope)
@@ -559,7 +568,7 @@ class Lowering:
         n = dim if norm.weight is None else norm.weight.shape[0]
         return self.weights.vector(norm.weight), n, float(norm.eps)
 
-    def attention(self, op: ops.Attention) -> Stored:
+    def attention(self, op: ops.Attention) -> HostRows:
         cache, tables = op.cache, self.tables
         n_heads, head, q = cache.n_heads, layouts_of(cache)[1].head(cache.value_dim), self.stored[op.q]
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
@@ -571,7 +580,7 @@ class Lowering:
         sinks = self.weights.vector(op.sinks)
         # The kernel writes heads, but not the padding after the last head.
         width = op.result.width
-        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
+        y = self.new(Rows.TOKENS, width, writes_padding=False)
         partials = Buffer(table.max_partials * table.partial_bytes) if table.max_partials else 0
         self.call(
             attention_kernels.attention,
@@ -606,9 +615,9 @@ class Lowering:
             return 0, 0
         return self.layers[cache.key][0], self.tables.block_tables[self.graph.group(cache)]
 
-    def compress(self, op: ops.Compress) -> Stored:
+    def compress(self, op: ops.Compress) -> HostRows:
         cache, tables, width = op.cache, self.tables, op.result.width
-        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
+        y = self.new(Rows.TOKENS, width, writes_padding=False)
         values = (
             *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
             *(self.layers[cache.key][0], self.weights.vector(op.biases), 4 * padded(op.biases.shape[1])),
@@ -617,7 +626,7 @@ class Lowering:
         self.call(selection.compress, values, 1, N_TOKENS, **selection.compress_constants(op))
         return y
 
-    def index_select(self, op: ops.IndexSelect) -> Stored:
+    def index_select(self, op: ops.IndexSelect) -> HostRows:
         cache, tables, lanes = op.cache, self.tables, 2 * self.threads
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         row_bytes = 8 * padded(-(-tables.n_blocks * PAGE // op.run) * op.n_choices)
@@ -638,9 +647,9 @@ class Lowering:
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
 
-    def causal_conv(self, op: ops.CausalConv) -> Stored:
+    def causal_conv(self, op: ops.CausalConv) -> HostRows:
         x, width, kernel = self.stored[op.x], op.x.width, op.weight.shape[1]
-        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
+        y = self.new(Rows.TOKENS, width, writes_padding=False)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         sequences, stride = self.sequences(op.state), state_bytes(op.state) // (kernel - 1)
         arguments = *sequences, x.buffer, x.stride, *weights, y.buffer, stride
@@ -649,7 +658,7 @@ class Lowering:
         self.call(recurrent.keep_inputs, (*sequences, x.buffer, x.stride, stride, kernel - 1), 1, N_SEQUENCES)
         return y
 
-    def gated_delta(self, op: ops.GatedDelta) -> Stored:
+    def gated_delta(self, op: ops.GatedDelta) -> HostRows:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
@@ -660,7 +669,7 @@ class Lowering:
         values, numbers = (*q, *k, *v, *gates, *weights, 0), (float(op.eps), d_k**-0.5, float(op.bound))
         return self._recurrence(op, values, op.n_key_heads, per_group, numbers, constants)
 
-    def scan(self, op: ops.Scan) -> Stored:
+    def scan(self, op: ops.Scan) -> HostRows:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
@@ -668,8 +677,8 @@ class Lowering:
         constants = {"DELTA": False, "PER_CHANNEL": False, "BOUNDED": False}
         return self._recurrence(op, values, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
 
-    def channel_scan(self, op: ops.ChannelScan) -> Stored:
-        y = self.new(Rows.TOKENS, op.x.width, is_kept=op.x.width % PADDING != 0)
+    def channel_scan(self, op: ops.ChannelScan) -> HostRows:
+        y = self.new(Rows.TOKENS, op.x.width, writes_padding=False)
         rows = (value for z in (op.x, op.dt, op.b, op.c) for value in self._address_and_stride(z))
         weights = map(self.weights.vector, (op.a, op.dt_bias, op.d))
         sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
@@ -685,10 +694,10 @@ class Lowering:
         per_group: int,
         numbers: tuple[float, float, float],
         constants: dict[str, Any],
-    ) -> Stored:
+    ) -> HostRows:
         n_heads, rows, columns = op.state.shape
         vectors = 2 if columns % 32 == 0 else 1
-        y = self.new(Rows.TOKENS, op.result.width, is_kept=op.result.width % PADDING != 0)
+        y = self.new(Rows.TOKENS, op.result.width, writes_padding=False)
         sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
         arguments = (*sequences, *values, n_groups, per_group, columns, y.buffer, y.stride)
         units = n_heads * columns // (16 * vectors)
@@ -735,10 +744,10 @@ class Lowering:
         self.call(expert_kernels.group_by_expert, grouping, 1, ALWAYS)
         return choice
 
-    def expert_linears(self, op: ops.ExpertLinears) -> tuple[Stored, ...]:
+    def expert_linears(self, op: ops.ExpertLinears) -> tuple[HostRows, ...]:
         return self._multiply_experts(op.x, op.experts, op.biases, op.routing, is_weighted=op.is_weighted)
 
-    def expert_output(self, op: ops.ExpertOutput) -> Stored:
+    def expert_output(self, op: ops.ExpertOutput) -> HostRows:
         biases = () if op.bias is None else (op.bias,)
         products = self._multiply_experts(op.h, (op.experts,), biases, op.routing)[0]
         residual, y = 0 if op.residual is None else self.stored[op.residual].buffer, self.in_place(op)
@@ -758,7 +767,7 @@ class Lowering:
         routing: g.Routing,
         *,
         is_weighted: bool = False,
-    ) -> tuple[Stored, ...]:
+    ) -> tuple[HostRows, ...]:
         """Multiply rows of x with the matrices of the experts.  x has a row per token, or a row per pair."""
         choice, s = self.stored[routing], self.stored[x]
         formats = [self.weights.matrix(weight)[1] for weight in experts]
@@ -839,7 +848,9 @@ class Lowering:
         entries = self.stored[likely.result].entries
         self.call(expert_kernels.read_ahead, (entries, self.counter(N_USED), table, call, group.number), 1, ALWAYS)
 
-    def _gather(self, x: Stored, choice: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
+    def _gather(
+        self, x: HostRows, choice: StoredRouting, per_row: int, as_records: bool, is_weighted: bool
+    ) -> Buffer:
         """Return the rows of x at the places of their pairs."""
         n_blocks = x.width // 32
         tiles = choice.n_places // TOKENS * x_tile_bytes.function(n_blocks)

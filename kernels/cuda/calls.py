@@ -52,8 +52,8 @@ def padded(n: int) -> int:
 # -- Buffers -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DeviceRows:
     """Rows of a tensor, float32 [rows, stride]; the first ``width`` values are used."""
 
     buffer: Buffer
@@ -82,7 +82,7 @@ class Inputs:
     slot: int
     n_heads: int
     scale_bytes: int
-    alone: Stored | None = None  # for a single row, the row itself if it equals its units
+    alone: DeviceRows | None = None  # for a single row, the row itself if it equals its units
 
     @classmethod
     def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int, n_heads: int = 1) -> Inputs:
@@ -385,7 +385,7 @@ class Call:
 
     name: str  # name in a profile, shared by all layers
     launches: Callable[[Extent], Iterable[Launch]]  # launches for batches within an extent
-    operands: Sequence[Stored | Inputs | Buffer]  # buffers that they read and write
+    operands: Sequence[DeviceRows | Inputs | Buffer]  # buffers that they read and write
     cost: Callable[[BatchSizes], Cost]  # cost for a batch
 
     @property
@@ -401,7 +401,7 @@ def arguments(*values: Any, n_rows: int = 0) -> tuple[Any, ...]:
 
 def _arguments(values: Iterable[Any], n_rows: int) -> Iterator[Any]:
     for value in values:
-        if isinstance(value, Stored | Inputs):
+        if isinstance(value, DeviceRows | Inputs):
             yield from value.as_arguments(n_rows)
         elif isinstance(value, bool | int):
             yield np.int32(value)

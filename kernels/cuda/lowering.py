@@ -34,11 +34,11 @@ from localllm.kernels.cuda.calls import (
     BatchSizes,
     Call,
     Cost,
+    DeviceRows,
     Extent,
     Inputs,
     Mixture,
     StepLimits,
-    Stored,
     arguments,
     padded,
 )
@@ -59,10 +59,21 @@ MAX_EXPERTS, MAX_CHOSEN = 1024, 32
 
 #: Returns the grid of a launch for a number of rows.
 Grid = Callable[[int], tuple[int, ...]]
+#: Whether launches for batches within an extent need a call.
+Condition = Callable[[Extent], bool]
 
 _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_PLACES}
 #: Operands of products by the format of weights; "int8" for formats that are not listed.
 _KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
+#: Kernels of elementwise.cu that take rows of x, their width and numbers of an operation; whether a block computes a
+#: whole row; and these numbers.
+_ELEMENTWISE: dict[type[g.Operation[Any]], tuple[str, bool, Callable[[Any], tuple[float, ...]]]] = {
+    ops.AboveDeviation: ("above_deviation", True, lambda op: (op.factor,)),
+    ops.Clamp: ("clamp", False, lambda op: (op.low, op.high)),
+    ops.RootMeanSquare: ("root_mean_square", True, lambda op: ()),
+    ops.Softcap: ("softcap", False, lambda op: (op.cap,)),
+    ops.XIELU: ("xielu", False, lambda op: (op.p, op.n, op.beta, op.eps)),
+}
 _LAYER = re.compile(r"blk\.\d+\.")
 #: A rope that rotates nothing.
 _NO_ROPE = g.Rope(np.zeros(0, np.float32), interleaved=False)
@@ -87,11 +98,11 @@ class Lowered:
 
     limits: StepLimits  # limits shared by the calls
     calls: list[Call]
-    hidden: list[tuple[ops.Input, Stored]]  # input rows of the graph
-    result: Stored
+    hidden: list[tuple[ops.Input, DeviceRows]]  # input rows of the graph
+    result: DeviceRows
     tables: list[tuple[int, bool]]  # rows of each embedding table, and whether it is indexed by position
-    embeddings: dict[int, Stored]  # buffers of separate embeddings of tokens, by number
-    ngrams: list[tuple[ops.NgramEmbed, Stored]]  # buffers of the rows that the host looks up for n-grams
+    embeddings: dict[int, DeviceRows]  # buffers of separate embeddings of tokens, by number
+    ngrams: list[tuple[ops.NgramEmbed, DeviceRows]]  # buffers of the rows that the host looks up for n-grams
     # buffers of the largest value per row, and of the top k, if the result is logits: the ids of all rows, followed
     # by their logits; with k > 1 also followed by the ids that the next batch continues with
     largest: tuple[Buffer, Buffer] | None
@@ -132,12 +143,12 @@ class Lowering:
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         #: Outputs of gates that products can compute, and whether they do for an extent.
         self.ends: dict[Tensor, tuple[Inputs, Callable[[Extent], bool]]] = {}
-        self.hidden: list[tuple[ops.Input, Stored]] = []
+        self.hidden: list[tuple[ops.Input, DeviceRows]] = []
         #: Ids chosen for the last batch, which can be inputs of the next batch.
         self.chosen_ids = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
-        self.embeddings: dict[int, Stored] = {}
-        self.ngrams: list[tuple[ops.NgramEmbed, Stored]] = []
+        self.embeddings: dict[int, DeviceRows] = {}
+        self.ngrams: list[tuple[ops.NgramEmbed, DeviceRows]] = []
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
@@ -157,23 +168,24 @@ class Lowering:
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
-    def new(self, rows: Rows, width: int) -> Stored:
+    def new(self, rows: Rows, width: int) -> DeviceRows:
         """Allocate rows for a tensor."""
         slot = _SLOTS[rows]
-        return Stored(Buffer(4 * padded(width) * self.limits.max_rows(slot)), width, slot)
+        buffer = Buffer(4 * padded(width) * self.limits.max_rows(slot))
+        return DeviceRows(buffer=buffer, width=width, slot=slot)
 
-    def like(self, x: Tensor) -> Stored:
+    def like(self, x: Tensor) -> DeviceRows:
         return self.new(x.rows, x.width)
 
     def _rows_of(self, x: Tensor | None) -> tuple[Any, ...]:
         """Return kernel arguments for an optional tensor: its rows and stride, or null and 0."""
         return (None, 0) if x is None else (self.stored[x],)
 
-    def in_place(self, op: ops.Linear | ops.ExpertOutput) -> Stored:
+    def in_place(self, op: ops.Linear | ops.ExpertOutput) -> DeviceRows:
         """Allocate a sum, in the memory of the residual if nothing reads it later."""
         if op.residual is None or self.last_uses[op.residual] > self.node:
             return self.like(op.result)
-        residual: Stored = self.stored[op.residual]
+        residual: DeviceRows = self.stored[op.residual]
         return residual
 
     def new_inputs(self, format: PackedFormat, x: Tensor, slot: int) -> Inputs:
@@ -183,18 +195,17 @@ class Lowering:
         """Return a tensor's rows in the format for products with such weights; the first call adds the conversion."""
         key = x, format.input_kind
         if key not in self.inputs:
-            rows: Stored = self.stored[x]
+            rows: DeviceRows = self.stored[x]
             inputs = self.new_inputs(format, x, rows.slot)
             is_read = any(getattr(op, "residual", None) is x for op in self.readers[x])  # and overwritten
             is_same = format.type is GGMLType.F32 and x.width % matmul.RUN == 0 and not is_read
             self.inputs[key] = replace(inputs, alone=rows) if is_same else inputs
-            self._quantise("quantise", rows, inputs)
-            if is_same:
-                self._omit_last(lambda extent: extent.rows(rows.slot) == 1)
+            when = (lambda extent: extent.rows(rows.slot) != 1) if is_same else None
+            self._quantise("quantise", rows, inputs, when=when)
         return self.inputs[key]
 
     def _quantise(
-        self, name: str, x: Stored, inputs: Inputs, rows: Any = None, head_stride: int = 0, **options: Any
+        self, name: str, x: DeviceRows, inputs: Inputs, rows: Any = None, head_stride: int = 0, **options: Any
     ) -> None:
         """Convert rows for products: all rows, the rows given by ``rows``, or the first values of every head."""
         format, counter = inputs.format, self.batch.counter(inputs.slot)
@@ -204,7 +215,7 @@ class Lowering:
         grid = lambda n: (format.input_rows(n), inputs.n_heads)  # noqa: E731
         self.call(name, (launch.module, launch.kernel), inputs.slot, grid, launch.block[0], *values, **options)
 
-    def result_of(self, x: Tensor, *, both: bool = False) -> tuple[Stored | None, Inputs | None]:
+    def result_of(self, x: Tensor, *, both: bool = False) -> tuple[DeviceRows | None, Inputs | None]:
         """Return the outputs of a norm or a gate: float rows, or integers, or both.
 
         Float rows are omitted if only products with integers read the tensor.
@@ -232,8 +243,9 @@ class Lowering:
         threads: int,
         *values: Any,
         defines: Mapping[str, int | str] | None = None,
-        operands: Sequence[Stored | Inputs | Buffer] = (),
+        operands: Sequence[DeviceRows | Inputs | Buffer] = (),
         cost: Callable[[BatchSizes], Cost] | None = None,
+        when: Condition | None = None,
     ) -> None:
         """Add a call of one kernel, whose launches differ only in the number of rows.
 
@@ -244,12 +256,13 @@ class Lowering:
             values: see `arguments`.
             operands: rows and buffers that the values point to, in addition to rows and buffers among the values.
             cost: by default, all rows and weights are read or written once.
+            when: whether an extent needs the call; by default, every extent does.
         """
-        rows = [value for value in (*values, *operands) if isinstance(value, Stored | Inputs)]
+        rows = [value for value in (*values, *operands) if isinstance(value, DeviceRows | Inputs)]
         weight_bytes = sum(value.n_bytes for value in values if isinstance(value, DeviceMemory))
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            if n := extent.rows(slot):
+            if (n := extent.rows(slot)) and (when is None or when(extent)):
                 yield Launch(*kernel, defines or {}, grid(n), (threads,), 0, arguments(*values, n_rows=n))
 
         def all_rows(sizes: BatchSizes) -> Cost:
@@ -258,16 +271,8 @@ class Lowering:
         buffers = [value for value in (*values, *operands) if isinstance(value, Buffer)]
         self.calls.append(Call(name, launches, [*rows, *buffers], cost or all_rows))
 
-    def _omit_last(self, is_done: Callable[[Extent], bool], n: int = 1) -> None:
-        """Skip the last ``n`` calls for extents whose result another kernel has already computed."""
-
-        def omitted(call: Call) -> Call:
-            return replace(call, launches=lambda extent: () if is_done(extent) else call.launches(extent))
-
-        self.calls[-n:] = map(omitted, self.calls[-n:])
-
     def elementwise(
-        self, name: str, kernel: str, x: Stored, grid: Grid, threads: int, *values: Any, **options: Any
+        self, name: str, kernel: str, x: DeviceRows, grid: Grid, threads: int, *values: Any, **options: Any
     ) -> None:
         """Add a call of a kernel in elementwise.cu whose first argument is the number of rows of x."""
         self.call(
@@ -276,12 +281,12 @@ class Lowering:
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
-    def input(self, op: ops.Input) -> Stored:
+    def input(self, op: ops.Input) -> DeviceRows:
         y = self.like(op.x)
         self.hidden.append((op, y))
         return y
 
-    def embed(self, op: ops.Embed) -> Stored:
+    def embed(self, op: ops.Embed) -> DeviceRows:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
         self.tables.append((table.n_out, op.by_position))
         columns, format, batch = op.columns or range(table.n_in), table.packed, self.batch
@@ -303,19 +308,19 @@ class Lowering:
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, y, **options)
         return y
 
-    def ngram_embed(self, op: ops.NgramEmbed) -> Stored:
+    def ngram_embed(self, op: ops.NgramEmbed) -> DeviceRows:
         y = self.like(op.result)
         self.ngrams.append((op, y))
         return y
 
-    def add_rows(self, op: ops.AddRows) -> Stored:
-        x: Stored = self.stored[op.x]
+    def add_rows(self, op: ops.AddRows) -> DeviceRows:
+        x: DeviceRows = self.stored[op.x]
         rows = self.embeddings.setdefault(op.index, self.like(op.x))
-        self.elementwise("add rows", "add_rows", x, columns(x), GATE_THREADS, self.batch.ids, rows, x.width, x)
-        self._omit_last(lambda extent: not extent.has_embedded)
+        values, when = (self.batch.ids, rows, x.width, x), lambda extent: extent.has_embedded
+        self.elementwise("add rows", "add_rows", x, columns(x), GATE_THREADS, *values, when=when)
         return x
 
-    def rms_norm(self, op: ops.RMSNorm) -> Stored | Inputs | None:
+    def rms_norm(self, op: ops.RMSNorm) -> DeviceRows | Inputs | None:
         x, n_groups, eps = self.stored[op.x], op.n_groups, float(op.eps)
         y, codes = self.result_of(op.result, both=True) if n_groups == 1 else (self.like(op.result), None)
         step = 0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // n_groups
@@ -324,37 +329,36 @@ class Lowering:
         self.elementwise(name, "rms_norm", x, grid, _NORM_THREADS, *values, step, *_written(y, codes))
         return y or codes
 
-    def layer_norm(self, op: ops.LayerNorm) -> Stored:
+    def layer_norm(self, op: ops.LayerNorm) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         values, grid = (x, x.width // op.n_groups, *weights, float(op.eps), y), lambda n: (n, op.n_groups)
         self.elementwise("layer norm", "layer_norm", x, grid, _NORM_THREADS, *values)
         return y
 
-    def gated(self, op: ops.Gated) -> Stored | Inputs | None:
+    def gated(self, op: ops.Gated) -> DeviceRows | Inputs | None:
         return self._gate(op.result, op.gate, op.up, op.activation)
 
-    def activation(self, op: ops.Activation) -> Stored | Inputs | None:
+    def activation(self, op: ops.Activation) -> DeviceRows | Inputs | None:
         return self._gate(op.result, op.x, None, op.activation)
 
-    def head_gate(self, op: ops.HeadGate) -> Stored:
+    def head_gate(self, op: ops.HeadGate) -> DeviceRows:
         x, gate, y = self.stored[op.x], self.stored[op.gate], self.like(op.result)
         values = ACTIVATIONS.index(op.activation), x, x.width, op.x.width // op.gate.width, gate, y
         self.elementwise("gate of heads", "head_gate", x, columns(x), GATE_THREADS, *values)
         return y
 
-    def clamp(self, op: ops.Clamp) -> Stored:
+    def _elementwise(self, op: Any) -> DeviceRows:
+        kernel, by_row, numbers = _ELEMENTWISE[type(op)]
         x, y = self.stored[op.x], self.like(op.result)
-        self.elementwise("clamp", "clamp", x, columns(x), GATE_THREADS, x, x.width, float(op.low), float(op.high), y)
+        grid, threads = (_each, _NORM_THREADS) if by_row else (columns(x), GATE_THREADS)
+        name = kernel.replace("_", " ")
+        self.elementwise(name, kernel, x, grid, threads, x, x.width, *map(float, numbers(op)), y)
         return y
 
-    def xielu(self, op: ops.XIELU) -> Stored:
-        x, y = self.stored[op.x], self.like(op.result)
-        numbers = map(float, (op.p, op.n, op.beta, op.eps))
-        self.elementwise("xielu", "xielu", x, columns(x), GATE_THREADS, x, x.width, *numbers, y)
-        return y
+    above_deviation = clamp = root_mean_square = softcap = xielu = _elementwise
 
-    def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs | None:
+    def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> DeviceRows | Inputs | None:
         """Apply an activation, multiplied by a second row if given."""
         x, up_rows = self.stored[gate], self.stored[up]
         product_codes, is_done = self.ends.get(result, (None, None))
@@ -362,40 +366,39 @@ class Lowering:
         operands, up_buffer = ([x, up_rows], up_rows.buffer) if up_rows else ([x], None)
         values = ACTIVATIONS.index(activation), x.buffer, up_buffer, x.stride, x.width, *_written(y, codes)
         name = f"gate{' + quantise' if codes else ''}"
-        self.elementwise(name, "gated", x, columns(x), GATE_THREADS, *values, operands=operands)
-        if is_done is not None:
-            self._omit_last(is_done)
+        when = None if is_done is None else lambda extent: not is_done(extent)
+        self.elementwise(name, "gated", x, columns(x), GATE_THREADS, *values, operands=operands, when=when)
         return y or codes
 
-    def add(self, op: ops.Add) -> Stored:
+    def add(self, op: ops.Add) -> DeviceRows:
         return self._add(op.x, op.scale, None, op.gate, op.residual)
 
-    def columns(self, op: ops.Columns) -> Stored:
+    def columns(self, op: ops.Columns) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
         self._copy(x, op.columns.start, y, 0, len(op.columns))
         return y
 
-    def side_by_side(self, op: ops.SideBySide) -> Stored:
+    def side_by_side(self, op: ops.SideBySide) -> DeviceRows:
         y, first = self.like(op.result), 0
         for x in op.tensors:
             self._copy(self.stored[x], 0, y, first, x.width)
             first += x.width
         return y
 
-    def _copy(self, x: Stored, source: int, y: Stored, target: int, n: int) -> None:
+    def _copy(self, x: DeviceRows, source: int, y: DeviceRows, target: int, n: int) -> None:
         """Copy n columns, from column ``source`` of x to column ``target`` of y."""
         values = x.buffer.at(4 * source), x.stride, 0, n, y.buffer.at(4 * target), y.stride, 0
         options: dict[str, Any] = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n)}
         self.elementwise("copy columns", "copy_heads", x, lambda n: (1, n), 32, *values, **options)
 
-    def mix_streams(self, op: ops.MixStreams) -> Stored:
+    def mix_streams(self, op: ops.MixStreams) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
         mixed = x, *self._rows_of(op.mixing), *self._rows_of(op.residual)
         values = *mixed, op.n, op.first, op.size, float(op.offset), y, y.width
         self.elementwise("mix streams", "mix_streams", x, columns(y), GATE_THREADS, *values)
         return y
 
-    def hyper_weights(self, op: ops.HyperWeights) -> tuple[Stored, ...]:
+    def hyper_weights(self, op: ops.HyperWeights) -> tuple[DeviceRows, ...]:
         x, results = self.stored[op.x], tuple(map(self.like, op.result))
         weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
         values = x, *weights, op.n, float(op.eps), float(op.write_scale), float(op.write_offset), op.n_rounds
@@ -404,28 +407,18 @@ class Lowering:
         )
         return results
 
-    def stream_gate(self, op: ops.StreamGate) -> Stored:
+    def stream_gate(self, op: ops.StreamGate) -> DeviceRows:
         key, query, y = self.stored[op.key], self.stored[op.query], self.like(op.result)
         values = key, query, op.size, op.size**-0.5, y
         self.elementwise("stream gate", "stream_gate", key, lambda n: (op.n, n), 32, *values)
         return y
 
-    def root_mean_square(self, op: ops.RootMeanSquare) -> Stored:
-        x, y = self.stored[op.x], self.like(op.result)
-        self.elementwise("root mean square", "root_mean_square", x, _each, _NORM_THREADS, x, x.width, y)
-        return y
-
-    def above_deviation(self, op: ops.AboveDeviation) -> Stored:
-        x, y = self.stored[op.x], self.like(op.result)
-        self.elementwise("cut", "above_deviation", x, _each, _NORM_THREADS, x, x.width, float(op.factor), y)
-        return y
-
-    def scale(self, op: ops.Scale) -> Stored:
+    def scale(self, op: ops.Scale) -> DeviceRows:
         return self._add(op.x, op.factor, op.weight, None, None)
 
     def _add(
         self, x: Tensor, factor: float, weight: Weight | None, gate: Tensor | None, residual: Tensor | None
-    ) -> Stored:
+    ) -> DeviceRows:
         """Compute factor * weight * sigmoid(gate) * x + residual; None omits a factor or the residual."""
         rows, y, residual_rows = self.stored[x], self.like(x), self.stored[residual]
         added = None if residual_rows is None else residual_rows.buffer
@@ -434,12 +427,7 @@ class Lowering:
         self.elementwise("add", "add", rows, columns(rows), GATE_THREADS, *values, operands=operands)
         return y
 
-    def softcap(self, op: ops.Softcap) -> Stored:
-        x, y = self.stored[op.x], self.like(op.x)
-        self.elementwise("softcap", "softcap", x, columns(x), GATE_THREADS, x, x.width, float(op.cap), y)
-        return y
-
-    def outputs(self, op: ops.Outputs) -> Stored:
+    def outputs(self, op: ops.Outputs) -> DeviceRows:
         x, y, batch = self.stored[op.x], self.new(Rows.OUTPUTS, op.result.width), self.batch
         options: tuple[Any, ...] = () if op.n_joined == 1 else (op.n_joined, op.is_mean)
         kernel = "elementwise", "join_rows" if options else "gather_rows"
@@ -448,7 +436,7 @@ class Lowering:
         self.call("gather", kernel, N_OUTPUTS, columns(x), GATE_THREADS, *values, cost=cost)
         return y
 
-    def choose(self, logits: Stored) -> tuple[Buffer, Buffer] | None:
+    def choose(self, logits: DeviceRows) -> tuple[Buffer, Buffer] | None:
         """Find the largest logits, in the number that the extent specifies."""
         n_parts, n_outputs, header = -(-logits.width // SORTED), self.limits.max_outputs, self.batch.header
         found_bytes = 8 * n_outputs * min(MAX_TOP_K, logits.width)
@@ -474,7 +462,7 @@ class Lowering:
 
     # -- Products --------------------------------------------------------------------------------------------------
 
-    def linear(self, op: ops.Linear) -> Stored:
+    def linear(self, op: ops.Linear) -> DeviceRows:
         matrix = self.weights.matrix(op.matrix.weight)
         inputs = self.inputs_of(op.x, matrix.packed)  # a copy, so the rows may be overwritten
         y = self.in_place(op)
@@ -482,7 +470,7 @@ class Lowering:
         self._multiply(inputs, [(matrix, y, bias)], self.stored[op.residual])
         return y
 
-    def linears(self, op: ops.Linears) -> tuple[Stored, ...]:
+    def linears(self, op: ops.Linears) -> tuple[DeviceRows, ...]:
         matrices = [self.weights.matrix(matrix.weight) for matrix in op.matrices]
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in matrices)
         inputs = [self.inputs_of(op.x, matrix.packed) for matrix in matrices]
@@ -520,7 +508,7 @@ class Lowering:
         self.ends[gate[0].result] = gate[1], is_done
         return [gate[1]]
 
-    def head_linear(self, op: ops.HeadLinear) -> Stored:
+    def head_linear(self, op: ops.HeadLinear) -> DeviceRows:
         x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
         (n_heads, n_out, n_in), n_rest = op.weight.shape, op.n_rest
         inputs = Inputs.new(matrix.packed, self.limits.max_rows(x.slot), n_in, x.slot, n_heads)
@@ -536,8 +524,8 @@ class Lowering:
     def _multiply(
         self,
         inputs: Inputs,
-        products: Sequence[tuple[PackedMatrix, Stored, DeviceMemory | None]],
-        residual: Stored | None = None,
+        products: Sequence[tuple[PackedMatrix, DeviceRows, DeviceMemory | None]],
+        residual: DeviceRows | None = None,
         gate: tuple[ops.Gated, Inputs] | None = None,
     ) -> None:
         """Multiply the same inputs with matrices of all formats that read inputs of this kind.
@@ -585,16 +573,16 @@ class Lowering:
             extra = 0 if residual is None else residual.bytes_of(sizes.rows(slot))
             return _product_cost(packed, inputs, sizes.rows(slot), extra_bytes=extra)
 
-        operands: list[Stored | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
+        operands: list[DeviceRows | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
         operands += self._ends_with(gate, launches)
         name = "linear" if inputs.n_heads == 1 else "heads"
         self.calls.append(Call(f"{name} {_names(packed)}", launches, operands, cost))
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def rope_append(self, op: ops.RopeAppend) -> Stored:
+    def rope_append(self, op: ops.RopeAppend) -> DeviceRows:
         limits, batch, kv_cache, cache = self.limits, self.batch, op.cache, self.limits.cache
-        q: Stored
+        q: DeviceRows
         q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
         rope, scale, keys_values = (
             op.rope or _NO_ROPE,
@@ -632,7 +620,7 @@ class Lowering:
         )
         return q
 
-    def attention(self, op: ops.Attention) -> Stored:
+    def attention(self, op: ops.Attention) -> DeviceRows:
         if op.selected is not None or op.entries is not None:
             return self._attention_selected(op)
         if op.has_spans and not op.causal:
@@ -671,12 +659,11 @@ class Lowering:
         name = "attention" if heads.window == attention.NO_WINDOW else f"attention, window {heads.window}"
         self.calls.append(Call(name, launches, [q, y, partials, *([codes] if codes else [])], cost))
         if codes is not None:
-            self._quantise("quantise", y, codes)
-            self._omit_last(lambda extent: not extent.work(kind).prefill_tiles)
+            self._quantise("quantise", y, codes, when=lambda extent: extent.work(kind).prefill_tiles > 0)
         self._rotate_back(op, y)
         return y
 
-    def _rotate_back(self, op: ops.Attention, y: Stored) -> None:
+    def _rotate_back(self, op: ops.Attention, y: DeviceRows) -> None:
         """Undo the rotation of values in their sums."""
         if op.cache.rotations[1]:
             self.call(
@@ -690,7 +677,7 @@ class Lowering:
                 cost=lambda sizes: Cost(2 * y.bytes_of(sizes.n_tokens)),
             )
 
-    def index_select(self, op: ops.IndexSelect) -> Stored:
+    def index_select(self, op: ops.IndexSelect) -> DeviceRows:
         limits, kv_cache, batch = self.limits, op.cache, self.batch
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         weights, of_heads = self.stored[op.head_weights], self._rows_of(op.head_weights)
@@ -724,7 +711,7 @@ class Lowering:
         self.calls.append(Call("index", launches, operands, index_cost))
         return y
 
-    def compress(self, op: ops.Compress) -> Stored:
+    def compress(self, op: ops.Compress) -> DeviceRows:
         kv_cache, y, weight = op.cache, self.new(Rows.TOKENS, op.result.width), self.weights.vector(op.biases)
         header, starts, _, _, *tables = self.batch.attention(self.limits.cache.groups[kv_cache.key])
         rows = self.limits.cache.layer(kv_cache.key)[0]
@@ -736,7 +723,7 @@ class Lowering:
         self.call("compress", kernel, N_TOKENS, _each, 128, *values, defines=defines, cost=cost, operands=operands)
         return y
 
-    def _attention_selected(self, op: ops.Attention) -> Stored:
+    def _attention_selected(self, op: ops.Attention) -> DeviceRows:
         limits, kv_cache, batch, entries = self.limits, op.cache, self.batch, op.entries
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kv_cache.key])
@@ -782,7 +769,7 @@ class Lowering:
         cost = lambda sizes: Cost(sizes.n_tokens * row_bytes + len(sizes.sequences) * 8 * state.n_values)  # noqa: E731
         self.call(name, (module, kernel), N_TOKENS, grid, threads, *first, *values, cost=cost, **options)
 
-    def causal_conv(self, op: ops.CausalConv) -> Stored:
+    def causal_conv(self, op: ops.CausalConv) -> DeviceRows:
         x, y = self.stored[op.x], self.new(Rows.TOKENS, op.x.width)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         grid = lambda n: (-(-x.width // _CONV_COLUMNS), min(n, _MAX_SEQUENCES), -(-n // _CONV_TOKENS))  # noqa: E731
@@ -793,7 +780,7 @@ class Lowering:
         )
         return y
 
-    def gated_delta(self, op: ops.GatedDelta) -> Stored:
+    def gated_delta(self, op: ops.GatedDelta) -> DeviceRows:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
         qkv = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
@@ -802,13 +789,13 @@ class Lowering:
         settings = op.n_key_heads, per_group, float(op.eps), d_k**-0.5, float(op.bound)
         return self._recurrence(op, qkv, gates, weights, settings, op.is_per_channel)
 
-    def scan(self, op: ops.Scan) -> Stored:
+    def scan(self, op: ops.Scan) -> DeviceRows:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         weights, settings = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0, 0.0)
         return self._recurrence(op, [c, b, x], [self.stored[op.dt]], weights, settings, False)
 
-    def channel_scan(self, op: ops.ChannelScan) -> Stored:
+    def channel_scan(self, op: ops.ChannelScan) -> DeviceRows:
         x, dt, b, c = (self.stored[y] for y in (op.x, op.dt, op.b, op.c))
         y, weights = self.new(Rows.TOKENS, x.width), map(self.weights.vector, (op.a, op.dt_bias, op.d))
         names, n_bytes = ("scan", "recurrent", "channel_scan"), 12 * x.width + 8 * b.width
@@ -817,19 +804,19 @@ class Lowering:
         self._recurrent_call(*names, op.state, n_bytes, grid, 128, *values, defines={"STATES": b.width})
         return y
 
-    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Stored, int]]:
+    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[DeviceRows, int]]:
         """Return the rows that contain parts of tensors, and the first column of each part."""
         return [(self.stored[x], first) for x, first in side_by_side(tensors, widths)]
 
     def _recurrence(
         self,
         op: ops.GatedDelta | ops.Scan,
-        qkv: Sequence[tuple[Stored, int]],
-        gates: Sequence[Stored],
+        qkv: Sequence[tuple[DeviceRows, int]],
+        gates: Sequence[DeviceRows],
         weights: Sequence[Weight | None],
         settings: tuple[int, int, float, float, float],
         is_per_channel: bool,
-    ) -> Stored:
+    ) -> DeviceRows:
         """Update a state by each token, and compute its output.
 
         Args:
@@ -903,7 +890,7 @@ class Lowering:
         self.calls.append(Call("route", launches, operands, cost))
         return choice
 
-    def expert_linears(self, op: ops.ExpertLinears) -> tuple[Stored, ...]:
+    def expert_linears(self, op: ops.ExpertLinears) -> tuple[DeviceRows, ...]:
         choice, x = self.stored[op.routing], self.stored[op.x]
         matrices = [self.weights.matrix(weight) for weight in op.experts]
         inputs = dict[str, tuple[Inputs, Inputs | None]]()
@@ -913,9 +900,10 @@ class Lowering:
             cost = lambda sizes, rows=rows: Cost(  # noqa: E731
                 x.bytes_of(sizes.n_tokens) + 4 * sizes.rows(N_PLACES) + rows.bytes_of(sizes.rows(N_PLACES))
             )
-            self._quantise("gather for experts", x, rows, choice.rows, operands=[choice.buffer], cost=cost)
-            if shared is not None:
-                self._omit_last(choice.is_single)
+            # Single rows use the inputs of tokens, if they exist.
+            when = None if shared is None else lambda extent: not choice.is_single(extent)
+            options: dict[str, Any] = {"operands": [choice.buffer], "cost": cost, "when": when}
+            self._quantise("gather for experts", x, rows, choice.rows, **options)
         is_plain = not op.biases and not op.is_weighted and len({matrix.format for matrix in matrices}) == 1
         gate = self._gate_of(op) if is_plain else None
         results = self._multiply_experts(choice, matrices, inputs, gate)
@@ -924,56 +912,44 @@ class Lowering:
                 self._finish_experts(choice, op.is_weighted, op.biases[i] if op.biases else None, y)
         return results
 
-    def expert_output(self, op: ops.ExpertOutput) -> Stored:
+    def expert_output(self, op: ops.ExpertOutput) -> DeviceRows:
         if op.residual is not None and self.last_uses[op.residual] > self.node:
             raise KernelError("the cuda backend adds the output of experts in place: it must not be read elsewhere")
         choice, matrix, batch = self.stored[op.routing], self.weights.matrix(op.experts), self.batch
         rows, format, bias = self.inputs_of(op.h, matrix.packed), matrix.packed, self.weights.vector(op.bias)
         begin, k = len(self.calls), choice.mixture.k
+
+        def summed_launch(extent: Extent) -> Launch | None:
+            """Return a launch for the whole operation; None if it needs several kernels."""
+            sizes = matrix.n_out, matrix.n_in, extent.n_tokens, k
+            return matmul.summed_launch(format, *sizes) if choice.is_single(extent) else None
+
+        when: Condition = lambda extent: summed_launch(extent) is None  # noqa: E731
         inputs = {format.input_kind: (rows, None)}
-        [products], y = self._multiply_experts(choice, [matrix], inputs), self.in_place(op)
+        [products], y = self._multiply_experts(choice, [matrix], inputs, when=when), self.in_place(op)
         if op.bias is not None:
-            self._finish_experts(choice, False, op.bias, products)
-        weights, width = choice.weights if op.is_weighted else None, products.width
+            self._finish_experts(choice, False, op.bias, products, when)
+        weights, width, adds = (
+            choice.weights if op.is_weighted else None,
+            products.width,
+            int(op.residual is not None),
+        )
 
         def cost(sizes: BatchSizes) -> Cost:  # includes places and weights
             n = sizes.rows(N_PLACES)
             return Cost(products.bytes_of(n) + 8 * n + 2 * y.bytes_of(sizes.n_tokens))
 
-        grid, values = (lambda n: (-(-width // _SUM_COLUMNS), n)), (products, width, y, int(op.residual is not None))
-        header_values = batch.header, choice.places, weights, choice.mixture.k
-        options: dict[str, Any] = {"operands": [choice.buffer], "cost": cost}
-        self.call(
-            "add experts",
-            ("experts", "add_experts"),
-            N_TOKENS,
-            grid,
-            _SUM_THREADS,
-            *header_values,
-            *values,
-            **options,
-        )
+        grid = lambda n: (-(-width // _SUM_COLUMNS), n)  # noqa: E731
+        values = batch.header, choice.places, weights, k, products, width, y, adds
+        options: dict[str, Any] = {"operands": [choice.buffer], "cost": cost, "when": when}
+        self.call("add experts", ("experts", "add_experts"), N_TOKENS, grid, _SUM_THREADS, *values, **options)
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            """Launch one kernel for the whole operation, for few tokens."""
-            n = extent.n_tokens
-            launch = matmul.summed_launch(format, matrix.n_out, matrix.n_in, n, k)
-            if launch and choice.is_single(extent):
-                numbers = batch.counter(N_TOKENS), format.n_tiles(matrix.n_in), k, format.n_chunks(matrix.n_in)
-                launch_values = (
-                    *numbers,
-                    choice.ids,
-                    weights,
-                    matrix.memory,
-                    bias,
-                    y.buffer,
-                    width,
-                    y.stride,
-                    values[-1],
-                )
-                yield launch.with_arguments(*arguments(rows, *launch_values, n_rows=extent.n_places))
+            if launch := summed_launch(extent):
+                sizes = batch.counter(N_TOKENS), format.n_tiles(matrix.n_in), k, format.n_chunks(matrix.n_in)
+                values = *sizes, choice.ids, weights, matrix.memory, bias, y.buffer, width, y.stride, adds
+                yield launch.with_arguments(*arguments(rows, *values, n_rows=extent.n_places))
 
-        self._omit_last(lambda extent: any(launches(extent)), len(self.calls) - begin)
         product = self.calls[begin]
 
         def cost_at_once(sizes: BatchSizes) -> Cost:  # products are not stored and read again
@@ -982,15 +958,21 @@ class Lowering:
         self.calls.append(Call(f"{product.name} + add", launches, [rows, choice.buffer, y], cost_at_once))
         return y
 
-    def _finish_experts(self, choice: _ExpertChoice, is_weighted: bool, bias: Weight | None, y: Stored) -> None:
+    def _finish_experts(
+        self,
+        choice: _ExpertChoice,
+        is_weighted: bool,
+        bias: Weight | None,
+        y: DeviceRows,
+        when: Condition | None = None,
+    ) -> None:
         """Multiply products by the weights of their pairs and add the biases of their experts, in place."""
         k, weights = choice.mixture.k, choice.weights if is_weighted else None
         values = self.batch.header, choice.places, choice.ids, weights, self.weights.vector(bias), k, y, y.width
         grid = lambda n: (-(-y.width // _SUM_COLUMNS), k * n)  # noqa: E731
-        operands: list[Stored | Buffer] = [choice.buffer, y]
-        self.call(
-            "finish experts", ("experts", "finish_experts"), N_TOKENS, grid, _SUM_THREADS, *values, operands=operands
-        )
+        options: dict[str, Any] = {"operands": [choice.buffer, y], "when": when}
+        kernel = "experts", "finish_experts"
+        self.call("finish experts", kernel, N_TOKENS, grid, _SUM_THREADS, *values, **options)
 
     def _multiply_experts(
         self,
@@ -998,25 +980,28 @@ class Lowering:
         matrices: Sequence[PackedMatrix],
         inputs: Mapping[str, tuple[Inputs, Inputs | None]],
         gate: tuple[ops.Gated, Inputs] | None = None,
-    ) -> tuple[Stored, ...]:
+        when: Condition | None = None,
+    ) -> tuple[DeviceRows, ...]:
         """Multiply rows by place; products of one format are one call.
 
         Args:
             inputs: by kind, the inputs of places; and the inputs of tokens, if they exist, which single rows use.
+            when: see `call`.
         """
         results = tuple(self.new(Rows.CHOSEN, matrix.n_out) for matrix in matrices)
         for format in dict.fromkeys(matrix.format for matrix in matrices):
             pairs = [(w, y) for w, y in zip(matrices, results, strict=True) if w.format == format]
-            self._multiply_some_experts(choice, pairs, *inputs[pairs[0][0].packed.input_kind], gate)
+            self._multiply_some_experts(choice, pairs, *inputs[pairs[0][0].packed.input_kind], gate, when)
         return results
 
     def _multiply_some_experts(
         self,
         choice: _ExpertChoice,
-        pairs: Sequence[tuple[PackedMatrix, Stored]],
+        pairs: Sequence[tuple[PackedMatrix, DeviceRows]],
         inputs: Inputs,
         shared: Inputs | None,
         gate: tuple[ops.Gated, Inputs] | None,
+        when: Condition | None,
     ) -> None:
         mixture, limits, packed = choice.mixture, self.limits.products, [w for w, _ in pairs]
         format, n_in = packed[0].packed, packed[0].n_in
@@ -1024,6 +1009,8 @@ class Lowering:
         tiles, n_chunks, counter = format.n_tiles(n_in), format.n_chunks(n_in), self.batch.counter(N_TOKENS)
 
         def launches(extent: Extent) -> Iterator[Launch]:
+            if when is not None and not when(extent):
+                return
             n, rows = extent.n_tokens, _product_rows(mixture, extent, limits)
             is_shared = shared is not None and choice.is_single(extent)
             x, n_rows, share = (shared, n, mixture.k) if is_shared else (inputs, extent.n_places, 1)
@@ -1038,10 +1025,8 @@ class Lowering:
                 }
                 values = matmul.matrix_arguments(some)
                 if gate is not None and (gated := matmul.gated_launch(format, launch)):
-                    values, kernel_values[gated.kernel] = (
-                        self._gate_arguments(gate, some, extent.n_places),
-                        kernel_values[launch.kernel],
-                    )
+                    values = self._gate_arguments(gate, some, extent.n_places)
+                    kernel_values[gated.kernel] = kernel_values[launch.kernel]
                     launch = gated
                 yield launch.with_arguments(*arguments(x, *kernel_values[launch.kernel], *values, n_rows=n_rows))
 
@@ -1049,7 +1034,7 @@ class Lowering:
             used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # share of experts that are read
             return _product_cost(packed, inputs, sizes.rows(N_PLACES), share=used)
 
-        operands: list[Stored | Inputs | Buffer] = [inputs, choice.buffer, *(y for _, y in pairs)]
+        operands: list[DeviceRows | Inputs | Buffer] = [inputs, choice.buffer, *(y for _, y in pairs)]
         operands += [shared] if shared else []
         operands += self._ends_with(gate, launches)
         self.calls.append(Call(f"experts {_names(packed)}", launches, operands, cost))
@@ -1060,7 +1045,7 @@ def _each(n: int) -> tuple[int, ...]:
     return (n,)
 
 
-def _written(rows: Stored | None, codes: Inputs | None) -> tuple[Any, ...]:
+def _written(rows: DeviceRows | None, codes: Inputs | None) -> tuple[Any, ...]:
     """Return arguments of kernels that write rows, codes or both."""
     return *((rows,) if rows else (None, 0)), *((codes,) if codes else (None, None, 0))
 
@@ -1071,7 +1056,7 @@ def _product_rows(mixture: Mixture, extent: Extent, limits: ProductLimits) -> in
     return _FEW_ROWS if few or limits.capability < matmul.TENSOR_CORES else limits.tile_rows[-1]
 
 
-def columns(x: Stored) -> Grid:
+def columns(x: DeviceRows) -> Grid:
     """Return a grid with blocks of columns for each row."""
     return lambda n: (-(-x.width // _GATE_COLUMNS), n)
 

@@ -32,7 +32,17 @@ from localllm.kernels.backend import (
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache
-from localllm.kernels.cuda.calls import N_OUTPUTS, N_TOKENS, Call, Cost, Extent, Inputs, StepLimits, Stored, padded
+from localllm.kernels.cuda.calls import (
+    N_OUTPUTS,
+    N_TOKENS,
+    Call,
+    Cost,
+    DeviceRows,
+    Extent,
+    Inputs,
+    StepLimits,
+    padded,
+)
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.lowering import GATE_THREADS, Lowered, Lowering, columns
 from localllm.kernels.cuda.step import CUDAStep, Work, graph_bytes
@@ -46,13 +56,14 @@ from localllm.kernels.split import SplitCache
 class Exchange:
     """Buffers of a device that other devices read: two for partial sums, one for logits."""
 
-    sums: tuple[Stored, Stored]
-    logits: Stored | None
+    sums: tuple[DeviceRows, DeviceRows]
+    logits: DeviceRows | None
 
     @classmethod
     def of(cls, graph: Graph, limits: StepLimits) -> Exchange:
-        def new(width: int, slot: int) -> Stored:
-            return Stored(Buffer(4 * padded(width) * limits.max_rows(slot), is_kept=True), width, slot)
+        def new(width: int, slot: int) -> DeviceRows:
+            buffer = Buffer(4 * padded(width) * limits.max_rows(slot), is_kept=True)
+            return DeviceRows(buffer=buffer, width=width, slot=slot)
 
         width = max((n.operation.x.width for n in graph.nodes if isinstance(n.operation, AllSum)), default=1)
         gathered = [n.operation.x.width for n in graph.nodes if isinstance(n.operation, Gather)]
@@ -63,7 +74,7 @@ class Exchange:
 class Barrier(Call):
     """A point where all devices wait until each has computed its part."""
 
-    device_rows: Stored = field(kw_only=True)  # this device's part
+    device_rows: DeviceRows = field(kw_only=True)  # this device's part
     # by device, buffer for a copy of its part, if this device cannot access its memory
     received: dict[int, Buffer] = field(kw_only=True)
 
@@ -83,9 +94,9 @@ class ShardLowering(Lowering):
         super().__init__(graph, weights, limits)
         self.exchanges, self.device, self.unreachable = exchanges, device, unreachable
         self.n_sums = 0
-        self.received: dict[Stored, Buffer] = {}
+        self.received: dict[DeviceRows, Buffer] = {}
 
-    def in_place(self, op: ops.Linear | ops.ExpertOutput) -> Stored:
+    def in_place(self, op: ops.Linear | ops.ExpertOutput) -> DeviceRows:
         exchange = self.exchanges[self.device]
         match self.readers[op.result]:
             case [AllSum()]:
@@ -94,7 +105,7 @@ class ShardLowering(Lowering):
                 return exchange.logits
         return super().in_place(op)
 
-    def all_sum(self, op: AllSum) -> Stored:
+    def all_sum(self, op: AllSum) -> DeviceRows:
         sums = self._barrier(
             [exchange.sums[self.n_sums % 2] for exchange in self.exchanges], range(len(self.exchanges))
         )
@@ -106,7 +117,7 @@ class ShardLowering(Lowering):
             before = y.buffer
         return y
 
-    def gather(self, op: Gather) -> Stored:
+    def gather(self, op: Gather) -> DeviceRows:
         logits = [exchange.logits for exchange in self.exchanges if exchange.logits is not None]
         buffers = self._barrier(logits, range(len(logits)) if self.device == 0 else ())
         if self.device:
@@ -117,7 +128,7 @@ class ShardLowering(Lowering):
         return y
 
     def _add_row(
-        self, name: str, x: Buffer, like: Stored, residual: Address | Buffer | None, y: Stored, begin: int = 0
+        self, name: str, x: Buffer, like: DeviceRows, residual: Address | Buffer | None, y: DeviceRows, begin: int = 0
     ) -> None:
         """Add rows at x, in the layout of ``like``, to a residual, and write y from column ``begin`` on."""
         counter, to = self.batch.counter(y.slot), (y.buffer.at(4 * begin), y.stride)
@@ -125,14 +136,14 @@ class ShardLowering(Lowering):
         values = counter, x.at(0), like.stride, like.width, 1.0, None, None, 0, residual, *to
         self.call(name, ("elementwise", "add"), y.slot, columns(like), GATE_THREADS, *values, operands=[y])
 
-    def choose(self, logits: Stored) -> tuple[Buffer, Buffer] | None:
+    def choose(self, logits: DeviceRows) -> tuple[Buffer, Buffer] | None:
         return super().choose(logits) if self.device == 0 else None
 
-    def _barrier(self, rows_by_device: Sequence[Stored], read: Sequence[int]) -> list[Buffer]:
+    def _barrier(self, rows_by_device: Sequence[DeviceRows], read: Sequence[int]) -> list[Buffer]:
         """Add a barrier, and return the buffers with the parts that this device reads."""
         received = {i: self._copy_of(rows_by_device[i]) for i in self.unreachable if i in read}
         device_rows = rows_by_device[self.device]
-        operands: list[Stored | Inputs | Buffer] = [device_rows, *received.values()]
+        operands: list[DeviceRows | Inputs | Buffer] = [device_rows, *received.values()]
         read_rows = [rows_by_device[i] for i in read if i != self.device]
         cost = lambda sizes: Cost(sum(rows.bytes_of(sizes.rows(device_rows.slot)) for rows in read_rows))  # noqa: E731
         self.calls.append(
@@ -140,7 +151,7 @@ class ShardLowering(Lowering):
         )
         return [received.get(i, rows.buffer) for i, rows in enumerate(rows_by_device)]
 
-    def _copy_of(self, rows: Stored) -> Buffer:
+    def _copy_of(self, rows: DeviceRows) -> Buffer:
         return self.received.setdefault(rows, Buffer(rows.buffer.n_bytes, is_kept=True))
 
 
@@ -165,7 +176,7 @@ class RowSplitStep(CUDAStep):
         self._fork, *self._joins = (driver.event(step.device) for step in self.steps)
         self._computed = [driver.event(step.device) for step in self.steps]
         self._copied = [driver.event(step.device) for step in self.steps]
-        self._staging_of: dict[Stored, Any] = {}
+        self._staging_of: dict[DeviceRows, Any] = {}
         for step in self.steps:
             for peer in self.steps:
                 if peer is not step:
@@ -221,7 +232,7 @@ class RowSplitStep(CUDAStep):
                 host = self._staged(barriers[i].device_rows, extent)
                 yield partial(driver.upload, step.memory(buffer, host.nbytes), host, step.stream)
 
-    def _staged(self, rows: Stored, extent: Extent) -> Any:
+    def _staged(self, rows: DeviceRows, extent: Extent) -> Any:
         """Return host memory for a part: its rows, rounded up by the extent."""
         return self._staging_of[rows][: min(rows.buffer.n_bytes, 4 * rows.stride * extent.rows(rows.slot))]
 

@@ -25,7 +25,7 @@ from localllm.kernels.backend import Batch, Cache, Output, PackedWeight, Step, T
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import work_of_batch, work_of_bucket
 from localllm.kernels.cuda.cache import PAGE
-from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, Extent, Stored, phases
+from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, DeviceRows, Extent, phases
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
 from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
 from localllm.kernels.embedding import NgramRows
@@ -134,7 +134,7 @@ class CUDAStep(Step):
         arena = self.reached.get(buffer, self.arena)
         return arena.at(buffer.offset + begin, buffer.n_bytes - begin if n_bytes is None else n_bytes)
 
-    def rows(self, stored: Stored, n: int) -> DeviceMemory:
+    def rows(self, stored: DeviceRows, n: int) -> DeviceMemory:
         """Return the first ``n`` rows, with their padding."""
         return self.memory(stored.buffer, 4 * n * stored.stride)
 
@@ -240,7 +240,7 @@ class CUDAStep(Step):
         for index, into in self._embeddings.items():
             self._upload_rows(batch.embeddings_of(index, into.width), into, slot)
 
-    def _upload_rows(self, values: NDArray[np.float32], into: Stored, slot: _Slot) -> None:
+    def _upload_rows(self, values: NDArray[np.float32], into: DeviceRows, slot: _Slot) -> None:
         """Copy rows to the buffer that calls read."""
         if into.buffer not in slot.embeddings:
             slot.embeddings[into.buffer] = self.pinned(4 * self.limits.max_tokens * into.stride)
