@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Input, LayerTag, Value, Weight
+from localllm.kernels.graph import Graph, LayerTag, Value, Weight
+from localllm.kernels.operations import Embed, ExpertLinears, ExpertOutput, Input
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file after it is packed.
@@ -51,13 +52,13 @@ class Batch:
     # int32 [n], ascending rows of tokens with separate embeddings (images and audio); their ids are 0
     embedded: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     # float32 [n, k, d], these embeddings: the first, then further embeddings that layers add
-    # (`localllm.kernels.graph.AddRows`)
+    # (`localllm.kernels.operations.AddRows`)
     embeddings: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     # int32 [3, T], position of each token in time, by row and by column (`localllm.kernels.graph.Rope`), at most its
     # position in the sequence; [3, 0]: the position in the sequence for all three
     axes: NDArray[np.int32] = field(default_factory=lambda: np.zeros((3, 0), np.int32))
     # int32 [T], end of the positions that a token sees, for tokens that see later ones
-    # (`localllm.kernels.graph.Attention`); [0]: no token sees later ones
+    # (`localllm.kernels.operations.Attention`); [0]: no token sees later ones
     ends: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     # int32 [T], first position that a token sees, for tokens that see only a span, which ends at ``ends``
     begins: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -94,8 +95,8 @@ class Batch:
             if n_blocks * cache.page_size < kv_length:
                 raise KernelError(f"a batch's block tables are too short for {kv_length} tokens")
             for group, window in enumerate(cache.windows):
-                seen = 0 if window is None else max(0, first + 1 - window) // cache.page_size
-                pages = self.block_tables[group, s, seen : -(-kv_length // cache.page_size)].tolist()
+                first_page = 0 if window is None else max(0, first + 1 - window) // cache.page_size
+                pages = self.block_tables[group, s, first_page : -(-kv_length // cache.page_size)].tolist()
                 if min(pages) < 0 or max(pages) >= cache.n_pages[group]:
                     raise KernelError(f"a batch names a page outside a cache of {cache.n_pages[group]}")
         # Lists are much faster than numpy's minimum for a few numbers.
@@ -105,7 +106,7 @@ class Batch:
         if len(self.draws) and self.draws.shape != (len(outputs), 5):
             raise KernelError(f"a batch of {len(outputs)} outputs needs one draw each, not {list(self.draws.shape)}")
         if len(self.embedded) or self.axes.size or len(self.ends) or len(self.begins):
-            self._check_pictures()
+            self._check_media()
         if not cache.n_states:
             return
         if not len(self.states) == len(set(self.states.tolist())) == len(starts) - 1:
@@ -113,7 +114,7 @@ class Batch:
         if not 0 <= self.states.min() <= self.states.max() < cache.n_states:
             raise KernelError(f"a batch names a recurrent state outside a cache of {cache.n_states}")
 
-    def _check_pictures(self) -> None:
+    def _check_media(self) -> None:
         n, embedded, positions = len(self.ids), self.embedded, self.positions
         if len(embedded) and (min(embedded) < 0 or max(embedded) >= n or (np.diff(embedded) <= 0).any()):
             raise KernelError(f"the rows of embeddings in a batch of {n} tokens are out of range or not ascending")
@@ -157,8 +158,8 @@ class Batch:
         rows = self.positions if by_position else self.ids
         numbers = rows.tolist()
         if numbers and not -self.n_chosen <= min(numbers) <= max(numbers) < n_rows:
-            what = "positions outside a table" if by_position else "token ids outside the vocabulary"
-            raise KernelError(f"a batch has {what} of {n_rows}")
+            fault = "positions outside a table" if by_position else "token ids outside the vocabulary"
+            raise KernelError(f"a batch has {fault} of {n_rows}")
         return rows
 
 
@@ -260,31 +261,31 @@ class HostCache(ABC):
     """Pages and slots of a `Cache` in host memory."""
 
     @abstractmethod
-    def _where(self, group: int | None, number: int) -> list[NDArray[Any]]:
+    def _arrays(self, group: int | None, number: int) -> list[NDArray[Any]]:
         """Return a page in the layers of a group or, for None, a slot in all layers: contiguous arrays."""
 
     def copy(self, group: int | None, source: int, target: int) -> None:
-        for kept, copied in zip(self._where(group, source), self._where(group, target), strict=True):
-            copied[...] = kept
+        for original, copy in zip(self._arrays(group, source), self._arrays(group, target), strict=True):
+            copy[...] = original
 
     def n_bytes_of(self, group: int | None) -> int:
-        return sum(part.nbytes for part in self._where(group, 0))
+        return sum(array.nbytes for array in self._arrays(group, 0))
 
     def read(self, group: int | None, number: int) -> bytes:
-        return b"".join(part.tobytes() for part in self._where(group, number))
+        return b"".join(array.tobytes() for array in self._arrays(group, number))
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
-        scatter(data, [part.reshape(-1).view(np.uint8) for part in self._where(group, number)])
+        scatter(data, [array.reshape(-1).view(np.uint8) for array in self._arrays(group, number)])
 
 
-def scatter(data: bytes, parts: Sequence[NDArray[np.uint8]]) -> None:
+def scatter(data: bytes, arrays: Sequence[NDArray[np.uint8]]) -> None:
     """Fill flat arrays in order. Raises ValueError if the sizes do not match."""
-    if len(data) != sum(part.size for part in parts):
+    if len(data) != sum(array.size for array in arrays):
         raise ValueError(f"{len(data)} bytes do not match the size of a page or slot")
     begin = 0
-    for part in parts:
-        part[:] = np.frombuffer(data, np.uint8, part.size, begin)
-        begin += part.size
+    for array in arrays:
+        array[:] = np.frombuffer(data, np.uint8, array.size, begin)
+        begin += array.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class Address:
     n_bytes: int
 
 
-def assign(stages: Sequence[Iterable[Buffer]], kept: Iterable[Buffer] = ()) -> int:
+def assign(stages: Sequence[Iterable[Buffer]], permanent: Iterable[Buffer] = ()) -> int:
     """Set the offset of every buffer. Return the size of the arena in bytes.
 
     A buffer occupies its memory from the first to the last stage that uses it. It is placed in the smallest gap that
@@ -44,12 +44,12 @@ def assign(stages: Sequence[Iterable[Buffer]], kept: Iterable[Buffer] = ()) -> i
 
     Args:
         stages: buffers in use during each stage; calls of one stage may run at the same time.
-        kept: further buffers that are always in use.
+        permanent: further buffers that are always in use.
     """
     stages = [list(dict.fromkeys(stage)) for stage in stages]
     last = {buffer: i for i, stage in enumerate(stages) for buffer in stage}
     size, gaps = 0, list[tuple[int, int]]()
-    for buffer in dict.fromkeys((*kept, *(buffer for buffer in last if buffer.is_kept))):
+    for buffer in dict.fromkeys((*permanent, *(buffer for buffer in last if buffer.is_kept))):
         buffer.offset, size = size, size + _aligned(buffer.n_bytes)
     placed = {buffer for buffer in last if buffer.is_kept}
     for i, stage in enumerate(stages):
@@ -73,10 +73,10 @@ def _placed(n_bytes: int, size: int, gaps: list[tuple[int, int]]) -> tuple[int, 
         fitting = [gaps[-1] if gaps and gaps[-1][1] == size else (size, size)]
     gap = min(fitting, key=lambda g: g[1] - g[0])
     begin, end = gap
-    left = [g for g in gaps if g != gap]
+    remaining = [g for g in gaps if g != gap]
     if begin + n_bytes < end:
-        left = _with_gap(left, begin + n_bytes, end)
-    return begin, max(size, begin + n_bytes), left
+        remaining = _with_gap(remaining, begin + n_bytes, end)
+    return begin, max(size, begin + n_bytes), remaining
 
 
 def _with_gap(gaps: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:

@@ -30,8 +30,8 @@ def cache_root() -> Path | None:
     None if the user has no home folder. A folder for temporary files is not used, because other users could write
     code there.
     """
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named)
+    if folder := os.environ.get(CACHE_VARIABLE):
+        return Path(folder)
     try:
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.backend import Batch
-from localllm.kernels.graph import NgramEmbed, Weight
+from localllm.kernels.graph import Weight
 from localllm.kernels.mapped_file import OpenFile, range_in_file
+from localllm.kernels.operations import NgramEmbed
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType, LUTType, dequantize_lut
 from localllm.quant.packing import LAYOUTS
@@ -102,21 +103,23 @@ class FileTable:
         self.name, self.type, (n_rows, n_columns) = weight.name, weight.type, weight.shape
         self.shape = n_rows, n_columns
         data = weight.data.reshape(n_rows, -1)
-        self._row_bytes, self._place = data.shape[1], range_in_file(data)
-        self._data = data if self._place is None else np.zeros((0, 0), np.uint8)
-        self._file = None if self._place is None else OpenFile(self._place.path)
+        self._row_bytes, self._file_range = data.shape[1], range_in_file(data)
+        self._data = data if self._file_range is None else np.zeros((0, 0), np.uint8)
+        self._file = None if self._file_range is None else OpenFile(self._file_range.path)
         if self._file is not None:
             weakref.finalize(self, self._file.file.close).atexit = False
 
     def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """See `EmbeddingTable.rows`. Raises GGUFError if reading fails or the file has changed."""
-        numbers, places = np.unique(ids, return_inverse=True)
-        if self._file is None or self._place is None:
-            return dequantize(self._data[numbers], self.type)[places]
+        numbers, inverse = np.unique(ids, return_inverse=True)
+        if self._file is None or self._file_range is None:
+            return dequantize(self._data[numbers], self.type)[inverse]
         data = np.empty((len(numbers), self._row_bytes), np.uint8)
         for row, number in zip(data, numbers.tolist(), strict=True):
-            self._file.fill(row, self._place.offset + number * self._row_bytes, f"tensor {self.name}, row {number}")
-        return dequantize(data, self.type)[places]
+            self._file.fill(
+                row, self._file_range.offset + number * self._row_bytes, f"tensor {self.name}, row {number}"
+            )
+        return dequantize(data, self.type)[inverse]
 
 
 class NgramRows:

@@ -58,23 +58,23 @@ class OpenFile:
         status = os.fstat(self.file.fileno())
         return status.st_size, status.st_mtime_ns
 
-    def fill(self, data: NDArray[np.uint8], offset: int, what: str) -> None:
-        """Read the bytes at ``offset`` into ``data``. ``what`` describes them in error messages.
+    def fill(self, data: NDArray[np.uint8], offset: int, description: str) -> None:
+        """Read the bytes at ``offset`` into ``data``. ``description`` describes them in error messages.
 
         Raises:
             GGUFError: reading failed, or the file has changed since it was opened.
         """
-        done, where, what = 0, data.data, f"{path_text(self._path)}, {what}"
+        n_read, view, description = 0, data.data, f"{path_text(self._path)}, {description}"
         try:
-            while done < len(data) and (n := self._read_at(offset + done, where[done:])):
-                done += n
+            while n_read < len(data) and (n := self._read_at(offset + n_read, view[n_read:])):
+                n_read += n
             is_same = self._now() == self._stamp
         except OSError as error:
             raise GGUFError(
-                f"{what}: {_READ} ({error.strerror}): check the disk, and load the model again"
+                f"{description}: {_READ} ({error.strerror}): check the disk, and load the model again"
             ) from error
-        if done < len(data) or not is_same:
-            raise GGUFError(f"{what}: the file {_CHANGED}: load the model again")
+        if n_read < len(data) or not is_same:
+            raise GGUFError(f"{description}: the file {_CHANGED}: load the model again")
 
     def _read_at(self, offset: int, into: memoryview) -> int:
         if sys.platform == "win32":

@@ -91,8 +91,8 @@ class Stage:
     @property
     def is_own(self) -> bool:
         """Return whether this thread is doing such work."""
-        own = threading.current_thread()
-        return any(work.thread is own for work in list(self.under_way))
+        current = threading.current_thread()
+        return any(work.thread is current for work in list(self.under_way))
 
     @property
     def is_busy(self) -> bool:
@@ -100,8 +100,8 @@ class Stage:
 
         Work of this thread, or of a thread that has ended, does not count: Ctrl-C interrupted it at its start or end.
         """
-        own = threading.current_thread()
-        return any(work.thread is not own and work.thread.is_alive() for work in list(self.under_way))
+        current = threading.current_thread()
+        return any(work.thread is not current and work.thread.is_alive() for work in list(self.under_way))
 
 
 class UnfinishedWork:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import (
     Backend,
     Batch,
@@ -37,6 +38,7 @@ from localllm.kernels.buffers import Buffer, assign
 from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HALF, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.kernels.embedding import CopiedTable, NgramRows
 from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations.recurrent import side_by_side
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import LUTType, dequantize_lut
 
@@ -121,14 +123,14 @@ class ReferenceCache(HostCache):
 
     @property
     def n_bytes(self) -> int:
-        pages = sum(part.nbytes for parts in self.layers.values() for part in parts)
+        pages = sum(array.nbytes for arrays in self.layers.values() for array in arrays)
         return pages + sum(state.nbytes for state in self.states.values())
 
-    def _where(self, group: int | None, number: int) -> list[Array]:
+    def _arrays(self, group: int | None, number: int) -> list[Array]:
         if group is None:
             return [state[number] for state in self.states.values()]
         layers = [self.layers[n] for n, cache in self.graph.caches.items() if self.graph.group(cache) == group]
-        return [part[number] for parts in layers for part in parts]
+        return [array[number] for arrays in layers for array in arrays]
 
 
 class ReferenceStep(Step):
@@ -150,17 +152,17 @@ class ReferenceStep(Step):
         self._in_step = threading.Lock()
         #: Values of the last batch that later nodes did not overwrite.
         self._values: dict[g.Value, Any] = {}
-        kept: dict[int, tuple[Array, Array]] = {}
+        layers: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
             shapes = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
             keys, values = map(np.zeros, shapes, _kept_types(cache))
-            kept[n] = keys, values
+            layers[n] = keys, values
         states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
-        self.cache = ReferenceCache(graph, kept, page_size, n_pages, states, n_states if states else 0)
+        self.cache = ReferenceCache(graph, layers, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[g.Weight, Array] = {}
         self._tables: dict[g.Weight, CopiedTable] = {}
         operations = [node.operation for node in graph.nodes]
-        self._ngrams = {op: NgramRows(op) for op in operations if isinstance(op, g.NgramEmbed)}
+        self._ngrams = {op: NgramRows(op) for op in operations if isinstance(op, ops.NgramEmbed)}
         uses = weights_of(graph)
         for use in uses:
             weight = use.weight
@@ -212,13 +214,13 @@ class _Run:
     graph: Graph
     arrays: Mapping[g.Weight, Array]
     tables: Mapping[g.Weight, CopiedTable]
-    ngrams: Mapping[g.NgramEmbed, NgramRows]
+    ngrams: Mapping[ops.NgramEmbed, NgramRows]
     values: dict[g.Value, Any] = field(default_factory=dict)
 
-    def input(self, op: g.Input) -> Array:
+    def input(self, op: ops.Input) -> Array:
         return input_rows(self.hidden, len(self.batch.ids), op)
 
-    def embed(self, op: g.Embed) -> Array:
+    def embed(self, op: ops.Embed) -> Array:
         ids = self.batch.rows_of(op.table.shape[0], by_position=op.by_position)
         table = self.tables.get(op.table)
         rows: Array = self.arrays[op.table][ids] if table is None else table.rows(ids)
@@ -229,26 +231,26 @@ class _Run:
             rows[self.batch.embedded] = self.batch.embeddings_of(0, op.result.width)
         return rows
 
-    def ngram_embed(self, op: g.NgramEmbed) -> Array:
+    def ngram_embed(self, op: ops.NgramEmbed) -> Array:
         return self.ngrams[op].rows(self.batch, self.cache.states[op.state])
 
-    def add_rows(self, op: g.AddRows) -> Array:
+    def add_rows(self, op: ops.AddRows) -> Array:
         x: Array = self.values[op.x]
         if len(self.batch.embedded):
             x[self.batch.embedded] += self.batch.embeddings_of(op.index, op.x.width)
         return x
 
-    def adapter_weights(self, op: g.AdapterWeights) -> Array:
+    def adapter_weights(self, op: ops.AdapterWeights) -> Array:
         return op.rows(self.batch.adapters, len(self.batch.ids))
 
-    def rms_norm(self, op: g.RMSNorm) -> Array:
+    def rms_norm(self, op: ops.RMSNorm) -> Array:
         x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)
         weight = np.float32(1) if op.weight is None else self.arrays[op.weight]
         if op.weight is not None and op.weight.shape == (op.x.width,):
             weight = weight.reshape(op.n_groups, -1)
         return normed(x, weight, op.eps).reshape(-1, op.x.width)
 
-    def layer_norm(self, op: g.LayerNorm) -> Array:
+    def layer_norm(self, op: ops.LayerNorm) -> Array:
         x = self.values[op.x].reshape(-1, op.n_groups, op.x.width // op.n_groups)
         weight = self.arrays[op.weight].reshape(op.n_groups, -1)
         y = normed(x - x.mean(axis=-1, keepdims=True), weight, op.eps).reshape(-1, op.x.width)
@@ -256,17 +258,17 @@ class _Run:
             y += self.arrays[op.bias]
         return y
 
-    def add(self, op: g.Add) -> Array:
+    def add(self, op: ops.Add) -> Array:
         factor = np.float32(op.scale) if op.gate is None else np.float32(op.scale) * sigmoid(self.values[op.gate])
         return self.values[op.x] * factor + self.values[op.residual]
 
-    def columns(self, op: g.Columns) -> Array:
+    def columns(self, op: ops.Columns) -> Array:
         return self.values[op.x][:, op.columns.start : op.columns.stop]
 
-    def side_by_side(self, op: g.SideBySide) -> Array:
-        return np.concatenate([self.values[x] for x in op.parts], axis=1)
+    def side_by_side(self, op: ops.SideBySide) -> Array:
+        return np.concatenate([self.values[x] for x in op.tensors], axis=1)
 
-    def mix_streams(self, op: g.MixStreams) -> Array:
+    def mix_streams(self, op: ops.MixStreams) -> Array:
         x = self.values[op.x].reshape(-1, op.n, op.size)
         weights = np.zeros((len(x), op.result.width // op.size, op.n), np.float32)
         if op.mixing is not None:
@@ -276,42 +278,42 @@ class _Run:
         y: Array = np.einsum("tji,tid->tjd", weights, x).reshape(len(x), op.result.width)
         return y if op.residual is None else y + self.values[op.residual]
 
-    def hyper_weights(self, op: g.HyperWeights) -> tuple[Array, ...]:
+    def hyper_weights(self, op: ops.HyperWeights) -> tuple[Array, ...]:
         widths, eps = [x.width for x in op.result], np.float32(op.eps)
         factors = np.repeat(self.arrays[op.scale], widths)
-        first, *others = np.split(self.values[op.x] * factors + self.arrays[op.base], np.cumsum(widths)[:-1], axis=1)
-        made = [sigmoid(first) + eps]
-        if others:
-            made.append(np.float32(op.magnitude) * sigmoid(others[0]) + np.float32(op.more))
-        if len(others) > 1:
-            mixing = softmax(others[1].reshape(-1, op.n, op.n)) + eps
+        first, *further = np.split(self.values[op.x] * factors + self.arrays[op.bias], np.cumsum(widths)[:-1], axis=1)
+        weights = [sigmoid(first) + eps]
+        if further:
+            weights.append(np.float32(op.write_scale) * sigmoid(further[0]) + np.float32(op.write_offset))
+        if len(further) > 1:
+            mixing = softmax(further[1].reshape(-1, op.n, op.n)) + eps
             for i in range(2 * op.n_rounds - 1):
                 mixing = mixing / (mixing.sum(axis=1 + i % 2, keepdims=True) + eps)
-            made.append(mixing.swapaxes(1, 2).reshape(len(mixing), op.n * op.n))
-        return tuple(made)
+            weights.append(mixing.swapaxes(1, 2).reshape(len(mixing), op.n * op.n))
+        return tuple(weights)
 
-    def stream_gate(self, op: g.StreamGate) -> Array:
+    def stream_gate(self, op: ops.StreamGate) -> Array:
         products = (self.values[op.key] * self.values[op.query]).reshape(-1, op.n, op.size).sum(axis=-1)
         products *= np.float32(op.size**-0.5)
         return sigmoid(np.sign(products) * np.sqrt(np.maximum(np.abs(products), np.float32(1e-6))))
 
-    def root_mean_square(self, op: g.RootMeanSquare) -> Array:
+    def root_mean_square(self, op: ops.RootMeanSquare) -> Array:
         return np.sqrt(np.mean(np.square(self.values[op.x]), axis=1, keepdims=True))
 
-    def above_deviation(self, op: g.AboveDeviation) -> Array:
+    def above_deviation(self, op: ops.AboveDeviation) -> Array:
         x = self.values[op.x]
         cut = x.mean(axis=1, keepdims=True) + np.float32(op.factor) * x.std(axis=1, keepdims=True)
         return np.maximum(x - cut, 0)
 
-    def scale(self, op: g.Scale) -> Array:
+    def scale(self, op: ops.Scale) -> Array:
         factor = np.float32(op.factor) if op.weight is None else np.float32(op.factor) * self.arrays[op.weight]
         return self.values[op.x] * factor
 
-    def linear(self, op: g.Linear) -> Array:
+    def linear(self, op: ops.Linear) -> Array:
         y = self._product(op.x, op.matrix)
         return y if op.residual is None else y + self.values[op.residual]
 
-    def linears(self, op: g.Linears) -> tuple[Array, ...]:
+    def linears(self, op: ops.Linears) -> tuple[Array, ...]:
         return tuple(self._product(op.x, matrix) for matrix in op.matrices)
 
     def _product(self, x: Tensor, matrix: g.Matrix) -> Array:
@@ -321,13 +323,13 @@ class _Run:
             y += self.arrays[matrix.bias]
         return y
 
-    def head_linear(self, op: g.HeadLinear) -> Array:
+    def head_linear(self, op: ops.HeadLinear) -> Array:
         x, (n_heads, _, n_in) = self.values[op.x], op.weight.shape
         heads = x.reshape(len(x), n_heads, op.x.width // n_heads)
         y = np.matmul(self.arrays[op.weight], heads[..., :n_in, None])[..., 0]
         return np.concatenate([y, heads[..., n_in:]], axis=-1).reshape(len(x), op.result.width)
 
-    def rope_append(self, op: g.RopeAppend) -> Array:
+    def rope_append(self, op: ops.RopeAppend) -> Array:
         batch, page_size, cache = self.batch, self.cache.page_size, op.cache
         q = self._heads(op.q, cache.key_dim, op.q_norm, op.rope, norm_last=op.norm_last)
         if op.q_scale is not None:
@@ -335,18 +337,18 @@ class _Run:
         k = None if op.k is None else self._heads(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
         v = None if op.v is None else self._heads(op.v, cache.value_dim, op.v_norm, None)
         q = hadamard(q, cache.rotations[0])
-        for x, kept, type, size in zip(
+        for x, stored, type, size in zip(
             (k, v), self.cache.layers[cache.key], cache.types, cache.rotations, strict=True
         ):
             if x is None:
                 continue
-            x = in_codes(hadamard(x, size), type) if type in CODE_BITS else in_range(x, kept.dtype)
+            x = in_codes(hadamard(x, size), type) if type in CODE_BITS else in_range(x, stored.dtype)
             for s, (start, stop, _) in enumerate(batch.sequences()):
                 positions, rows = batch.positions[start:stop], x[start:stop]
-                ends = (positions + 1) % cache.every == 0
-                page, place = np.divmod(positions[ends], page_size)
+                ends = (positions + 1) % cache.stride == 0
+                page, row = np.divmod(positions[ends], page_size)
                 page = batch.block_tables[self.graph.group(cache), s, page]
-                kept[page, place // cache.every] = rows[ends]
+                stored[page, row // cache.stride] = rows[ends]
         return q.reshape(len(q), -1)
 
     def _heads(
@@ -358,8 +360,8 @@ class _Run:
             y = rotate(y, self._turns(rope), rope)
         if norm is not None:
             weight = np.ones(dim, np.float32) if norm.weight is None else self.arrays[norm.weight]
-            first, rest = np.split(y, [len(weight)], axis=-1)
-            y = np.concatenate([normed(first, weight, norm.eps), rest], axis=-1)
+            first, remaining = np.split(y, [len(weight)], axis=-1)
+            y = np.concatenate([normed(first, weight, norm.eps), remaining], axis=-1)
         return rotate(y, self._turns(rope), rope) if rope is not None and not norm_last else y
 
     def _turns(self, rope: g.Rope) -> Array:
@@ -367,7 +369,7 @@ class _Run:
         batch = self.batch
         return batch.axes[list(rope.axes)].T if rope.axes and batch.axes.size else batch.positions[:, None]
 
-    def attention(self, op: g.Attention) -> Array:
+    def attention(self, op: ops.Attention) -> Array:
         batch, cache = self.batch, op.cache
         keys, values = self.cache.layers[cache.key]
         tables = batch.block_tables[self.graph.group(cache)]
@@ -387,31 +389,31 @@ class _Run:
                 if op.has_spans and len(batch.ends):
                     end = int(batch.ends[t])
                     begin = begin if op.causal else int(batch.begins[t])
-                chosen: list[Any] = [None]  # selected positions: for all key heads, or per key head
+                selections: list[Any] = [None]  # selected positions: for all key heads, or per key head
                 if op.selected is not None:
                     numbers = self.values[op.selected][t].astype(np.int64).reshape(-1, op.n_selected)
-                    chosen = [row[row >= 0] for row in numbers]
-                for head, some in enumerate(chosen):
+                    selections = [row[row >= 0] for row in numbers]
+                for head, selection in enumerate(selections):
                     of = slice(head, head + 1) if op.selected_by_head else slice(None)
-                    seen = np.arange(begin, end) if some is None or op.entries is not None else some
-                    page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
+                    kv_positions = np.arange(begin, end) if selection is None or op.entries is not None else selection
+                    page, row = tables[s, kv_positions // self.cache.page_size], kv_positions % self.cache.page_size
                     own_keys, own_values = (
-                        part[page, place, of].astype(np.float32) for part in (keys, values)
+                        array[page, row, of].astype(np.float32) for array in (keys, values)
                     )  # [L, G, dim]
                     if op.entries is not None:
-                        some = np.arange((position + 1) // op.entries.every) if some is None else some
-                        more = self._entries(op.entries, s, some)
+                        selection = np.arange((position + 1) // op.entries.stride) if selection is None else selection
+                        more = self._entries(op.entries, s, selection)
                         own_keys = np.concatenate([own_keys, more])
                         own_values = np.concatenate([own_values, more[..., : cache.value_dim]])
                     scores = np.einsum("ghd,lgd->ghl", q[t, of], own_keys) * np.float32(op.scale)
                     if op.softcap is not None:
                         scores = soft_capped(scores, op.softcap)
                     if slopes is not None:
-                        scores -= slopes[of] * np.abs(position - seen).astype(np.float32)
+                        scores -= slopes[of] * np.abs(position - kv_positions).astype(np.float32)
                     if op.biases is not None:
                         n = op.bias_width // 2
                         of_heads = self.arrays[op.biases].reshape(cache.n_heads, op.group_size, -1)
-                        scores += of_heads[of][..., n + np.clip(seen - position, -n, n)]
+                        scores += of_heads[of][..., n + np.clip(kv_positions - position, -n, n)]
                     if sinks is not None:
                         scores = np.concatenate([scores, sinks[of]], axis=-1)
                     weights = softmax(scores)[..., : len(own_values)]
@@ -420,14 +422,14 @@ class _Run:
 
     def _entries(self, cache: g.KVCache, s: int, numbers: Array) -> Array:
         """Return entries ``numbers`` of a sequence, or positions if each has an entry: [n, 1, key_dim]."""
-        page, place = np.divmod((numbers + 1) * cache.every - 1, self.cache.page_size)
+        page, row = np.divmod((numbers + 1) * cache.stride - 1, self.cache.page_size)
         page = self.batch.block_tables[self.graph.group(cache), s, page]
-        rows: Array = self.cache.layers[cache.key][0][page, place // cache.every]
+        rows: Array = self.cache.layers[cache.key][0][page, row // cache.stride]
         return rows.astype(np.float32)
 
-    def compress(self, op: g.Compress) -> Array:
+    def compress(self, op: ops.Compress) -> Array:
         batch, cache, run, n = self.batch, op.cache, op.run, op.n_series
-        kept, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
+        stored, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
         biases = self.arrays[op.biases].reshape(run, n, cache.key_dim)
         out: Array = np.zeros((len(batch.ids), cache.key_dim), np.float32)
         for s, (start, stop, _) in enumerate(batch.sequences()):
@@ -436,53 +438,53 @@ class _Run:
                 if (position + 1) % run:
                     continue
                 tokens = np.arange(max(0, position + 1 - n * run), position + 1)
-                page, place = np.divmod(tokens, self.cache.page_size)
-                rows = kept[tables[s, page], place].astype(np.float32)  # [n * run, 2 * n, dim]
+                page, row = np.divmod(tokens, self.cache.page_size)
+                rows = stored[tables[s, page], row].astype(np.float32)  # [n * run, 2 * n, dim]
                 # first series for the previous run, last series for the current run
                 series = np.where(tokens > position - run, n - 1, 0)
-                each = np.arange(len(tokens))
-                gates = rows[each, n + series] + biases[tokens % run, series]
-                out[t] = (softmax(gates.T).T * rows[each, series]).sum(axis=0)
+                index = np.arange(len(tokens))
+                gates = rows[index, n + series] + biases[tokens % run, series]
+                out[t] = (softmax(gates.T).T * rows[index, series]).sum(axis=0)
         return out
 
-    def index_select(self, op: g.IndexSelect) -> Array:
+    def index_select(self, op: ops.IndexSelect) -> Array:
         batch, cache, k, run = self.batch, op.cache, op.k, op.run
         q = self.values[op.q].reshape(-1, op.n_heads, op.dim)
         out: Array = np.full((len(q), op.n_choices, op.result.width // op.n_choices), -1, np.float32)
         for s, (start, stop, _) in enumerate(batch.sequences()):
             for t in range(start, stop):
-                seen = np.arange((int(batch.positions[t]) + 1) // cache.every)
-                if len(seen) <= k:
-                    out[t, :, : len(seen)] = seen
+                entries = np.arange((int(batch.positions[t]) + 1) // cache.stride)
+                if len(entries) <= k:
+                    out[t, :, : len(entries)] = entries
                     continue
-                own = self._entries(cache, s, seen)[:, 0]
+                keys = self._entries(cache, s, entries)[:, 0]
                 weights = np.float32(1) if op.head_weights is None else self.values[op.head_weights][t][:, None]
-                for place, scores in zip(out[t], self._run_scores(op, q[t], weights, own), strict=True):
+                for row, scores in zip(out[t], self._run_scores(op, q[t], weights, keys), strict=True):
                     runs = np.sort(np.argsort(-scores, kind="stable")[: k // run])
-                    chosen = np.append(runs[:, None] * run + np.arange(run), seen[len(scores) * run :])
-                    chosen = chosen[chosen < len(seen)]
-                    place[: len(chosen)] = chosen
+                    positions = np.append(runs[:, None] * run + np.arange(run), entries[len(scores) * run :])
+                    positions = positions[positions < len(entries)]
+                    row[: len(positions)] = positions
         return out.reshape(len(q), -1)
 
-    def _run_scores(self, op: g.IndexSelect, q: Array, weights: Array | np.float32, keys: Array) -> Array:
+    def _run_scores(self, op: ops.IndexSelect, q: Array, weights: Array | np.float32, keys: Array) -> Array:
         """Return the scores of runs of positions, [1, runs], or per head [H, runs]."""
-        run, own = op.run, keys
+        run = op.run
         if op.n_last:
-            missing = -len(own) % run
-            products = np.pad(q @ own.T, ((0, 0), (0, missing)), constant_values=-np.inf)
+            missing = -len(keys) % run
+            products = np.pad(q @ keys.T, ((0, 0), (0, missing)), constant_values=-np.inf)
             scores: Array = products.reshape(len(q), -1, run).max(axis=-1)
             scores[:, -op.n_last :] = np.inf
             return scores
-        own = own[: len(own) // run * run].reshape(-1, run, own.shape[-1])
+        keys = keys[: len(keys) // run * run].reshape(-1, run, keys.shape[-1])
         if op.pool is None:
-            own = own[:, -1]
+            keys = keys[:, -1]
         else:
-            parts = own.reshape(-1, run, 3, op.dim)
-            gates = parts[:, :, 1] + self.arrays[op.pool]
-            own = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * parts[:, :, 0]).sum(axis=1)
-        return (weights * np.maximum(q @ own.T, 0)).sum(axis=0, keepdims=True)
+            fields = keys.reshape(-1, run, 3, op.dim)
+            gates = fields[:, :, 1] + self.arrays[op.pool]
+            keys = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * fields[:, :, 0]).sum(axis=1)
+        return (weights * np.maximum(q @ keys.T, 0)).sum(axis=0, keepdims=True)
 
-    def causal_conv(self, op: g.CausalConv) -> Array:
+    def causal_conv(self, op: ops.CausalConv) -> Array:
         x, weight = self.values[op.x], self.arrays[op.weight]
         kernel, y = weight.shape[1], np.empty_like(x)
         for start, stop, state in self._states(op.state):
@@ -493,14 +495,14 @@ class _Run:
             y += self.arrays[op.bias]
         return silu(y) if op.silu else y
 
-    def gated_delta(self, op: g.GatedDelta) -> Array:
+    def gated_delta(self, op: ops.GatedDelta) -> Array:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
         q, k = (x.reshape(-1, op.n_key_heads, d_k) for x in (q, k))
         q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + np.float32(op.eps)) for x in (q, k))
-        each, all_of_them = (n_heads // op.n_key_heads, 1) if op.is_grouped else (1, n_heads // op.n_key_heads)
-        q, k = (np.tile(np.repeat(x, each, axis=1), (1, all_of_them, 1)) for x in (q / np.float32(np.sqrt(d_k)), k))
+        n_repeats, n_tiles = (n_heads // op.n_key_heads, 1) if op.is_grouped else (1, n_heads // op.n_key_heads)
+        q, k = (np.tile(np.repeat(x, n_repeats, axis=1), (1, n_tiles, 1)) for x in (q / np.float32(np.sqrt(d_k)), k))
         steps, a = self.values[op.decay] + self.arrays[op.dt_bias], self.arrays[op.a].reshape(-1, 1)
         a = np.abs(a) if op.bound else a
         steps = steps.reshape(len(q), n_heads, -1)
@@ -508,7 +510,7 @@ class _Run:
         beta = sigmoid(self.values[op.beta])
         return self._recurrence(op.state, q, k, v.reshape(-1, n_heads, d_v), decay, beta)
 
-    def scan(self, op: g.Scan) -> Array:
+    def scan(self, op: ops.Scan) -> Array:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         b, c = (np.repeat(y.reshape(-1, op.n_groups, n), n_heads // op.n_groups, axis=1) for y in (b, c))
@@ -519,7 +521,7 @@ class _Run:
         y += (self.arrays[op.d].reshape(-1, 1) * x).reshape(y.shape)
         return y
 
-    def channel_scan(self, op: g.ChannelScan) -> Array:
+    def channel_scan(self, op: ops.ChannelScan) -> Array:
         x, b, c = (self.values[y] for y in (op.x, op.b, op.c))
         step = softplus(self.values[op.dt] + self.arrays[op.dt_bias])
         y: Array = self.arrays[op.d] * x
@@ -531,11 +533,11 @@ class _Run:
         return y
 
     def _recurrence(
-        self, kept: g.RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
+        self, declaration: g.RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
     ) -> Array:
         """Run the recurrence over the tokens. With ``beta``, the state's value for the key is subtracted first."""
         out = np.empty_like(v)
-        for start, stop, state in self._states(kept):
+        for start, stop, state in self._states(declaration):
             for t in range(start, stop):
                 state *= decay[t][..., None]
                 new = v[t] if beta is None else beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
@@ -544,7 +546,7 @@ class _Run:
         return out.reshape(len(out), -1)
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[Array]:
-        places = zip(g.side_by_side(tensors, widths), widths, strict=True)
+        places = zip(side_by_side(tensors, widths), widths, strict=True)
         return [self.values[x][:, first : first + width] for (x, first), width in places]
 
     def _states(self, state: g.RecurrentState) -> Iterator[tuple[int, int, Array]]:
@@ -555,37 +557,37 @@ class _Run:
                 values[:] = 0
             yield start, stop, values
 
-    def gated(self, op: g.Gated) -> Array:
+    def gated(self, op: ops.Gated) -> Array:
         gate, up = self.values[op.gate], self.values[op.up]
         if op.activation == "clamped_swiglu":
             return clamped_swiglu(gate, up)
         return ACTIVATION_FUNCTIONS[op.activation](gate) * up
 
-    def head_gate(self, op: g.HeadGate) -> Array:
+    def head_gate(self, op: ops.HeadGate) -> Array:
         x, gate = self.values[op.x], self.values[op.gate]
         heads = x.reshape(*gate.shape, op.x.width // op.gate.width)
         return (heads * ACTIVATION_FUNCTIONS[op.activation](gate)[..., None]).reshape(x.shape)
 
-    def activation(self, op: g.Activation) -> Array:
+    def activation(self, op: ops.Activation) -> Array:
         return ACTIVATION_FUNCTIONS[op.activation](self.values[op.x])
 
-    def clamp(self, op: g.Clamp) -> Array:
+    def clamp(self, op: ops.Clamp) -> Array:
         return np.clip(self.values[op.x], np.float32(op.low), np.float32(op.high))
 
-    def xielu(self, op: g.XIELU) -> Array:
+    def xielu(self, op: ops.XIELU) -> Array:
         x, p, n, beta, eps = self.values[op.x], *map(np.float32, (op.p, op.n, op.beta, op.eps))
         return np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
-    def route(self, op: g.Route) -> ChosenExperts:
+    def route(self, op: ops.Route) -> ChosenExperts:
         logits = self.values[op.logits]
         probabilities = GATING_FUNCTIONS[op.gating](logits)
         scores = logits if op.is_by_logits else probabilities
         if op.selection_bias is not None:
             scores = scores + self.arrays[op.selection_bias]
-        if op.chosen is not None:
-            own = self.values[op.chosen].astype(np.int64)
-            given, scores = np.take_along_axis(scores, own, axis=1), np.full_like(scores, -np.inf)
-            np.put_along_axis(scores, own, given, axis=1)
+        if op.expert_ids is not None:
+            expert_ids = self.values[op.expert_ids].astype(np.int64)
+            fixed_scores, scores = np.take_along_axis(scores, expert_ids, axis=1), np.full_like(scores, -np.inf)
+            np.put_along_axis(scores, expert_ids, fixed_scores, axis=1)
         if op.n_groups > 1:
             groups = scores.reshape(len(scores), op.n_groups, -1)
             best = np.sort(groups, axis=2)[:, :, -op.n_group_best :].sum(axis=2)
@@ -602,14 +604,17 @@ class _Run:
             weights = weights * self.arrays[op.expert_scales].reshape(-1)[ids]
         return ChosenExperts(ids, weights * np.float32(op.scale))
 
-    def expert_linears(self, op: g.ExpertLinears) -> tuple[Array, ...]:
+    def expert_linears(self, op: ops.ExpertLinears) -> tuple[Array, ...]:
         rows = np.repeat(self.values[op.x], op.routing.k, axis=0)
         if op.is_weighted:
             rows = rows * self.values[op.routing].weights.reshape(-1, 1)
         biases = op.biases or (None,) * len(op.experts)
-        return tuple(self._expert_product(rows, *each, op.routing) for each in zip(op.experts, biases, strict=True))
+        return tuple(
+            self._expert_product(rows, weight, bias, op.routing)
+            for weight, bias in zip(op.experts, biases, strict=True)
+        )
 
-    def expert_output(self, op: g.ExpertOutput) -> Array:
+    def expert_output(self, op: ops.ExpertOutput) -> Array:
         routing = self.values[op.routing]
         products = self._expert_product(self.values[op.h], op.experts, op.bias, op.routing)
         products = products.reshape(*routing.ids.shape, -1)
@@ -626,10 +631,10 @@ class _Run:
         y = np.array([matrices[expert] @ row for row, expert in pairs], np.float32).reshape(-1, matrices.shape[1])
         return y if bias is None else y + self.arrays[bias][ids]
 
-    def softcap(self, op: g.Softcap) -> Array:
+    def softcap(self, op: ops.Softcap) -> Array:
         return soft_capped(self.values[op.x], op.cap)
 
-    def outputs(self, op: g.Outputs) -> Array:
+    def outputs(self, op: ops.Outputs) -> Array:
         rows: Array = self.values[op.x][self.batch.outputs[:, None] + np.arange(op.n_joined)]  # [N, n_joined, d]
         return rows.mean(axis=1) if op.is_mean else rows.reshape(len(rows), op.result.width)
 
@@ -645,7 +650,7 @@ def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
 
 def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:
     """Rotate heads x [T, heads, head_dim] to positions [T, 1] or, per frequency, [T, n_rot / 2]."""
-    angles = (positions.astype(np.float64) + rope.ahead) * rope.frequencies  # [T, n_rot / 2]
+    angles = (positions.astype(np.float64) + rope.position_offset) * rope.frequencies  # [T, n_rot / 2]
     cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))
     begin, n_pairs = rope.first, len(rope.frequencies)
     end = begin + 2 * n_pairs
@@ -665,9 +670,9 @@ def position_factors(scale: g.PositionScale, positions: NDArray[np.int32]) -> ND
     return np.asarray(factors, np.float32)
 
 
-def in_range(x: Array, kind: np.dtype[Any]) -> Array:
-    """Clamp to the largest finite value of ``kind``, so that 0 * x stays 0."""
-    limit = np.float32(np.finfo(kind).max)
+def in_range(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Clamp to the largest finite value of ``dtype``, so that 0 * x stays 0."""
+    limit = np.float32(np.finfo(dtype).max)
     return np.clip(x, -limit, limit)
 
 
@@ -752,7 +757,7 @@ def relu2(x: Array) -> Array:
 
 
 def clamped_swiglu(gate: Array, up: Array) -> Array:
-    """Activation of gpt-oss, see `localllm.kernels.graph.Gated`."""
+    """Activation of gpt-oss, see `localllm.kernels.operations.Gated`."""
     gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
     return gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
 

@@ -21,23 +21,34 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Matrix, Operation, Rows, Tensor, Weight
 from localllm.quant.lut import block_size
 
 #: Operations on whole rows, computed identically on every device.
-_WHOLE = g.Input | g.Embed | g.RMSNorm | g.LayerNorm | g.Add | g.AddRows | g.Scale | g.Softcap | g.Outputs
+_WHOLE = (
+    ops.Input
+    | ops.Embed
+    | ops.RMSNorm
+    | ops.LayerNorm
+    | ops.Add
+    | ops.AddRows
+    | ops.Scale
+    | ops.Softcap
+    | ops.Outputs
+)
 #: Operations that can be split.
-_CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activation
+_CUT = ops.Linear | ops.Linears | ops.RopeAppend | ops.Attention | ops.Gated | ops.Activation
 #: Names of unsupported operations in error messages.
 _NAMES = {
-    g.Route: "mixtures of experts",
-    g.HeadLinear: "latent attention",
-    g.IndexSelect: "positions that an indexer chooses",
-    g.HeadGate: "gates of heads",
-    g.XIELU: "an activation with parameters",
-    g.Clamp: "values that are clamped",
-    g.CausalConv: "recurrent layers",
-    g.AdapterWeights: "adapters",
+    ops.Route: "mixtures of experts",
+    ops.HeadLinear: "latent attention",
+    ops.IndexSelect: "positions that an indexer chooses",
+    ops.HeadGate: "gates of heads",
+    ops.XIELU: "an activation with parameters",
+    ops.Clamp: "values that are clamped",
+    ops.CausalConv: "recurrent layers",
+    ops.AdapterWeights: "adapters",
 }
 #: Units of columns for splits: activations are rounded in groups of 32, and tiles have up to 256 columns.
 _GROUP, _TILE = 32, 256
@@ -66,23 +77,27 @@ class Gather(Operation[Tensor]):
 class Shard(g.WeightView):
     """A device's rows, or columns, of a weight."""
 
-    part: range
+    indices: range
     is_columns: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         rows, *columns = self.whole.shape
-        return (rows, len(self.part)) if self.is_columns else (len(self.part), *columns)
+        return (rows, len(self.indices)) if self.is_columns else (len(self.indices), *columns)
 
     @property
     def data(self) -> NDArray[np.uint8]:
         """Raw blocks; a copy if columns are selected."""
-        data, part = self.whole.data, self.part
+        data, indices = self.whole.data, self.indices
         if not self.is_columns:
             n_bytes = data.nbytes // self.whole.shape[0]
-            return data[part.start : part.stop] if data.ndim > 1 else data[n_bytes * part.start : n_bytes * part.stop]
+            return (
+                data[indices.start : indices.stop]
+                if data.ndim > 1
+                else data[n_bytes * indices.start : n_bytes * indices.stop]
+            )
         size = block_size(self.type)
-        return np.ascontiguousarray(data[:, size.row_bytes(part.start) : size.row_bytes(part.stop)])
+        return np.ascontiguousarray(data[:, size.row_bytes(indices.start) : size.row_bytes(indices.stop)])
 
 
 def shard(graph: Graph, n: int) -> list[Graph]:
@@ -94,8 +109,8 @@ def shard(graph: Graph, n: int) -> list[Graph]:
     return [_Sharding(graph, cuts, device).graph() for device in range(n)]
 
 
-def _refused(what: str) -> KernelError:
-    return KernelError(f"a model with {what} cannot be split by rows: leave split_mode out to split it by layers")
+def _refused(feature: str) -> KernelError:
+    return KernelError(f"a model with {feature} cannot be split by rows: leave split_mode out to split it by layers")
 
 
 def _even(total: int, n: int, *units: int) -> Cuts:
@@ -119,34 +134,34 @@ def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
 
     def columns_of(x: Tensor) -> int:
         """Return the divisor of a tensor's boundaries that its readers require, directly or after a gate."""
-        sizes = [columns_of(op.result) for op in readers[x] if isinstance(op, g.Gated)]
-        sizes += [block_size(op.matrix.weight.type).length for op in readers[x] if isinstance(op, g.Linear)]
+        sizes = [columns_of(op.result) for op in readers[x] if isinstance(op, ops.Gated)]
+        sizes += [block_size(op.matrix.weight.type).length for op in readers[x] if isinstance(op, ops.Linear)]
         return lcm(_GROUP, *sizes)
 
     for node in graph.nodes:
         match node.operation:
-            case g.RopeAppend(q=q, k=k, v=v, cache=cache) as op:
-                if not all(isinstance(made_by[x], g.Linear | g.Linears) for x in (q, k, v) if x is not None):
+            case ops.RopeAppend(q=q, k=k, v=v, cache=cache) as op:
+                if not all(isinstance(made_by[x], ops.Linear | ops.Linears) for x in (q, k, v) if x is not None):
                     raise _refused("queries and keys that are normed in whole rows")
                 group = q.width // (cache.n_heads * cache.key_dim)
-                [attention] = [each for each in readers[op.result] if isinstance(each, g.Attention)]
+                [attention] = [reader for reader in readers[op.result] if isinstance(reader, ops.Attention)]
                 if cache.layer not in heads:
                     unit = columns_of(attention.result)
                     head = lcm(unit, group * cache.value_dim) // (group * cache.value_dim)
                     heads[cache.layer] = _even(cache.n_heads, n, head)
-                own = heads[cache.layer]
+                head_cuts = heads[cache.layer]
                 widths = (q, group * cache.key_dim), (k, cache.key_dim), (v, cache.value_dim)
-                cuts |= {x: tuple(width * i for i in own) for x, width in widths if x is not None}
+                cuts |= {x: tuple(width * i for i in head_cuts) for x, width in widths if x is not None}
                 cuts[op.result] = cuts[q]
-                cuts[attention.result] = tuple(group * cache.value_dim * i for i in own)
-            case g.Gated(gate=gate, up=up) as op:
+                cuts[attention.result] = tuple(group * cache.value_dim * i for i in head_cuts)
+            case ops.Gated(gate=gate, up=up) as op:
                 unit = columns_of(op.result)
-                own = cuts.get(up) or cuts.get(gate) or _even(up.width, n, lcm(_TILE, unit), unit)
-                cuts |= {gate: own, up: own, op.result: own}
-            case g.Activation(x=x) as op:
+                gate_cuts = cuts.get(up) or cuts.get(gate) or _even(up.width, n, lcm(_TILE, unit), unit)
+                cuts |= {gate: gate_cuts, up: gate_cuts, op.result: gate_cuts}
+            case ops.Activation(x=x) as op:
                 unit = columns_of(op.result)
                 cuts[x] = cuts[op.result] = _even(x.width, n, lcm(_TILE, unit), unit)
-            case g.Linear() as op if node.layer == "output":
+            case ops.Linear() as op if node.layer == "output":
                 cuts[op.result] = _even(op.result.width, n, _TILE, _GROUP)
     return cuts
 
@@ -155,71 +170,78 @@ class _Sharding:
     """Builds the graph of one device."""
 
     def __init__(self, graph: Graph, cuts: dict[Tensor, Cuts], device: int) -> None:
-        self.whole, self.cuts, self.device = graph, dict(cuts), device
-        self.own = Graph(graph.cache_type, graph.rounds_floats)
-        self.own.windows = graph.windows
+        self.graph_to_split, self.cuts, self.device = graph, dict(cuts), device
+        self.device_graph = Graph(graph.cache_type, graph.rounds_floats)
+        self.device_graph.windows = graph.windows
         self.tensors: dict[Any, Any] = {}
         self.weights: dict[tuple[Weight, range, bool], Shard] = {}
 
     def graph(self) -> Graph:
-        for layer, cache in self.whole.caches.items():
-            operations = (node.operation for node in self.whole.nodes)
-            q = next(op.q for op in operations if isinstance(op, g.Attention) and op.cache is cache)
-            n_heads = len(self.part(q)) * cache.n_heads // q.width
-            self.own.caches[layer] = replace(cache, n_heads=n_heads)
-        for node in self.whole.nodes:
-            self.own.layer = node.layer
+        for layer, cache in self.graph_to_split.caches.items():
+            operations = (node.operation for node in self.graph_to_split.nodes)
+            q = next(op.q for op in operations if isinstance(op, ops.Attention) and op.cache is cache)
+            n_heads = len(self.indices(q)) * cache.n_heads // q.width
+            self.device_graph.caches[layer] = replace(cache, n_heads=n_heads)
+        for node in self.graph_to_split.nodes:
+            self.device_graph.layer = node.layer
             op = node.operation
-            made = self.add(op)
-            self.tensors |= zip(op.results, made if isinstance(made, tuple) else (made,), strict=True)
-        return self.own
+            results = self.add(op)
+            self.tensors |= zip(op.results, results if isinstance(results, tuple) else (results,), strict=True)
+        return self.device_graph
 
-    def part(self, x: Tensor) -> range:
+    def indices(self, x: Tensor) -> range:
         return range(*self.cuts[x][self.device : self.device + 2])
 
-    def shard(self, weight: Weight | None, part: range, *, is_columns: bool = False) -> Any:
-        """Return a part of a weight. Equal arguments return the same object, so that it is packed once."""
+    def shard(self, weight: Weight | None, indices: range, *, is_columns: bool = False) -> Any:
+        """Return rows or columns of a weight. Equal arguments return the same object, so that it is packed once."""
         if weight is None:
             return None
-        return self.weights.setdefault((weight, part, is_columns), Shard(weight, part, is_columns))
+        return self.weights.setdefault((weight, indices, is_columns), Shard(weight, indices, is_columns))
 
     def rows(self, matrix: Matrix, result: Tensor) -> Matrix:
         """Return the rows of a matrix that compute this device's part of ``result``."""
-        part = self.part(result)
-        return Matrix(self.shard(matrix.weight, part), self.shard(matrix.bias, part))
+        indices = self.indices(result)
+        return Matrix(self.shard(matrix.weight, indices), self.shard(matrix.bias, indices))
 
     def add(self, op: Operation[Any]) -> Any:
         cut = [x for x in (*op.inputs, *op.results) if x in self.cuts]
         match op:
-            case g.Linear(x=x, matrix=matrix) if x in self.cuts and op.result not in self.cuts:
+            case ops.Linear(x=x, matrix=matrix) if x in self.cuts and op.result not in self.cuts:
                 if x.rows is not Rows.TOKENS:
                     raise _refused("products of outputs alone")
-                weight = self.shard(matrix.weight, self.part(x), is_columns=True)
+                weight = self.shard(matrix.weight, self.indices(x), is_columns=True)
                 is_first = self.device == 0  # only one device adds bias and residual
                 residual = self.tensors[op.residual] if is_first and op.residual is not None else None
                 mine = Matrix(weight, matrix.bias if is_first else None)
-                return self.own.add(AllSum(self.own.add(g.Linear(self.tensors[x], mine, residual))))
-            case g.Linear(x=x) if cut == [op.result] and op.residual is None:
-                y = self.own.add(g.Linear(self.tensors[x], self.rows(op.matrix, op.result)))
-                is_output = self.own.layer == "output"
+                return self.device_graph.add(
+                    AllSum(self.device_graph.add(ops.Linear(self.tensors[x], mine, residual)))
+                )
+            case ops.Linear(x=x) if cut == [op.result] and op.residual is None:
+                y = self.device_graph.add(ops.Linear(self.tensors[x], self.rows(op.matrix, op.result)))
+                is_output = self.device_graph.layer == "output"
                 cuts = self.cuts.pop(op.result) if is_output else ()
-                return self.own.add(Gather(y, cuts, self.device)) if is_output else y
-            case g.Linears(x=x, matrices=matrices) if cut == list(op.result):
-                own = tuple(self.rows(m, y) for m, y in zip(matrices, op.result, strict=True))
-                return self.own.add(g.Linears(self.tensors[x], own))
-            case g.RopeAppend() | g.Attention(sinks=None, slopes=None, biases=None) | g.Gated() | g.Activation():
-                return self.own.add(self.renewed(op))
-            case _ if isinstance(op, _WHOLE | g.Linear | g.Linears) and not cut:
-                return self.own.add(self.renewed(op))
+                return self.device_graph.add(Gather(y, cuts, self.device)) if is_output else y
+            case ops.Linears(x=x, matrices=matrices) if cut == list(op.result):
+                own_matrices = tuple(self.rows(m, y) for m, y in zip(matrices, op.result, strict=True))
+                return self.device_graph.add(ops.Linears(self.tensors[x], own_matrices))
+            case (
+                ops.RopeAppend()
+                | ops.Attention(sinks=None, slopes=None, biases=None)
+                | ops.Gated()
+                | ops.Activation()
+            ):
+                return self.device_graph.add(self.renewed(op))
+            case _ if isinstance(op, _WHOLE | ops.Linear | ops.Linears) and not cut:
+                return self.device_graph.add(self.renewed(op))
         raise _refused(f"a cut through {type(op).__name__}")
 
     def renewed(self, op: Operation[Any]) -> Any:
         """Return the operation with this graph's tensors and caches."""
         changes: dict[str, Any] = {}
-        for each in fields(op):
-            value = getattr(op, each.name)
+        for argument in fields(op):
+            value = getattr(op, argument.name)
             if isinstance(value, Tensor):
-                changes[each.name] = self.tensors.get(value, value)
+                changes[argument.name] = self.tensors.get(value, value)
             elif isinstance(value, g.KVCache):
-                changes[each.name] = self.own.caches[value.key]
+                changes[argument.name] = self.device_graph.caches[value.key]
         return replace(op, **changes)

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from localllm.errors import ExpertReadError, GGUFError, KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, ExpertReads, Footprint, HostOutput, Output, Step, TopK
-from localllm.kernels.graph import Graph
+from localllm.kernels.graph import Graph, Node, Operation, Rows, Tensor
+from localllm.kernels.operations import Embed, Input
 
 #: Tokens per micro-batch. According to `tests.benchmarks.gpu.predict`, two GPUs are slower than one with 128, because
 #: products then take less time than reading the weights. With 512 they cannot share a prompt of 512 tokens.
@@ -35,47 +36,88 @@ _WHOLE_TILES = 16
 class SplitCache:
     """The caches of all parts, each for the layers of its part."""
 
-    parts: tuple[Cache, ...]
+    caches: tuple[Cache, ...]
     page_size: int
     n_pages: tuple[int, ...]
 
     @property
     def windows(self) -> Sequence[int | None]:
-        return self.parts[0].windows
+        return self.caches[0].windows
 
     @property
     def n_states(self) -> int:
-        return max(part.n_states for part in self.parts)
+        return max(cache.n_states for cache in self.caches)
 
     @property
     def n_bytes(self) -> int:
-        return sum(part.n_bytes for part in self.parts)
+        return sum(cache.n_bytes for cache in self.caches)
 
     def copy(self, group: int | None, source: int, target: int) -> None:
-        for (part, own), (_, copied) in zip(self._where(group, source), self._where(group, target), strict=True):
-            part.copy(group, own, copied)
+        for (cache, source_page), (_, target_page) in zip(
+            self._pages_of(group, source), self._pages_of(group, target), strict=True
+        ):
+            cache.copy(group, source_page, target_page)
 
-    def _where(self, group: int | None, number: int) -> list[tuple[Cache, int]]:
+    def _pages_of(self, group: int | None, number: int) -> list[tuple[Cache, int]]:
         """Return the parts, each with its pages that form a page of the whole, or with its slot."""
-        n_pages = [1 if group is None else self.page_size // part.page_size for part in self.parts]
-        return [(part, n * number + i) for part, n in zip(self.parts, n_pages, strict=True) for i in range(n)]
+        n_pages = [1 if group is None else self.page_size // cache.page_size for cache in self.caches]
+        return [(cache, n * number + i) for cache, n in zip(self.caches, n_pages, strict=True) for i in range(n)]
 
     def n_bytes_of(self, group: int | None) -> int:
-        return sum(part.n_bytes_of(group) for part, _ in self._where(group, 0))
+        return sum(cache.n_bytes_of(group) for cache, _ in self._pages_of(group, 0))
 
     def read(self, group: int | None, number: int) -> bytes:
-        return b"".join(part.read(group, own) for part, own in self._where(group, number))
+        return b"".join(cache.read(group, page) for cache, page in self._pages_of(group, number))
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
-        for part, own in self._where(group, number):
-            n = part.n_bytes_of(group)
-            part.write(group, own, data[:n])
+        for cache, page in self._pages_of(group, number):
+            n = cache.n_bytes_of(group)
+            cache.write(group, page, data[:n])
             data = data[n:]
 
 
 def page_size(backends: Sequence[Backend]) -> int:
     """Return the tokens per page of a cache that is split over these backends."""
     return lcm(*(backend.page_size for backend in backends))
+
+
+def graph_part(graph: Graph, layers: range) -> Graph:
+    """Return the operations of a range of layers. The first layers also embed; the last also have norm and head.
+
+    Later layers that need the embedding again (Gemma 4's E2B) compute it themselves.
+
+    Raises:
+        KernelError: more than one tensor with a row per token crosses into the part, or a layer uses the keys and
+            values of a layer outside.
+    """
+    n_layers = graph.n_layers
+    if layers == range(n_layers):
+        return graph
+    subgraph = Graph(graph.cache_type, graph.rounds_floats)
+    subgraph.caches = {n: c for n, c in graph.caches.items() if c.layer in layers}
+    subgraph.states = {n: s for n, s in graph.states.items() if n in layers}
+    subgraph.windows, subgraph.watched = graph.windows, graph.watched
+    ends = {"embedding": layers.start == 0, "output": layers.stop == n_layers}
+    subgraph.nodes = [n for n in graph.nodes if (n.layer in layers if isinstance(n.layer, int) else ends[n.layer])]
+    for node in subgraph.nodes:
+        cache = getattr(node.operation, "cache", None)
+        if cache is not None and cache.layer not in layers:
+            raise KernelError(
+                f"the model cannot be cut between layers {cache.layer} and {node.layer}: the second uses the keys "
+                "and values of the first"
+            )
+    computed = {x for node in subgraph.nodes for x in node.operation.results}
+    crossing = {x for node in subgraph.nodes for x in node.operation.inputs} - computed
+    operations = [node.operation for node in graph.nodes]
+    embeds = [op for op in operations if isinstance(op, Embed) and op.result in crossing]
+    if layers.start:
+        crossing -= {embed.result for embed in embeds}
+        inputs = [x for x in crossing if isinstance(x, Tensor) and x.rows is Rows.TOKENS]
+        if len(inputs) != 1 or len(crossing) != 1:
+            raise KernelError(f"the model cannot be cut at layer {layers.start}: more than one tensor crosses it")
+        first: list[Operation[Any]] = [Input(inputs[0]), *embeds]
+        subgraph.nodes[:0] = [Node(operation, layers.start) for operation in first]
+    return subgraph
 
 
 def part_footprint(
@@ -100,7 +142,7 @@ def part_footprint(
         more: further arguments of the backend's ``footprint``.
     """
     return backend.footprint(
-        graph.part(layers),
+        graph_part(graph, layers),
         n_pages=tuple(n * (size // backend.page_size) for n in n_pages),
         max_tokens=max_tokens if len(layers) == graph.n_layers or graph.looks_ahead else min(max_tokens, micro_batch),
         max_outputs=max_outputs,
@@ -174,14 +216,14 @@ class _SplitOutput(Output):
         return logits
 
     def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
-        n, found = len(self.batch.outputs), dict[int, NDArray[np.float32]]()
-        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32), found)
+        n, full_rows = len(self.batch.outputs), dict[int, NDArray[np.float32]]()
+        best = TopK(np.empty((n, k), np.int32), np.empty((n, k), np.float32), full_rows)
 
         def take(rows: NDArray[np.int64], result: Output) -> None:
-            wanted = np.flatnonzero(np.isin(rows, whole)).tolist()
-            part = result.top_k(k, wanted)
-            best.ids[rows], best.logits[rows] = part.ids, part.logits
-            found.update((int(rows[i]), part.whole[i].copy()) for i in wanted)
+            full_indices = np.flatnonzero(np.isin(rows, whole)).tolist()
+            top = result.top_k(k, full_indices)
+            best.ids[rows], best.logits[rows] = top.ids, top.logits
+            full_rows.update((int(rows[i]), top.whole[i].copy()) for i in full_indices)
 
         self._pipeline(take)
         return best
@@ -238,7 +280,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
     lasts = starts[within + 1] - 1
     rows = np.flatnonzero((batch.outputs >= start) & (batch.outputs < stop))
     embedded = np.flatnonzero((batch.embedded >= start) & (batch.embedded < stop))
-    part = Batch(
+    micro = Batch(
         ids=batch.ids[start:stop],
         positions=batch.positions[start:stop],
         query_starts=np.append(starts[within], stop).astype(np.int32) - np.int32(start),
@@ -251,7 +293,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         embeddings=batch.embeddings[embedded],
         axes=batch.axes[:, start:stop],
     )
-    return MicroBatch(part, rows, slice(start, stop))
+    return MicroBatch(micro, rows, slice(start, stop))
 
 
 def _in_smaller_pages(batch: Batch, n: int) -> Batch:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.weights import ArrayWeight, RowsOf
 
@@ -66,9 +67,9 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
         operation = _with_inputs(node.operation, now)
         new.add(operation)
         now |= dict(zip(node.operation.results, operation.results, strict=True))
-        if not isinstance(operation, g.Linear | g.Linears) or operation.x.rows is not g.Rows.TOKENS:
+        if not isinstance(operation, ops.Linear | ops.Linears) or operation.x.rows is not g.Rows.TOKENS:
             continue
-        matrices = (operation.matrix,) if isinstance(operation, g.Linear) else operation.matrices
+        matrices = (operation.matrix,) if isinstance(operation, ops.Linear) else operation.matrices
         for matrix, was in zip(matrices, node.operation.results, strict=True):
             found = [(i, part) for i, each in enumerate(adapters) if (part := each.of(matrix.weight)) is not None]
             if not found:
@@ -77,13 +78,15 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
             left -= {(i, name) for i, _ in found}
             parts = tuple((i, len(a)) for i, (a, _) in found)
             if (node.layer, parts) not in shares:  # separate for each layer, because a model is split between layers
-                shares[node.layer, parts] = new.add(g.AdapterWeights(parts))
+                shares[node.layer, parts] = new.add(ops.AdapterWeights(parts))
             a = ArrayWeight(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
             b = ArrayWeight(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
-            h = new.add(g.Gated(new.add(g.Linear(operation.x, g.Matrix(a))), shares[node.layer, parts], "identity"))
+            h = new.add(
+                ops.Gated(new.add(ops.Linear(operation.x, g.Matrix(a))), shares[node.layer, parts], "identity")
+            )
             result = now[was]
             assert isinstance(result, Tensor)
-            now[was] = new.add(g.Linear(h, g.Matrix(b), residual=result))
+            now[was] = new.add(ops.Linear(h, g.Matrix(b), residual=result))
     if left:
         i, name = min(left)
         raise ModelError(

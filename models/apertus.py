@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from localllm.kernels.graph import XIELU, Graph, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import XIELU
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, norm
 from localllm.models.config import Header, Metadata

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import Embed, Graph, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import Embed
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, layer_norm, mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, encoder_keys

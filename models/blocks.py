@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from localllm.errors import ModelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
 from localllm.models.mtp import record_block
@@ -41,7 +42,7 @@ class Layer:
 
     def linear(self, x: Tensor, name: str, n_out: int, *, residual: Tensor | None = None) -> Tensor:
         """Return x times the matrix ``name``, plus the matrix's bias, if any."""
-        return self.add(g.Linear(x, self.weights.matrix(name, x.width, n_out), residual=residual))
+        return self.add(ops.Linear(x, self.weights.matrix(name, x.width, n_out), residual=residual))
 
 
 #: Records one layer with the input x [T, d], and returns the layer's output [T, d].
@@ -49,25 +50,26 @@ RecordLayer = Callable[[Layer, Tensor], Tensor]
 #: Records the norm with this name.
 RecordNorm = Callable[[Layer, str, Tensor], Tensor]
 #: Selects the positions that tokens see, from a layer and the input of its attention. Returns the result of
-#: `localllm.kernels.graph.IndexSelect` and whether each key/value head has a separate selection. None: all positions.
+#: `localllm.kernels.operations.IndexSelect` and whether each key/value head has a separate selection. None: all
+#: positions.
 Select = Callable[[Layer, Tensor], "tuple[Tensor, bool] | None"]
 
 
 def norm(at: Layer, name: str, x: Tensor) -> Tensor:
     """RMSNorm of complete rows."""
-    return at.add(g.RMSNorm(x, at.weights.vector(name, x.width), at.norm_eps))
+    return at.add(ops.RMSNorm(x, at.weights.vector(name, x.width), at.norm_eps))
 
 
 def layer_norm(at: Layer, name: str, x: Tensor, n_heads: int = 1) -> Tensor:
     """LayerNorm of complete rows, or of ``n_heads`` heads with separate weights. The bias is optional."""
     bias = at.weights.find(f"{name}.bias", x.width)
     weight = at.weights.vector(name, x.width, n_heads)
-    return at.add(g.LayerNorm(x, weight, bias, at.norm_eps, n_heads))
+    return at.add(ops.LayerNorm(x, weight, bias, at.norm_eps, n_heads))
 
 
 def add(at: Layer, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
     """Return residual + scale * x."""
-    return at.add(g.Add(x, residual, scale))
+    return at.add(ops.Add(x, residual, scale))
 
 
 def read_softcap(m: Header, key: str) -> float | None:
@@ -108,27 +110,27 @@ def decoder(
 
         return record_block(m, block, embedding_scale, eps)
     table = weights.require("token_embd.weight", config.n_vocab, d)
-    x = embedding = graph.add(g.Embed(table, embedding_scale, takes_rows=m.sees))
+    x = embedding = graph.add(ops.Embed(table, embedding_scale, takes_rows=m.sees))
     if change_embedding is not None:
         x = embedding = change_embedding(Layer(-1, graph, weights, d, eps, x), x)
     for i in range(config.n_layers):
         graph.layer = i
         x = record_layer(Layer(i, graph, weights.layer(i), d, eps, embedding, m.is_causal), x)
         if m.sees and i < n_deepstack:
-            x = graph.add(g.AddRows(x, i + 1))
+            x = graph.add(ops.AddRows(x, i + 1))
     graph.layer = "output"
     at = Layer(-1, graph, weights, d, eps, embedding)
-    x = at.add(g.Outputs(x))  # [N, d]
+    x = at.add(ops.Outputs(x))  # [N, d]
     if output_norm is not None:
         x = output_norm(at, "output_norm", x)
     if m.pooling is not None:
         weights.skip("output.weight")
         return graph
-    logits = at.add(g.Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
+    logits = at.add(ops.Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
     if logit_scale != 1:
-        logits = at.add(g.Scale(logits, logit_scale))
+        logits = at.add(ops.Scale(logits, logit_scale))
     if softcap is not None:
-        at.add(g.Softcap(logits, softcap))
+        at.add(ops.Softcap(logits, softcap))
     return graph
 
 
@@ -138,7 +140,7 @@ def position_embedding(m: Header) -> RecordLayer:
     if m.context > n_positions:
         raise ModelError(f"the model has only {n_positions} positions: a context of {m.context} is too long")
     positions = m.weights.require("position_embd.weight", n_positions, m.config.n_embd)
-    return lambda at, x: add(at, at.add(g.Embed(positions, by_position=True)), x)
+    return lambda at, x: add(at, at.add(ops.Embed(positions, by_position=True)), x)
 
 
 def llama_like(
@@ -223,7 +225,7 @@ def attention(
 
     Args:
         rope: None if query and key are not rotated.
-        window, chunk: limits of the positions that a token sees, see `localllm.kernels.graph.Attention`.
+        window, chunk: limits of the positions that a token sees, see `localllm.kernels.operations.Attention`.
         scale: factor on scores; by default 1 / √key_dim.
         qkv_bias: whether query, key and value must have biases; by default, biases are optional.
         qkv_by_head: whether ``attn_qkv`` contains the rows of query, key and value head by head.
@@ -242,7 +244,7 @@ def attention(
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, qkv_by_head=qkv_by_head, has_gate=has_gate)
     if clamp:
-        q, k, v = (at.add(g.Clamp(each, -clamp, clamp)) for each in (q, k, v))
+        q, k, v = (at.add(ops.Clamp(each, -clamp, clamp)) for each in (q, k, v))
     cache = at.graph.kv_cache(
         heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if at.causal else None
     )
@@ -257,7 +259,7 @@ def attention(
             g.HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
             for x in "qk"
         )
-    q = at.add(g.RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
+    q = at.add(ops.RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
     scale = heads.key_dim**-0.5 if scale is None else scale
     sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
     falls = slopes(heads.n, max_bias) if max_bias else None
@@ -265,10 +267,10 @@ def attention(
     selected = select(at, x) if select is not None else None
     if selected is not None:
         more |= {"selected": selected[0], "selected_by_head": selected[1]}
-    y = at.add(g.Attention(q, cache, scale, window, softcap, sinks, chunk, at.causal, has_spans, **more))
+    y = at.add(ops.Attention(q, cache, scale, window, softcap, sinks, chunk, at.causal, has_spans, **more))
     if gate is not None:
         by_head = gate.width == heads.n
-        y = at.add(g.HeadGate(y, gate, gate_activation) if by_head else g.Gated(gate, y, gate_activation))
+        y = at.add(ops.HeadGate(y, gate, gate_activation) if by_head else ops.Gated(gate, y, gate_activation))
     return at.linear(y, "attn_output", at.n_embd, residual=residual)
 
 
@@ -285,14 +287,14 @@ def query_key_value(
     else:
         matrices = tuple(w.matrix(name, d, n, bias=qkv_bias) for name, n in widths.items())
     if not has_gate:
-        query, key, value = at.add(g.Linears(x, matrices))
+        query, key, value = at.add(ops.Linears(x, matrices))
         return query, key, value, None
     if is_apart:
         n_gates = heads.n if w.n_rows("attn_gate.weight") == heads.n else heads.n * heads.value_dim
-        query, key, value, gate = at.add(g.Linears(x, (*matrices, w.matrix("attn_gate", d, n_gates))))
+        query, key, value, gate = at.add(ops.Linears(x, (*matrices, w.matrix("attn_gate", d, n_gates))))
         return query, key, value, gate
     queries = split_rows(matrices[0], {"query": q, "gate": q}, n_groups=heads.n)
-    query, gate, key, value = at.add(g.Linears(x, (*queries, *matrices[1:])))
+    query, gate, key, value = at.add(ops.Linears(x, (*queries, *matrices[1:])))
     return query, key, value, gate
 
 
@@ -320,7 +322,7 @@ def gated_mlp(
         matrices = w.split(f"ffn_up{suffix}", d, {"gate": n_ff, "up": n_ff})
     else:
         matrices = w.matrix(f"ffn_gate{suffix}", d, n_ff), w.matrix(f"ffn_up{suffix}", d, n_ff)
-    gate, up = at.add(g.Linears(x, matrices))  # [T, n_ff]
+    gate, up = at.add(ops.Linears(x, matrices))  # [T, n_ff]
     return at.linear(
         gated(at, gate, up, activation, limit, limits_input=limits_input), f"ffn_down{suffix}", d, residual=residual
     )
@@ -335,11 +337,11 @@ def gated(
     the gate itself is limited instead, before the activation.
     """
     if limit and limits_input:
-        gate, up = at.add(g.Clamp(gate, -math.inf, limit)), at.add(g.Clamp(up, -limit, limit))
+        gate, up = at.add(ops.Clamp(gate, -math.inf, limit)), at.add(ops.Clamp(up, -limit, limit))
     elif limit:
-        gate = at.add(g.Clamp(at.add(g.Activation(gate, activation)), -math.inf, limit))
-        up, activation = at.add(g.Clamp(up, -limit, limit)), "identity"
-    return at.add(g.Gated(gate, up, activation))
+        gate = at.add(ops.Clamp(at.add(ops.Activation(gate, activation)), -math.inf, limit))
+        up, activation = at.add(ops.Clamp(up, -limit, limit)), "identity"
+    return at.add(ops.Gated(gate, up, activation))
 
 
 def mlp(
@@ -347,7 +349,7 @@ def mlp(
 ) -> Tensor:
     """Return down(activation(up(x))). ``suffix`` is appended to the names of the matrices."""
     up = at.linear(x, f"ffn_up{suffix}", n_ff)
-    return at.linear(at.add(g.Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
+    return at.linear(at.add(ops.Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
 
 
 def feed_forward(
@@ -405,11 +407,11 @@ def mixture(
             shared = mlp(at, x, experts.n_ff_shared, **options)
         weight = None  # [T, 1]
         if "ffn_gate_inp_shexp.weight" in w:
-            weight = at.add(g.Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
+            weight = at.add(ops.Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
         if residual is not None:
-            residual = at.add(g.Add(shared, residual, residual_scale, weight))
+            residual = at.add(ops.Add(shared, residual, residual_scale, weight))
         else:
-            residual = shared if weight is None else at.add(g.HeadGate(shared, weight, "sigmoid"))
+            residual = shared if weight is None else at.add(ops.HeadGate(shared, weight, "sigmoid"))
     n_latent = w.n_rows("ffn_latent_down.weight")
     if not n_latent:
         return chosen_experts(
@@ -430,7 +432,7 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Te
     if chosen is None:
         bias = w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n)
     return at.add(
-        g.Route(
+        ops.Route(
             at.linear(x, "ffn_gate_inp", n),  # [T, E]
             k=experts.n_used,
             norm_topk_prob=experts.norm_topk_prob,
@@ -442,7 +444,7 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Te
             n_group_best=1 if experts.gating == "softmax" else 2,  # DeepSeek V2: 1, V3: 2
             # `Weights.experts` applies the scales of matrices in NVFP4.
             expert_scales=None if is_nvfp4 else w.find("ffn_down_exps.scale", n),
-            chosen=chosen,
+            expert_ids=chosen,
         )
     )
 
@@ -466,14 +468,14 @@ def chosen_experts(
         names = ("ffn_gate_exps", "ffn_up_exps") if "ffn_gate_exps.weight" in w else ("ffn_up_exps",)
         matrices = tuple(w.experts(name, n, width, n_ff) for name in names)
     biases = tuple(b for b in (w.find(f"ffn_{x}_exps.bias", n, n_ff) for x in ("gate", "up")) if b is not None)
-    hs = at.add(g.ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
+    hs = at.add(ops.ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
     h = (
         gated(at, *hs, activation, limit, limits_input=experts.limits_input)
         if len(hs) == 2
-        else at.add(g.Activation(hs[0], activation))
+        else at.add(ops.Activation(hs[0], activation))
     )
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
-    return at.add(g.ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
+    return at.add(ops.ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
 
 
 @dataclass(frozen=True)
@@ -505,15 +507,15 @@ def mamba(at: Layer, x: Tensor, net: Mamba, *, residual: Tensor | None = None) -
     w, d, n = at.weights, at.n_embd, net.n
     inner = n * net.dim
     width = inner + 2 * net.n_groups * net.n_state
-    gate, xbc, dt = at.add(g.Linears(x, w.split("ssm_in", d, {"gate": inner, "xbc": width, "dt": n})))
+    gate, xbc, dt = at.add(ops.Linears(x, w.split("ssm_in", d, {"gate": inner, "xbc": width, "dt": n})))
     conv, state = w.require("ssm_conv1d.weight", width, net.kernel), at.graph.state("conv", net.kernel - 1, width)
-    xbc = at.add(g.CausalConv(xbc, conv, state, w.find("ssm_conv1d.bias", width), silu=True))
+    xbc = at.add(ops.CausalConv(xbc, conv, state, w.find("ssm_conv1d.bias", width), silu=True))
     a, bias, skip = w.require("ssm_a", n, 1), w.require("ssm_dt.bias", n), w.require("ssm_d", n, 1)
-    y = at.add(g.Scan((xbc,), dt, a, bias, skip, at.graph.state("S", n, net.n_state, net.dim), net.n_groups))
-    y = at.add(g.Gated(gate, y, "silu"))
+    y = at.add(ops.Scan((xbc,), dt, a, bias, skip, at.graph.state("S", n, net.n_state, net.dim), net.n_groups))
+    y = at.add(ops.Gated(gate, y, "silu"))
     weight = w.find("ssm_norm.weight", net.n_groups, inner // net.n_groups)
     if weight is not None:
-        y = at.add(g.RMSNorm(y, Reshaped(weight, (inner,)), at.norm_eps, net.n_groups))
+        y = at.add(ops.RMSNorm(y, Reshaped(weight, (inner,)), at.norm_eps, net.n_groups))
     return at.linear(y, "ssm_out", d, residual=residual)
 
 
@@ -552,7 +554,8 @@ def delta_net(
 
     The matrices ``ssm_alpha`` and ``ssm_beta`` compute decay and β. A file may contain both in ``ssm_ba``, with their
     rows grouped by key head. In the same way, ``ssm_in`` may contain ``attn_qkv`` and ``attn_gate``.
-    `localllm.kernels.graph.GatedDelta` documents ``is_grouped``; ``activation`` is the gate's activation function.
+    `localllm.kernels.operations.GatedDelta` documents ``is_grouped``. ``activation`` is the gate's activation
+    function.
 
     Source: arXiv:2412.06464.
     """
@@ -566,15 +569,15 @@ def delta_net(
     if "ssm_in.weight" in w:  # in files of Qwen 3 Next that llama.cpp's converter wrote in 2025
         widths = {"query": keys, "key": keys, "value": values, "gate": values}
         matrices = w.split("ssm_in", d, widths, n_groups=net.n_keys)
-        *parts, gate, beta, alpha = at.add(g.Linears(x, (*matrices, *beta_alpha)))
-        qkv = at.add(g.SideBySide(tuple(parts)))
+        *parts, gate, beta, alpha = at.add(ops.Linears(x, (*matrices, *beta_alpha)))
+        qkv = at.add(ops.SideBySide(tuple(parts)))
     else:
         matrices = w.matrix("attn_qkv", d, width), w.matrix("attn_gate", d, values)
-        qkv, gate, beta, alpha = at.add(g.Linears(x, (*matrices, *beta_alpha)))
+        qkv, gate, beta, alpha = at.add(ops.Linears(x, (*matrices, *beta_alpha)))
     conv = w.require("ssm_conv1d.weight", width, net.kernel)
-    qkv = at.add(g.CausalConv(qkv, conv, at.graph.state("conv", net.kernel - 1, width), silu=True))
+    qkv = at.add(ops.CausalConv(qkv, conv, at.graph.state("conv", net.kernel - 1, width), silu=True))
     state = at.graph.state("S", n, net.key_dim, net.value_dim)
     a, bias = w.require("ssm_a", n), w.require("ssm_dt.bias", n)
-    y = at.add(g.GatedDelta((qkv,), alpha, beta, a, bias, state, net.n_keys, is_grouped, at.norm_eps))
-    y = at.add(g.RMSNorm(y, w.vector("ssm_norm", net.value_dim), at.norm_eps, n))
-    return at.linear(at.add(g.Gated(gate, y, activation)), "ssm_out", d, residual=residual)
+    y = at.add(ops.GatedDelta((qkv,), alpha, beta, a, bias, state, net.n_keys, is_grouped, at.norm_eps))
+    y = at.add(ops.RMSNorm(y, w.vector("ssm_norm", net.value_dim), at.norm_eps, n))
+    return at.linear(at.add(ops.Gated(gate, y, activation)), "ssm_out", d, residual=residual)

@@ -275,7 +275,7 @@ class Experts:
     n_used: int  # experts per token
     n_ff: int  # width of an expert
     n_ff_shared: int  # width of the shared expert; 0 without one
-    # gating, norm_topk_prob, scale, n_groups, n_top_groups: see `localllm.kernels.graph.Route`
+    # gating, norm_topk_prob, scale, n_groups, n_top_groups: see `localllm.kernels.operations.Route`
     gating: str
     norm_topk_prob: bool
     scale: float

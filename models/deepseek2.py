@@ -15,6 +15,7 @@ import numpy as np
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, feed_forward, norm, read_q_scale
@@ -165,13 +166,13 @@ def latent_attention(
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
     keys, selected = w.matrix("attn_kv_a_mqa", d, cached), None
     if latents.n_query:
-        q, k = at.add(g.Linears(x, (w.matrix("attn_q_a", d, latents.n_query), keys)))
+        q, k = at.add(ops.Linears(x, (w.matrix("attn_q_a", d, latents.n_query), keys)))
         q = norm(at, "attn_q_a_norm", q)
         if select is not None:
             selected = select(at, x, q)
-        q = at.add(g.Linear(q, w.matrix("attn_q_b", latents.n_query, width)))
+        q = at.add(ops.Linear(q, w.matrix("attn_q_b", latents.n_query, width)))
     else:
-        q, k = at.add(g.Linears(x, (w.matrix("attn_q", d, width), keys)))
+        q, k = at.add(ops.Linears(x, (w.matrix("attn_q", d, width), keys)))
     if "attn_k_b.weight" in w:
         to_latents = w.require("attn_k_b.weight", n, n_latent, n_nope)
         from_latents = w.require("attn_v_b.weight", n, latents.value_dim, n_latent)
@@ -185,11 +186,11 @@ def latent_attention(
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
     k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
     q = at.add(
-        g.RopeAppend(at.add(g.HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale)
+        ops.RopeAppend(at.add(ops.HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale)
     )
     y = at.add(
-        g.HeadLinear(at.add(g.Attention(q, cache, latents.scale, sinks=sinks, selected=selected)), from_latents)
+        ops.HeadLinear(at.add(ops.Attention(q, cache, latents.scale, sinks=sinks, selected=selected)), from_latents)
     )
     if gate is not None:
-        y = at.add(g.HeadGate(y, gate, "sigmoid") if gate.width == n else g.Gated(gate, y, "sigmoid"))
+        y = at.add(ops.HeadGate(y, gate, "sigmoid") if gate.width == n else ops.Gated(gate, y, "sigmoid"))
     return at.linear(y, "attn_output", d, residual=residual)

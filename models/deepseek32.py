@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Graph, IndexSelect, Linear, Linears, Rope, RopeAppend, Scale, SideBySide, Tensor
+from localllm.kernels.graph import Graph, Rope, Tensor
+from localllm.kernels.operations import IndexSelect, Linear, Linears, RopeAppend, Scale, SideBySide
 from localllm.models import deepseek2
 from localllm.models.blocks import Layer, layer_norm
 from localllm.models.config import Header

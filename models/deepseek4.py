@@ -14,6 +14,7 @@ from typing import Any
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names, hy_v4
 from localllm.models.blocks import Layer, decoder, mixture, norm
@@ -200,14 +201,14 @@ def record(m: Header) -> Graph:
                 raise ModelError(
                     f"tensor {table.name} is in {table.type.name}, but must be in I32: the file is broken"
                 )
-            chosen = at.add(g.Embed(Numbers(table, experts.n)))
+            chosen = at.add(ops.Embed(Numbers(table, experts.n)))
         at.weights.skip("exp_probs_b_vl.bias")  # for images
         y = mixture(at, norm(at, "ffn_norm", x), experts, limits=limits[at.number], chosen=chosen)
         return connections.behind(at, y, streams, more)
 
     def end(at: Layer, name: str, streams: Tensor) -> Tensor:
         (before,) = connections.weights(at, "output_hc", streams, 1)
-        return norm(at, name, at.add(g.MixStreams(streams, before, connections.n)))
+        return norm(at, name, at.add(ops.MixStreams(streams, before, connections.n)))
 
     return decoder(m, layer, change_embedding=connections.begin, output_norm=end)
 
@@ -219,9 +220,9 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
     scaled = replace(make_rope(m, a.dim, interleaved=True, theta=base), magnitude=1.0)
     local = replace(make_local_rope(m, a.dim), interleaved=True)
 
-    def rotating(rope: g.Rope, dim: int, ahead: int = 0) -> g.Rope:
-        """Return a rotation of the last values of a head. ``ahead`` is the position offset."""
-        return replace(rope, first=dim - a.n_rot, ahead=ahead)
+    def rotating(rope: g.Rope, dim: int, position_offset: int = 0) -> g.Rope:
+        """Return a rotation of the last values of a head. ``position_offset`` is added to the positions."""
+        return replace(rope, first=dim - a.n_rot, position_offset=position_offset)
 
     ratios, dims = {*a.ratios} - {0}, (a.dim, a.index_dim)
     of_entries = {(ratio, dim): rotating(scaled, dim, 1 - ratio) for ratio in ratios for dim in dims}
@@ -237,15 +238,15 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
         w, ratio = at.weights, a.ratios[at.number]
         n = (2 if ratio == _OVERLAPPING else 1) * dim
         rows = at.add(
-            g.Linears(x, tuple(w.matrix(f"{name}_compressor_{kind}", x.width, n) for kind in ("kv", "gate")))
+            ops.Linears(x, tuple(w.matrix(f"{name}_compressor_{kind}", x.width, n) for kind in ("kv", "gate")))
         )
-        kept = at.graph.kv_cache(2 * n // dim, dim, values_in_keys=True, window=a.kept, is_exact=True, part=part)
-        both = at.add(g.SideBySide(rows))
-        both = at.add(g.RopeAppend(both, both, None, kept, None))
-        entry = at.add(g.Compress(both, kept, w.require(f"{name}_compressor_ape.weight", ratio, n)))
-        entries = at.graph.kv_cache(1, dim, values_in_keys=True, every=ratio, part=part + 1)
+        kept = at.graph.kv_cache(2 * n // dim, dim, values_in_keys=True, window=a.kept, is_exact=True, number=part)
+        both = at.add(ops.SideBySide(rows))
+        both = at.add(ops.RopeAppend(both, both, None, kept, None))
+        entry = at.add(ops.Compress(both, kept, w.require(f"{name}_compressor_ape.weight", ratio, n)))
+        entries = at.graph.kv_cache(1, dim, values_in_keys=True, stride=ratio, number=part + 1)
         of_head = g.HeadNorm(at.norm_eps, w.vector(f"{name}_compressor_norm", dim))
-        at.add(g.RopeAppend(entry, entry, None, entries, of_entries[ratio, dim], k_norm=of_head))
+        at.add(ops.RopeAppend(entry, entry, None, entries, of_entries[ratio, dim], k_norm=of_head))
         return entries
 
     def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
@@ -256,32 +257,32 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
             w.skip(*(f"indexer_compressor_{name}.weight" for name in ("kv", "gate", "ape", "norm")))
             return None
         entries = compressed(at, x, "indexer", a.index_dim, 3)
-        q = at.add(g.Linear(of_query, w.matrix("indexer.attn_q_b", a.n_query, a.n_index * a.index_dim)))
-        q = at.add(g.RopeAppend(q, None, None, entries, of_index))
-        weights = at.add(g.Scale(at.linear(x, "indexer.proj", a.n_index), (a.n_index * a.index_dim) ** -0.5))
-        return at.add(g.IndexSelect(q, weights, entries, a.top_k))
+        q = at.add(ops.Linear(of_query, w.matrix("indexer.attn_q_b", a.n_query, a.n_index * a.index_dim)))
+        q = at.add(ops.RopeAppend(q, None, None, entries, of_index))
+        weights = at.add(ops.Scale(at.linear(x, "indexer.proj", a.n_index), (a.n_index * a.index_dim) ** -0.5))
+        return at.add(ops.IndexSelect(q, weights, entries, a.top_k))
 
     def attend(at: Layer, x: Tensor) -> Tensor:
         w, ratio, width = at.weights, a.ratios[at.number], a.n * a.dim
         of_query, kv = at.add(
-            g.Linears(x, (w.matrix("attn_q_a", x.width, a.n_query), w.matrix("attn_kv", x.width, a.dim)))
+            ops.Linears(x, (w.matrix("attn_q_a", x.width, a.n_query), w.matrix("attn_kv", x.width, a.dim)))
         )
         of_query = norm(at, "attn_q_a_norm", of_query)
         entries = compressed(at, x, "attn", a.dim, 1) if ratio else None
         selected = select(at, x, of_query) if ratio == _OVERLAPPING else None
-        q = at.add(g.Linear(of_query, w.matrix("attn_q_b", a.n_query, width)))
+        q = at.add(ops.Linear(of_query, w.matrix("attn_q_b", a.n_query, width)))
         cache = at.graph.kv_cache(1, a.dim, values_in_keys=True, window=a.kept, is_exact=True)
         rope, of_head = of_compressed if ratio else of_window, g.HeadNorm(at.norm_eps)
         of_key = replace(of_head, weight=w.vector("attn_kv_a_norm", a.dim))
-        q = at.add(g.RopeAppend(q, kv, None, cache, rope, of_head, of_key))
+        q = at.add(ops.RopeAppend(q, kv, None, cache, rope, of_head, of_key))
         sinks = w.vector("attn_sinks", a.n)
-        y = at.add(g.Attention(q, cache, a.dim**-0.5, a.window, sinks=sinks, selected=selected, entries=entries))
-        y = at.add(g.RopeAppend(y, None, None, cache, back[rope]))
+        y = at.add(ops.Attention(q, cache, a.dim**-0.5, a.window, sinks=sinks, selected=selected, entries=entries))
+        y = at.add(ops.RopeAppend(y, None, None, cache, back[rope]))
         n_out = a.n_groups * a.n_group
         of_groups = Reshaped(
             w.require("attn_output_a.weight", n_out, width // a.n_groups),
             (a.n_groups, a.n_group, width // a.n_groups),
         )
-        return at.linear(at.add(g.HeadLinear(y, of_groups)), "attn_output_b", at.n_embd)
+        return at.linear(at.add(ops.HeadLinear(y, of_groups)), "attn_output_b", at.n_embd)
 
     return attend

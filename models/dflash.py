@@ -15,25 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import (
-    Attention,
-    Embed,
-    Graph,
-    HeadNorm,
-    Input,
-    KVCache,
-    Linear,
-    Linears,
-    Matrix,
-    Outputs,
-    RMSNorm,
-    Rope,
-    RopeAppend,
-    Rows,
-    Scale,
-    Tensor,
-    Weight,
-)
+from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rope, Rows, Tensor, Weight
+from localllm.kernels.operations import Attention, Embed, Input, Linear, Linears, Outputs, RMSNorm, RopeAppend, Scale
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, gated_mlp, norm
 from localllm.models.config import Header, Heads, Metadata

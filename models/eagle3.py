@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, RMSNorm, Rows, SideBySide, Tensor
+from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
+from localllm.kernels.operations import Embed, Input, Linear, Outputs, RMSNorm, SideBySide
 from localllm.models import hf_names, llama
 from localllm.models.blocks import Layer, attention, gated_mlp, norm
 from localllm.models.config import Header

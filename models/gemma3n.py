@@ -8,6 +8,7 @@ from statistics import NormalDist
 from typing import Any
 
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import gemma4, hf_names
 from localllm.models.blocks import Layer, add, decoder, norm, read_softcap
@@ -71,55 +72,55 @@ def record(m: Header) -> Graph:
 
     def resized(at: Layer, others: Tensor, x: Tensor) -> Tensor:
         """Scale the streams so that each has the same root mean square as x [., d]."""
-        others = at.add(g.RMSNorm(others, None, _TINY, n - 1))
-        return at.add(g.MixStreams(others, at.add(g.RootMeanSquare(x)), 1))
+        others = at.add(ops.RMSNorm(others, None, _TINY, n - 1))
+        return at.add(ops.MixStreams(others, at.add(ops.RootMeanSquare(x)), 1))
 
     def begin(at: Layer, x: Tensor) -> Tensor:
         embedding.append(x)
         projection = Reshaped(weights.require("altup_proj.weight", n - 1, d, d), ((n - 1) * d, d))
-        return at.add(g.SideBySide((x, resized(at, at.add(g.Linear(x, g.Matrix(projection))), x))))
+        return at.add(ops.SideBySide((x, resized(at, at.add(ops.Linear(x, g.Matrix(projection))), x))))
 
     def end(at: Layer, name: str, x: Tensor) -> Tensor:
-        first, others = at.add(g.Columns(x, range(d))), at.add(g.Columns(x, range(d, n * d)))
-        others = at.add(g.HeadLinear(others, weights.require("altup_unembd_proj.weight", n - 1, d, d)))
-        total = at.add(g.MixStreams(resized(at, others, first), None, n - 1, first, offset=1.0))
-        return norm(at, name, at.add(g.Scale(total, 1 / n)))
+        first, others = at.add(ops.Columns(x, range(d))), at.add(ops.Columns(x, range(d, n * d)))
+        others = at.add(ops.HeadLinear(others, weights.require("altup_unembd_proj.weight", n - 1, d, d)))
+        total = at.add(ops.MixStreams(resized(at, others, first), None, n - 1, first, offset=1.0))
+        return norm(at, name, at.add(ops.Scale(total, 1 / n)))
 
     def coefficients(at: Layer, name: str, x: Tensor, n_made: int) -> Tensor:
-        x = at.add(g.Scale(norm(at, "altup_router_norm", x), 1 / d))
-        return at.linear(at.add(g.Activation(at.linear(x, "altup_router", n), "tanh")), name, n_made)
+        x = at.add(ops.Scale(norm(at, "altup_router_norm", x), 1 / d))
+        return at.linear(at.add(ops.Activation(at.linear(x, "altup_router", n), "tanh")), name, n_made)
 
     def mlp(at: Layer, x: Tensor) -> Tensor:
         w, width, cut = at.weights, widths[at.number], cuts[at.number]
-        gate, up = at.add(g.Linears(x, (w.matrix("ffn_gate", d, width), w.matrix("ffn_up", d, width))))
+        gate, up = at.add(ops.Linears(x, (w.matrix("ffn_gate", d, width), w.matrix("ffn_up", d, width))))
         if cut > -10:  # else no activation is removed
-            gate = at.add(g.AboveDeviation(gate, cut))
-        return at.linear(at.add(g.Gated(gate, up, "gelu")), "ffn_down", d)
+            gate = at.add(ops.AboveDeviation(gate, cut))
+        return at.linear(at.add(ops.Gated(gate, up, "gelu")), "ffn_down", d)
 
     def layer(at: Layer, streams: Tensor) -> Tensor:
         window = windows[at.number]
         own = [i for i in range(n_own) if bool(windows[i]) == bool(window)]
         shared = own[-1] if own and at.number >= n_own else None
         its = range(active * d, (active + 1) * d)
-        of_active = coefficients(at, "altup_predict_coef", at.add(g.Columns(streams, its)), n * n)
-        predicted = at.add(g.MixStreams(streams, of_active, n, streams))
-        first = at.add(g.Columns(predicted, its))
+        of_active = coefficients(at, "altup_predict_coef", at.add(ops.Columns(streams, its)), n * n)
+        predicted = at.add(ops.MixStreams(streams, of_active, n, streams))
+        first = at.add(ops.Columns(predicted, its))
         x = norm(at, "attn_norm", first)
         rank = at.weights.n_rows("laurel_l.weight")
         laurel = at.linear(at.linear(x, "laurel_l", rank), "laurel_r", d)
         laurel = add(at, norm(at, "laurel_post_norm", laurel), x)
         y = gemma4.attention(at, x, heads, local_rope if window else rope, window, shared, has_spans=False)
         y = add(at, norm(at, "post_attention_norm", y), first)
-        x = at.add(g.Scale(at.add(g.Add(y, laurel)), 0.5**0.5))
+        x = at.add(ops.Scale(at.add(ops.Add(y, laurel)), 0.5**0.5))
         x = add(at, norm(at, "post_ffw_norm", mlp(at, norm(at, "ffn_norm", x))), x)
         of_new = coefficients(at, "altup_correct_coef", x, n)
-        corrected = at.add(g.MixStreams(at.add(g.Add(first, x, -1.0)), of_new, 1, predicted, offset=1.0))
-        first = at.add(g.Columns(corrected, its))
-        size = at.add(g.RootMeanSquare(first))  # undoes the normalisation, so that only the weights remain
-        scaled = at.add(g.RMSNorm(first, at.weights.vector("altup_correct_scale", d), _TINY))
-        scaled = at.add(g.MixStreams(scaled, size, 1))
+        corrected = at.add(ops.MixStreams(at.add(ops.Add(first, x, -1.0)), of_new, 1, predicted, offset=1.0))
+        first = at.add(ops.Columns(corrected, its))
+        size = at.add(ops.RootMeanSquare(first))  # undoes the normalisation, so that only the weights remain
+        scaled = at.add(ops.RMSNorm(first, at.weights.vector("altup_correct_scale", d), _TINY))
+        scaled = at.add(ops.MixStreams(scaled, size, 1))
         more = gemma4.layer_embedding(at, scaled, embedding[0], weights, n_per_layer, n_layers)
-        return at.add(g.MixStreams(more, None, 1, corrected, offset=1.0, first=1))
+        return at.add(ops.MixStreams(more, None, 1, corrected, offset=1.0, first=1))
 
     softcap = read_softcap(m, "final_logit_softcapping") or 30.0
     return decoder(m, layer, embedding_scale=d**0.5, change_embedding=begin, output_norm=end, softcap=softcap)

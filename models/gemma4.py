@@ -10,6 +10,7 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
@@ -115,7 +116,7 @@ def record(m: Header) -> Graph:
         if n_per_layer:
             x = add(at, layer_embedding(at, x, at.embedding, m.weights, n_per_layer, n_layers), x)
         scale = at.weights.find("layer_output_scale.weight", 1)
-        return x if scale is None else at.add(g.Scale(x, weight=scale))
+        return x if scale is None else at.add(ops.Scale(x, weight=scale))
 
     return decoder(m, layer, embedding_scale=d**0.5, softcap=read_softcap(m, "final_logit_softcapping"))
 
@@ -152,20 +153,20 @@ def attention(
     if shared is not None:
         w.skip("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
         cache: g.KVCache = at.graph.caches[shared]
-        q = at.add(g.RopeAppend(at.add(g.Linear(x, query)), None, None, cache, rope, q_norm))
+        q = at.add(ops.RopeAppend(at.add(ops.Linear(x, query)), None, None, cache, rope, q_norm))
     else:
         cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, window=window)
-        q, *kv = at.add(g.Linears(x, (query, *keys_and_values)))
+        q, *kv = at.add(ops.Linears(x, (query, *keys_and_values)))
         k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
-        q = at.add(g.RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, g.HeadNorm(at.norm_eps)))
-    y = at.add(g.Attention(q, cache, 1.0, window, has_spans=has_spans))
+        q = at.add(ops.RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, g.HeadNorm(at.norm_eps)))
+    y = at.add(ops.Attention(q, cache, 1.0, window, has_spans=has_spans))
     return at.linear(y, "attn_output", d)
 
 
 def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
     """Record the experts. The router's input is x normed and scaled; the experts have a separate norm."""
-    y = at.add(g.RMSNorm(x, at.weights.require("ffn_gate_inp.scale", at.n_embd), at.norm_eps))
-    routing = route(at, at.add(g.Scale(y, at.n_embd**-0.5)), experts)
+    y = at.add(ops.RMSNorm(x, at.weights.require("ffn_gate_inp.scale", at.n_embd), at.norm_eps))
+    routing = route(at, at.add(ops.Scale(y, at.n_embd**-0.5)), experts)
     y = chosen_experts(at, norm(at, "pre_ffw_norm_2", x), experts, routing, "gelu")
     return norm(at, "post_ffw_norm_2", y)
 
@@ -176,10 +177,10 @@ def layer_embedding(at: Layer, x: Tensor, embedding: Tensor, weights: Weights, n
     table = weights.require(
         "per_layer_token_embd.weight", weights.n_rows("per_layer_token_embd.weight"), n_layers * n
     )
-    token = at.add(g.Embed(table, (n / 2) ** 0.5, own))  # [T, n]
+    token = at.add(ops.Embed(table, (n / 2) ** 0.5, own))  # [T, n]
     projection = weights.split("per_layer_model_proj", at.n_embd, {str(i): n for i in range(n_layers)})[at.number]
-    context = at.add(g.Scale(at.add(g.Linear(embedding, projection)), at.n_embd**-0.5))
-    context = at.add(g.RMSNorm(context, weights.vector("per_layer_proj_norm", n), at.norm_eps))
-    both = at.add(g.Add(context, token, 0.5**0.5))
-    y = at.add(g.Gated(at.linear(x, "inp_gate", n), both, "gelu"))
+    context = at.add(ops.Scale(at.add(ops.Linear(embedding, projection)), at.n_embd**-0.5))
+    context = at.add(ops.RMSNorm(context, weights.vector("per_layer_proj_norm", n), at.norm_eps))
+    both = at.add(ops.Add(context, token, 0.5**0.5))
+    y = at.add(ops.Gated(at.linear(x, "inp_gate", n), both, "gelu"))
     return norm(at, "post_norm", at.linear(y, "proj", at.n_embd))

@@ -15,21 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import (
-    Attention,
-    Embed,
-    Graph,
-    HeadNorm,
-    Input,
-    KVCache,
-    Linear,
-    Matrix,
-    Outputs,
-    RopeAppend,
-    Rows,
-    Scale,
-    Tensor,
-)
+from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rows, Tensor
+from localllm.kernels.operations import Attention, Embed, Input, Linear, Outputs, RopeAppend, Scale
 from localllm.models import gemma4, hf_names
 from localllm.models.blocks import Layer, add, gated_mlp, norm
 from localllm.models.config import Header
@@ -70,7 +57,9 @@ def record(m: Header) -> Graph:
     meta.skip("final_logit_softcapping")  # the target's soft-cap, which is not applied to drafts
     full, local = (m.head_dims(suffix)[0] for suffix in ("", "_swa"))
     # The position of a query follows the last position in the cache.
-    rope, local_rope = (replace(each, ahead=1) for each in (make_rope(m, full), make_local_rope(m, local or full)))
+    rope, local_rope = (
+        replace(each, position_offset=1) for each in (make_rope(m, full), make_local_rope(m, local or full))
+    )
     target = m.target
     if target is None:
         graph = Graph(m.cache_type)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Columns, Graph, MixStreams, Scale, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import Columns, MixStreams, Scale
 from localllm.models import deepseek2, deepseek32, hy_v4, kimi_linear
 from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Graph, HyperWeights, Linear, MixStreams, RMSNorm, SideBySide, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import HyperWeights, Linear, MixStreams, RMSNorm, SideBySide
 from localllm.models import deepseek2, deepseek32
 from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
@@ -43,7 +44,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Connections:
-    """Hyper-connections between ``n`` streams; `localllm.kernels.graph.HyperWeights` explains the numbers."""
+    """Hyper-connections between ``n`` streams; `localllm.kernels.operations.HyperWeights` explains the numbers."""
 
     n: int
     eps: float

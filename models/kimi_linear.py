@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import CausalConv, Gated, GatedDelta, Graph, Linears, RMSNorm, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import CausalConv, Gated, GatedDelta, Linears, RMSNorm
 from localllm.models import deepseek2, hf_names
 from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
@@ -89,7 +90,7 @@ def delta_net(
 ) -> Tensor:
     """A gated delta net of n heads, with separate convolutions for queries, keys and values.
 
-    `localllm.kernels.graph.GatedDelta` documents ``bound``. Decay and gate have one matrix each, or two.
+    `localllm.kernels.operations.GatedDelta` documents ``bound``. Decay and gate have one matrix each, or two.
     """
     w, d, width = at.weights, at.n_embd, n * dim
     has_two = "ssm_f_b.weight" in w

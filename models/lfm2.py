@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.graph import CausalConv, Gated, Graph, Linears, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import CausalConv, Gated, Linears
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, feed_forward, norm
 from localllm.models.config import Header

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import CausalConv, ChannelScan, Gated, Graph, Linear, Linears, Matrix, RMSNorm, Tensor
+from localllm.kernels.graph import Graph, Matrix, Tensor
+from localllm.kernels.operations import CausalConv, ChannelScan, Gated, Linear, Linears, RMSNorm
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, norm
 from localllm.models.config import Header

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import Graph, HeadNorm, IndexSelect, Linears, Rope, RopeAppend, Tensor
+from localllm.kernels.graph import Graph, HeadNorm, Rope, Tensor
+from localllm.kernels.operations import IndexSelect, Linears, RopeAppend
 from localllm.models import hf_names, minimax_m2
 from localllm.models.blocks import Layer, Select, llama_like
 from localllm.models.config import Header

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, RMSNorm, Rows, Tensor
+from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
+from localllm.kernels.operations import Embed, Input, Linear, Outputs, RMSNorm
 from localllm.models.config import Header
 from localllm.models.weights import split_columns
 from localllm.quant.formats import dequantize

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import Graph, RMSNorm, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import RMSNorm
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, llama_layer, read_softcap
 from localllm.models.config import Header

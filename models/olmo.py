@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Graph, LayerNorm, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import LayerNorm
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp
 from localllm.models.config import Header

@@ -16,7 +16,10 @@ import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels import graph as g
-from localllm.kernels.graph import Graph, Linears, MixStreams, RMSNorm, Rope, RopeAppend, Tensor
+from localllm.kernels import operations as ops
+from localllm.kernels.graph import Graph, Rope, Tensor
+from localllm.kernels.operations import Linears, MixStreams, RMSNorm, RopeAppend
+from localllm.kernels.operations.recurrent import MAX_CONV
 from localllm.models import qwen35
 from localllm.models.blocks import DeltaNet, Layer, Select, attention, decoder, delta_net, feed_forward
 from localllm.models.config import Header
@@ -136,16 +139,16 @@ def record(m: Header) -> Graph:
     def mixed(at: Layer, name: str, streams: Tensor) -> tuple[Tensor, Tensor]:
         """Return a row mixed from all streams, with a gate per value, and the normed streams."""
         normed = at.add(RMSNorm(streams, at.weights.vector(f"{name}_norm", n * d), at.norm_eps, n))
-        low = at.add(g.Activation(at.add(g.Scale(at.linear(normed, f"{name}_down", rank), 1 / n)), "silu"))
-        gated = at.add(g.Gated(at.linear(low, f"{name}_up", n * d), normed, "sigmoid"))
+        low = at.add(ops.Activation(at.add(ops.Scale(at.linear(normed, f"{name}_down", rank), 1 / n)), "silu"))
+        gated = at.add(ops.Gated(at.linear(low, f"{name}_up", n * d), normed, "sigmoid"))
         return at.add(MixStreams(gated, None, n, offset=1 / n)), normed
 
     def before(at: Layer, half: str, streams: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of attention or MLP, and each stream's factor on the output."""
         x, normed = mixed(at, f"hc_{half}", streams)
         logits = at.linear(normed, f"hc_{half}_inject", n)
-        (weights,) = at.add(g.HyperWeights(logits, parts, zeros, n, eps=0.0))
-        return x, at.add(g.Scale(weights, 2.0))
+        (weights,) = at.add(ops.HyperWeights(logits, parts, zeros, n, eps=0.0))
+        return x, at.add(ops.Scale(weights, 2.0))
 
     def layer(at: Layer, streams: Tensor) -> Tensor:
         if ngrams is not None and at.number == ngrams.layer:
@@ -160,7 +163,7 @@ def record(m: Header) -> Graph:
         return at.add(MixStreams(feed_forward(at, x, ffn), weights, 1, streams))
 
     def begin(at: Layer, x: Tensor) -> Tensor:
-        return at.add(g.SideBySide((x,) * n))
+        return at.add(ops.SideBySide((x,) * n))
 
     def end(at: Layer, name: str, streams: Tensor) -> Tensor:
         return mixed(at, "output_hc", streams)[0]
@@ -175,7 +178,7 @@ def make_indexers(m: Header, rope: Rope) -> Select:
     to the last position, and a position offset of the queries compensates for this.
     """
     meta, names = m.meta, ("q_proj", "k_proj", "q_norm", "k_norm")
-    runs = meta.read_each("attention.compress_ratios", m.config.n_layers, int, 0, low=0, high=g.MAX_CONV)
+    runs = meta.read_each("attention.compress_ratios", m.config.n_layers, int, 0, low=0, high=MAX_CONV)
     if not any(runs):
         n_heads, dim, k = 0, 0, 0
         meta.skip(*(f"attention.indexer.{name}" for name in ("head_count", "key_length", "top_k")))
@@ -194,12 +197,12 @@ def make_indexers(m: Header, rope: Rope) -> Select:
             Linears(x, (w.matrix("indexer.q_proj", x.width, n_heads * dim), w.matrix("indexer.k_proj", x.width, dim)))
         )
         if run > 1:
-            key = at.add(g.CausalConv(key, means[run], at.graph.state("index", run - 1, dim)))
+            key = at.add(ops.CausalConv(key, means[run], at.graph.state("index", run - 1, dim)))
         q_norm, k_norm = (g.HeadNorm(at.norm_eps, w.vector(f"indexer.{name}", dim)) for name in names[2:])
         cache = at.graph.kv_cache(1, dim, values_in_keys=True, is_index=True, is_exact=True)
-        q = at.add(RopeAppend(q, None, None, cache, replace(rope, ahead=run - 1), q_norm))
-        at.add(RopeAppend(at.add(g.SideBySide((key,))), key, None, cache, rope, None, k_norm))
-        return at.add(g.IndexSelect(q, None, cache, k, run)), False
+        q = at.add(RopeAppend(q, None, None, cache, replace(rope, position_offset=run - 1), q_norm))
+        at.add(RopeAppend(at.add(ops.SideBySide((key,))), key, None, cache, rope, None, k_norm))
+        return at.add(ops.IndexSelect(q, None, cache, k, run)), False
 
     return select
 
@@ -243,15 +246,15 @@ class Ngrams:
         """Return the n streams with the n-gram embeddings added."""
         w, d, reach = at.weights, at.n_embd, len(self.multipliers)
         state = at.graph.state("ids", reach - 1, is_on_host=True)
-        x = at.add(g.NgramEmbed(self.table, state, self.multipliers, self.sizes, self.offsets, self.end))
+        x = at.add(ops.NgramEmbed(self.table, state, self.multipliers, self.sizes, self.offsets, self.end))
         key, value = at.add(Linears(x, (w.matrix("ple_key", x.width, n * d), w.matrix("ple_value", x.width, d))))
         key, query = (
             at.add(RMSNorm(y, w.vector(f"ple_norm_{name}", n * d), at.norm_eps, n))
             for y, name in ((key, "key"), (streams, "query"))
         )
-        values = at.add(MixStreams(value, at.add(g.StreamGate(key, query, n)), 1))
+        values = at.add(MixStreams(value, at.add(ops.StreamGate(key, query, n)), 1))
         normed = at.add(RMSNorm(values, w.vector("ple_norm_conv", n * d), at.norm_eps, n))
         weight = Dilated(w.require("ple_conv1d.weight", n * d, self.kernel), reach)
         state = at.graph.state("ple", weight.shape[1] - 1, n * d)
-        convolved = at.add(g.CausalConv(normed, weight, state, silu=True))
-        return at.add(g.Add(convolved, at.add(g.Add(values, streams))))
+        convolved = at.add(ops.CausalConv(normed, weight, state, silu=True))
+        return at.add(ops.Add(convolved, at.add(ops.Add(values, streams))))

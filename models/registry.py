@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
-from localllm.kernels.graph import CacheType, Graph, RopeAppend
+from localllm.kernels.graph import CacheType, Graph
+from localllm.kernels.operations import RopeAppend
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
 from localllm.models.hf_convert import Array, rope_factors
 from localllm.models.pooling import Pooling, read_kind

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import Attention, Clamp, Graph, RopeAppend, Tensor
+from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.operations import Attention, Clamp, RopeAppend
 from localllm.models.blocks import Layer, decoder, gated_mlp, norm, query_key_value
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array

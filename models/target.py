@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import Embed, Graph, LayerTag, Linear, Outputs, SideBySide, Tensor, Weight
+from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
+from localllm.kernels.operations import Embed, Linear, Outputs, SideBySide
 from localllm.models.config import Metadata
 from localllm.models.weights import Weights
 from localllm.quant.types import GGMLType

@@ -87,19 +87,19 @@ class BitPacking:
     columns: int  # columns per block in the file
     # Maps (column, b) to the position of bit b of the column's code in the file, within the bytes that hold codes.
     # Position 8 i + j is bit j of byte i.
-    place: Callable[[int, int], int]
+    position: Callable[[int, int], int]
 
     @functools.cached_property
     def order(self) -> NDArray[np.intp]:
         """Position in the file of each bit-packed bit."""
         order = np.empty(self.columns * self.bits, np.intp)
         for column in range(self.columns):
-            block, rest = divmod(column, COLUMNS)
-            v, byte = divmod(rest, IN_A_WORD)
+            block, offset = divmod(column, COLUMNS)
+            v, byte = divmod(offset, IN_A_WORD)
             bit = 0
             for word, first, n in BIT_RUNS[self.bits][v]:
                 start = 8 * (IN_A_WORD * (self.bits * block + word) + byte) + first
-                order[start : start + n] = [self.place(column, bit + i) for i in range(n)]
+                order[start : start + n] = [self.position(column, bit + i) for i in range(n)]
                 bit += n
         return order
 
@@ -138,8 +138,8 @@ def _five_bits_k(column: int, bit: int) -> int:
 
 def _six_bits(column: int, bit: int) -> int:
     """Q6_K: 64 bytes of nibbles per 128 columns, then 32 bytes of upper bit pairs per 128 columns."""
-    half, rest = divmod(column, 128)
-    run, i = divmod(rest, 32)
+    half, offset = divmod(column, 128)
+    run, i = divmod(offset, 32)
     if bit >= 4:
         return 8 * (128 + 32 * half + i) + 2 * run + bit - 4
     return 8 * (64 * half + 32 * (run % 2) + i) + 4 * (run // 2) + bit
@@ -147,8 +147,8 @@ def _six_bits(column: int, bit: int) -> int:
 
 def _three_bits(column: int, bit: int) -> int:
     """Q3_K: 32 bytes of third bits, one bit for each 32 columns, then 32 bytes of bit pairs per 128 columns."""
-    half, rest = divmod(column, 128)
-    run, i = divmod(rest, 32)
+    half, offset = divmod(column, 128)
+    run, i = divmod(offset, 32)
     if bit == 2:
         return 8 * i + 4 * half + run
     return 8 * (32 + 32 * half + i) + 2 * run + bit

@@ -74,7 +74,7 @@ def quantize(
             too large for the format, or the weights are not ``n`` finite numbers of at least 0.
     """
     if type not in ENCODABLE:
-        supported = ", ".join(known.name for known in ENCODABLE)
+        supported = ", ".join(supported_type.name for supported_type in ENCODABLE)
         raise ModelError(f"cannot encode tensors as {type.name}; choose one of {supported}")
     size = BLOCK_SIZES[type]
     if values.ndim == 0 or values.shape[-1] % size.length:
@@ -101,12 +101,12 @@ def quantize(
                 raise _unfit(type)
             x = chunk.reshape(-1, size.length)
             if rounds:
-                done = _rounded(x, type)
+                encoded = _rounded(x, type)
             elif feedback is None or type not in FEEDBACK:
-                done = _encode(x, type, _favouring_large(x, importance) if favours_large else importance)
+                encoded = _encode(x, type, _favouring_large(x, importance) if favours_large else importance)
             else:
-                done = _encode_with_feedback(chunk.copy(), type, importance, feedback.factor, favours_large)
-        blocks[first : first + step] = done.reshape(len(chunk), -1, size.n_bytes)
+                encoded = _encode_with_feedback(chunk.copy(), type, importance, feedback.factor, favours_large)
+        blocks[first : first + step] = encoded.reshape(len(chunk), -1, size.n_bytes)
 
     most = _MOST.get(type, _MOST_OF_BLOCKS)
     step = max(_CHUNK // n, 1)
@@ -196,9 +196,9 @@ def _favouring_large(x: Floats, weights: Floats) -> Floats:
     """
     squares = x * x
     large = np.sqrt(squares + squares.mean(axis=1, keepdims=True))
-    found: Floats = (large.reshape(-1, *weights.shape) * weights).reshape(x.shape)
-    found /= np.maximum(found.mean(axis=1, keepdims=True), np.float32(1e-30))
-    return found
+    adapted: Floats = (large.reshape(-1, *weights.shape) * weights).reshape(x.shape)
+    adapted /= np.maximum(adapted.mean(axis=1, keepdims=True), np.float32(1e-30))
+    return adapted
 
 
 def _finite_half(values: Floats, type: GGMLType) -> npt.NDArray[np.float16]:
@@ -337,8 +337,8 @@ def _rounded(x: Floats, type: GGMLType) -> Bytes:
         exponents = np.maximum(np.floor(np.log2(largest.astype(np.float64)).astype(single)) + 125, 0).astype(np.uint8)
         rounding.to_powers(x, HALF_E8M0[exponents], codes)
         return MXFP4().pack(codes, exponents)
-    given = _CODES[type]
-    lo, hi = single(given.lo), single(given.hi if type is not GGMLType.Q2_0 else 1)  # 2 is left to a search
+    code_range = _CODES[type]
+    lo, hi = single(code_range.lo), single(code_range.hi if type is not GGMLType.Q2_0 else 1)  # 2 is left to a search
     if lo == -hi:
         scale: Floats = np.divide(largest, hi)
         rounding.to_nearest(x, _inverse(scale), codes)
@@ -346,7 +346,7 @@ def _rounded(x: Floats, type: GGMLType) -> Bytes:
     form = FORMATS[type]
     blocks = np.empty((n, form.block_bytes), np.uint8)
     block = form.fields(blocks)
-    if given.has_min:
+    if code_range.has_min:
         scale, base = np.divide(high - low, hi), low
         block["m"] = _finite_half(low, type)
     else:
@@ -528,10 +528,10 @@ def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
     top = 2 * rows.s_hi + 1
     tries = np.geomspace(*rows.tries, rows.n_tries).astype(np.float32) * books.near.max()
     n_books, _, length, _ = books.near.shape
-    found = np.empty((2, 256 // rows.sub, n_books, rows.sub // length, rows.n_tries), np.float32)
+    sums = np.empty((2, 256 // rows.sub, n_books, rows.sub // length, rows.n_tries), np.float32)
     space = (
-        *found, np.empty(found.shape[1:], np.int32), np.empty(found.shape[3], np.int64),
-        np.empty(rounding.TABLE, np.float32), np.empty((2, len(found[0])), np.float32), np.empty(256, np.float32),
+        *sums, np.empty(sums.shape[1:], np.int32), np.empty(sums.shape[3], np.int64),
+        np.empty(rounding.TABLE, np.float32), np.empty((2, len(sums[0])), np.float32), np.empty(256, np.float32),
     )  # fmt: skip
     rounding.encode_rows(
         x, weights, rows.sub, books.lowest, books.step, books.top, books.near, rows.signed, rows.even, rows.s_hi,

@@ -38,7 +38,7 @@ def dequantize(data: Bytes, type: GGMLType) -> Floats:
     """
     block_format = FORMATS.get(type)
     if block_format is None:
-        supported = ", ".join(sorted(known.name for known in FORMATS))
+        supported = ", ".join(sorted(supported_type.name for supported_type in FORMATS))
         raise ModelError(
             f"cannot decode tensors of type {type.name}; convert the model to a supported type: {supported}"
         )

@@ -96,12 +96,12 @@ class TileLayout:
             rows = np.concatenate([rows, np.zeros((groups * GROUP - n, row_bytes), np.uint8)])
         blocks = rows.reshape(groups, GROUP, n_blocks, self.block_bytes)
         tiles = out.reshape(groups, n_blocks, self.tile_bytes)
-        place = 0
-        for part in self.parts:
-            data = blocks[..., part.offset : part.end]
-            if part.bit_packing is not None:
-                data = part.bit_packing.pack(data)
-            place = _transpose(data, tiles, place, np.dtype(f"<u{part.unit}"))
+        offset = 0
+        for piece in self.parts:
+            data = blocks[..., piece.offset : piece.end]
+            if piece.bit_packing is not None:
+                data = piece.bit_packing.pack(data)
+            offset = _transpose(data, tiles, offset, np.dtype(f"<u{piece.unit}"))
 
     def unpack_rows(self, packed: Bytes, k: int, rows: NDArray[np.integer]) -> Bytes:
         """Return the raw blocks of ``rows`` of a packed matrix with k columns: uint8 [len(rows), bytes per row]."""
@@ -118,20 +118,20 @@ class TileLayout:
     def _places(self) -> NDArray[np.intp]:
         """Offset in a tile of each byte of each row's block, [16, block_bytes]."""
         places = np.empty((GROUP, self.block_bytes), np.intp)
-        place = 0
-        for part in self.parts:
-            number, byte = np.divmod(np.arange(part.length), part.unit)
-            in_word = np.arange(GROUP)[:, None] * part.unit + byte
-            places[:, part.offset : part.end] = place + number * GROUP * part.unit + in_word
-            place += part.length * GROUP
+        offset = 0
+        for piece in self.parts:
+            number, byte = np.divmod(np.arange(piece.length), piece.unit)
+            in_word = np.arange(GROUP)[:, None] * piece.unit + byte
+            places[:, piece.offset : piece.end] = offset + number * GROUP * piece.unit + in_word
+            offset += piece.length * GROUP
         return places
 
 
-def _transpose(part: Bytes, tiles: Bytes, place: int, unit: np.dtype[np.unsignedinteger]) -> int:
-    """Write part [groups, 16, blocks, bytes] as [groups, blocks, units, 16] at ``place``. Return the next place."""
-    units = np.ascontiguousarray(part).view(unit).transpose(0, 2, 3, 1)
-    end: int = place + units.shape[2] * GROUP * unit.itemsize
-    tiles[..., place:end] = np.ascontiguousarray(units).view(np.uint8).reshape(*tiles.shape[:2], -1)
+def _transpose(data: Bytes, tiles: Bytes, offset: int, unit: np.dtype[np.unsignedinteger]) -> int:
+    """Write data [groups, 16, blocks, bytes] as [groups, blocks, units, 16] at ``offset``. Return the next offset."""
+    units = np.ascontiguousarray(data).view(unit).transpose(0, 2, 3, 1)
+    end: int = offset + units.shape[2] * GROUP * unit.itemsize
+    tiles[..., offset:end] = np.ascontiguousarray(units).view(np.uint8).reshape(*tiles.shape[:2], -1)
     return end
 
 

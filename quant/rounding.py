@@ -202,9 +202,9 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
         t[INV + c] = inverse(scale) * (1 + (c % 8 - 4) * np.float32(1 / 30))
         t[OFF + c] = -minimum * t[INV + c] + (c // 8 - 2) * np.float32(1 / 8)
     scan(x, w, lo, hi, lut, t)
-    found = best(t, sw, sx, affine, m_most)
-    if found[0] > most:
-        most, scale, minimum, sqq = found
+    candidate = best(t, sw, sx, affine, m_most)
+    if candidate[0] > most:
+        most, scale, minimum, sqq = candidate
     return scale, minimum, sqq
 
 
@@ -259,7 +259,7 @@ def encode_alike(x, lo, hi, tries, out, ds, t):
 
 
 @jit
-def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries, s_tries, out, ds, ss, t, part):
+def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries, s_tries, out, ds, ss, t, fits):
     """Encode blocks.
 
     Args:
@@ -273,7 +273,7 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
         out: int8 [n_blocks, length], receives the codes (levels).
         ds: float32 [n_blocks, 2], receives scale and minimum (which is subtracted), rounded to float16.
         ss: int16 [2, n_blocks, length / sub], receives integer scales and minima.
-        t, part: scratch memory, float32 [TABLE] and [6, length / sub].
+        t, fits: scratch memory, float32 [TABLE] and [6, length / sub].
     """
     n_sub = x.shape[1] // sub
     none = lut[:0]
@@ -281,29 +281,29 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
         w = weights[b % weights.shape[0]]
         for j in range(n_sub):
             xs, ws = x[b, j * sub : (j + 1) * sub], w[j * sub : (j + 1) * sub]
-            part[0, j], low, part[2, j] = fit(xs, ws, lo, hi, lut, affine, m_most, tries, t)
-            part[1, j], part[3, j] = -low, ws.sum()
+            fits[0, j], low, fits[2, j] = fit(xs, ws, lo, hi, lut, affine, m_most, tries, t)
+            fits[1, j], fits[3, j] = -low, ws.sum()
         if s_hi == 0:
-            d, dmin = half(part[0, 0]), half(part[1, 0])
-            part[4, 0], part[5, 0] = 1, 1
+            d, dmin = half(fits[0, 0]), half(fits[1, 0])
+            fits[4, 0], fits[5, 0] = 1, 1
         else:
-            d = half(fit(part[0], part[2], s_lo, s_hi, none, False, np.float32(0), s_tries, t)[0])
+            d = half(fit(fits[0], fits[2], s_lo, s_hi, none, False, np.float32(0), s_tries, t)[0])
             dmin = np.float32(0)
             if affine:
-                dmin = half(fit(part[1], part[3], np.float32(0), m_hi, none, False, np.float32(0), s_tries, t)[0])
+                dmin = half(fit(fits[1], fits[3], np.float32(0), m_hi, none, False, np.float32(0), s_tries, t)[0])
             for j in range(n_sub):
-                part[4, j] = min(max(np.rint(part[0, j] * inverse(d)), s_lo), s_hi)
-                part[5, j] = min(max(np.rint(part[1, j] * inverse(dmin)), np.float32(0)), m_hi)
+                fits[4, j] = min(max(np.rint(fits[0, j] * inverse(d)), s_lo), s_hi)
+                fits[5, j] = min(max(np.rint(fits[1, j] * inverse(dmin)), np.float32(0)), m_hi)
             aa, ab, bb, ax, bx = np.float32(0), np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for j in range(n_sub):
                 xs, ws = x[b, j * sub : (j + 1) * sub], w[j * sub : (j + 1) * sub]
                 s, m, c, sx = choose(
-                    xs, ws, lo, hi, lut, t, d, dmin, affine, part[4, j], part[5, j], s_lo, s_hi, m_hi
+                    xs, ws, lo, hi, lut, t, d, dmin, affine, fits[4, j], fits[5, j], s_lo, s_hi, m_hi
                 )
-                part[4, j], part[5, j] = s, m
+                fits[4, j], fits[5, j] = s, m
                 aa += s * s * t[SQQ + c]
                 ab += s * m * t[SQ + c]
-                bb += m * m * part[3, j]
+                bb += m * m * fits[3, j]
                 ax += s * t[SQX + c]
                 bx += m * sx
             # The minimum of Σ w (x - d S q + dmin M)² for constant S, M and q.
@@ -313,17 +313,17 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
             else:
                 d = half((ax + dmin * ab) * inverse(aa))
         for j in range(n_sub):
-            inv = inverse(d * part[4, j])
+            inv = inverse(d * fits[4, j])
             code(
                 x[b, j * sub : (j + 1) * sub],
                 inv,
-                dmin * part[5, j] * inv,
+                dmin * fits[5, j] * inv,
                 lo,
                 hi,
                 lut,
                 out[b, j * sub : (j + 1) * sub],
             )
-            ss[0, b, j], ss[1, b, j] = np.int16(part[4, j]), np.int16(part[5, j])
+            ss[0, b, j], ss[1, b, j] = np.int16(fits[4, j]), np.int16(fits[5, j])
         ds[b, 0], ds[b, 1] = d, dmin
 
 
@@ -378,12 +378,12 @@ extremes = jit(_extremes, fastmath={"nnan", "nsz"})  # reordering changes only t
 
 
 @jit
-def to_planes(x, base, inverse, offset, most, place, out):
+def to_planes(x, base, inverse, offset, most, start, out):
     """Write codes 0 … ``most`` of 4 or 5 bits, (x - base) / scale + ``offset`` with ties rounded up.
 
     Args:
         base, inverse: value to subtract and 1 / scale, per block [n_blocks, 32].
-        place: offset of the two planes of 16 codes in the blocks ``out``; fifth bits precede them.
+        start: offset of the two planes of 16 codes in the blocks ``out``; fifth bits precede them.
     """
     half_up = offset + np.float32(0.5)
     for b in range(x.shape[0]):
@@ -391,14 +391,14 @@ def to_planes(x, base, inverse, offset, most, place, out):
         for i in range(16):
             code = np.int32(min((values[i] - first) * factor + half_up, most))
             above = np.int32(min((values[i + 16] - first) * factor + half_up, most))
-            block[place + i] = np.uint8((code & 15) | above << 4)
+            block[start + i] = np.uint8((code & 15) | above << 4)
         if most > 16:
             fifth = np.uint32(0)
             for i in range(32):
                 code = np.uint32(min((values[i] - first) * factor + half_up, most))
                 fifth |= (code >> np.uint32(4)) << np.uint32(i)
             for i in range(4):
-                block[place - 4 + i] = np.uint8(fifth >> np.uint32(8 * i))
+                block[start - 4 + i] = np.uint8(fifth >> np.uint32(8 * i))
 
 
 @jit
@@ -408,22 +408,23 @@ def to_nearest(x, inverse, out):
         values, codes, factor = x[b], out[b], inverse[b]
         for i in range(values.size):
             y = values[i] * factor
-            whole = np.int32(y)
-            rest = y - np.float32(whole)
-            codes[i] = np.int8(whole + np.int32(rest >= np.float32(0.5)) - np.int32(rest <= np.float32(-0.5)))
+            truncated = np.int32(y)
+            fraction = y - np.float32(truncated)
+            up, down = fraction >= np.float32(0.5), fraction <= np.float32(-0.5)
+            codes[i] = np.int8(truncated + np.int32(up) - np.int32(down))
 
 
 @jit
 def to_powers(x, scale, out):
     """Write E2M1 codes, int8 [n_blocks, length], of the doubled values nearest to x / scale; ties towards 0."""
     for b in range(x.shape[0]):
-        values, codes, one = x[b], out[b], scale[b]
+        values, codes, unit = x[b], out[b], scale[b]
         for i in range(values.size):
             size = abs(values[i])
-            code = np.int32(size > np.float32(0.5) * one) + np.int32(size > np.float32(1.5) * one)
-            code += np.int32(size > np.float32(2.5) * one) + np.int32(size > np.float32(3.5) * one)
-            code += np.int32(size > 5 * one) + np.int32(size > 7 * one) + np.int32(size > 10 * one)
-            codes[i] = np.int8(code + 8 * np.int32(values[i] < np.float32(-0.5) * one))
+            code = np.int32(size > np.float32(0.5) * unit) + np.int32(size > np.float32(1.5) * unit)
+            code += np.int32(size > np.float32(2.5) * unit) + np.int32(size > np.float32(3.5) * unit)
+            code += np.int32(size > 5 * unit) + np.int32(size > 7 * unit) + np.int32(size > 10 * unit)
+            codes[i] = np.int8(code + 8 * np.int32(values[i] < np.float32(-0.5) * unit))
 
 
 # -- Codebooks -----------------------------------------------------------------------------------------------------
@@ -511,7 +512,7 @@ def encode_rows(
     """
     n_books, _, length, _ = near.shape
     n_sub, n_groups, n_tries = 256 // sub, sub // length, tries.size
-    a, b, row, rows, t, part, y = space
+    a, b, row, rows, t, fits, y = space
     for block in range(x.shape[0]):
         w = weights[block % weights.shape[0]]
         for k in range(32):
@@ -528,8 +529,8 @@ def encode_rows(
             span = np.float32(0)
             for i in range(sub * j, sub * (j + 1)):
                 span = max(span, abs(y[i]))
-            least, best, chosen = np.float32(0), np.float32(0), 0
-            part[0, j], part[1, j] = 0, 0
+            least, best, best_book = np.float32(0), np.float32(0), 0
+            fits[0, j], fits[1, j] = 0, 0
             for v in range(n_books):
                 for k in range(n_groups):
                     at = sub * j + length * k
@@ -548,28 +549,28 @@ def encode_rows(
                         target = (target + tries[c // 2 + 1]) / 2
                     cost = cost_at(span / target, a[j, v], b[j, v])
                     if cost < least:
-                        least, best, chosen = cost, span / target, v
+                        least, best, best_book = cost, span / target, v
             if least < 0:
-                sum_a, sum_b = choose_rows(best, a[j, chosen], b[j, chosen], rows)
-                part[0, j], part[1, j] = sum_a * inverse(sum_b), sum_b
-        d = fit(part[0], part[1], np.float32(0), np.float32(0), lut, False, np.float32(0), s_tries, t)[0]
+                sum_a, sum_b = choose_rows(best, a[j, best_book], b[j, best_book], rows)
+                fits[0, j], fits[1, j] = sum_a * inverse(sum_b), sum_b
+        d = fit(fits[0], fits[1], np.float32(0), np.float32(0), lut, False, np.float32(0), s_tries, t)[0]
         numerator, denominator = np.float32(0), np.float32(0)
         for j in range(n_sub):
-            least, chosen, factor = np.float32(np.inf), 0, np.float32(1)
+            least, best_book, factor = np.float32(np.inf), 0, np.float32(1)
             ss[block, j] = 0
-            near_s = np.rint((part[0, j] * inverse(d) - 1) / 2)
+            near_s = np.rint((fits[0, j] * inverse(d) - 1) / 2)
             for step_s in range(-3, 4):
                 s = min(max(near_s + step_s, np.float32(0)), np.float32(s_hi))
                 for v in range(n_books):
                     cost = cost_at(d * (2 * s + 1), a[j, v], b[j, v])
                     if cost < least:
-                        least, chosen, factor, ss[block, j] = cost, v, 2 * s + 1, np.uint8(s)
-            sum_a, sum_b = choose_rows(d * factor, a[j, chosen], b[j, chosen], rows)
+                        least, best_book, factor, ss[block, j] = cost, v, 2 * s + 1, np.uint8(s)
+            sum_a, sum_b = choose_rows(d * factor, a[j, best_book], b[j, best_book], rows)
             numerator += factor * sum_a
             denominator += factor * factor * sum_b
             for k in range(n_groups):
-                points[block, n_groups * j + k] = row[j, chosen, k, rows[k]]
-            if chosen == 1:
+                points[block, n_groups * j + k] = row[j, best_book, k, rows[k]]
+            if best_book == 1:
                 for k in range(sub // 8 * j, sub // 8 * (j + 1)):
                     masks[block, k] = 255
         ds[block] = numerator * inverse(denominator)

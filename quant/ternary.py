@@ -21,9 +21,9 @@ def _unpack_trits(data: Bytes, count: int) -> Bytes:
     256 drops the first p digits. The integer part of 3/256 of the product is then the next digit.
     """
     trits = np.empty((len(data), count, data.shape[1]), np.uint8)
-    for place in range(count):
-        rest = data * np.uint8(3**place)
-        trits[:, place] = rest.astype(np.uint16) * 3 >> 8
+    for digit in range(count):
+        fraction = data * np.uint8(3**digit)
+        trits[:, digit] = fraction.astype(np.uint16) * 3 >> 8
     return trits.reshape(len(data), -1)
 
 

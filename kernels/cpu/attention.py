@@ -50,7 +50,7 @@ from localllm.kernels.cpu.elementwise import exp, hadamard, tanh
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
-from localllm.kernels.graph import Attention
+from localllm.kernels.operations import Attention
 
 #: Tokens and pages in a KV split.
 SPLIT = 512
@@ -103,7 +103,7 @@ def constants(op: Attention, target: Target) -> dict[str, Any]:
         "CAUSAL": int(op.causal or op.has_spans),
         "SELECTED": op.n_selected,
         "BY_HEAD": int(op.selected_by_head),
-        "ENTRIES": 0 if entries is None else entries.every,
+        "ENTRIES": 0 if entries is None else entries.stride,
         "ENTRY_BLOCK": 0 if entries is None else block_bytes(entries)[0],
         "GATHERED": int(op.selected is not None or entries is not None),
         "VALUES_IN_KEYS": int(cache.values_in_keys),
@@ -156,28 +156,28 @@ def load_limits(position, last, window, kv_length, limits, selected):
     ``position``: the token's position.  ``last``: the last visible position with CAUSAL.  With SELECTED or
     ENTRIES, limits are numbers of gathered positions.
     """
-    own = np.int64(load_i32(position))
+    current = np.int64(load_i32(position))
     if GATHERED:
         store_i64(limits, 0)
     elif CHUNKED:
-        store_i64(limits, own - own % window)
+        store_i64(limits, current - current % window)
     else:
-        store_i64(limits, max(np.int64(0), own - window + 1))
+        store_i64(limits, max(np.int64(0), current - window + 1))
     if GATHERED:
-        final = own
+        final = current
         if ENTRIES:
-            final = (own + 1) // ENTRIES - 1
+            final = (current + 1) // ENTRIES - 1
         if SELECTED:
             final = min(final, np.int64(SELECTED - 1))
             while final >= 0 and load_f32(selected + 4 * final) < ZERO:
                 final -= 1
         if ENTRIES:
-            final += min(own + 1, window)
+            final += min(current + 1, window)
         store_i64(limits + 8, final)
     elif CAUSAL:
         store_i64(limits + 8, np.int64(load_i32(last)))
     else:
-        store_i64(limits + 8, min(kv_length, own + window) - 1)
+        store_i64(limits + 8, min(kv_length, current + window) - 1)
 
 
 @template
@@ -248,17 +248,17 @@ def score_tiles(queries, n_rows, block, scores, ahead):
     """Compute the scores [n_rows, PAGE] of a page of quantised keys; prefetches as much from ``ahead``."""
     for c in range(0, PAGE, 16):
         for g in range(KEY_HEAD // VALUES_PER_SCALE):
-            place = KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + c // 16)
+            offset = KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + c // 16)
             prefetch(ahead + 2 * PAGE * g + 2 * c)
             for v in static_range(KEY_BITS):
-                prefetch(ahead + place + 64 * v)
+                prefetch(ahead + offset + 64 * v)
             for v in static_range(8):
                 if KEY_BITS == 8:
-                    w[v] = load_i8x64(block + place + 64 * v)
+                    w[v] = load_i8x64(block + offset + 64 * v)
                 else:
-                    w[v] = load_bits(block + place + 64 * (v % 4), 4 * (v // 4), 15)
+                    w[v] = load_bits(block + offset + 64 * (v % 4), 4 * (v // 4), 15)
                     if KEY_BITS == 5:
-                        w[v] = w[v] | load_bits_raised(block + place + 256, v, 1, 4)
+                        w[v] = w[v] | load_bits_raised(block + offset + 256, v, 1, 4)
             scale = load_f16x16(block + 2 * PAGE * g + 2 * c)
             for r in range(n_rows):
                 record, to = queries + 4 * KEY_HEAD * r + RECORD * g, scores + SCORES * r + 4 * c
@@ -307,10 +307,10 @@ def score_rows(queries, block, scores, ahead, pace):
 @template
 def add_columns(weights, block, c, vectors, n, sums, scaled, ahead, pace):
     """`add_page` for ``vectors`` times 16 columns, starting at column ``c``."""
-    place = sums + 4 * c
+    address = sums + 4 * c
     for r in static_range(ROWS):
         for v in static_range(vectors):
-            total[r, v] = load_f32x16(place + STATE * r + 64 * v)
+            total[r, v] = load_f32x16(address + STATE * r + 64 * v)
     matrix = block + VALUE_SCALES + UNIT * (c // 16)
     if VALUE_SCALES:
         for g in static_range(PAGE // 16):
@@ -323,7 +323,7 @@ def add_columns(weights, block, c, vectors, n, sums, scaled, ahead, pace):
         add_products(total, weights, SCORES, matrix, UNIT * (VALUE_ROW // 16), vectors, n, ahead, pace)
     for r in static_range(ROWS):
         for v in static_range(vectors):
-            store_f32x16(place + STATE * r + 64 * v, total[r, v])
+            store_f32x16(address + STATE * r + 64 * v, total[r, v])
 
 
 @template
@@ -342,32 +342,32 @@ def add_tiles(weights, n_rows, block, n, sums, record, ahead):
     end = splat_int(np.int32(n - 1))
     for g in range(VALUE_HEAD // VALUES_PER_SCALE):
         for first in range(0, n, 32):
-            place = VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + first // 32)
+            offset = VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + first // 32)
             prefetch(ahead + 2 * PAGE * g + 2 * first)
             for v in static_range(2 * VALUE_BITS):
-                prefetch(ahead + place + 64 * v)
+                prefetch(ahead + offset + 64 * v)
             for v in static_range(8):
                 if VALUE_BITS == 8:
-                    w[v] = load_i8x64(block + place + 64 * v)
-                    w[v + 8] = load_i8x64(block + place + 512 + 64 * v)
+                    w[v] = load_i8x64(block + offset + 64 * v)
+                    w[v + 8] = load_i8x64(block + offset + 512 + 64 * v)
                 else:
-                    w[v] = load_bits(block + place + 64 * v, 0, 15)
-                    w[v + 8] = load_bits(block + place + 64 * v, 4, 15)
+                    w[v] = load_bits(block + offset + 64 * v, 0, 15)
+                    w[v + 8] = load_bits(block + offset + 64 * v, 4, 15)
                     if VALUE_BITS == 5:
-                        w[v] = with_fifth_bits(w[v], block + place + 512 + 16 * v, 0)
-                        w[v + 8] = with_fifth_bits(w[v + 8], block + place + 512 + 16 * v, 1)
+                        w[v] = with_fifth_bits(w[v], block + offset + 512 + 16 * v, 0)
+                        w[v + 8] = with_fifth_bits(w[v + 8], block + offset + 512 + 16 * v, 1)
             for v in static_range(2):
                 scale[v] = load_f16x16(block + 2 * (PAGE * g + first) + 32 * v)
                 lanes[v] = lane_numbers() + splat_int(np.int32(first + 16 * v))
             for r in range(n_rows):
                 for v in static_range(2):
-                    own[v] = load_f32x16(weights + SCORES * r + 4 * first + 64 * v) * scale[v]
+                    weighted[v] = load_f32x16(weights + SCORES * r + 4 * first + 64 * v) * scale[v]
                     # Values after the last position are undefined.
-                    own[v] = select_between(lanes[v], zero_i32x16(), end, own[v], zero_f32x16())
+                    weighted[v] = select_between(lanes[v], zero_i32x16(), end, weighted[v], zero_f32x16())
                 if VALUE_BITS == 8:
-                    store_record(own[0], own[1], 1, 1, record)
+                    store_record(weighted[0], weighted[1], 1, 1, record)
                 else:
-                    store_record(own[0], own[1], 0, -(1 << (VALUE_BITS - 1)), record)
+                    store_record(weighted[0], weighted[1], 0, -(1 << (VALUE_BITS - 1)), record)
                 for v in static_range(2):
                     start = load_splat_i32(record + RECORD_SUM)
                     if VALUE_BITS == 8:
@@ -387,8 +387,8 @@ def cap_page(scores, n_rows, soft_cap):
     """Cap the scores [n_rows, PAGE] of a page, which are already divided by the cap."""
     for r in range(n_rows):
         for g in static_range(PAGE // 16):
-            place = scores + SCORES * r + 64 * g
-            store_f32x16(place, tanh(load_f32x16(place)) * splat(soft_cap))
+            address = scores + SCORES * r + 64 * g
+            store_f32x16(address, tanh(load_f32x16(address)) * splat(soft_cap))
 
 
 @template
@@ -398,12 +398,13 @@ def lower_page(scores, n_rows, falls, position):
     falls: per row, the slope of its head, float32, and the position of its token, int32.
     """
     for r in range(n_rows):
-        slope, own = splat(load_f32(falls + 8 * r)), splat(np.float32(load_i32(falls + 8 * r + 4) - position))
+        slope = splat(load_f32(falls + 8 * r))
+        distance_to_first = splat(np.float32(load_i32(falls + 8 * r + 4) - position))
         for g in static_range(PAGE // 16):
-            place = scores + SCORES * r + 64 * g
-            distance = own - to_float(splat_int(np.int32(16 * g)) + lane_numbers())
+            address = scores + SCORES * r + 64 * g
+            distance = distance_to_first - to_float(splat_int(np.int32(16 * g)) + lane_numbers())
             distance = maximum(distance, zero_f32x16() - distance)
-            store_f32x16(place, load_f32x16(place) - slope * distance)
+            store_f32x16(address, load_f32x16(address) - slope * distance)
 
 
 @template
@@ -415,9 +416,9 @@ def bias_page(scores, n_rows, falls, position):
     for r in range(n_rows):
         biases, before = load_i64(falls + 16 * r), position - load_i64(falls + 16 * r + 8)
         for i in range(PAGE):
-            place = scores + SCORES * r + 4 * i
+            address = scores + SCORES * r + 4 * i
             distance = min(max(before + i, np.int64(-(BIASES // 2))), np.int64(BIASES // 2))
-            store_f32(place, load_f32(place) + load_f32(biases + 4 * distance))
+            store_f32(address, load_f32(address) + load_f32(biases + 4 * distance))
 
 
 @template
@@ -427,9 +428,9 @@ def mask_page(scores, n_rows, limits, position):
         low = splat_int(np.int32(load_i64(limits + 16 * r) - position))
         high = splat_int(np.int32(load_i64(limits + 16 * r + 8) - position))
         for g in static_range(PAGE // 16):
-            place = scores + SCORES * r + 64 * g
+            address = scores + SCORES * r + 64 * g
             lanes = splat_int(np.int32(16 * g)) + lane_numbers()
-            store_f32x16(place, select_between(lanes, low, high, load_f32x16(place), splat(MASKED)))
+            store_f32x16(address, select_between(lanes, low, high, load_f32x16(address), splat(MASKED)))
 
 
 @template
@@ -489,7 +490,7 @@ def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sin
     """
     for r in range(n_rows):
         row = first_row + r
-        place = out + (start + row // group_size) * stride + 4 * (head * group_size + row % group_size) * value_dim
+        address = out + (start + row // group_size) * stride + 4 * (head * group_size + row % group_size) * value_dim
         if SINKS:
             sink = load_splat_f32(sinks + 4 * (head * group_size + row % group_size))
             largest = load_f32x16(state + STATE * r + LARGEST)
@@ -500,16 +501,16 @@ def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sin
         else:
             share = ONE / sum_lanes(load_f32x16(state + STATE * r + TOTAL))
         for i in range(value_dim):
-            store_f32(place + 4 * i, load_f32(state + STATE * r + 4 * i) * share)
+            store_f32(address + 4 * i, load_f32(state + STATE * r + 4 * i) * share)
         if VALUE_ROTATION:
-            hadamard(place, value_dim, VALUE_ROTATION)
+            hadamard(address, value_dim, VALUE_ROTATION)
 
 
 @template
-def copy_scales(block, place, gathered, i, n_bytes):
-    """Copy float16 numbers [n_bytes / (2 * PAGE), PAGE] of one position, from ``place`` in a page to place i."""
+def copy_scales(block, index, gathered, i, n_bytes):
+    """Copy float16 numbers [n_bytes / (2 * PAGE), PAGE] of one position, from ``index`` in a page to index i."""
     for c in range(0, n_bytes, 2 * PAGE):
-        copy_i16(block + c + 2 * place, gathered + c + 2 * i)
+        copy_i16(block + c + 2 * index, gathered + c + 2 * i)
 
 
 @template
@@ -541,12 +542,12 @@ def gather_latents(cache, table, page_bytes, first, n, selected, beside, gathere
         if ENTRIES and number >= 0:
             position = ENTRIES * position + ENTRIES - 1
             block = block_at(load_i64(beside + 16), load_i64(beside + 24), position // PAGE, ENTRY_BLOCK)
-            place = position % PAGE // ENTRIES
+            index = position % PAGE // ENTRIES
         else:
-            block, place = block_at(cache, table, position // PAGE, page_bytes), position % PAGE
-        copy_scales(block, place, gathered, i, KEY_SCALES)
+            block, index = block_at(cache, table, position // PAGE, page_bytes), position % PAGE
+        copy_scales(block, index, gathered, i, KEY_SCALES)
         row = UNIT * (KEY_HEAD // 16)
-        copy_row(block + KEY_SCALES + row * place, gathered + KEY_SCALES + row * i, row)
+        copy_row(block + KEY_SCALES + row * index, gathered + KEY_SCALES + row * i, row)
 
 
 @template
@@ -554,13 +555,13 @@ def gather_keys(keys, table, page_bytes, selected, n, gathered):
     """gathered = a block of the keys at the n ``selected`` positions, float32 [n]."""
     for i in range(n):
         position = np.int64(load_f32(selected + 4 * i))
-        block, place = block_at(keys, table, position // PAGE, page_bytes), position % PAGE
+        block, index = block_at(keys, table, position // PAGE, page_bytes), position % PAGE
         if KEY_BITS == 16:
-            copy_scales(block, place, gathered, i, 2 * PAGE * KEY_HEAD)
+            copy_scales(block, index, gathered, i, 2 * PAGE * KEY_HEAD)
         else:
-            copy_scales(block, place, gathered, i, KEY_SCALES)
+            copy_scales(block, index, gathered, i, KEY_SCALES)
             for g in range(KEY_HEAD // VALUES_PER_SCALE):
-                source = block + KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + place // 16) + 4 * (place % 16)
+                source = block + KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + index // 16) + 4 * (index % 16)
                 target = gathered + KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + i // 16) + 4 * (i % 16)
                 for v in range(KEY_BITS):
                     store_i32(target + 64 * v, load_i32(source + 64 * v))
@@ -571,24 +572,24 @@ def gather_values(values, table, page_bytes, selected, n, gathered):
     """gathered = a block of the values at the n ``selected`` positions, float32 [n]."""
     for i in range(n):
         position = np.int64(load_f32(selected + 4 * i))
-        block, place = block_at(values, table, position // PAGE, page_bytes), position % PAGE
+        block, index = block_at(values, table, position // PAGE, page_bytes), position % PAGE
         if VALUE_BITS == 16:
-            copy_row(block + 2 * VALUE_ROW * place, gathered + 2 * VALUE_ROW * i, 2 * VALUE_ROW)
+            copy_row(block + 2 * VALUE_ROW * index, gathered + 2 * VALUE_ROW * i, 2 * VALUE_ROW)
         else:
-            copy_scales(block, place, gathered, i, VALUE_SCALES)
+            copy_scales(block, index, gathered, i, VALUE_SCALES)
             for g in range(VALUE_ROW // VALUES_PER_SCALE):
-                source = block + VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + place // 32)
+                source = block + VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + index // 32)
                 target = gathered + VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + i // 32)
-                own, to = source + 64 * (place % 32 // 4) + place % 4, target + 64 * (i % 32 // 4) + i % 4
+                codes, to = source + 64 * (index % 32 // 4) + index % 4, target + 64 * (i % 32 // 4) + i % 4
                 for lane in range(16):
-                    copy_i8(own + 4 * lane, to + 4 * lane)
+                    copy_i8(codes + 4 * lane, to + 4 * lane)
                     if VALUE_BITS == 8:
-                        copy_i8(own + 512 + 4 * lane, to + 512 + 4 * lane)
+                        copy_i8(codes + 512 + 4 * lane, to + 512 + 4 * lane)
                 if VALUE_BITS == 5:
-                    own = source + 512 + 16 * (place % 32 // 4) + place % 4
+                    codes = source + 512 + 16 * (index % 32 // 4) + index % 4
                     to = target + 512 + 16 * (i % 32 // 4) + i % 4
                     for v in range(4):
-                        copy_i8(own + 4 * v, to + 4 * v)
+                        copy_i8(codes + 4 * v, to + 4 * v)
 
 
 @device
@@ -611,10 +612,10 @@ def page_seen(block: Registers, cache, table, page, page_bytes, limits, selected
     if VALUES_IN_KEYS:
         gather_latents(cache, table, page_bytes, PAGE * page, n, selected, beside, gathered)
     else:
-        own = selected + 4 * PAGE * page
-        block[0] = whole_page(cache, table, page_bytes, own, n, gathered)
+        page_selection = selected + 4 * PAGE * page
+        block[0] = whole_page(cache, table, page_bytes, page_selection, n, gathered)
         if block[0] == gathered:
-            gather(cache, table, page_bytes, own, n, gathered)
+            gather(cache, table, page_bytes, page_selection, n, gathered)
 
 
 @template
@@ -625,7 +626,7 @@ def score_split(
     """Compute the rows' scores for pages low … high of a split, and prefetch from ``ahead``."""
     pace = (KEY_BLOCK * ROWS - 1) // (KEY_HEAD * PAGE // 16 // VECTORS * n_rows) + 1
     for page in range(low, high):
-        place, next_block = scores + 4 * PAGE * (page % SPLIT_PAGES), ahead
+        page_scores, next_block = scores + 4 * PAGE * (page % SPLIT_PAGES), ahead
         if GATHERED:
             page_seen(block, keys, table, page, page_bytes, limits, selected, beside, gathered, gather_keys)
         else:
@@ -636,7 +637,7 @@ def score_split(
             here = min(ROWS, n_rows - some)
             first, last = limits + 16 * some, limits + 16 * (some + here - 1)
             if load_i64(first) // PAGE <= page and page * PAGE <= load_i64(last + 8):
-                row = place + SCORES * some
+                row = page_scores + SCORES * some
                 if KEY_BITS < 16 and not VALUES_IN_KEYS:
                     score_tiles(queries + 4 * KEY_HEAD * some, here, block[0], row, next_block)
                 elif VALUES_IN_KEYS:
@@ -669,8 +670,8 @@ def split_weights(scores, n_rows, limits, low, high, states, ahead):
         last = limits + 16 * (min(r // ROWS * ROWS + ROWS, n_rows) - 1)
         stop = min(high, load_i64(last + 8) // PAGE + 1)
         if begin < stop:
-            place = scores + SCORES * r + 4 * PAGE * (begin % SPLIT_PAGES)
-            softmax_weights(place, 4 * PAGE * (stop - begin), states + STATE * r, ahead + share * r, share)
+            row_scores = scores + SCORES * r + 4 * PAGE * (begin % SPLIT_PAGES)
+            softmax_weights(row_scores, 4 * PAGE * (stop - begin), states + STATE * r, ahead + share * r, share)
 
 
 @template
@@ -681,7 +682,7 @@ def add_split(
     n_steps = (VALUE_HEAD + 16 * VECTORS - 1) // (16 * VECTORS) * PAGE
     pace = (VALUE_BLOCK * ROWS - 1) // (n_steps * n_rows) + 1
     for page in range(low, high):
-        place, next_block = weights + 4 * PAGE * (page % SPLIT_PAGES), ahead
+        page_weights, next_block = weights + 4 * PAGE * (page % SPLIT_PAGES), ahead
         if GATHERED:
             page_seen(block, values, table, page, page_bytes, limits, selected, beside, gathered, gather_values)
         else:
@@ -694,9 +695,11 @@ def add_split(
             n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
             if load_i64(first) // PAGE <= page and n > 0:
                 if VALUE_BITS < 16 and not VALUES_IN_KEYS:
-                    add_tiles(place + SCORES * some, here, block[0], n, sums + STATE * some, scaled, next_block)
+                    add_tiles(
+                        page_weights + SCORES * some, here, block[0], n, sums + STATE * some, scaled, next_block
+                    )
                 else:
-                    add_page(place + SCORES * some, block[0], n, sums + STATE * some, scaled, next_block, pace)
+                    add_page(page_weights + SCORES * some, block[0], n, sums + STATE * some, scaled, next_block, pace)
                     next_block += (VALUE_BLOCK * ROWS - 1) // n_rows + 1
 
 
@@ -782,13 +785,13 @@ def attention(
             row = first_row + min(r, n_rows - 1)
             token = start + row // group_size
             query = q + token * q_stride + 4 * (head * group_size + row % group_size) * key_dim
-            own = queries + 4 * KEY_HEAD * r
-            load_query(query, key_dim, scale, own)
+            row_query = queries + 4 * KEY_HEAD * r
+            load_query(query, key_dim, scale, row_query)
             if KEY_BITS < 16 and not VALUES_IN_KEYS:
                 offset = 1 if KEY_BITS == 8 else -(1 << (KEY_BITS - 1))
                 for g in range(KEY_HEAD // VALUES_PER_SCALE):  # in place: records are shorter
-                    x, y = load_f32x16(own + 128 * g), load_f32x16(own + 128 * g + 64)
-                    store_record(x, y, 0, offset, own + RECORD * g)
+                    x, y = load_f32x16(row_query + 128 * g), load_f32x16(row_query + 128 * g + 64)
+                    store_record(x, y, 0, offset, row_query + RECORD * g)
             if ALIBI:
                 store_f32(falls + 8 * r, load_f32(by_distance + 4 * (head * group_size + row % group_size)))
                 store_i32(falls + 8 * r + 4, load_i32(positions + 4 * token))
@@ -796,8 +799,15 @@ def attention(
                 middle = (head * group_size + row % group_size) * BIASES + BIASES // 2
                 store_i64(falls + 16 * r, by_distance + 4 * middle)
                 store_i64(falls + 16 * r + 8, np.int64(load_i32(positions + 4 * token)))
-            seen = own_selected + token * selected_stride
-            load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r, seen)
+            token_selection = own_selected + token * selected_stride
+            load_limits(
+                positions + 4 * token,
+                lasts + 4 * token,
+                window,
+                load_i64(tile + 48),
+                limits + 16 * r,
+                token_selection,
+            )
         first, stop, first_token = load_i64(tile + 24), load_i64(tile + 32), start + first_row // group_size
         if ENTRIES:
             n_seen = np.int64(load_i32(positions + 4 * first_token)) + 1

@@ -29,7 +29,7 @@ from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.expert_pool import ExpertPool
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.lowering import Lowered, Lowering, Stored
+from localllm.kernels.cpu.lowering import HostRows, Lowered, Lowering
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import choose
@@ -103,17 +103,17 @@ class CPUBackend(Backend):
 
         program = lowered()
 
-        done: list[PackedWeight] = []
+        packed_weights: list[PackedWeight] = []
 
         def pack(progress: Progress | None = None) -> Iterator[None]:
-            for use in uses[len(done) :]:
-                done.append(weights.load(use, self._loader, progress))
+            for use in uses[len(packed_weights) :]:
+                packed_weights.append(weights.load(use, self._loader, progress))
                 yield
 
         def load(progress: Progress | None) -> CPUStep:
             for _ in pack(progress):
                 pass
-            packed = tuple(done)
+            packed = tuple(packed_weights)
             if graph.caches_of is None:
                 cache.allocate()
                 self._caches[graph] = ref(cache)
@@ -197,7 +197,7 @@ class CPUStep(Step):
 
     def value(self, x: Value) -> NDArray[Any]:
         stored, numbers = self._watched[x], self._tables.header_numbers()
-        if isinstance(stored, Stored):
+        if isinstance(stored, HostRows):
             return stored.rows(self._arena)[: numbers[stored.slot], : stored.width]
         begin = stored.ids.buffer.offset + stored.ids.n_bytes
         ids = self._arena[begin : begin + 8 * numbers[N_CHOSEN]].view(np.int64)
@@ -209,14 +209,14 @@ class CPUStep(Step):
         batch.check(self.cache, self._n_joined)
         if self.pool is not None:
             self.pool.begin(len(batch.ids))
-        chosen = [batch.rows_of(table.shape[0], by_position=op.by_position) for op, table, _ in self._embeddings]
+        row_numbers = [batch.rows_of(table.shape[0], by_position=op.by_position) for op, table, _ in self._embeddings]
         self._tables.fill(batch)
         n_tokens = len(batch.ids)
-        found: dict[int, NDArray[np.float32]] = {}
-        for (op, table, rows), numbers in zip(self._embeddings, chosen, strict=True):
-            if id(table) not in found:
-                found[id(table)] = table.rows(numbers)
-            values, width = found[id(table)], op.result.width
+        table_rows: dict[int, NDArray[np.float32]] = {}
+        for (op, table, rows), numbers in zip(self._embeddings, row_numbers, strict=True):
+            if id(table) not in table_rows:
+                table_rows[id(table)] = table.rows(numbers)
+            values, width = table_rows[id(table)], op.result.width
             if op.columns is not None:
                 values = values[:, op.columns.start : op.columns.stop]
             rows[:n_tokens, :width] = values if op.scale == 1.0 else values * np.float32(op.scale)
@@ -231,9 +231,9 @@ class CPUStep(Step):
                 into[:n, :width] = batch.embeddings_of(added.index, width)
         for adapter, into in self._adapters:
             into[:n_tokens, : adapter.result.width] = adapter.rows(batch.adapters, n_tokens)
-        for given, into in self._inputs:
-            into[:n_tokens, : given.x.width] = input_rows(hidden, n_tokens, given)
-            into[:n_tokens, given.x.width :] = 0
+        for graph_input, into in self._inputs:
+            into[:n_tokens, : graph_input.x.width] = input_rows(hidden, n_tokens, graph_input)
+            into[:n_tokens, graph_input.x.width :] = 0
 
 
 def _checked_threads(threads: int) -> int:

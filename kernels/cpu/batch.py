@@ -48,16 +48,16 @@ class TileTable:
         Returns the number of tiles and of merged tiles.
         """
         group_size = self.group_size
-        whole: list[tuple[int, int, int, int, int, int, int]] = []
+        unsplit: list[tuple[int, int, int, int, int, int, int]] = []
         for s, (start, stop, kv_length) in enumerate(batch.sequences()):
-            window, every, most = self.gathered
+            window, stride, most = self.gathered
             if most:
                 for row in range(0, (stop - start) * group_size, group_size):
-                    own = kv_length - stop + start + row // group_size + 1
-                    seen = min(own, window) + min(own // every, most)
-                    parts = range(0, group_size, TILE_ROWS)
-                    sizes = [(row + i, min(TILE_ROWS, group_size - i)) for i in parts]
-                    whole += [(s, *size, 0, -(-seen // SPLIT), -1, kv_length) for size in sizes]
+                    length = kv_length - stop + start + row // group_size + 1
+                    n_seen = min(length, window) + min(length // stride, most)
+                    first_rows = range(0, group_size, TILE_ROWS)
+                    sizes = [(row + i, min(TILE_ROWS, group_size - i)) for i in first_rows]
+                    unsplit += [(s, *size, 0, -(-n_seen // SPLIT), -1, kv_length) for size in sizes]
                 continue
             n_rows = (stop - start) * group_size
             for first in range(0, n_rows, TILE_ROWS):
@@ -66,17 +66,17 @@ class TileTable:
                 farthest = kv_length - (stop - start) + last if self.causal else kv_length - 1
                 if self.has_spans and len(batch.ends):
                     farthest = int(batch.ends[start + last]) - 1
-                whole.append((s, first, n, 0, farthest // SPLIT + 1, -1, kv_length))
-        n_partials = sum(n_splits for *_, n_splits, _, _ in whole)
-        if len(whole) > self.few_tiles or not len(whole) < n_partials <= self.max_partials:
-            tiles[: len(whole)] = whole
-            return len(whole), 0
+                unsplit.append((s, first, n, 0, farthest // SPLIT + 1, -1, kv_length))
+        n_partials = sum(n_splits for *_, n_splits, _, _ in unsplit)
+        if len(unsplit) > self.few_tiles or not len(unsplit) < n_partials <= self.max_partials:
+            tiles[: len(unsplit)] = unsplit
+            return len(unsplit), 0
         split: list[tuple[int, int, int, int, int, int, int]] = []
-        for i, (s, first, n, _, n_splits, _, kv_length) in enumerate(whole):
+        for i, (s, first, n, _, n_splits, _, kv_length) in enumerate(unsplit):
             merged[i] = s, first, n, len(split), n_splits
             split += [(s, first, n, j, j + 1, len(split) + j, kv_length) for j in range(n_splits)]
         tiles[: len(split)] = split
-        return len(split), len(whole)
+        return len(split), len(unsplit)
 
 
 class BatchTables:
@@ -163,9 +163,9 @@ class BatchTables:
     def bind(self, arena: NDArray[np.uint8]) -> None:
         """Create views of all buffers.  Called once offsets are known, before the first `fill`."""
 
-        def view(buffer: Buffer, kind: type[Any], *shape: int) -> None:
-            part = arena[buffer.offset : buffer.offset + buffer.n_bytes]
-            self._views[buffer] = part.view(kind).reshape(-1, *shape)
+        def view(buffer: Buffer, dtype: type[Any], *shape: int) -> None:
+            data = arena[buffer.offset : buffer.offset + buffer.n_bytes]
+            self._views[buffer] = data.view(dtype).reshape(-1, *shape)
 
         for buffer in self.buffers:
             view(buffer, np.int32)
@@ -239,7 +239,7 @@ class BatchTables:
         stop = min(-(-stop // SPLIT) * SPLIT, self.n_blocks * PAGE)
         positions = np.arange(self._n_angles, stop, dtype=np.float64)[:, None]
         for rope, buffer in self._ropes.items():
-            turns, angles = (positions + rope.ahead) * rope.frequencies, self._views[buffer]
+            turns, angles = (positions + rope.position_offset) * rope.frequencies, self._views[buffer]
             angles[self._n_angles : stop, :, 0] = np.cos(turns) * rope.magnitude
             angles[self._n_angles : stop, :, 1] = np.sin(turns) * rope.magnitude
         self._n_angles = stop

@@ -31,7 +31,7 @@ def _aligned(n_bytes: int) -> int:
 def block_bytes(cache: KVCache) -> tuple[int, int]:
     """Return the bytes of a block of keys and of a block of values; 0 for values that are part of the keys."""
     keys, values = layouts_of(cache)
-    if cache.every > 1:  # fewer rows, without scales
+    if cache.stride > 1:  # fewer rows, without scales
         return keys.block_bytes(cache.key_dim) // PAGE * cache.page_rows(PAGE), 0
     return keys.block_bytes(cache.key_dim), 0 if cache.values_in_keys else values.block_bytes(cache.value_dim)
 
@@ -79,8 +79,8 @@ class CPUCache(HostCache):
         self.memory = other.memory
         self._buffer.address = self.memory.ctypes.data
 
-    def _part(self, place: Address, *shape: int) -> NDArray[np.uint8]:
-        return self.memory[place.n_bytes : place.n_bytes + prod(shape)].reshape(shape)
+    def _part(self, start: Address, *shape: int) -> NDArray[np.uint8]:
+        return self.memory[start.n_bytes : start.n_bytes + prod(shape)].reshape(shape)
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Return keys and values of each layer, [n_pages, G, bytes of a block]; values inside keys are empty."""
@@ -88,7 +88,7 @@ class CPUCache(HostCache):
         for layer, places in self.places.items():
             cache, n_pages = self.layers[layer], self.n_pages[self._groups[layer]]
             sizes = zip(places, block_bytes(cache), strict=True)
-            keys, values = (self._part(place, n_pages, cache.n_heads, n) for place, n in sizes)
+            keys, values = (self._part(start, n_pages, cache.n_heads, n) for start, n in sizes)
             views[layer] = keys, values
         return views
 
@@ -97,13 +97,13 @@ class CPUCache(HostCache):
         rows = self._part(self.states[state], self.n_states, state_bytes(state)).view(np.float32)
         return rows[:, : state.n_values]
 
-    def _where(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
+    def _arrays(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
         self._workers.wait_until_idle()
         if group is None:
-            return [self._part(place, self.n_states, state_bytes(s))[number] for s, place in self.states.items()]
+            return [self._part(start, self.n_states, state_bytes(s))[number] for s, start in self.states.items()]
         return [
-            part[number].reshape(-1)
-            for layer, parts in self.blocks().items()
+            array[number].reshape(-1)
+            for layer, arrays in self.blocks().items()
             if self._groups[layer] == group
-            for part in parts
+            for array in arrays
         ]

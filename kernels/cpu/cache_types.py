@@ -78,15 +78,15 @@ class CacheLayout:
 
 
 @template
-def append_f16_keys(x, n, head, bits, block, place):
+def append_f16_keys(x, n, head, bits, block, index):
     for i in range(n):
-        store_f16(block + 2 * place + 2 * PAGE * i, load_f32(x + 4 * i))
+        store_f16(block + 2 * index + 2 * PAGE * i, load_f32(x + 4 * i))
 
 
 @template
-def append_f16_values(x, n, head, bits, block, place):
+def append_f16_values(x, n, head, bits, block, index):
     for i in range(n):
-        store_f16(block + 2 * head * place + 2 * i, load_f32(x + 4 * i))
+        store_f16(block + 2 * head * index + 2 * i, load_f32(x + 4 * i))
 
 
 @template
@@ -128,9 +128,9 @@ def quantise_group(x, n, group, bits, scales, codes):
 
 
 @template
-def store_halves(codes, low, high, place):
+def store_halves(codes, low, high, address):
     """Store a byte of two 4-bit codes, with the indices ``low`` and ``high``."""
-    store_i8(place, load_i64(codes + 8 * low) & 15 | (load_i64(codes + 8 * high) & 15) << 4)
+    store_i8(address, load_i64(codes + 8 * low) & 15 | (load_i64(codes + 8 * high) & 15) << 4)
 
 
 @device
@@ -143,12 +143,12 @@ def fifth_bits(codes, first, step):
 
 
 @template
-def append_key_tiles(x, n, head, bits, block, place):
+def append_key_tiles(x, n, head, bits, block, index):
     codes = stack(8 * VALUES_PER_SCALE)
     for group in range(head // VALUES_PER_SCALE):
-        quantise_group(x, n, group, bits, block + 2 * place, codes)
-        tile = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 64 * bits * (PAGE // 16 * group + place // 16)
-        lane = tile + 4 * (place % 16)
+        quantise_group(x, n, group, bits, block + 2 * index, codes)
+        tile = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 64 * bits * (PAGE // 16 * group + index // 16)
+        lane = tile + 4 * (index % 16)
         if bits == 8:
             for i in range(VALUES_PER_SCALE):
                 store_i8(lane + 64 * (i // 4) + i % 4, load_i64(codes + 8 * i))
@@ -161,12 +161,12 @@ def append_key_tiles(x, n, head, bits, block, place):
 
 
 @template
-def append_value_tiles(x, n, head, bits, block, place):
+def append_value_tiles(x, n, head, bits, block, index):
     codes = stack(8 * VALUES_PER_SCALE)
     for group in range(head // VALUES_PER_SCALE):
-        quantise_group(x, n, group, bits, block + 2 * place, codes)
-        tile = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 128 * bits * (PAGE // 32 * group + place // 32)
-        column = tile + 64 * (place % 32 // 4) + place % 4
+        quantise_group(x, n, group, bits, block + 2 * index, codes)
+        tile = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 128 * bits * (PAGE // 32 * group + index // 32)
+        column = tile + 64 * (index % 32 // 4) + index % 4
         for i in range(16):
             if bits == 8:
                 store_i8(column + 4 * i, load_i64(codes + 8 * i))
@@ -175,26 +175,26 @@ def append_value_tiles(x, n, head, bits, block, place):
                 store_halves(codes, i, i + 16, column + 4 * i)
         if bits == 5:
             for i in range(4):
-                store_i8(tile + 512 + 16 * (place % 32 // 4) + 4 * i + place % 4, fifth_bits(codes, i, 4))
+                store_i8(tile + 512 + 16 * (index % 32 // 4) + 4 * i + index % 4, fifth_bits(codes, i, 4))
 
 
 @template
-def append_latents(x, n, head, bits, block, place):
+def append_latents(x, n, head, bits, block, index):
     codes = stack(8 * VALUES_PER_SCALE)
     for group in range(head // VALUES_PER_SCALE):
-        quantise_group(x, n, group, bits, block + 2 * place, codes)
-        row = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 4 * bits * (head // VALUES_PER_SCALE * place + group)
-        for part in range(2):
-            own, to = codes + 128 * part, row + 2 * bits * part
+        quantise_group(x, n, group, bits, block + 2 * index, codes)
+        row = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 4 * bits * (head // VALUES_PER_SCALE * index + group)
+        for half in range(2):
+            half_codes, to = codes + 128 * half, row + 2 * bits * half
             if bits == 8:
                 for i in range(16):
-                    store_i8(to + i, load_i64(own + 8 * i))
+                    store_i8(to + i, load_i64(half_codes + 8 * i))
             else:
                 for i in range(8):
-                    store_halves(own, i, i + 8, to + i)
+                    store_halves(half_codes, i, i + 8, to + i)
             if bits == 5:
                 for i in range(2):
-                    store_i8(to + 8 + i, fifth_bits(own, 8 * i, 1))
+                    store_i8(to + 8 + i, fifth_bits(half_codes, 8 * i, 1))
 
 
 _KEYS, _VALUES = (CacheLayout(16, append, load_f16x16) for append in (append_f16_keys, append_f16_values))

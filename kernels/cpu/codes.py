@@ -81,8 +81,8 @@ def bit_packed_word(b, *values):
     packed = constant(0, i8, 64)
     for code, runs in zip(codes, BIT_RUNS[bits], strict=True):
         up = 0
-        for place, first, n in runs:
-            if place == word:
+        for packed_word, first, n in runs:
+            if packed_word == word:
                 packed = b.or_(packed, _moved_bits(b, code, up, first, n))
             up += n
     return packed
@@ -126,17 +126,17 @@ def signed_byte_pair(b, x, n, up):
     return _shifted_pairs(b, _bytes_of_words(b, x, [None, n, None, n + 1]), 8 - up)
 
 
-def _bytes_of_words(b: Any, x: Any, chosen: Sequence[int | None]) -> Any:
+def _bytes_of_words(b: Any, x: Any, bytes_of_word: Sequence[int | None]) -> Any:
     """Return words built from selected bytes of each word; None selects 0."""
     if dot_kind() == "generic":  # no instruction for this
         word = constant(0, i32, 16)
-        for place, n in enumerate(chosen):
+        for position, n in enumerate(bytes_of_word):
             if n is not None:
                 byte = b.and_(b.lshr(x, constant(8 * n, i32, 16)), constant(255, i32, 16))
-                word = b.or_(word, b.shl(byte, constant(8 * place, i32, 16)))
+                word = b.or_(word, b.shl(byte, constant(8 * position, i32, 16)))
         return word
     zero = 64
-    lanes = [zero if n is None else 4 * word + n for word in range(16) for n in chosen]
+    lanes = [zero if n is None else 4 * word + n for word in range(16) for n in bytes_of_word]
     every = ir.Constant(ir.VectorType(i32, 64), lanes)
     shuffled = b.shuffle_vector(b.bitcast(x, i8x64.llvm), constant(0, i8, 64), every)
     return b.bitcast(shuffled, i32x16.llvm)
@@ -178,12 +178,12 @@ def lut_op(table: Sequence[int]) -> Any:
     return op(i8x64, i8x64)(emit)
 
 
-def _look_up_by(name: str, parts: int) -> Callable[[Any, Any, Sequence[int]], Any]:
+def _look_up_by(name: str, n_pieces: int) -> Callable[[Any, Any, Sequence[int]], Any]:
     """Return a look-up by an instruction for 16-byte tables, in vectors of 64 / parts bytes."""
 
     def look_up(b: Any, codes: Any, table: Sequence[int]) -> Any:
-        pieces = halves(b, codes, parts)
-        repeated = ir.Constant(pieces[0].type, list(table) * (4 // parts))
+        pieces = halves(b, codes, n_pieces)
+        repeated = ir.Constant(pieces[0].type, list(table) * (4 // n_pieces))
         return join(b, [intrinsic(b, name, p.type, repeated, p) for p in pieces])
 
     return look_up

@@ -51,7 +51,13 @@ COMPILING_BYTES, LOADING_BYTES = 48 << 20, 128 << 20
 _FOLDER_NAME = re.compile("[0-9a-f]{16}")
 #: Modules outside this package whose constants become part of machine code.  (Look-up tables of `localllm.quant` are
 #: part of the names of their operations.)
-_CONSTANTS = ("kernels/cache_rounding.py", "quant/bit_packing.py", "quant/packing.py")
+_CONSTANTS = (
+    "kernels/cache_rounding.py",
+    "kernels/operations/compressed.py",
+    "kernels/operations/experts.py",
+    "quant/bit_packing.py",
+    "quant/packing.py",
+)
 
 
 class Kernel(Template):
@@ -83,11 +89,11 @@ class Variant:
     @property
     def symbol(self) -> str:
         """The name of the compiled function, unique within a process."""
-        parts = [self.kernel.full_name, self.target.name]
+        words = [self.kernel.full_name, self.target.name]
         for key, value in self.constants:
             name = value.full_name if isinstance(value, Template) else getattr(value, "__name__", value)
-            parts.append(f"{key}={name}")
-        return ".".join(parts)
+            words.append(f"{key}={name}")
+        return ".".join(words)
 
 
 def variant(kernel: Kernel, target: Target, **constants: Any) -> Variant:
@@ -163,16 +169,16 @@ class _Frontend:
 
         names = [a.arg for a in device.tree.args.args]
 
-        def typed(*given: Any) -> Any:
+        def typed(*argument_types: Any) -> Any:
             tree, scope = device.specialise(self.constants)
-            result = self.compile(tree, names, scope, device.file, given)
+            result = self.compile(tree, names, scope, device.file, argument_types)
 
             def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
                 callee = context.declare_function(builder.module, result.fndesc)
                 _, value = context.call_conv.call_function(builder, callee, sig.return_type, sig.args, values)
                 return value
 
-            return result.signature.return_type(*given), codegen
+            return result.signature.return_type(*argument_types), codegen
 
         scope: dict[str, Any] = {"typed": typed}
         arguments = ", ".join(names)
@@ -294,9 +300,9 @@ def _source(file: str) -> bytes:
 
 def _file_name(v: Variant) -> str:
     digest = hashlib.sha256(v.symbol.encode())
-    for part in (v.kernel, *(value for _, value in v.constants)):
-        if isinstance(part, Template):
-            digest.update(_source(part.file))
+    for value in (v.kernel, *(value for _, value in v.constants)):
+        if isinstance(value, Template):
+            digest.update(_source(value.file))
     return f"{v.kernel.name}-{v.target.name}-{digest.hexdigest()[:16]}.o"
 
 
@@ -385,15 +391,15 @@ def _engine() -> llvm.ExecutionEngine:
 
 def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] | None = None) -> dict[Variant, int]:
     """Return machine code addresses.  Compiles missing kernels, and reports (done, to compile) to ``progress``."""
-    wanted = dict.fromkeys(variants)
+    requested = dict.fromkeys(variants)
     with _lock:
-        to_compile = [v for v in wanted if not _is_ready(v)]
+        to_compile = [v for v in requested if not _is_ready(v)]
     if to_compile:
         warn_if_unwritable(cache_root())
     # No lock is held while the caller's function runs.  If it raises, the kernels compiled before are kept.
-    for done, v in enumerate(to_compile):
+    for n_done, v in enumerate(to_compile):
         if progress:
-            progress(done, len(to_compile))
+            progress(n_done, len(to_compile))
         with _lock, process.UnfinishedWork(process.workers):
             if not _is_ready(v):  # another thread may have compiled it
                 is_loaded = "numba.core.compiler" in sys.modules
@@ -402,8 +408,8 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
     if to_compile and progress:
         progress(len(to_compile), len(to_compile))
     with _lock, process.UnfinishedWork(process.workers):
-        _link([v.symbol for v in wanted if v.symbol not in _addresses])
-        return {v: _addresses[v.symbol] for v in wanted}
+        _link([v.symbol for v in requested if v.symbol not in _addresses])
+        return {v: _addresses[v.symbol] for v in requested}
 
 
 def _is_ready(v: Variant) -> bool:
@@ -418,12 +424,12 @@ def _link(symbols: list[str]) -> None:
     if not symbols:
         return
     objects = [(symbol, _objects.pop(symbol)) for symbol in symbols]
-    if (found := link(objects)) is None:
+    if (code_addresses := link(objects)) is None:
         import llvmlite.binding as llvm
 
         engine = _engine()
         for _, code in objects:
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        found = [engine.get_function_address(symbol) for symbol in symbols]
-    _addresses.update(zip(symbols, found, strict=True))
+        code_addresses = [engine.get_function_address(symbol) for symbol in symbols]
+    _addresses.update(zip(symbols, code_addresses, strict=True))

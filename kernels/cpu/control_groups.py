@@ -40,8 +40,8 @@ def cpu_quota() -> float | None:
 def memory_left() -> int | None:
     """Return the bytes of memory left under the limits; None without limits."""
     files = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
-    left = [_bytes_left(folder, *names) for folder in _folders("memory") for names in files]
-    return min((n for n in left if n is not None), default=None)
+    bytes_left = [_bytes_left(folder, *names) for folder in _folders("memory") for names in files]
+    return min((n for n in bytes_left if n is not None), default=None)
 
 
 def _bytes_left(folder: Path, limit: str, use: str, prefix: str) -> int | None:
@@ -58,8 +58,8 @@ def _bytes_left(folder: Path, limit: str, use: str, prefix: str) -> int | None:
 def _folders(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's groups and their parents, for one controller."""
     for line in text_of(_MEMBERSHIP).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, _, groups = line.partition(":")
+        controllers, _, path = groups.partition(":")
         if not controllers:  # version 2, alone or in addition to version 1
             tops = [_ROOT, _ROOT / "unified"]
         elif controller in controllers.split(","):

@@ -47,9 +47,9 @@ def _record_op(name: str, result: Kind, *arguments: Kind) -> Callable[[Callable[
             operation.__name__ = name
             return op(result, *arguments)(operation)
 
-        one = of(1, name)
-        OF_TOKENS[one] = {n: of(n, f"{name}_of_{n}") for n in (2, 4)}
-        return one
+        single = of(1, name)
+        OF_TOKENS[single] = {n: of(n, f"{name}_of_{n}") for n in (2, 4)}
+        return single
 
     return decorate
 
@@ -107,18 +107,18 @@ def _lanes(b: Any, x: Any, lanes: Sequence[int]) -> Any:
     return b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, len(lanes)), lanes))
 
 
-def _spread(b: Any, tokens: int, address: Any, kind: Any, lane: int = 0) -> Any:
+def _spread(b: Any, tokens: int, address: Any, element: Any, lane: int = 0) -> Any:
     """Broadcast one number of the eight bytes at an address in each token's record to all lanes of the token.
 
-    kind: f32 or i32.  lane: 0 or 1, the position of the number.
+    element: f32 or i32.  lane: 0 or 1, the position of the number.
     """
     if tokens > 1 and multiplies_matrices():
-        both = [load(b, _at(b, address, 2 * RECORD * p), ir.VectorType(kind, 4)) for p in range(tokens // 2)]
-        return join(b, [_lanes(b, x, [lane, lane + 2] * 2) for x in both for _ in range(2)])
-    if tokens > 1 and kind is f32:  # all floats are read at once, and then selected
+        pairs = [load(b, _at(b, address, 2 * RECORD * p), ir.VectorType(element, 4)) for p in range(tokens // 2)]
+        return join(b, [_lanes(b, x, [lane, lane + 2] * 2) for x in pairs for _ in range(2)])
+    if tokens > 1 and element is f32:  # all floats are read at once, and then selected
         eights = [load(b, _at(b, address, RECORD * i), ir.VectorType(f32, 2)) for i in range(tokens)]
         return join(b, [_lanes(b, x, [lane] * (16 // tokens)) for x in eights])
-    loaded = [load(b, _at(b, address, RECORD * i + 4 * lane), kind) for i in range(tokens)]
+    loaded = [load(b, _at(b, address, RECORD * i + 4 * lane), element) for i in range(tokens)]
     return join(b, [broadcast(b, x, 16 // tokens) for x in loaded])
 
 
@@ -143,7 +143,7 @@ def load_sums(b, tokens, x):
 def _interleaved(b: Any, x: Any, y: Any) -> list[Any]:
     """Return two vectors with the lanes 0 of both vectors of four, their lanes 1, and so on."""
     lanes = [[0, 4, 1, 5], [2, 6, 3, 7]]
-    return [b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, 4), each)) for each in lanes]
+    return [b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, 4), indices)) for indices in lanes]
 
 
 @op(f32x16, intp, literal, literal)
@@ -152,22 +152,24 @@ def load_parts(b, address, step, n):
 
     If the step is 0, all tokens use the same floats.
     """
-    kind = ir.VectorType(f32, 16 // n)
-    parts = [load(b, _at(b, address, step * i), kind) for i in range(n)] if step else [load(b, address, kind)] * n
+    vector = ir.VectorType(f32, 16 // n)
+    pieces = (
+        [load(b, _at(b, address, step * i), vector) for i in range(n)] if step else [load(b, address, vector)] * n
+    )
     if multiplies_matrices():
-        parts = [*_interleaved(b, *parts[:2]), *_interleaved(b, *parts[2:])]
-    return join(b, parts)
+        pieces = [*_interleaved(b, *pieces[:2]), *_interleaved(b, *pieces[2:])]
+    return join(b, pieces)
 
 
 @op(void, intp, literal, literal, f32x16)
 def store_parts(b, address, step, n, value):
     """Store floats in the order of `load_parts`."""
-    parts = halves(b, value, n)
+    pieces = halves(b, value, n)
     if multiplies_matrices():
-        pairs = [join(b, parts[:2]), join(b, parts[2:])]
-        parts = [_lanes(b, pair, list(range(token, 8, 2))) for pair in pairs for token in range(2)]
-    for i, part in enumerate(parts):
-        store(b, _at(b, address, step * i), part)
+        pairs = [join(b, pieces[:2]), join(b, pieces[2:])]
+        pieces = [_lanes(b, pair, list(range(token, 8, 2))) for pair in pairs for token in range(2)]
+    for i, piece in enumerate(pieces):
+        store(b, _at(b, address, step * i), piece)
 
 
 @op(void, intp, i8x64, i8x64, literal)
@@ -261,12 +263,12 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
     def emit(b: Any, tokens: int, unit: Any, *values: Any) -> Any:
         scales, weights, x, offsets = values[:n_scales], values[n_scales:][:8], values[n_scales + 8], values[-2:]
         n = len(weights) // n_scales
-        kind = dot_kind()
-        if kind.startswith("maddubs"):  # multiplies by the scales on the way; all products are exact
+        instruction = dot_kind()
+        if instruction.startswith("maddubs"):  # multiplies by the scales on the way; all products are exact
             start = constant(0, i32, 16)
             if offset:
                 start = b.sub(start, multiply_pairs(b, offsets[0], _spread(b, tokens, offsets[1], i32)))
-            totals = halves(b, start, _REGISTERS[kind])
+            totals = halves(b, start, _REGISTERS[instruction])
             pairs = _with_activations(b, tokens, weights, x, True)
             for i, scale in enumerate(scales):
                 words = b.bitcast(scale, ir.VectorType(i16, 32))
@@ -277,10 +279,10 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
             start = constant(0, i32, 16)
             if offset and tokens < 4:  # codes in a slab of quarters are already reduced by the offset
                 sums = [b.sext(load(b, _at(b, offsets[1], RECORD * t + 2 * i), i16), i32) for t in range(tokens)]
-                parts = [broadcast(b, b.mul(x_sum, ir.Constant(i32, -offset)), 16 // tokens) for x_sum in sums]
-                start = join(b, parts)
-            part, of_part = weights[n * i : n * (i + 1)], _at(b, x, _column(4 * n * i))
-            dot = b.sitofp(_dot(b, tokens, start, part, of_part, bits, None, True), f32x16.llvm)
+                products = [broadcast(b, b.mul(x_sum, ir.Constant(i32, -offset)), 16 // tokens) for x_sum in sums]
+                start = join(b, products)
+            group_weights, group_x = weights[n * i : n * (i + 1)], _at(b, x, _column(4 * n * i))
+            dot = b.sitofp(_dot(b, tokens, start, group_weights, group_x, bits, None, True), f32x16.llvm)
             # The scale is the same for all tokens.  The scale and the dot product are exact.
             scale = b.fmul(unit, b.sitofp(high_number(b, scale), f32x16.llvm))
             total = b.fmul(scale, dot) if total is None else fma(b, scale, dot, total)
@@ -315,13 +317,13 @@ def _dot_of_matrices(b: Any, tokens: int, sums: Any, weights: Sequence[Any], x: 
         for p in range(tokens // 2):
             both = load(b, _at(b, x, 2 * RECORD * p + _column(8 * k)), ir.VectorType(i8, 16))
             for i, two in enumerate(rows):
-                own, name = 2 * p + i, "llvm.aarch64.neon.smmla.v4i32.v16i8"
-                totals[own] = intrinsic(b, name, words, totals[own], two, both)
+                row_pair, name = 2 * p + i, "llvm.aarch64.neon.smmla.v4i32.v16i8"
+                totals[row_pair] = intrinsic(b, name, words, totals[row_pair], two, both)
     return join(b, totals)
 
 
-def _dot_vnni(parts: int) -> Callable[..., Any]:
-    bits_wide = 512 // parts
+def _dot_vnni(n_registers: int) -> Callable[..., Any]:
+    bits_wide = 512 // n_registers
 
     def dot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
         # Two chains, because each instruction waits for the previous sum.
@@ -331,7 +333,7 @@ def _dot_vnni(parts: int) -> Callable[..., Any]:
                 w = b.xor(w, constant(-128, i8, 64))
             pieces = [
                 intrinsic(b, f"llvm.x86.avx512.vpdpbusd.{bits_wide}", s.type, s, u, v)
-                for s, u, v in zip(*(halves(b, y, parts) for y in (chains[i % 2], w, x)), strict=True)
+                for s, u, v in zip(*(halves(b, y, n_registers) for y in (chains[i % 2], w, x)), strict=True)
             ]
             chains[i % 2] = join(b, pieces)
         total = b.add(*chains)
@@ -356,18 +358,18 @@ def _add_products(
     b: Any, totals: list[Any], pairs: list[tuple[Any, Any]], bits: int, factors: list[Any]
 ) -> list[Any]:
     """Add the products of codes and activations, times 16-bit factors, to the totals, one vector per register."""
-    parts = len(totals)
-    multiply, widen = _MULTIPLY[parts], _WIDEN[parts]
+    n_registers = len(totals)
+    multiply, widen = _MULTIPLY[n_registers], _WIDEN[n_registers]
     # pmaddubsw saturates at 16 bits.  Two products of a code and an activation are at most 2 * 127 * largest, so this
     # many of their sums can be added before they must be widened.
     fit = max(1, 32767 // (2 * 127 * _largest(bits)))
     for start in range(0, len(pairs), fit):
-        partial: list[Any] = [None] * parts
+        partial: list[Any] = [None] * n_registers
         for w, x in pairs[start : start + fit]:
-            for k, (u, v) in enumerate(zip(halves(b, w, parts), halves(b, x, parts), strict=True)):
+            for k, (u, v) in enumerate(zip(halves(b, w, n_registers), halves(b, x, n_registers), strict=True)):
                 if bits == 8:
                     u, v = _signed_pair(b, u, v)
-                product = intrinsic(b, multiply, ir.VectorType(i16, 32 // parts), u, v)
+                product = intrinsic(b, multiply, ir.VectorType(i16, 32 // n_registers), u, v)
                 partial[k] = product if partial[k] is None else b.add(partial[k], product)
         totals = [
             b.add(t, intrinsic(b, widen, t.type, p, f)) for t, p, f in zip(totals, partial, factors, strict=True)
@@ -452,11 +454,11 @@ def _add_int16_x86(b: Any, totals: list[Any], pairs: list[tuple[Any, Any]]) -> l
     """Add products of 16-bit numbers in pairs to each total."""
     added = []
     for total, (w, x) in zip(totals, pairs, strict=True):
-        kind = total.type
+        vector = total.type
         if dot_kind().startswith("vnni"):
-            added.append(intrinsic(b, f"llvm.x86.avx512.vpdpwssd.{32 * kind.count}", kind, total, w, x))
+            added.append(intrinsic(b, f"llvm.x86.avx512.vpdpwssd.{32 * vector.count}", vector, total, w, x))
         else:
-            added.append(b.add(total, intrinsic(b, _WIDEN[len(totals)], kind, w, x)))
+            added.append(b.add(total, intrinsic(b, _WIDEN[len(totals)], vector, w, x)))
     return added
 
 
@@ -479,8 +481,8 @@ def _dot_int16(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
 def _int16_pairs(b: Any, w: Any, x: Any) -> list[tuple[Any, Any]]:
     """Return a vector of pairs of 16-bit numbers, and the pair at x for each, in the parts that fit registers."""
     pair = broadcast(b, load(b, x, i32), 16)
-    parts = _REGISTERS.get(dot_kind(), 4)
-    return list(zip(*(halves(b, b.bitcast(v, ir.VectorType(i16, 32)), parts) for v in (w, pair)), strict=True))
+    n_registers = _REGISTERS.get(dot_kind(), 4)
+    return list(zip(*(halves(b, b.bitcast(v, ir.VectorType(i16, 32)), n_registers) for v in (w, pair)), strict=True))
 
 
 @op(i32x16, *[i8x64] * 16, intp)
@@ -493,8 +495,8 @@ def dot32_s16(b, *values):
     columns = [_int16_pairs(b, w, b.add(x, ir.Constant(i64, 4 * v))) for v, w in enumerate(weights)]
     if dot_kind() not in _REGISTERS:
         return join(b, _dot_int16(b, [list(piece) for piece in zip(*columns, strict=True)]))
-    kind = ir.VectorType(i32, 16 // _REGISTERS[dot_kind()])
-    totals = [ir.Constant(kind, [0] * kind.count)] * _REGISTERS[dot_kind()]
+    vector = ir.VectorType(i32, 16 // _REGISTERS[dot_kind()])
+    totals = [ir.Constant(vector, [0] * vector.count)] * _REGISTERS[dot_kind()]
     for pairs in columns:
         totals = _add_int16_x86(b, totals, pairs)
     return join(b, totals)
@@ -509,13 +511,13 @@ def add_int16_x86(b, total, w, x):
 @op(i32x16, i32x16, i32x16)
 def multiply_pairs(b, x, y):
     """Return, in each word, the sum of the products of the two pairs of 16-bit numbers of x and y."""
-    parts = _REGISTERS.get(dot_kind())
-    if parts is None:
+    n_registers = _REGISTERS.get(dot_kind())
+    if n_registers is None:
         return b.add(b.mul(low_number(b, x), low_number(b, y)), b.mul(high_number(b, x), high_number(b, y)))
     words = ir.VectorType(i16, 32)
-    pieces = [halves(b, b.bitcast(v, words), parts) for v in (x, y)]
-    kind = ir.VectorType(i32, 16 // parts)
-    return join(b, [intrinsic(b, _WIDEN[parts], kind, u, v) for u, v in zip(*pieces, strict=True)])
+    pieces = [halves(b, b.bitcast(v, words), n_registers) for v in (x, y)]
+    vector = ir.VectorType(i32, 16 // n_registers)
+    return join(b, [intrinsic(b, _WIDEN[n_registers], vector, u, v) for u, v in zip(*pieces, strict=True)])
 
 
 # For consecutive activations.

@@ -32,7 +32,7 @@ LOG_8, LOG_7, LOG_6 = np.float32(7.0376836292e-2), np.float32(-1.1514610310e-1),
 LOG_5, LOG_4, LOG_3 = np.float32(-1.2420140846e-1), np.float32(1.4249322787e-1), np.float32(-1.6668057665e-1)
 LOG_2, LOG_1, LOG_0 = np.float32(2.0000714765e-1), np.float32(-2.4999993993e-1), np.float32(3.3333331174e-1)
 HALF = np.float32(0.5)
-#: Lower bound of the root's argument in a gate of streams (`localllm.kernels.graph.StreamGate`).
+#: Lower bound of the root's argument in a gate of streams (`localllm.kernels.operations.StreamGate`).
 LEAST_PRODUCT = np.float32(1e-6)
 #: Bits of √2 and of infinity: non-negative floats have the order of their bits, and NaN is greater than infinity.
 SQRT_2_BITS, INFINITY_BITS, MAGNITUDE = np.int32(0x3FB504F3), np.int32(0x7F800000), 0x7FFFFFFF
@@ -51,9 +51,9 @@ GELU_SCALE, GELU_CUBIC = np.float32(np.sqrt(2 / np.pi)), np.float32(0.044715)
 @device
 def exp_rest(x, n):
     """Return r = x - n ln 2."""
-    whole = to_float(n)
-    r = fma(whole, splat(LN2_HIGH), x)
-    return fma(whole, splat(LN2_LOW), r)
+    exponent = to_float(n)
+    r = fma(exponent, splat(LN2_HIGH), x)
+    return fma(exponent, splat(LN2_LOW), r)
 
 
 @device
@@ -102,11 +102,11 @@ def sigmoid(x):
 def log_of_one_and(y):
     """Return log(1 + y) for 0 <= y <= 1, within 4 units in the last place: Cephes' logf(1 + y), corrected."""
     u = y + splat(ONE)
-    rest = u - splat(ONE)
+    rounded_y = u - splat(ONE)
     bits = as_int(u)
     low, high = splat_int(SQRT_2_BITS), splat_int(INFINITY_BITS)
-    m = select_between(bits, low, high, fma(u, splat(HALF), splat(-ONE)), rest)
-    whole = select_between(bits, low, high, splat(ONE), zero_f32x16())
+    m = select_between(bits, low, high, fma(u, splat(HALF), splat(-ONE)), rounded_y)
+    exponent = select_between(bits, low, high, splat(ONE), zero_f32x16())
     p = fma(splat(LOG_8), m, splat(LOG_7))
     p = fma(p, m, splat(LOG_6))
     p = fma(p, m, splat(LOG_5))
@@ -116,10 +116,10 @@ def log_of_one_and(y):
     p = fma(p, m, splat(LOG_1))
     p = fma(p, m, splat(LOG_0))
     z = m * m
-    log = fma(p, m * z, fma(splat(-LN2_LOW), whole, splat(-HALF) * z)) + m
-    log = fma(splat(-LN2_HIGH), whole, log)
+    log = fma(p, m * z, fma(splat(-LN2_LOW), exponent, splat(-HALF) * z)) + m
+    log = fma(splat(-LN2_HIGH), exponent, log)
     # If 1 + y was rounded to 1, the logarithm is 0, and the correction would divide by 0.
-    return select_between(as_int(rest), splat_int(np.int32(1)), high, log * (y / rest), y)
+    return select_between(as_int(rounded_y), splat_int(np.int32(1)), high, log * (y / rounded_y), y)
 
 
 @device
@@ -211,14 +211,14 @@ def quantise_row(row, tile, token, n_blocks):
     limit = total * (OUTLIER / np.float32(n_blocks))
     flags, rests = tile + n_blocks * X_STEP + token, x_tile_bytes(n_blocks) - n_blocks * X_STEP
     for slab in range(0, n_blocks, SLAB):
-        found = np.int64(0)
+        outliers = np.int64(0)
         for i in range(slab, min(slab + SLAB, n_blocks) if largest > limit else slab):
             scale = load_f32(scale_place(record + i * X_STEP))
             if scale > limit:
                 first, second = left_by_rounding(row + 128 * i, record + i * X_STEP, scale)
                 quantise_block(first, second, record + i * X_STEP + rests)
-                found |= np.int64(1) << (i - slab)
-        store_i8(flags + slab, found)
+                outliers |= np.int64(1) << (i - slab)
+        store_i8(flags + slab, outliers)
 
 
 @kernel
@@ -439,25 +439,25 @@ def stream_gate(begin, end, key, key_stride, query, query_stride, n, size, y, y_
 
 @kernel
 def hyper_weights(
-    begin, end, x, x_stride, scale, base, before, behind, between, stride, between_stride,
-    eps: float, magnitude: float, more: float,
+    begin, end, x, x_stride, scale, bias, read, write, mix, stride, mix_stride,
+    eps: float, write_scale: float, write_offset: float,
 ):  # fmt: skip
-    """Compute PARTS kinds of weights for N streams; see `localllm.kernels.graph.HyperWeights`."""
+    """Compute PARTS kinds of weights for N streams; see `localllm.kernels.operations.HyperWeights`."""
     for token in range(begin, end):
         row = x + token * x_stride
         for i in range(N):
-            value = splat(load_f32(row + 4 * i) * load_f32(scale) + load_f32(base + 4 * i))
-            store_f32(before + token * stride + 4 * i, max_lanes(sigmoid(value)) + eps)
+            value = splat(load_f32(row + 4 * i) * load_f32(scale) + load_f32(bias + 4 * i))
+            store_f32(read + token * stride + 4 * i, max_lanes(sigmoid(value)) + eps)
             if PARTS > 1:
-                value = splat(load_f32(row + 4 * (N + i)) * load_f32(scale + 4) + load_f32(base + 4 * (N + i)))
-                store_f32(behind + token * stride + 4 * i, magnitude * max_lanes(sigmoid(value)) + more)
+                value = splat(load_f32(row + 4 * (N + i)) * load_f32(scale + 4) + load_f32(bias + 4 * (N + i)))
+                store_f32(write + token * stride + 4 * i, write_scale * max_lanes(sigmoid(value)) + write_offset)
         if PARTS > 2:
-            out = between + token * between_stride  # [result stream, input stream]: columns are contiguous
+            out = mix + token * mix_stride  # [result stream, input stream]: columns are contiguous
             for i in range(N):
                 largest = np.float32(-3e38)
                 for j in range(N):
-                    place = 4 * (2 * N + N * i + j)
-                    logit = load_f32(row + place) * load_f32(scale + 8) + load_f32(base + place)
+                    offset = 4 * (2 * N + N * i + j)
+                    logit = load_f32(row + offset) * load_f32(scale + 8) + load_f32(bias + offset)
                     store_f32(out + 4 * (N * j + i), logit)
                     largest = max(largest, logit)
                 total = ZERO
@@ -466,8 +466,8 @@ def hyper_weights(
                     store_f32(out + 4 * (N * j + i), power)
                     total += power
                 for j in range(N):
-                    place = out + 4 * (N * j + i)
-                    store_f32(place, load_f32(place) / total + eps)
+                    address = out + 4 * (N * j + i)
+                    store_f32(address, load_f32(address) / total + eps)
             for turn in range(2 * ROUNDS - 1):
                 # Strides between the summands, and between the sums.
                 step, next_sum = (4, 4 * N) if turn % 2 == 0 else (4 * N, 4)
@@ -476,8 +476,8 @@ def hyper_weights(
                     for j in range(N):
                         total += load_f32(out + next_sum * i + step * j)
                     for j in range(N):
-                        place = out + next_sum * i + step * j
-                        store_f32(place, load_f32(place) / total)
+                        address = out + next_sum * i + step * j
+                        store_f32(address, load_f32(address) / total)
 
 
 @kernel
@@ -535,8 +535,8 @@ def gather_rows(begin, end, rows, x, width, stride, y):
     """Row i of y = row rows[i] of x.  rows: int32."""
     for i in range(begin, end):
         source, target = x + np.int64(load_i32(rows + 4 * i)) * stride, y + i * stride
-        for place in range(0, 4 * width, 64):
-            store_f32x16(target + place, load_f32x16(source + place))
+        for offset in range(0, 4 * width, 64):
+            store_f32x16(target + offset, load_f32x16(source + offset))
 
 
 @kernel
@@ -545,18 +545,18 @@ def join_rows(begin, end, rows, n, x, width, stride, y, y_stride, share: float):
     for i in range(begin, end):
         source, target = x + np.int64(load_i32(rows + 4 * i)) * stride, y + i * y_stride
         if MEAN:
-            for place in range(0, 4 * width, 64):
-                total = load_f32x16(source + place)
+            for offset in range(0, 4 * width, 64):
+                total = load_f32x16(source + offset)
                 for j in range(1, n):
-                    total = total + load_f32x16(source + j * stride + place)
-                store_f32x16(target + place, total * splat(share))
+                    total = total + load_f32x16(source + j * stride + offset)
+                store_f32x16(target + offset, total * splat(share))
         else:
             for j in range(n):
-                whole = width // 16 * 64
-                for place in range(0, whole, 64):
-                    store_f32x16(target + 4 * j * width + place, load_f32x16(source + j * stride + place))
-                for place in range(whole, 4 * width, 4):
-                    store_f32(target + 4 * j * width + place, load_f32(source + j * stride + place))
+                vector_bytes = width // 16 * 64
+                for offset in range(0, vector_bytes, 64):
+                    store_f32x16(target + 4 * j * width + offset, load_f32x16(source + j * stride + offset))
+                for offset in range(vector_bytes, 4 * width, 4):
+                    store_f32(target + 4 * j * width + offset, load_f32(source + j * stride + offset))
 
 
 @kernel
@@ -564,8 +564,8 @@ def add_rows(begin, end, rows, x, width, stride, y):
     """Row rows[i] of y += row i of x.  rows: int32."""
     for i in range(begin, end):
         source, target = x + i * stride, y + np.int64(load_i32(rows + 4 * i)) * stride
-        for place in range(0, 4 * width, 64):
-            store_f32x16(target + place, load_f32x16(target + place) + load_f32x16(source + place))
+        for offset in range(0, 4 * width, 64):
+            store_f32x16(target + offset, load_f32x16(target + offset) + load_f32x16(source + offset))
 
 
 @template
@@ -588,10 +588,10 @@ def rotate(row, angles, n_pairs, first_step, second_offset):
     """Rotate n_pairs pairs of a head: (x_i, x_i + second_offset), i in steps of first_step; offsets are in bytes."""
     for i in range(n_pairs):
         cos, sin = load_f32(angles + 8 * i), load_f32(angles + 8 * i + 4)
-        place = row + i * first_step
-        a, b = load_f32(place), load_f32(place + second_offset)
-        store_f32(place, a * cos - b * sin)
-        store_f32(place + second_offset, b * cos + a * sin)
+        address = row + i * first_step
+        a, b = load_f32(address), load_f32(address + second_offset)
+        store_f32(address, a * cos - b * sin)
+        store_f32(address + second_offset, b * cos + a * sin)
 
 
 @template
@@ -637,8 +637,8 @@ def rope_append(
 
     Q_NORM, K_NORM, V_NORM: ``norm`` of `turn_head`.  HAS_KEYS, HAS_VALUES: whether k and v exist.  COPY_VALUES:
     whether v shares the memory of k, which is changed.  SCALES_Q: whether factors exist.  KEY_ROTATION,
-    VALUE_ROTATION: rotations of the stored keys and values, `KVCache.rotations`.  EVERY: the cache stores the last of
-    every EVERY tokens.
+    VALUE_ROTATION: rotations of the stored keys and values, `KVCache.rotations`.  STRIDE: tokens per cache entry; the
+    last token appends the entry.
     """
     scratch = stack(4 * VALUE_HEAD)
     for token in range(begin, end):
@@ -653,7 +653,7 @@ def rope_append(
                     store_f32(row + 4 * i, load_f32(row + 4 * i) * factor)
             if KEY_ROTATION:
                 hadamard(row, key_dim, KEY_ROTATION)
-        if HAS_KEYS and (EVERY == 1 or position % EVERY == EVERY - 1):
+        if HAS_KEYS and (STRIDE == 1 or position % STRIDE == STRIDE - 1):
             slot = load_i64(slots + 8 * token)
             for head in range(n_kv_heads):
                 number = slot // PAGE * n_kv_heads + head
@@ -673,5 +673,5 @@ def rope_append(
                 turn_head(k_row, K_NORM, n_k_norm, k_weight, k_eps, turn, n_pairs, pair_step, pair_offset)
                 if KEY_ROTATION:
                     hadamard(k_row, key_dim, KEY_ROTATION)
-                place = slot % PAGE // EVERY
-                APPEND_KEYS(k_row, key_dim, KEY_HEAD, KEY_BITS, keys + number * KEY_BLOCK, place)
+                index = slot % PAGE // STRIDE
+                APPEND_KEYS(k_row, key_dim, KEY_HEAD, KEY_BITS, keys + number * KEY_BLOCK, index)

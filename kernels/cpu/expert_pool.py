@@ -36,8 +36,9 @@ from localllm.kernels.backend import ExpertReads
 from localllm.kernels.cpu.experts import ENTRY
 from localllm.kernels.cpu.memory import PADDING, aligned_zeros, padded
 from localllm.kernels.cpu.packing import PACKED_ROWS, Packer
-from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Routing, Weight
+from localllm.kernels.graph import Graph, Routing, Weight
 from localllm.kernels.mapped_file import FileRange, OpenFile, range_in_file
+from localllm.kernels.operations import ExpertLinears, ExpertOutput
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import ScaleRangeError, repack, repack_target
@@ -61,25 +62,25 @@ class _Matrices:
     weight: Weight
     file: FileRange  # rows of all experts, or the rows of the first expert and the data between them
     stride: int  # bytes between experts
-    kind: KernelType
+    format: KernelType
     table: NDArray[np.int64]  # address of each expert's tiles; 0 if not in memory
 
     @property
     def n_packed(self) -> int:
         _, n_out, n_in = self.weight.shape
-        return LAYOUTS[self.kind].packed_bytes(padded(n_out), n_in)
+        return LAYOUTS[self.format].packed_bytes(padded(n_out), n_in)
 
     def pack(self, read: Callable[[int, int], Bytes], packer: Packer, packed: Bytes) -> None:
         """Pack the tiles of an expert from its bytes ``read(start, stop)``."""
         _, n_out, n_in = self.weight.shape
-        layout, row_bytes = LAYOUTS[self.kind], self.file.n_bytes // n_out
+        layout, row_bytes = LAYOUTS[self.format], self.file.n_bytes // n_out
         if n_out % PADDING:
             packed[:] = 0
         for first in range(0, n_out, PACKED_ROWS):
             last = min(first + PACKED_ROWS, n_out)
             rows = read(first * row_bytes, last * row_bytes).reshape(-1, row_bytes)
             start, stop = (layout.packed_bytes(n, n_in) for n in (first, last))
-            packer.pack(repack(rows, self.weight.type, self.kind), packed[start:stop])
+            packer.pack(repack(rows, self.weight.type, self.format), packed[start:stop])
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +131,8 @@ def _read_for(queue: _Queue, pool: weakref.ref[ExpertPool]) -> None:
 def _close(queue: _Queue, files: Mapping[Path, _ExpertFile]) -> None:
     """Stop the readers of a pool and close its files."""
     queue.close()
-    for each in files.values():
-        each.file.close()
+    for file in files.values():
+        file.file.close()
 
 
 class ExpertPool:
@@ -144,7 +145,7 @@ class ExpertPool:
     def __init__(self, n_bytes: int, graph: Graph, packer: Callable[[KernelType], Packer]) -> None:
         self.n_bytes, self.packer = n_bytes, packer
         groups = [node.operation for node in graph.nodes if isinstance(node.operation, ExpertLinears | ExpertOutput)]
-        n_experts = sum(each.routing.n_experts for each in groups)
+        n_experts = sum(operation.routing.n_experts for operation in groups)
         self.counts, self.stamps = np.zeros(2, np.int64), np.zeros(n_experts, np.int64)
         self.bytes_read = 0
         #: Seconds that programs waited, and seconds with at least one read in progress.
@@ -172,13 +173,13 @@ class ExpertPool:
     def group(self, weights: Sequence[Weight], tables: Sequence[NDArray[np.int64]], routing: Routing) -> ExpertGroup:
         """Return the group of some weights, each with the table of its experts' addresses."""
         for group in self._groups:
-            if [each.weight for each in group.matrices] == [*weights]:
+            if [matrix.weight for matrix in group.matrices] == [*weights]:
                 return group
         matrices = tuple(
             _Matrices(weight, _first(weight), weight.data.strides[0], repack_target(weight.type), table)
             for weight, table in zip(weights, tables, strict=True)
         )
-        n_bytes = sum(each.n_packed for each in matrices)
+        n_bytes = sum(x.n_packed for x in matrices)
         least = routing.k * n_bytes
         if self.n_bytes < least:
             raise NotEnoughMemoryError(
@@ -193,10 +194,10 @@ class ExpertPool:
 
     def open(self) -> None:
         """Open the files and start the readers.  Called once, after all groups were created."""
-        for each in (matrices for group in self._groups for matrices in group.matrices):
-            self.packer(each.kind)
-            if each.file.path not in self._files:
-                self._files[each.file.path] = _ExpertFile(each.file.path)
+        for matrices in (matrices for group in self._groups for matrices in group.matrices):
+            self.packer(matrices.format)
+            if matrices.file.path not in self._files:
+                self._files[matrices.file.path] = _ExpertFile(matrices.file.path)
         weakref.finalize(self, _close, self._queue, self._files).atexit = False
         for i in range(READERS):
             arguments = self._queue, weakref.ref(self)
@@ -228,8 +229,10 @@ class ExpertPool:
             self.error, failed = error, list(range(n))
         self.wait_s += time.perf_counter() - began
         for i in failed:
-            _, place, count = entries[i].tolist()
-            self.failed_tokens += [pair // group.routing.k for pair in _words(pairs + 8 * place, count).tolist()]
+            _, first_place, count = entries[i].tolist()
+            self.failed_tokens += [
+                pair // group.routing.k for pair in _words(pairs + 8 * first_place, count).tolist()
+            ]
         order = [i for i in range(n) if i not in failed] + failed
         entries[:n] = entries[order]
         return n - len(failed)
@@ -241,11 +244,11 @@ class ExpertPool:
         layer's.
         """
         needed = (group.first + experts[:n]).tolist()
-        same = [each for each in self._groups if each.routing is group.routing and each.number > group.number]
-        ahead = [group.first + experts[n:], *(each.first + experts for each in same)]
+        same = [later for later in self._groups if later.routing is group.routing and later.number > group.number]
+        ahead = [group.first + experts[n:], *(later.first + experts for later in same)]
         if self._needs_all:
             last = group.number + len(same)
-            ahead += [each.first + np.arange(each.routing.n_experts) for each in self._groups[last + 1 : last + 3]]
+            ahead += [later.first + np.arange(later.routing.n_experts) for later in self._groups[last + 1 : last + 3]]
         state, queue = self._state, self._queue
         with queue.changed:
             for entry in needed:
@@ -266,10 +269,10 @@ class ExpertPool:
 
     def _read_ahead(self, entries: Iterable[int], needed: Sequence[int]) -> None:
         """Request entries while there is memory for them."""
-        kept = [*needed, *entries]
-        for entry in kept[len(needed) :]:
+        protected = [*needed, *entries]
+        for entry in protected[len(needed) :]:
             if self._state[entry] == ABSENT:
-                memory = self._take(self._owner[entry].n_bytes, kept)
+                memory = self._take(self._owner[entry].n_bytes, protected)
                 if memory is None:
                     return
                 self._ask(entry, memory, self._queue.ahead)
@@ -282,8 +285,8 @@ class ExpertPool:
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
-    def _take(self, n_bytes: int, kept: Sequence[int]) -> Bytes | None:
-        """Return memory for an entry, evicting entries outside ``kept`` if necessary; None if there is no memory."""
+    def _take(self, n_bytes: int, protected: Sequence[int]) -> Bytes | None:
+        """Return memory for an entry, evicting entries outside ``protected`` if necessary; None if impossible."""
         while True:
             if self._n_used + n_bytes <= self.n_bytes:
                 try:
@@ -292,7 +295,7 @@ class ExpertPool:
                 except MemoryError:  # another program took memory that the plan had counted on
                     self.n_bytes = self._n_used
             may_go = self._state == HERE
-            may_go[kept] = False
+            may_go[protected] = False
             if not may_go.any():
                 return None
             # Long steps need nearly all experts, layer by layer: the most recently used entry is needed again last.
@@ -307,8 +310,8 @@ class ExpertPool:
         """Remove an entry from the pool and return its memory."""
         memory, group = self._memory[entry], self._owner[entry]
         assert memory is not None
-        for each in group.matrices:
-            each.table[entry - group.first] = 0
+        for matrices in group.matrices:
+            matrices.table[entry - group.first] = 0
         self._memory[entry], self._state[entry] = None, ABSENT
         self._n_used -= len(memory)
         return memory
@@ -336,18 +339,18 @@ class ExpertPool:
             if not self._n_reading:
                 self._reading_since = time.perf_counter()
             self._n_reading += 1
-        places = []
+        addresses = []
         try:
             with process.UnfinishedWork(process.workers):
                 stop = 0
-                for each in group.matrices:
-                    start, stop = stop, stop + each.n_packed
-                    read = partial(self._files[each.file.path].read, each, expert)
-                    each.pack(read, self.packer(each.kind), memory[start:stop])
-                    n_read += each.file.n_bytes
-                    places.append(memory[start:].ctypes.data)
+                for matrices in group.matrices:
+                    start, stop = stop, stop + matrices.n_packed
+                    read = partial(self._files[matrices.file.path].read, matrices, expert)
+                    matrices.pack(read, self.packer(matrices.format), memory[start:stop])
+                    n_read += matrices.file.n_bytes
+                    addresses.append(memory[start:].ctypes.data)
         except ScaleRangeError as failure:
-            name = group.matrices[len(places)].weight.name
+            name = group.matrices[len(addresses)].weight.name
             error = ScaleRangeError(f"tensor {name}, expert {expert}: {failure}: load the model with more memory")
         except BaseException as failure:
             error = failure
@@ -358,8 +361,8 @@ class ExpertPool:
             self.bytes_read += n_read
             if error is None:
                 # The first table is written last: kernels check it to see whether all matrices are in memory.
-                for each, place in reversed(list(zip(group.matrices, places, strict=True))):
-                    each.table[expert] = place
+                for matrices, address in reversed(list(zip(group.matrices, addresses, strict=True))):
+                    matrices.table[expert] = address
                 self._state[entry] = HERE
             else:
                 self._drop(entry)
@@ -382,12 +385,12 @@ class _ExpertFile(OpenFile):
 
 
 def _first(weight: Weight) -> FileRange:
-    found = stays_in_file(weight)
-    assert found is not None
-    return found
+    file_range = stays_in_file(weight)
+    assert file_range is not None
+    return file_range
 
 
 def _words(address: int, n: int) -> NDArray[np.int64]:
     """View memory as int64 numbers."""
-    where: Any = (ctypes.c_int64 * n).from_address(address)
-    return np.frombuffer(where, np.int64)
+    words: Any = (ctypes.c_int64 * n).from_address(address)
+    return np.frombuffer(words, np.int64)

@@ -32,7 +32,7 @@ from localllm.kernels.cpu.matmul import (
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range
 from localllm.kernels.cpu.tiles import TOKENS, X_STEP, x_tile_bytes
-from localllm.kernels.graph import MAX_GROUPS
+from localllm.kernels.operations.experts import MAX_GROUPS
 
 NONE = np.int64(-1)
 INFINITY = np.float32(np.inf)
@@ -87,14 +87,14 @@ def best_of_group(row, n, n_best):
 
 @kernel
 def expert_scores(
-    begin, end, logits, stride, n_experts, bias, n_groups, n_top_groups, n_best, chosen, chosen_stride, k,
+    begin, end, logits, stride, n_experts, bias, n_groups, n_top_groups, n_best, expert_ids, expert_ids_stride, k,
     probabilities, scores,
 ):  # fmt: skip
     """Compute probabilities of experts, and the scores that select experts; a unit of work is a token.
 
     GATING: 0 softmax, 1 sigmoid, 2 √softplus.  scores: probabilities (+ bias), or -infinity outside the
     ``n_top_groups`` best groups.  Groups are ordered by their best score, or by the sum of their two best scores
-    (``n_best``).  With ``chosen``, float32 [T, k], scores are -infinity except for these experts.
+    (``n_best``).  With ``expert_ids``, float32 [T, k], scores are -infinity except for these experts.
     """
     sums = stack(4 * MAX_GROUPS)
     size = n_experts // n_groups
@@ -118,20 +118,20 @@ def expert_scores(
             if bias != 0:
                 p = p + load_f32x16(bias + i)
             store_f32x16(score + i, p)
-        if chosen != 0:
+        if expert_ids != 0:
             for i in range(0, 4 * n_experts, 64):
                 store_f32x16(score + i, splat(-INFINITY))
             for rank in range(k):
-                place = 4 * np.int64(load_f32(chosen + token * chosen_stride + 4 * rank))
-                store_f32(score + place, load_f32(to + place))
+                offset = 4 * np.int64(load_f32(expert_ids + token * expert_ids_stride + 4 * rank))
+                store_f32(score + offset, load_f32(to + offset))
         if n_groups > 1:
             for group in range(n_groups):
                 store_f32(sums + 4 * group, best_of_group(score + 4 * size * group, size, n_best))
             for group in range(n_groups):
-                own, better = load_f32(sums + 4 * group), 0
-                for other in range(n_groups):
-                    their = load_f32(sums + 4 * other)
-                    if their > own or (their == own and other < group):
+                group_sum, better = load_f32(sums + 4 * group), 0
+                for other_group in range(n_groups):
+                    other_sum = load_f32(sums + 4 * other_group)
+                    if other_sum > group_sum or (other_sum == group_sum and other_group < group):
                         better += 1
                 if better >= n_top_groups:
                     for expert in range(size * group, size * group + size):
@@ -151,7 +151,7 @@ def route(
     factors: float32 [n_experts], factors of the weights, or 0.
     """
     for token in range(begin, end):
-        row, chosen = logits + token * stride, 8 * token * k
+        row, first_choice = logits + token * stride, 8 * token * k
         last_id, last = NONE, INFINITY
         for rank in range(k):
             best_id, best = NONE, -INFINITY
@@ -160,31 +160,31 @@ def route(
                 is_left = logit < last or (logit == last and expert > last_id)
                 if is_left and (best_id < 0 or logit > best):
                     best_id, best = np.int64(expert), logit
-            store_i64(ids + chosen + 8 * rank, best_id)
+            store_i64(ids + first_choice + 8 * rank, best_id)
             last_id, last = best_id, best
         if PROBABILITIES:
             row = probabilities + token * stride
-        peak = load_f32(row + 4 * load_i64(ids + chosen))
+        peak = load_f32(row + 4 * load_i64(ids + first_choice))
         total = np.float32(0)
         if PROBABILITIES:
             for rank in range(k):
-                total += load_f32(row + 4 * load_i64(ids + chosen + 8 * rank))
+                total += load_f32(row + 4 * load_i64(ids + first_choice + 8 * rank))
             if norm_topk_prob == 0:
                 total = np.float32(1)
         elif norm_topk_prob != 0:
             for rank in range(k):
-                total += exp_of(load_f32(row + 4 * load_i64(ids + chosen + 8 * rank)) - peak)
+                total += exp_of(load_f32(row + 4 * load_i64(ids + first_choice + 8 * rank)) - peak)
         else:
             total = sum_of_exps(row, n_experts, peak)
         for rank in range(k):
-            expert = load_i64(ids + chosen + 8 * rank)
+            expert = load_i64(ids + first_choice + 8 * rank)
             weight = load_f32(row + 4 * expert)
             if not PROBABILITIES:
                 weight = exp_of(weight - peak)
             weight = weight / total
             if factors != 0:
                 weight = weight * load_f32(factors + 4 * expert)
-            store_f32(expert_weights + chosen // 2 + 4 * rank, weight * scale)
+            store_f32(expert_weights + first_choice // 2 + 4 * rank, weight * scale)
 
 
 @kernel
@@ -201,23 +201,23 @@ def group_by_expert(begin, end, n_pairs, ids, n_experts, cursors, places, pairs,
     for pair in range(n):
         cursor = cursors + 8 * load_i64(ids + 8 * pair)
         store_i64(cursor, load_i64(cursor) + 1)
-    place, entry = np.int64(0), experts
+    next_place, entry = np.int64(0), experts
     for expert in range(n_experts):
         count = load_i64(cursors + 8 * expert)
-        store_i64(cursors + 8 * expert, place)
+        store_i64(cursors + 8 * expert, next_place)
         if count > 0:
             store_i64(entry, expert)
-            store_i64(entry + 8, place)
+            store_i64(entry + 8, next_place)
             store_i64(entry + 16, count)
             entry += ENTRY
-            place += -(-count // TOKENS) * TOKENS
+            next_place += -(-count // TOKENS) * TOKENS
     store_i64(n_used, (entry - experts) // ENTRY)
     for pair in range(n):
         cursor = cursors + 8 * load_i64(ids + 8 * pair)
-        place = load_i64(cursor)
-        store_i64(cursor, place + 1)
-        store_i64(places + 8 * pair, place)
-        store_i64(pairs + 8 * place, pair)
+        pair_place = load_i64(cursor)
+        store_i64(cursor, pair_place + 1)
+        store_i64(places + 8 * pair, pair_place)
+        store_i64(pairs + 8 * pair_place, pair)
 
 
 @kernel
@@ -269,8 +269,8 @@ def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, expert_we
     expert_weights: float32, factor of each pair's row; or 0.
     """
     for pair in range(begin, end):
-        place = load_i64(places + 8 * pair)
-        tile, token = records + place // TOKENS * x_tile_bytes(n_blocks), place % TOKENS
+        pair_place = load_i64(places + 8 * pair)
+        tile, token = records + pair_place // TOKENS * x_tile_bytes(n_blocks), pair_place % TOKENS
         quantise_row(x + pair // per_row * x_stride, tile, token, n_blocks)
         if expert_weights != 0:
             factor = load_f32(expert_weights + 4 * pair)
@@ -315,16 +315,16 @@ def experts_quantised(begin, end, experts, n_groups, tables, n_tiles, x, pairs, 
         if n_places == 1:
             records = x + first_place // TOKENS * x_tile_bytes(n_tiles * BLOCKS)
             few_tokens(1, tiles, n_tiles, slab, records, sums)
-            place = load_i64(pairs + 8 * first_place) * y_stride + rows
-            store_rows(load_f32x16(sums), bias, 0, y, rows, place)
+            offset = load_i64(pairs + 8 * first_place) * y_stride + rows
+            store_rows(load_f32x16(sums), bias, 0, y, rows, offset)
         else:
             for first in range(first_place, first_place + n_places, MAX_TOKENS):
                 n = min(MAX_TOKENS, first_place + n_places - first)
                 records = x + first // TOKENS * x_tile_bytes(n_tiles * BLOCKS)
                 multiply_tokens(n, tiles, n_tiles, slab, sums, records)
                 for i in range(n):
-                    place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
-                    store_rows(load_f32x16(sums + 64 * i), bias, 0, y, rows, place)
+                    offset = load_i64(pairs + 8 * (first + i)) * y_stride + rows
+                    store_rows(load_f32x16(sums + 64 * i), bias, 0, y, rows, offset)
 
 
 @kernel
@@ -336,10 +336,10 @@ def experts_float(begin, end, experts, n_units, tables, n_in, x, x_stride, pairs
     slab = stack(64 * FLOAT_GROUPS * FLOAT_SLAB)
     sums = stack(64 * FLOAT_GROUPS * FLOAT_TOKENS)
     for unit in range(begin, end):
-        entry, own = experts + unit // n_units * ENTRY, unit % n_units
-        tiles = load_i64(tables + 8 * load_i64(entry)) + own * FLOAT_GROUPS * n_in * COLUMN_BYTES
+        entry, expert_unit = experts + unit // n_units * ENTRY, unit % n_units
+        tiles = load_i64(tables + 8 * load_i64(entry)) + expert_unit * FLOAT_GROUPS * n_in * COLUMN_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
-        rows, bias = own * FLOAT_GROUPS * 64, np.int64(0)
+        rows, bias = expert_unit * FLOAT_GROUPS * 64, np.int64(0)
         if biases != 0:
             bias = biases + load_i64(entry) * y_stride
         if n_places == 1:
@@ -351,9 +351,9 @@ def experts_float(begin, end, experts, n_units, tables, n_in, x, x_stride, pairs
                 several_float_tokens(n, tiles, n_in, slab, sums, x + first * x_stride, x_stride)
                 for i in range(n):
                     for g in static_range(FLOAT_GROUPS):
-                        place = load_i64(pairs + 8 * (first + i)) * y_stride + rows + 64 * g
+                        offset = load_i64(pairs + 8 * (first + i)) * y_stride + rows + 64 * g
                         total = load_f32x16(sums + 64 * (FLOAT_GROUPS * i + g))
-                        store_rows(total, bias, 0, y, rows + 64 * g, place)
+                        store_rows(total, bias, 0, y, rows + 64 * g, offset)
 
 
 @kernel
@@ -371,7 +371,7 @@ def add_experts(begin, end, products, expert_weights, k, width, stride, residual
                 if expert_weights != 0:
                     weight = load_splat_f32(expert_weights + 4 * pair)
                 total = fma(load_f32x16(products + pair * stride + i), weight, total)
-            place = token * stride + i
+            offset = token * stride + i
             if residual != 0:
-                total = total + load_f32x16(residual + place)
-            store_f32x16(y + place, total)
+                total = total + load_f32x16(residual + offset)
+            store_f32x16(y + offset, total)

@@ -89,8 +89,8 @@ def features() -> frozenset[str]:
             return frozenset(_LLVM_NAMES.get(flag, flag) for flag in flags)
     import llvmlite.binding as llvm
 
-    found = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
-    return found | _arm_features() if family() == "aarch64" else found
+    features = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+    return features | _arm_features() if family() == "aarch64" else features
 
 
 def _linux_flags() -> list[str]:
@@ -158,13 +158,13 @@ def core_speeds() -> list[float]:
     All speeds are equal if the system does not report them.
     """
     tell = {"darwin": _speeds_on_macos, "win32": _speeds_on_windows}.get(sys.platform, _speeds_on_linux)
-    if not (found := tell()):
+    if not (speeds := tell()):
         import psutil
 
         usable = usable_cpus()
-        found = [1.0] * min(usable, psutil.cpu_count(logical=False) or usable)
-    fastest = max(found)
-    return [speed / fastest if fastest else 1.0 for speed in found]
+        speeds = [1.0] * min(usable, psutil.cpu_count(logical=False) or usable)
+    fastest = max(speeds)
+    return [speed / fastest if fastest else 1.0 for speed in speeds]
 
 
 def _speeds_on_linux() -> list[float]:
@@ -182,7 +182,7 @@ def _speeds_on_linux() -> list[float]:
 
 def _cpu_list(text: str) -> set[int]:
     """Return the numbers in a list such as ``0-3,8``."""
-    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    ranges = [range_text.partition("-") for range_text in text.strip().split(",") if range_text]
     return {n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)}
 
 
@@ -198,13 +198,13 @@ def _speeds_on_windows() -> list[float]:
         call = ctypes.windll.kernel32.GetSystemCpuSetInformation
         process, n_bytes = ctypes.c_void_p(-1), ctypes.c_ulong(0)
         call(None, 0, ctypes.byref(n_bytes), process, 0)
-        data, place = ctypes.create_string_buffer(n_bytes.value), 0
-        known = n_bytes.value if call(data, n_bytes, ctypes.byref(n_bytes), process, 0) else 0
-        while place + _CPU_SET_BYTES <= known:
-            size, _, _, group, _, core, _, _, efficiency = struct.unpack_from("<IIIHBBBBB", data, place)
+        data, offset = ctypes.create_string_buffer(n_bytes.value), 0
+        n_known = n_bytes.value if call(data, n_bytes, ctypes.byref(n_bytes), process, 0) else 0
+        while offset + _CPU_SET_BYTES <= n_known:
+            size, _, _, group, _, core, _, _, efficiency = struct.unpack_from("<IIIHBBBBB", data, offset)
             classes[group, core] = efficiency
-            place += max(size, _CPU_SET_BYTES)
-    return [LOWER_CLASS ** (max(classes.values()) - found) for found in classes.values()]
+            offset += max(size, _CPU_SET_BYTES)
+    return [LOWER_CLASS ** (max(classes.values()) - efficiency) for efficiency in classes.values()]
 
 
 def has_unequal_cores() -> bool:
@@ -250,7 +250,7 @@ def _other_seconds() -> float:
     import psutil
 
     times = psutil.cpu_times()._asdict()
-    busy = sum(times.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    busy = sum(times.get(name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
     return float(busy - time.process_time())
 
 
@@ -264,12 +264,12 @@ def memory_advice() -> str:
     return _least_memory()[1]
 
 
-def check_memory(n_bytes: int, what: str) -> None:
-    """Raise NotEnoughMemoryError if ``n_bytes`` for ``what`` are not available.  LLVM would end the process."""
+def check_memory(n_bytes: int, purpose: str) -> None:
+    """Raise NotEnoughMemoryError if ``n_bytes`` for ``purpose`` are not available.  LLVM would end the process."""
     available, advice = _least_memory()
     if n_bytes > available:
         raise NotEnoughMemoryError(
-            f"{what} takes {n_bytes / 1e6:,.0f} MB of memory, but {available / 1e6:,.0f} MB is available: {advice}"
+            f"{purpose} takes {n_bytes / 1e6:,.0f} MB of memory, but {available / 1e6:,.0f} MB is available: {advice}"
         )
 
 
@@ -322,7 +322,7 @@ def program_output(*command: str) -> str:
     if path is None:
         return ""
     try:
-        done = subprocess.run([path, *command[1:]], capture_output=True, timeout=10, check=False)
+        process = subprocess.run([path, *command[1:]], capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else ""
+    return process.stdout.decode("utf-8", "replace").strip() if process.returncode == 0 else ""

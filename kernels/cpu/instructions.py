@@ -97,14 +97,14 @@ def op(result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def pointer_to(builder: Any, address: Any, kind: ir.Type) -> Any:
+def pointer_to(builder: Any, address: Any, type: ir.Type) -> Any:
     """Return an address as a pointer to values of a type."""
-    return builder.inttoptr(address, kind.as_pointer())
+    return builder.inttoptr(address, type.as_pointer())
 
 
-def load(builder: Any, address: Any, kind: ir.Type) -> Any:
+def load(builder: Any, address: Any, type: ir.Type) -> Any:
     """Return the value at an address, which need not be aligned."""
-    value = builder.load(pointer_to(builder, address, kind))
+    value = builder.load(pointer_to(builder, address, type))
     value.align = 1
     return value
 
@@ -116,16 +116,16 @@ def store(builder: Any, address: Any, value: Any) -> None:
 
 def intrinsic(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
     """Call an LLVM intrinsic."""
-    kind = ir.FunctionType(result, [v.type for v in values])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    function_type = ir.FunctionType(result, [v.type for v in values])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
     return builder.call(function, values)
 
 
 def broadcast(builder: Any, value: Any, lanes: int) -> Any:
     """Return a vector with a scalar in every lane."""
-    kind = ir.VectorType(value.type, lanes)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(i32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes))
+    vector = ir.VectorType(value.type, lanes)
+    vector_value = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(i32, 0))
+    return builder.shuffle_vector(vector_value, vector_value, ir.Constant(ir.VectorType(i32, lanes), [0] * lanes))
 
 
 def constant(value: float | int, element: ir.Type, lanes: int) -> ir.Constant:
@@ -133,12 +133,12 @@ def constant(value: float | int, element: ir.Type, lanes: int) -> ir.Constant:
     return ir.Constant(ir.VectorType(element, lanes), [value] * lanes)
 
 
-def halves(b: Any, x: Any, parts: int) -> list[Any]:
-    """Divide a vector into ``parts`` equal pieces."""
-    lanes = x.type.count // parts
+def halves(b: Any, x: Any, n_pieces: int) -> list[Any]:
+    """Divide a vector into ``n_pieces`` equal pieces."""
+    lanes = x.type.count // n_pieces
     return [
         b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, lanes), list(range(k * lanes, (k + 1) * lanes))))
-        for k in range(parts)
+        for k in range(n_pieces)
     ]
 
 

@@ -6,7 +6,7 @@ program serves every batch, because kernels read the number of tokens when they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cpu import attention as attention_kernels
@@ -42,6 +43,8 @@ from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import TILES, TOKENS, x_tile_bytes
 from localllm.kernels.cpu.weights import PackedWeights
 from localllm.kernels.graph import Graph, RecurrentState, Rows, Tensor, Value, Weight
+from localllm.kernels.operations.experts import GATINGS
+from localllm.kernels.operations.recurrent import side_by_side
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
 from localllm.quant.types import GGMLType
@@ -61,6 +64,13 @@ _ACTIVATIONS = {
     "softplus": elementwise.softplus_of_gate,
 }
 
+#: Kernels that compute each value of a result from one value of x, and their numbers.
+_ELEMENTWISE: dict[type[g.Operation[Any]], tuple[Kernel, Callable[[Any], tuple[float, ...]]]] = {
+    ops.Clamp: (elementwise.clamp, lambda op: (op.low, op.high)),
+    ops.Softcap: (elementwise.softcap, lambda op: (op.cap, 1 / op.cap)),
+    ops.XIELU: (elementwise.xielu, lambda op: (op.p, op.n, op.beta, op.eps)),
+}
+
 _FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
     GGMLType.F16: load_f16x16,
@@ -72,13 +82,13 @@ _FLOAT_LOADS: dict[KernelType, Any] = {
 ALL = 1 << 31
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A float32 matrix [rows, padded width] in a buffer; header number ``slot`` is the number of rows in a batch."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HostRows:
+    """A float32 matrix [rows, padded width] in a buffer."""
 
     buffer: Buffer
-    slot: int
     width: int
+    slot: int  # index in the batch's header of the number of rows
 
     @property
     def stride(self) -> int:
@@ -87,8 +97,8 @@ class Stored:
 
     def rows(self, arena: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the whole matrix, including padding."""
-        part = arena[self.buffer.offset : self.buffer.offset + self.buffer.n_bytes]
-        return part.view(np.float32).reshape(-1, padded(self.width))
+        data = arena[self.buffer.offset : self.buffer.offset + self.buffer.n_bytes]
+        return data.view(np.float32).reshape(-1, padded(self.width))
 
 
 @dataclass(frozen=True)
@@ -114,13 +124,13 @@ class Lowered:
 
     instructions: Sequence[Instruction]
     tables: BatchTables  # tables of the batch, filled before the program runs
-    embeddings: Sequence[tuple[g.Embed, Stored]]  # embeddings to look up, and the matrix for their rows
-    ngrams: Sequence[tuple[g.NgramEmbed, Stored]]  # n-gram embeddings, in the same form
-    adapters: Sequence[tuple[g.AdapterWeights, Stored]]  # weights of adapters, in the same form
-    added: Sequence[tuple[g.AddRows, Stored]]  # embeddings that layers add, in the same form
-    hidden: Sequence[tuple[g.Input, Stored]]  # input rows of the graph
-    result: Stored
-    watched: Mapping[Value, Stored | StoredRouting]
+    embeddings: Sequence[tuple[ops.Embed, HostRows]]  # embeddings to look up, and the matrix for their rows
+    ngrams: Sequence[tuple[ops.NgramEmbed, HostRows]]  # n-gram embeddings, in the same form
+    adapters: Sequence[tuple[ops.AdapterWeights, HostRows]]  # weights of adapters, in the same form
+    added: Sequence[tuple[ops.AddRows, HostRows]]  # embeddings that layers add, in the same form
+    hidden: Sequence[tuple[ops.Input, HostRows]]  # input rows of the graph
+    result: HostRows
+    watched: Mapping[Value, HostRows | StoredRouting]
     arena_bytes: int  # size of all buffers
     n_products: int  # products of activations and weights per token
     n_joined: int  # rows that one output row is made from
@@ -154,11 +164,11 @@ class Lowering:
         #: Quantised rows of tensors, in the layout of `tiles`.
         self.records: dict[Tensor, Buffer] = {}
         self.int16: dict[Tensor, Buffer] = {}
-        self.embeddings: list[tuple[g.Embed, Stored]] = []
-        self.ngrams: list[tuple[g.NgramEmbed, Stored]] = []
-        self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
-        self.added: list[tuple[g.AddRows, Stored]] = []
-        self.hidden: list[tuple[g.Input, Stored]] = []
+        self.embeddings: list[tuple[ops.Embed, HostRows]] = []
+        self.ngrams: list[tuple[ops.NgramEmbed, HostRows]] = []
+        self.adapters: list[tuple[ops.AdapterWeights, HostRows]] = []
+        self.added: list[tuple[ops.AddRows, HostRows]] = []
+        self.hidden: list[tuple[ops.Input, HostRows]] = []
         self.n_products = 0
 
     def lower(self) -> Lowered:
@@ -166,8 +176,8 @@ class Lowering:
             self.node_index = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        given = *self.embeddings, *self.ngrams, *self.adapters, *self.added, *self.hidden
-        filled = [*self.tables.buffers, *(y.buffer for _, y in given)]
+        rows = *self.embeddings, *self.ngrams, *self.adapters, *self.added, *self.hidden
+        filled = [*self.tables.buffers, *(y.buffer for _, y in rows)]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
         return Lowered(
@@ -199,16 +209,23 @@ class Lowering:
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
-    def new(self, rows: Rows, width: int, *, is_kept: bool = False) -> Stored:
-        """Allocate a matrix for a tensor.  A kept buffer is zero at first, and stays zero where no kernel writes."""
-        slot = _SLOTS[rows]
-        return Stored(Buffer(self.n_rows[slot] * 4 * padded(width), is_kept), slot, width)
+    def new(self, rows: Rows, width: int, *, is_kept: bool = False, writes_padding: bool = True) -> HostRows:
+        """Allocate a matrix for a tensor.
 
-    def in_place(self, op: g.Operation[Tensor]) -> Stored:
+        Args:
+            is_kept: do not share the memory with other buffers, because it is filled before the program runs.
+            writes_padding: whether the kernel writes the padding of each row. If it does not, memory with padding is
+                kept: it is zero at first, and the padding stays zero.
+        """
+        slot = _SLOTS[rows]
+        is_kept = is_kept or (not writes_padding and width % PADDING != 0)
+        return HostRows(buffer=Buffer(self.n_rows[slot] * 4 * padded(width), is_kept), width=width, slot=slot)
+
+    def in_place(self, op: g.Operation[Tensor]) -> HostRows:
         """Allocate a result, in the memory of the input that it may overwrite if nothing reads this input later."""
         x = getattr(op, op.overwrites) if op.overwrites else None
         if x is not None and self.last_uses[x] == self.node_index:
-            stored: Stored = self.stored[x]
+            stored: HostRows = self.stored[x]
             return stored
         return self.new(op.result.rows, op.result.width)
 
@@ -251,36 +268,36 @@ class Lowering:
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
-    def input(self, op: g.Input) -> Stored:
+    def input(self, op: ops.Input) -> HostRows:
         # Filled before the program runs, as an embedding is: kernels must not write to this memory.
         y = self.new(Rows.TOKENS, op.x.width, is_kept=True)
         self.hidden.append((op, y))
         return y
 
-    def embed(self, op: g.Embed) -> Stored:
+    def embed(self, op: ops.Embed) -> HostRows:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.embeddings.append((op, y))
         return y
 
-    def ngram_embed(self, op: g.NgramEmbed) -> Stored:
+    def ngram_embed(self, op: ops.NgramEmbed) -> HostRows:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.ngrams.append((op, y))
         return y
 
-    def adapter_weights(self, op: g.AdapterWeights) -> Stored:
+    def adapter_weights(self, op: ops.AdapterWeights) -> HostRows:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.adapters.append((op, y))
         return y
 
-    def add_rows(self, op: g.AddRows) -> Stored:
-        x: Stored = self.stored[op.x]
+    def add_rows(self, op: ops.AddRows) -> HostRows:
+        x: HostRows = self.stored[op.x]
         rows = self.new(Rows.TOKENS, op.x.width, is_kept=True)
         self.added.append((op, rows))
         arguments = self.tables.embedded, rows.buffer, x.stride // 4, x.stride, x.buffer
         self.call(elementwise.add_rows, arguments, 1, N_EMBEDDED)
         return x
 
-    def rms_norm(self, op: g.RMSNorm) -> Stored:
+    def rms_norm(self, op: ops.RMSNorm) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         weight = self.weights.vector(op.weight)
         n = x.width // op.n_groups
@@ -290,7 +307,7 @@ class Lowering:
         self.call(elementwise.rms_norm, arguments, 1, x.slot, WEIGHT=op.weight is not None)
         return y
 
-    def layer_norm(self, op: g.LayerNorm) -> Stored:
+    def layer_norm(self, op: ops.LayerNorm) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         weight, bias = self.weights.vector(op.weight), self.weights.vector(op.bias)
         n = x.width // op.n_groups
@@ -299,104 +316,99 @@ class Lowering:
         self.call(elementwise.layer_norm, arguments, 1, x.slot)
         return y
 
-    def gated(self, op: g.Gated) -> Stored:
+    def gated(self, op: ops.Gated) -> HostRows:
         gate, up = self.stored[op.gate], self.stored[op.up]
         activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
 
-    def head_gate(self, op: g.HeadGate) -> Stored:
+    def head_gate(self, op: ops.HeadGate) -> HostRows:
         x, gate, y = self.stored[op.x], self.stored[op.gate], self.in_place(op)
         sizes = op.gate.width, 4 * op.x.width // op.gate.width, gate.stride, x.stride
         values = x.buffer, gate.buffer, *sizes, y.buffer
         self.call(elementwise.head_gate, values, 1, y.slot, ACTIVATION=_ACTIVATIONS[op.activation])
         return y
 
-    def activation(self, op: g.Activation) -> Stored:
+    def activation(self, op: ops.Activation) -> HostRows:
         x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.activation, op, x, (x.buffer,), **activation)
 
-    def clamp(self, op: g.Clamp) -> Stored:
+    def _elementwise(self, op: g.SameShape) -> HostRows:
+        kernel, numbers = _ELEMENTWISE[type(op)]
         x = self.stored[op.x]
-        return self._row_by_row(elementwise.clamp, op, x, (x.buffer,), float(op.low), float(op.high))
+        return self._row_by_row(kernel, op, x, (x.buffer,), *map(float, numbers(op)))
 
-    def xielu(self, op: g.XIELU) -> Stored:
-        x, numbers = self.stored[op.x], map(float, (op.p, op.n, op.beta, op.eps))
-        return self._row_by_row(elementwise.xielu, op, x, (x.buffer,), *numbers)
+    clamp = softcap = xielu = _elementwise
 
-    def add(self, op: g.Add) -> Stored:
+    def add(self, op: ops.Add) -> HostRows:
         x, gated = self.stored[op.x], {"GATE": op.gate is not None}
         first = x.buffer, *self._address_and_stride(op.gate), self.stored[op.residual].buffer
         return self._row_by_row(elementwise.add, op, x, first, float(op.scale), **gated)
 
-    def columns(self, op: g.Columns) -> Stored:
-        y = self.new(op.x.rows, op.result.width, is_kept=op.result.width % PADDING != 0)
+    def columns(self, op: ops.Columns) -> HostRows:
+        y = self.new(op.x.rows, op.result.width, writes_padding=False)
         self._copy(self.stored[op.x], 4 * op.columns.start, y, 0, 4 * len(op.columns))
         return y
 
-    def side_by_side(self, op: g.SideBySide) -> Stored:
-        y, first = self.new(op.result.rows, op.result.width, is_kept=op.result.width % PADDING != 0), 0
-        for x in op.parts:
+    def side_by_side(self, op: ops.SideBySide) -> HostRows:
+        y, first = self.new(op.result.rows, op.result.width, writes_padding=False), 0
+        for x in op.tensors:
             self._copy(self.stored[x], 0, y, 4 * first, 4 * x.width)
             first += x.width
         return y
 
-    def _copy(self, x: Stored, source: int, y: Stored, target: int, n_bytes: int) -> None:
+    def _copy(self, x: HostRows, source: int, y: HostRows, target: int, n_bytes: int) -> None:
         """Copy ``n_bytes`` bytes of each row, from offset ``source`` in x to offset ``target`` in y."""
         places = x.buffer.at(source), 1, 0, x.stride, y.buffer.at(target), 0, y.stride, n_bytes
         self.call(elementwise.copy_heads, places, 1, x.slot)
 
-    def mix_streams(self, op: g.MixStreams) -> Stored:
-        x, y = self.stored[op.x], self.new(op.x.rows, op.result.width, is_kept=op.result.width % PADDING != 0)
+    def mix_streams(self, op: ops.MixStreams) -> HostRows:
+        x, y = self.stored[op.x], self.new(op.x.rows, op.result.width, writes_padding=False)
         weights, residual = self._address_and_stride(op.mixing), self._address_and_stride(op.residual)
         sizes = op.n, op.result.width // op.size, op.first, 4 * op.size
         arguments = (x.buffer, x.stride, *weights, *residual, *sizes, y.buffer, y.stride, float(op.offset))
-        given = {"WEIGHTS": op.mixing is not None, "RESIDUAL": op.residual is not None}
-        self.call(elementwise.mix_streams, arguments, 1, x.slot, **given)
+        constants = {"WEIGHTS": op.mixing is not None, "RESIDUAL": op.residual is not None}
+        self.call(elementwise.mix_streams, arguments, 1, x.slot, **constants)
         return y
 
-    def hyper_weights(self, op: g.HyperWeights) -> tuple[Stored, ...]:
-        x, made = self.stored[op.x], tuple(self.new(op.x.rows, y.width, is_kept=True) for y in op.result)
-        places = (*(y.buffer for y in made), 0, 0)[:3]
-        strides = made[0].stride, made[-1].stride
-        weights = self.weights.vector(op.scale), self.weights.vector(op.base)
-        numbers = float(op.eps), float(op.magnitude), float(op.more)
-        constants: dict[str, Any] = {"N": op.n, "PARTS": len(made), "ROUNDS": op.n_rounds}
-        arguments = (x.buffer, x.stride, *weights, *places, *strides, *numbers)
+    def hyper_weights(self, op: ops.HyperWeights) -> tuple[HostRows, ...]:
+        x, results = self.stored[op.x], tuple(self.new(op.x.rows, y.width, writes_padding=False) for y in op.result)
+        addresses = (*(y.buffer for y in results), 0, 0)[:3]
+        strides = results[0].stride, results[-1].stride
+        weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
+        numbers = float(op.eps), float(op.write_scale), float(op.write_offset)
+        constants: dict[str, Any] = {"N": op.n, "PARTS": len(results), "ROUNDS": op.n_rounds}
+        arguments = (x.buffer, x.stride, *weights, *addresses, *strides, *numbers)
         self.call(elementwise.hyper_weights, arguments, 1, x.slot, **constants)
-        return made
+        return results
 
-    def stream_gate(self, op: g.StreamGate) -> Stored:
-        key, query, y = self.stored[op.key], self.stored[op.query], self.new(op.key.rows, op.n, is_kept=True)
+    def stream_gate(self, op: ops.StreamGate) -> HostRows:
+        key, query, y = self.stored[op.key], self.stored[op.query], self.new(op.key.rows, op.n, writes_padding=False)
         sizes = op.n, 4 * op.size, y.buffer, y.stride, op.size**-0.5
         self.call(elementwise.stream_gate, (key.buffer, key.stride, query.buffer, query.stride, *sizes), 1, key.slot)
         return y
 
-    def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
-        x, y = self.stored[op.x], self.new(op.x.rows, 1, is_kept=True)
+    def root_mean_square(self, op: ops.RootMeanSquare) -> HostRows:
+        x, y = self.stored[op.x], self.new(op.x.rows, 1, writes_padding=False)
         arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, y.stride
         self.call(elementwise.root_mean_square, arguments, 1, x.slot)
         return y
 
-    def above_deviation(self, op: g.AboveDeviation) -> Stored:
+    def above_deviation(self, op: ops.AboveDeviation) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
         arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, float(op.factor)
         self.call(elementwise.above_deviation, arguments, 1, x.slot)
         return y
 
-    def scale(self, op: g.Scale) -> Stored:
+    def scale(self, op: ops.Scale) -> HostRows:
         x, weighted = self.stored[op.x], {"WEIGHT": op.weight is not None}
         first = x.buffer, self.weights.vector(op.weight)
         return self._row_by_row(elementwise.scale, op, x, first, float(op.factor), **weighted)
 
-    def softcap(self, op: g.Softcap) -> Stored:
-        x, cap = self.stored[op.x], float(op.cap)
-        return self._row_by_row(elementwise.softcap, op, x, (x.buffer,), cap, 1 / cap)
-
-    def outputs(self, op: g.Outputs) -> Stored:
+    def outputs(self, op: ops.Outputs) -> HostRows:
         x, rows, n = self.stored[op.x], self.tables.output_rows, op.n_joined
         if n == 1:
             return self._row_by_row(elementwise.gather_rows, op, x, (rows, x.buffer))
-        y = self.new(Rows.OUTPUTS, op.result.width, is_kept=op.result.width % PADDING != 0)
+        y = self.new(Rows.OUTPUTS, op.result.width, writes_padding=False)
         width = x.stride // 4 if op.is_mean else x.width
         arguments = (rows, n, x.buffer, width, x.stride, y.buffer, y.stride, 1 / n)
         self.call(elementwise.join_rows, arguments, 1, y.slot, MEAN=op.is_mean)
@@ -406,11 +418,11 @@ class Lowering:
         self,
         kernel: Kernel,
         op: g.Operation[Tensor],
-        x: Stored,
+        x: HostRows,
         first: tuple[Argument, ...],
         *last: Argument,
         **constants: Any,
-    ) -> Stored:
+    ) -> HostRows:
         """Call a kernel with ``first``, the width and stride of x, the result, and ``last``."""
         y = self.in_place(op)
         self.call(kernel, (*first, x.stride // 4, x.stride, y.buffer, *last), 1, y.slot, **constants)
@@ -418,14 +430,14 @@ class Lowering:
 
     # -- Products --------------------------------------------------------------------------------------------------
 
-    def linear(self, op: g.Linear) -> Stored:
+    def linear(self, op: ops.Linear) -> HostRows:
         # The result may overwrite the residual, but not if the residual is also x, which other units still multiply.
         y = self.new(op.x.rows, op.matrix.n_out) if op.residual is op.x else self.in_place(op)
         residual = 0 if op.residual is None else self.stored[op.residual].buffer
         self._multiply(op.x, op.matrix, y, residual, wait=True)
         return y
 
-    def linears(self, op: g.Linears) -> tuple[Stored, ...]:
+    def linears(self, op: ops.Linears) -> tuple[HostRows, ...]:
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in op.matrices)
         for matrix in op.matrices:  # before the products, which do not wait for each other
             if self.weights.matrix(matrix.weight)[1] in TILES:
@@ -436,13 +448,13 @@ class Lowering:
             self._multiply(op.x, matrix, y, 0, wait=i == len(results) - 1)
         return results
 
-    def _multiply(self, x: Tensor, matrix: g.Matrix, y: Stored, residual: Argument, *, wait: bool) -> None:
-        address, kind = self.weights.matrix(matrix.weight)
+    def _multiply(self, x: Tensor, matrix: g.Matrix, y: HostRows, residual: Argument, *, wait: bool) -> None:
+        address, format = self.weights.matrix(matrix.weight)
         bias = self.weights.vector(matrix.bias)
         groups, s, arguments = padded(matrix.n_out) // GROUP, self.stored[x], list[Argument]()
-        if kind in TILES:
+        if format in TILES:
             kernel, units = matmul.matmul_quantised, groups
-            arguments += [matrix.n_in // LAYOUTS[kind].columns, self.records_of(x)]
+            arguments += [matrix.n_in // LAYOUTS[format].columns, self.records_of(x)]
         elif self.graph.rounds_floats:
             kernel, units = matmul.matmul_int16, groups
             arguments += [matrix.n_in, self.int16_of(x)]
@@ -450,40 +462,50 @@ class Lowering:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
             arguments += [matrix.n_in, s.buffer, s.stride]
         arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride]
-        constants = _format_constants(kind)
+        constants = _format_constants(format)
         if kernel is not matmul.matmul_int16:
             arguments, constants = [*arguments, 0, 0, 0], {**constants, "HEADS": False}
         self.call(kernel, arguments, units, ALWAYS, wait=wait, **constants)
         self.n_products += matrix.n_in * matrix.n_out
 
-    def head_linear(self, op: g.HeadLinear) -> Stored:
+    def head_linear(self, op: ops.HeadLinear) -> HostRows:
         x, y, (n_heads, n_out, n_in) = self.stored[op.x], self.new(op.x.rows, op.result.width), op.weight.shape
-        x_head, rest = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
-        if rest:
+        x_head, rest_bytes = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
+        if rest_bytes:
             source = x.buffer.at(4 * n_in), n_heads, x_head, x.stride
-            target = y.buffer.at(4 * n_out), 4 * n_out + rest, y.stride, rest
+            target = y.buffer.at(4 * n_out), 4 * n_out + rest_bytes, y.stride, rest_bytes
             self.call(elementwise.copy_heads, (*source, *target), 1, x.slot, wait=False)
-        address, kind = self.weights.matrix(op.weight)
+        address, format = self.weights.matrix(op.weight)
         arguments: list[Argument] = [self.counter(x.slot), address]
-        if kind in TILES:
+        if format in TILES:
             n_blocks = n_in // 32
             record_head = -(-self.n_rows[x.slot] // TOKENS) * x_tile_bytes.function(n_blocks)
             records = Buffer(n_heads * record_head)
-            given = x.buffer, n_heads, x_head, n_blocks, x.stride, records, record_head
-            self.call(elementwise.quantise_heads, given, 1, x.slot)
+            values = x.buffer, n_heads, x_head, n_blocks, x.stride, records, record_head
+            self.call(elementwise.quantise_heads, values, 1, x.slot)
             kernel, units = matmul.matmul_quantised, n_out // GROUP
-            arguments += [n_in // LAYOUTS[kind].columns, records, 0, 0, y.buffer, y.stride, units, record_head, rest]
+            arguments += [
+                n_in // LAYOUTS[format].columns,
+                records,
+                0,
+                0,
+                y.buffer,
+                y.stride,
+                units,
+                record_head,
+                rest_bytes,
+            ]
         else:
             kernel, units = matmul.matmul_float, n_out // GROUP // matmul.FLOAT_GROUPS
-            arguments += [n_in, x.buffer, x.stride, 0, 0, y.buffer, y.stride, units, x_head, rest]
-        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_format_constants(kind))
+            arguments += [n_in, x.buffer, x.stride, 0, 0, y.buffer, y.stride, units, x_head, rest_bytes]
+        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_format_constants(format))
         self.n_products += n_heads * n_in * n_out
         return y
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def rope_append(self, op: g.RopeAppend) -> Stored:
-        q: Stored = self.stored[op.q]
+    def rope_append(self, op: ops.RopeAppend) -> HostRows:
+        q: HostRows = self.stored[op.q]
         cache, (key_layout, value_layout), rope, tables = op.cache, layouts_of(op.cache), op.rope, self.tables
         n_pairs = 0 if rope is None else len(rope.frequencies)
         angles = 0 if rope is None or not n_pairs else tables.angles(rope)
@@ -527,7 +549,7 @@ class Lowering:
             VALUE_BITS=value_layout.bits,
             KEY_BLOCK=key_block,
             VALUE_BLOCK=value_block,
-            EVERY=cache.every,
+            STRIDE=cache.stride,
             KEY_ROTATION=cache.rotations[0],
             VALUE_ROTATION=cache.rotations[1],
             APPEND_KEYS=key_layout.append,
@@ -546,19 +568,19 @@ class Lowering:
         n = dim if norm.weight is None else norm.weight.shape[0]
         return self.weights.vector(norm.weight), n, float(norm.eps)
 
-    def attention(self, op: g.Attention) -> Stored:
+    def attention(self, op: ops.Attention) -> HostRows:
         cache, tables = op.cache, self.tables
         n_heads, head, q = cache.n_heads, layouts_of(cache)[1].head(cache.value_dim), self.stored[op.q]
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
         sees_span = op.has_spans and not op.causal  # a window of one token at the span's first position
         if op.selected is not None or op.entries is not None:
             most = ALL if op.selected is None else op.n_selected
-            sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.every, most)
+            sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.stride, most)
         table = tables.tile_table(n_heads, op.group_size, head, **sees)
         sinks = self.weights.vector(op.sinks)
         # The kernel writes heads, but not the padding after the last head.
         width = op.result.width
-        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
+        y = self.new(Rows.TOKENS, width, writes_padding=False)
         partials = Buffer(table.max_partials * table.partial_bytes) if table.max_partials else 0
         self.call(
             attention_kernels.attention,
@@ -593,23 +615,23 @@ class Lowering:
             return 0, 0
         return self.layers[cache.key][0], self.tables.block_tables[self.graph.group(cache)]
 
-    def compress(self, op: g.Compress) -> Stored:
+    def compress(self, op: ops.Compress) -> HostRows:
         cache, tables, width = op.cache, self.tables, op.result.width
-        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
-        given = (
+        y = self.new(Rows.TOKENS, width, writes_padding=False)
+        values = (
             *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
             *(self.layers[cache.key][0], self.weights.vector(op.biases), 4 * padded(op.biases.shape[1])),
             *(y.buffer, y.stride),
         )
-        self.call(selection.compress, given, 1, N_TOKENS, **selection.compress_constants(op))
+        self.call(selection.compress, values, 1, N_TOKENS, **selection.compress_constants(op))
         return y
 
-    def index_select(self, op: g.IndexSelect) -> Stored:
+    def index_select(self, op: ops.IndexSelect) -> HostRows:
         cache, tables, lanes = op.cache, self.tables, 2 * self.threads
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         row_bytes = 8 * padded(-(-tables.n_blocks * PAGE // op.run) * op.n_choices)
         scores = Buffer(lanes * row_bytes)
-        given = (
+        values = (
             *(self.counter(N_TOKENS), lanes, q.buffer, q.stride, *self._address_and_stride(op.head_weights)),
             *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
             *(self.layers[cache.key][0], scores, row_bytes),
@@ -619,15 +641,15 @@ class Lowering:
             slots, keys = tables.slots[self.graph.group(cache)], self.layers[cache.key][0]
             arguments = tables.positions, slots, self.weights.vector(op.pool), keys
             self.call(selection.pool_keys, arguments, 1, N_TOKENS, **constants)
-        self.call(selection.index_scores, given, lanes, ALWAYS, **constants)
-        self.call(selection.index_select, (*given, y.buffer, y.stride), lanes, ALWAYS, **constants)
+        self.call(selection.index_scores, values, lanes, ALWAYS, **constants)
+        self.call(selection.index_select, (*values, y.buffer, y.stride), lanes, ALWAYS, **constants)
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
 
-    def causal_conv(self, op: g.CausalConv) -> Stored:
+    def causal_conv(self, op: ops.CausalConv) -> HostRows:
         x, width, kernel = self.stored[op.x], op.x.width, op.weight.shape[1]
-        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
+        y = self.new(Rows.TOKENS, width, writes_padding=False)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         sequences, stride = self.sequences(op.state), state_bytes(op.state) // (kernel - 1)
         arguments = *sequences, x.buffer, x.stride, *weights, y.buffer, stride
@@ -636,7 +658,7 @@ class Lowering:
         self.call(recurrent.keep_inputs, (*sequences, x.buffer, x.stride, stride, kernel - 1), 1, N_SEQUENCES)
         return y
 
-    def gated_delta(self, op: g.GatedDelta) -> Stored:
+    def gated_delta(self, op: ops.GatedDelta) -> HostRows:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
@@ -644,19 +666,19 @@ class Lowering:
         gates = *self._address_and_stride(op.decay), *self._address_and_stride(op.beta)
         weights = self.weights.vector(op.a), self.weights.vector(op.dt_bias)
         constants = {"DELTA": True, "PER_CHANNEL": op.is_per_channel, "BOUNDED": op.bound != 0}
-        given, numbers = (*q, *k, *v, *gates, *weights, 0), (float(op.eps), d_k**-0.5, float(op.bound))
-        return self._recurrence(op, given, op.n_key_heads, per_group, numbers, constants)
+        values, numbers = (*q, *k, *v, *gates, *weights, 0), (float(op.eps), d_k**-0.5, float(op.bound))
+        return self._recurrence(op, values, op.n_key_heads, per_group, numbers, constants)
 
-    def scan(self, op: g.Scan) -> Stored:
+    def scan(self, op: ops.Scan) -> HostRows:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
-        given = (*c, *b, *x, *self._address_and_stride(op.dt), 0, 0, a, dt_bias, d)
+        values = (*c, *b, *x, *self._address_and_stride(op.dt), 0, 0, a, dt_bias, d)
         constants = {"DELTA": False, "PER_CHANNEL": False, "BOUNDED": False}
-        return self._recurrence(op, given, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
+        return self._recurrence(op, values, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
 
-    def channel_scan(self, op: g.ChannelScan) -> Stored:
-        y = self.new(Rows.TOKENS, op.x.width, is_kept=op.x.width % PADDING != 0)
+    def channel_scan(self, op: ops.ChannelScan) -> HostRows:
+        y = self.new(Rows.TOKENS, op.x.width, writes_padding=False)
         rows = (value for z in (op.x, op.dt, op.b, op.c) for value in self._address_and_stride(z))
         weights = map(self.weights.vector, (op.a, op.dt_bias, op.d))
         sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
@@ -666,18 +688,18 @@ class Lowering:
 
     def _recurrence(
         self,
-        op: g.GatedDelta | g.Scan,
-        given: tuple[Argument, ...],
+        op: ops.GatedDelta | ops.Scan,
+        values: tuple[Argument, ...],
         n_groups: int,
         per_group: int,
         numbers: tuple[float, float, float],
         constants: dict[str, Any],
-    ) -> Stored:
+    ) -> HostRows:
         n_heads, rows, columns = op.state.shape
         vectors = 2 if columns % 32 == 0 else 1
-        y = self.new(Rows.TOKENS, op.result.width, is_kept=op.result.width % PADDING != 0)
+        y = self.new(Rows.TOKENS, op.result.width, writes_padding=False)
         sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
-        arguments = (*sequences, *given, n_groups, per_group, columns, y.buffer, y.stride)
+        arguments = (*sequences, *values, n_groups, per_group, columns, y.buffer, y.stride)
         units = n_heads * columns // (16 * vectors)
         constants |= {"ROWS": rows, "VECTORS": vectors}
         self.call(recurrent.recurrence, (*arguments, *numbers), units, N_SEQUENCES, **constants)
@@ -685,7 +707,7 @@ class Lowering:
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Argument, int]]:
         """Return the address and the stride in bytes of each tensor of a joined matrix."""
-        places = ((self.stored[x], first) for x, first in g.side_by_side(tensors, widths))
+        places = ((self.stored[x], first) for x, first in side_by_side(tensors, widths))
         return [(stored.buffer.at(4 * first), stored.stride) for stored, first in places]
 
     def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
@@ -695,37 +717,37 @@ class Lowering:
 
     # -- Experts ---------------------------------------------------------------------------------------------------
 
-    def route(self, op: g.Route) -> StoredRouting:
+    def route(self, op: ops.Route) -> StoredRouting:
         logits, n_experts = self.stored[op.logits], op.result.n_experts
         n_pairs = self.n_rows[N_CHOSEN]
         # The places of each expert start at a whole tile.
         n_places = (n_pairs + (TOKENS - 1) * min(n_experts, n_pairs)) // TOKENS * TOKENS
         words = (n_pairs, -(-n_pairs // 2), n_experts, n_pairs, n_places, 3 * n_experts)
         memory = Buffer(8 * sum(words))
-        chosen = StoredRouting(n_places, *(memory.at(8 * at) for at in accumulate(words[:-1], initial=0)))
+        choice = StoredRouting(n_places, *(memory.at(8 * at) for at in accumulate(words[:-1], initial=0)))
         scores, probabilities = logits, None
         if not op.is_by_logits:
             scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
             bias = self.weights.vector(op.selection_bias)
-            given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
-            scored = *self._address_and_stride(op.chosen), op.k, probabilities.buffer, scores.buffer
-            self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=g.GATINGS.index(op.gating))
+            values = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
+            scored = *self._address_and_stride(op.expert_ids), op.k, probabilities.buffer, scores.buffer
+            self.call(expert_kernels.expert_scores, (*values, *scored), 1, N_TOKENS, GATING=GATINGS.index(op.gating))
         factors = self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
-        arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)
-        to = chosen.weights, factors, float(op.scale)
+        arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), choice.ids)
+        to = choice.weights, factors, float(op.scale)
         self.call(expert_kernels.route, (*arguments, *to), 1, N_TOKENS, PROBABILITIES=probabilities is not None)
         grouping = (
-            *(self.counter(N_CHOSEN), chosen.ids, n_experts),
-            *(chosen.cursors, chosen.places, chosen.pairs, chosen.entries, self.counter(N_USED)),
+            *(self.counter(N_CHOSEN), choice.ids, n_experts),
+            *(choice.cursors, choice.places, choice.pairs, choice.entries, self.counter(N_USED)),
         )
         self.call(expert_kernels.group_by_expert, grouping, 1, ALWAYS)
-        return chosen
+        return choice
 
-    def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
+    def expert_linears(self, op: ops.ExpertLinears) -> tuple[HostRows, ...]:
         return self._multiply_experts(op.x, op.experts, op.biases, op.routing, is_weighted=op.is_weighted)
 
-    def expert_output(self, op: g.ExpertOutput) -> Stored:
+    def expert_output(self, op: ops.ExpertOutput) -> HostRows:
         biases = () if op.bias is None else (op.bias,)
         products = self._multiply_experts(op.h, (op.experts,), biases, op.routing)[0]
         residual, y = 0 if op.residual is None else self.stored[op.residual].buffer, self.in_place(op)
@@ -745,35 +767,35 @@ class Lowering:
         routing: g.Routing,
         *,
         is_weighted: bool = False,
-    ) -> tuple[Stored, ...]:
+    ) -> tuple[HostRows, ...]:
         """Multiply rows of x with the matrices of the experts.  x has a row per token, or a row per pair."""
-        chosen, s = self.stored[routing], self.stored[x]
-        kinds = [self.weights.matrix(weight)[1] for weight in experts]
+        choice, s = self.stored[routing], self.stored[x]
+        formats = [self.weights.matrix(weight)[1] for weight in experts]
         results = tuple(self.new(Rows.CHOSEN, weight.shape[1]) for weight in experts)
         per_row = routing.k if s.slot == N_TOKENS else 1
         gathered = {
-            kind: self._gather(s, chosen, per_row, kind, is_weighted)
-            for kind in sorted({kind in TILES for kind in kinds})
+            as_records: self._gather(s, choice, per_row, as_records, is_weighted)
+            for as_records in sorted({format in TILES for format in formats})
         }
-        for entries, slot in self._hold(experts, chosen, routing):
-            for i, (weight, kind, y) in enumerate(zip(experts, kinds, results, strict=True)):
+        for entries, slot in self._hold(experts, choice, routing):
+            for i, (weight, format, y) in enumerate(zip(experts, formats, results, strict=True)):
                 _, n_out, n_in = weight.shape
-                groups, rows, table = padded(n_out) // GROUP, gathered[kind in TILES], self.weights.experts(weight)
+                groups, rows, table = padded(n_out) // GROUP, gathered[format in TILES], self.weights.experts(weight)
                 arguments: list[Argument] = [entries]
-                if kind in TILES:
+                if format in TILES:
                     kernel, units = expert_kernels.experts_quantised, groups
-                    arguments += [units, table.ctypes.data, n_in // LAYOUTS[kind].columns, rows]
+                    arguments += [units, table.ctypes.data, n_in // LAYOUTS[format].columns, rows]
                 else:
                     kernel, units = expert_kernels.experts_float, groups // matmul.FLOAT_GROUPS
                     arguments += [units, table.ctypes.data, n_in, rows, s.stride]
                 bias = self.weights.vector(biases[i]) if biases else 0
-                arguments += [chosen.pairs, bias, y.buffer, y.stride]
-                self.call(kernel, arguments, units, slot, wait=i == len(results) - 1, **_format_constants(kind))
+                arguments += [choice.pairs, bias, y.buffer, y.stride]
+                self.call(kernel, arguments, units, slot, wait=i == len(results) - 1, **_format_constants(format))
         self.n_products += sum(routing.k * weight.shape[1] * weight.shape[2] for weight in experts)
         return results
 
     def _hold(
-        self, experts: Sequence[Weight], chosen: StoredRouting, routing: g.Routing
+        self, experts: Sequence[Weight], choice: StoredRouting, routing: g.Routing
     ) -> Iterator[tuple[Address, int]]:
         """Yield the address of the entries of active experts, and the slot of their number in the header.
 
@@ -781,17 +803,17 @@ class Lowering:
         """
         pool = self.weights.pool
         if pool is None or not all(map(stays_in_file, experts)):
-            yield chosen.entries, N_USED
+            yield choice.entries, N_USED
             return
         group, table = self._group(experts, routing)
-        entries = chosen.entries
+        entries = choice.entries
         for first in range(0, min(routing.n_experts, self.n_rows[N_CHOSEN]), group.at_once):
-            own = Address(entries.buffer, entries.n_bytes + first * expert_kernels.ENTRY)
-            given = own, self.counter(N_USED), first, group.at_once, self.counter(N_HELD), chosen.pairs
+            group_entries = Address(entries.buffer, entries.n_bytes + first * expert_kernels.ENTRY)
+            values = group_entries, self.counter(N_USED), first, group.at_once, self.counter(N_HELD), choice.pairs
             stamps = pool.stamps[group.first :].ctypes.data, pool.counts.ctypes.data
-            held = table, *stamps, group.n_bytes, pool.call, group.number
-            self.call(expert_kernels.hold_experts, (*given, *held), 1, ALWAYS)
-            yield own, N_HELD
+            pool_values = table, *stamps, group.n_bytes, pool.call, group.number
+            self.call(expert_kernels.hold_experts, (*values, *pool_values), 1, ALWAYS)
+            yield group_entries, N_HELD
 
     def _group(self, experts: Sequence[Weight], routing: g.Routing) -> tuple[ExpertGroup, int]:
         """Return the group of some experts in the pool, and the address of the table of their addresses."""
@@ -806,14 +828,14 @@ class Lowering:
         """
         makers = {y: node.operation for node in self.graph.nodes for y in node.operation.results}
         behind = [node.operation for node in self.graph.nodes[self.node_index + 1 :]]
-        route = next((op for op in behind if isinstance(op, g.Route)), None)
-        if route is None or route.chosen is not None:
+        route = next((op for op in behind if isinstance(op, ops.Route)), None)
+        if route is None or route.expert_ids is not None:
             return
-        if not isinstance(linear := makers[route.logits], g.Linear) or linear.residual is not None:
+        if not isinstance(linear := makers[route.logits], ops.Linear) or linear.residual is not None:
             return
         norm = makers.get(linear.x)
-        linears = [op for op in behind if isinstance(op, g.ExpertLinears) and op.routing is route.result]
-        if not isinstance(norm, g.RMSNorm | g.LayerNorm) or norm.x.width != x.width or len(linears) != 1:
+        linears = [op for op in behind if isinstance(op, ops.ExpertLinears) and op.routing is route.result]
+        if not isinstance(norm, ops.RMSNorm | ops.LayerNorm) or norm.x.width != x.width or len(linears) != 1:
             return
         if not all(map(stays_in_file, linears[0].experts)):
             return
@@ -826,14 +848,16 @@ class Lowering:
         entries = self.stored[likely.result].entries
         self.call(expert_kernels.read_ahead, (entries, self.counter(N_USED), table, call, group.number), 1, ALWAYS)
 
-    def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
+    def _gather(
+        self, x: HostRows, choice: StoredRouting, per_row: int, as_records: bool, is_weighted: bool
+    ) -> Buffer:
         """Return the rows of x at the places of their pairs."""
         n_blocks = x.width // 32
-        tiles = chosen.n_places // TOKENS * x_tile_bytes.function(n_blocks)
-        memory = Buffer(tiles if as_records else chosen.n_places * x.stride)
-        arguments: list[Argument] = [chosen.places, per_row, x.buffer, x.stride, *([n_blocks] if as_records else [])]
+        tiles = choice.n_places // TOKENS * x_tile_bytes.function(n_blocks)
+        memory = Buffer(tiles if as_records else choice.n_places * x.stride)
+        arguments: list[Argument] = [choice.places, per_row, x.buffer, x.stride, *([n_blocks] if as_records else [])]
         kernel = expert_kernels.gather_records if as_records else expert_kernels.gather_floats
-        weights = chosen.weights if is_weighted else 0
+        weights = choice.weights if is_weighted else 0
         self.call(kernel, [*arguments, weights, memory], 1, N_CHOSEN)
         return memory
 
@@ -843,9 +867,9 @@ def _norm_kind(norm: g.HeadNorm | None) -> int:
     return 0 if norm is None else 1 if norm.weight is None else 2
 
 
-def _format_constants(kind: KernelType) -> dict[str, Any]:
+def _format_constants(format: KernelType) -> dict[str, Any]:
     """Return the compile-time constants of matrix kernels for a format."""
-    layout = LAYOUTS[kind]
-    if tile := TILES.get(kind):
+    layout = LAYOUTS[format]
+    if tile := TILES.get(format):
         return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
-    return {"LOAD": _FLOAT_LOADS[kind], "COLUMN_BYTES": layout.tile_bytes}
+    return {"LOAD": _FLOAT_LOADS[format], "COLUMN_BYTES": layout.tile_bytes}

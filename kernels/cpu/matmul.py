@@ -55,13 +55,13 @@ SMALLEST = np.float32(1e-30)
 
 
 @device
-def store_rows(acc, bias, residual, y, rows, place):
-    """y = acc (+ bias) (+ residual), for sixteen rows at byte ``rows`` of the bias and byte ``place`` of y."""
+def store_rows(acc, bias, residual, y, rows, offset):
+    """y = acc (+ bias) (+ residual), for sixteen rows at byte ``rows`` of the bias and byte ``offset`` of y."""
     if bias != 0:
         acc = acc + load_f32x16(bias + rows)
     if residual != 0:
-        acc = acc + load_f32x16(residual + place)
-    store_f32x16(y + place, acc)
+        acc = acc + load_f32x16(residual + offset)
+    store_f32x16(y + offset, acc)
 
 
 @template
@@ -141,8 +141,8 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     for first in range(0, n_tiles, SLAB // BLOCKS):
         n = min(SLAB // BLOCKS, n_tiles - first)
         for tile in range(n):  # into the slab, without a sum
-            place = slab + tile * (BLOCKS * BLOCK_BYTES)
-            UNPACK(none, 0, tiles + (first + tile) * TILE_BYTES, place, BLOCK_BYTES, 0, 0, 0)
+            block = slab + tile * (BLOCKS * BLOCK_BYTES)
+            UNPACK(none, 0, tiles + (first + tile) * TILE_BYTES, block, BLOCK_BYTES, 0, 0, 0)
         records, flags = x + first * (BLOCKS * X_STEP), x + n_blocks * X_STEP + first * BLOCKS // SLAB * 8
         weights = tiles + (first + n) * TILE_BYTES + FETCH_AHEAD
         for token in range(0, n_tokens, TOKENS):
@@ -150,23 +150,25 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
             if token + TOKENS >= n_tokens:
                 ahead, step = weights, TILE_BYTES // BLOCKS
             multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, ahead, step)
-            found = load_i64(flags)
+            tokens_with_rests = load_i64(flags)
             if token + TOKENS > n_tokens:
-                found &= (np.int64(1) << (8 * (n_tokens - token))) - 1  # ignore padding tokens
-            if found != 0:
+                tokens_with_rests &= (np.int64(1) << (8 * (n_tokens - token))) - 1  # ignore padding tokens
+            if tokens_with_rests != 0:
                 rest_sums = sums + REST_SUMS + 64 * token
                 if have_rests >> token & 1 == 0:
                     have_rests |= np.int64(1) << token
                     for i in static_range(TOKENS):
                         store_f32x16(rest_sums + 64 * i, zero_f32x16())
-                multiply_rests(slab, records + rests, found, rest_sums)
+                multiply_rests(slab, records + rests, tokens_with_rests, rest_sums)
             records += stride
             flags += stride
     while have_rests != 0:
-        place = sums + 64 * trailing_zeros(have_rests)
+        token_sums = sums + 64 * trailing_zeros(have_rests)
         have_rests &= have_rests - 1
         for i in static_range(TOKENS):
-            store_f32x16(place + 64 * i, load_f32x16(place + 64 * i) + load_f32x16(place + REST_SUMS + 64 * i))
+            store_f32x16(
+                token_sums + 64 * i, load_f32x16(token_sums + 64 * i) + load_f32x16(token_sums + REST_SUMS + 64 * i)
+            )
 
 
 @template
@@ -203,11 +205,11 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     sums = stack(2 * REST_SUMS)
     if n_tokens == 1:  # a separate path, because decoding is limited by reading the weights
         for group in range(begin, end):
-            own_x, place = x, group * 64
+            own_x, offset = x, group * 64
             if HEADS:
-                own_x, place = x + group // n_groups * x_head, place + group // n_groups * y_head
+                own_x, offset = x + group // n_groups * x_head, offset + group // n_groups * y_head
             few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, own_x, sums)
-            store_rows(load_f32x16(sums), bias, residual, y, group * 64, place)
+            store_rows(load_f32x16(sums), bias, residual, y, group * 64, offset)
         return
     for first in range(0, n_tokens, MAX_TOKENS):
         n = min(MAX_TOKENS, n_tokens - first)
@@ -219,8 +221,8 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
                 own_x, column = records + group // n_groups * x_head, rows + group // n_groups * y_head
             multiply_tokens(n, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, sums, own_x)
             for token in range(n):
-                place = (first + token) * y_stride + column
-                store_rows(load_f32x16(sums + 64 * token), bias, residual, y, rows, place)
+                offset = (first + token) * y_stride + column
+                store_rows(load_f32x16(sums + 64 * token), bias, residual, y, rows, offset)
 
 
 @template
@@ -246,11 +248,11 @@ def multiply_float_slab(n, sums, slab, n_columns, x, x_stride, last):
     """
     for i in static_range(n):
         row[i] = x + min(np.int64(i), last) * x_stride
-    for part in static_range(FLOAT_GROUPS // TILE_GROUPS):
-        place, columns = sums + 64 * TILE_GROUPS * part, slab + 64 * TILE_GROUPS * part
+    for tile_group in static_range(FLOAT_GROUPS // TILE_GROUPS):
+        tile_sums, columns = sums + 64 * TILE_GROUPS * tile_group, slab + 64 * TILE_GROUPS * tile_group
         for i in static_range(n):
             for g in static_range(TILE_GROUPS):
-                acc[g, i] = load_f32x16(place + 64 * (FLOAT_GROUPS * i + g))
+                acc[g, i] = load_f32x16(tile_sums + 64 * (FLOAT_GROUPS * i + g))
         for k in range(n_columns):
             for g in static_range(TILE_GROUPS):
                 w[g] = load_f32x16(columns + 64 * (FLOAT_GROUPS * k + g))
@@ -260,7 +262,7 @@ def multiply_float_slab(n, sums, slab, n_columns, x, x_stride, last):
                     acc[g, i] = fma(w[g], value, acc[g, i])
         for i in static_range(n):
             for g in static_range(TILE_GROUPS):
-                store_f32x16(place + 64 * (FLOAT_GROUPS * i + g), acc[g, i])
+                store_f32x16(tile_sums + 64 * (FLOAT_GROUPS * i + g), acc[g, i])
 
 
 @template
@@ -277,11 +279,11 @@ def several_float_tokens(n_tokens, tiles, n_in, slab, sums, x, x_stride):
                 store_f32x16(slab + 64 * (FLOAT_GROUPS * k + g), LOAD(column))
         for token in range(0, n_tokens, TILE_TOKENS):
             row, last = x + token * x_stride + 4 * first, n_tokens - 1 - token
-            place = sums + token * (64 * FLOAT_GROUPS)
+            tile_sums = sums + token * (64 * FLOAT_GROUPS)
             if last < TILE_TOKENS // 2:
-                multiply_float_slab(TILE_TOKENS // 2, place, slab, n, row, x_stride, last)
+                multiply_float_slab(TILE_TOKENS // 2, tile_sums, slab, n, row, x_stride, last)
             else:
-                multiply_float_slab(TILE_TOKENS, place, slab, n, row, x_stride, last)
+                multiply_float_slab(TILE_TOKENS, tile_sums, slab, n, row, x_stride, last)
 
 
 @kernel
@@ -309,8 +311,8 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
                 for token in range(n):
                     for g in static_range(FLOAT_GROUPS):
                         total = load_f32x16(sums + 64 * (FLOAT_GROUPS * token + g))
-                        place = (first + token) * y_stride + rows + 64 * g
-                        store_rows(total, bias, residual, own_y, rows + 64 * g, place)
+                        offset = (first + token) * y_stride + rows + 64 * g
+                        store_rows(total, bias, residual, own_y, rows + 64 * g, offset)
 
 
 @device
@@ -426,5 +428,5 @@ def matmul_int16(begin, end, batch, weights, n_in, x, bias, residual, y, y_strid
                     else:
                         multiply_int16(sums + 64 * token, slab, several, records, ahead)
             for token in range(n):
-                place = (first + token) * y_stride + group * 64
-                store_rows(load_f32x16(sums + 64 * token), bias, residual, y, group * 64, place)
+                offset = (first + token) * y_stride + group * 64
+                store_rows(load_f32x16(sums + 64 * token), bias, residual, y, group * 64, offset)

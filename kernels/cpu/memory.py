@@ -38,8 +38,8 @@ class Arena:
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         if n_bytes > len(self._memory) - self._next:
             n_pages = -(-max(PIECE, n_bytes) // HUGE_PAGE) + 1
-            whole = np.frombuffer(_pages(n_pages * HUGE_PAGE, huge=True), np.uint8)
-            self._memory, self._next = whole[-whole.ctypes.data % HUGE_PAGE :], 0
+            pages = np.frombuffer(_pages(n_pages * HUGE_PAGE, huge=True), np.uint8)
+            self._memory, self._next = pages[-pages.ctypes.data % HUGE_PAGE :], 0
         self._last = self._next
         self._next += -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return self._memory[self._last : self._last + n_bytes]
@@ -50,15 +50,15 @@ class Arena:
         self._next = self._last
 
 
-def aligned_zeros(shape: int | tuple[int, ...], kind: type, *, huge: bool = False) -> NDArray[Any]:
+def aligned_zeros(shape: int | tuple[int, ...], dtype: type, *, huge: bool = False) -> NDArray[Any]:
     """Return page-aligned zeros; a page becomes resident when it is first written.
 
     ``huge``: use huge pages if available.  They make scattered reads faster, but use memory in units of 2
     MiB.
     """
     count = int(np.prod(shape))
-    memory = _pages(max(1, count * np.dtype(kind).itemsize), huge=huge)
-    return np.frombuffer(memory, kind, count).reshape(shape)
+    memory = _pages(max(1, count * np.dtype(dtype).itemsize), huge=huge)
+    return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 def _pages(n_bytes: int, *, huge: bool) -> mmap.mmap:

@@ -46,19 +46,19 @@ def _register_operation(operation: Operation) -> None:
         key = emit
         prefer_literal = True
 
-        def generic(self, given: Any, keywords: Any) -> Any:
-            if len(given) != len(expected):
+        def generic(self, argument_types: Any, keywords: Any) -> Any:
+            if len(argument_types) != len(expected):
                 return None
-            return signature(result, *(g if e is None else e for g, e in zip(given, expected, strict=True)))
+            return signature(result, *(g if e is None else e for g, e in zip(argument_types, expected, strict=True)))
 
     builtin_registry.register_global(emit, types.Function(Typing))
 
     @lower_builtin(emit, *(e or types.IntegerLiteral for e in expected))
     def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        known = [
+        arguments = [
             v if e is not None else kind.literal_value for v, e, kind in zip(values, expected, sig.args, strict=True)
         ]
-        value = emit(builder, *known)
+        value = emit(builder, *arguments)
         return context.get_dummy_value() if result is types.void else value
 
 

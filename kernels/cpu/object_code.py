@@ -77,8 +77,8 @@ class _Object:
     """An object file, with its sections laid out in order."""
 
     def __init__(self, symbol: str, code: bytes) -> None:
-        identity, kind, machine, *_, table, _, _, _, _, _, n, names = _HEADER.unpack_from(code)
-        if not identity.startswith(_IDENTITY) or (kind, machine) != (_RELOCATABLE, _X86_64):
+        identity, file_type, machine, *_, table, _, _, _, _, _, n, names = _HEADER.unpack_from(code)
+        if not identity.startswith(_IDENTITY) or (file_type, machine) != (_RELOCATABLE, _X86_64):
             raise _UnknownError
         self._code = code
         sections = [_Section(*_SECTION.unpack_from(code, table + i * _SECTION.size)) for i in range(n)]
@@ -94,10 +94,10 @@ class _Object:
                 self.n_bytes, self.align = self._places[i] + section.size, max(self.align, align)
         (table,) = (s for s in sections if s.type == _SYMBOLS)
         self._symbols = list(_SYMBOL.iter_unpack(self._content(table)))
-        named = {self._text(sections[table.link], s[0]): s for s in self._symbols if s[1] & 15 == _FUNCTION}
-        if symbol not in named:
+        functions = {self._text(sections[table.link], s[0]): s for s in self._symbols if s[1] & 15 == _FUNCTION}
+        if symbol not in functions:
             raise _UnknownError
-        self.entry = self._place(named[symbol])
+        self.entry = self._place(functions[symbol])
         #: (offset of the address, offset that it refers to)
         self._addresses = [
             self._address(s.info, *relocation)
@@ -127,9 +127,9 @@ class _Object:
     def at(self, base: int) -> bytes:
         """Return the bytes of the file, linked for address ``base``."""
         image = bytearray(self.n_bytes)
-        for i, place in self._places.items():
+        for i, offset in self._places.items():
             section = self._sections[i]
-            image[place : place + section.size] = self._content(section)
-        for place, target in self._addresses:
-            struct.pack_into("<Q", image, place, base + target)
+            image[offset : offset + section.size] = self._content(section)
+        for offset, target in self._addresses:
+            struct.pack_into("<Q", image, offset, base + target)
         return bytes(image)

@@ -54,9 +54,9 @@ def _shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, len(lanes)), lanes))
 
 
-def _rows(b: Any, rows: Any, stride: Any, kind: ir.Type) -> list[Any]:
+def _rows(b: Any, rows: Any, stride: Any, type: ir.Type) -> list[Any]:
     """Load a value from every one of sixteen rows."""
-    return [load(b, b.add(rows, b.mul(stride, ir.Constant(i64, r))), kind) for r in range(GROUP)]
+    return [load(b, b.add(rows, b.mul(stride, ir.Constant(i64, r))), type) for r in range(GROUP)]
 
 
 def _columns(b: Any, rows: Any, stride: Any) -> list[Any]:
@@ -93,8 +93,8 @@ def transpose_halves(b, rows, stride, tile):
     """Transpose sixteen bytes of every row: the first 16 bits of all rows, then the second, …"""
     sixteen = ir.Constant(ir.VectorType(i32, GROUP), [16] * GROUP)
     for i, words in enumerate(_columns(b, rows, stride)):
-        for j, part in enumerate((words, b.lshr(words, sixteen))):
-            store(b, _behind(b, tile, 64 * i + 32 * j), b.trunc(part, ir.VectorType(i16, GROUP)))
+        for j, half_words in enumerate((words, b.lshr(words, sixteen))):
+            store(b, _behind(b, tile, 64 * i + 32 * j), b.trunc(half_words, ir.VectorType(i16, GROUP)))
 
 
 @op(void, intp, intp, intp)
@@ -114,13 +114,13 @@ def transpose_half(b, rows, stride, tile):
 @op(void, intp, intp, intp)
 def transpose_planes(b, rows, stride, tile):
     """Store one word of every row; bit 4 v + c becomes bit v of byte c."""
-    kind = ir.VectorType(i32, GROUP)
-    words = ir.Constant(kind, ir.Undefined)
+    vector = ir.VectorType(i32, GROUP)
+    words = ir.Constant(vector, ir.Undefined)
     for r, word in enumerate(_rows(b, rows, stride, i32)):
         words = b.insert_element(words, word, ir.Constant(i32, r))
 
     def every(n: int) -> ir.Constant:
-        return ir.Constant(kind, [n] * GROUP)
+        return ir.Constant(vector, [n] * GROUP)
 
     planes = every(0)
     for v in range(8):
@@ -195,20 +195,20 @@ def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_mov
         for _ in range(n_blocks):
             for m in range(n_moves):
                 entry = moves + MOVE * m
-                kind = load_i64(entry)
-                place = source + load_i64(entry + 8)
+                move = load_i64(entry)
+                address = source + load_i64(entry + 8)
                 target = load_i64(entry + 16)
                 target += aside if load_i64(entry + 24) else tile
-                if kind == WORDS:
-                    transpose_words(place, row_bytes, target)
-                elif kind == HALVES:
-                    transpose_halves(place, row_bytes, target)
-                elif kind == WORD:
-                    transpose_word(place, row_bytes, target)
-                elif kind == PLANES:
-                    transpose_planes(place, row_bytes, target)
+                if move == WORDS:
+                    transpose_words(address, row_bytes, target)
+                elif move == HALVES:
+                    transpose_halves(address, row_bytes, target)
+                elif move == WORD:
+                    transpose_word(address, row_bytes, target)
+                elif move == PLANES:
+                    transpose_planes(address, row_bytes, target)
                 else:
-                    transpose_half(place, row_bytes, target)
+                    transpose_half(address, row_bytes, target)
             if BITS:
                 for run in range(COLUMNS // 32):
                     w[0:8] = CODES(aside, run)
@@ -226,20 +226,20 @@ def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
     """
     if layout.columns == 1:
         return WIDE, [(HALVES if layout.halves else WORDS, 0, 0, 0)]
-    table, place = [], 0
-    for part in layout.parts:
-        aside = int(part.bit_packing is not None)
+    table, offset = [], 0
+    for piece in layout.parts:
+        aside = int(piece.bit_packing is not None)
         if aside:
-            place = 0
-        if part.unit == 2:
-            table.append((HALF, part.offset, place, aside))
+            offset = 0
+        if piece.unit == 2:
+            table.append((HALF, piece.offset, offset, aside))
         else:
-            odd = part.length % WIDE  # for bit-packed codes, a word of fifth bits
+            odd = piece.length % WIDE  # for bit-packed codes, a word of fifth bits
             for at in range(0, odd, 4):
-                table.append((PLANES if aside else WORD, part.offset + at, place + GROUP * at, aside))
-            for at in range(odd, part.length, WIDE):
-                table.append((WORDS, part.offset + at, place + GROUP * at, aside))
-        place += part.length * GROUP
+                table.append((PLANES if aside else WORD, piece.offset + at, offset + GROUP * at, aside))
+            for at in range(odd, piece.length, WIDE):
+                table.append((WORDS, piece.offset + at, offset + GROUP * at, aside))
+        offset += piece.length * GROUP
     return layout.block_bytes, table
 
 
@@ -278,9 +278,9 @@ class Packer:
         n_groups = n_rows // GROUP
         if row_bytes % self._step:
             n_groups = 0
-        done = n_groups * GROUP
+        n_packed = n_groups * GROUP
         if n_groups:
-            if not (rows.flags.c_contiguous and out.flags.c_contiguous) or out.nbytes < done * row_bytes:
+            if not (rows.flags.c_contiguous and out.flags.c_contiguous) or out.nbytes < n_packed * row_bytes:
                 raise ValueError("rows and packed output must be contiguous, and the output large enough")
             arguments = np.array(
                 [
@@ -290,5 +290,5 @@ class Packer:
                 np.int64,
             )
             self._entry(arguments.ctypes.data, 0, n_groups)
-        if done < n_rows:
-            self._layout.pack(rows[done:], out[done * row_bytes :])
+        if n_packed < n_rows:
+            self._layout.pack(rows[n_packed:], out[n_packed * row_bytes :])

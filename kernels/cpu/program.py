@@ -76,10 +76,10 @@ def run_program(begin, end, table, n_instructions, header, counters, barrier, mo
         chunk = max(1, min(units, most) // (end * chunks))
         if end == 1:
             chunk = max(1, units)
-        place = fetch_add(counters + LINE * i, chunk)
-        while place < units:
-            call_kernel(function, arguments, place, min(place + chunk, units))
-            place = fetch_add(counters + LINE * i, chunk)
+        first_unit = fetch_add(counters + LINE * i, chunk)
+        while first_unit < units:
+            call_kernel(function, arguments, first_unit, min(first_unit + chunk, units))
+            first_unit = fetch_add(counters + LINE * i, chunk)
         if load_i64(entry + 32) != 0 and end > 1:
             passed = load_atomic(barrier + LINE)
             if fetch_add(barrier, 1) == end - 1:
@@ -158,8 +158,8 @@ class Program:
             row[:5] = code[i.variant], arguments.ctypes.data, i.units, i.slot, i.wait
         self._counters = np.zeros((len(instructions), LINE // 8), np.int64)
         self._barrier = np.zeros((2, LINE // 8), np.int64)
-        parts = (self._table, header, self._counters, self._barrier)
-        table, head, counters, barrier = (a.ctypes.data for a in parts)
+        arrays = (self._table, header, self._counters, self._barrier)
+        table, head, counters, barrier = (a.ctypes.data for a in arrays)
         spins, sleep = spins_in(SPIN_SECONDS, target), _sleep_function()
         numbers = spins, sleep, ALL_UNITS, ALL_UNITS, _chunks_per_thread()
         self._call = np.array([table, len(instructions), head, counters, barrier, *numbers], np.int64)
@@ -194,9 +194,9 @@ class Program:
         for i, (units, slot) in enumerate(self._table[:, 2:4].tolist()):
             # The first instruction is one piece, because ``before`` sets its number of units.
             total = units * int(self._header[slot]) if i else 1
-            done, n, seconds = 0, max(1, total // FIRST_SHARE) if i else ALL_UNITS, 0.0
-            while done < total:
-                call, first = self._call.copy(), done
+            n_done, n, seconds = 0, max(1, total // FIRST_SHARE) if i else ALL_UNITS, 0.0
+            while n_done < total:
+                call, first = self._call.copy(), n_done
                 call[:2] = self._table[i:].ctypes.data, 1
                 call[3] = self._counters[i:].ctypes.data
                 call[7:9] = first + n, n
@@ -209,8 +209,8 @@ class Program:
                 begin = time.perf_counter()
                 workers.run(Job(self._entry, call.ctypes.data, keep=(self, call)), prepare)
                 seconds += time.perf_counter() - begin
-                done += n
-                n = max(1, int(done * piece_s / max(seconds, 1e-6)))
+                n_done += n
+                n = max(1, int(n_done * piece_s / max(seconds, 1e-6)))
                 yield
 
 
@@ -419,9 +419,9 @@ def _work(i: int, inboxes: list[_Inbox]) -> None:
 def _run_shared(job: Job, inboxes: list[_Inbox]) -> None:
     """Run the first part of a job in this thread, the other parts in theirs, and wait until all are finished."""
     n = job.n_threads(len(inboxes))
-    for other in inboxes[1:n]:
-        other.jobs.put(job)
+    for inbox in inboxes[1:n]:
+        inbox.jobs.put(job)
     job.run(0, n)
-    for other in inboxes[1:n]:
-        other.through.get()
+    for inbox in inboxes[1:n]:
+        inbox.through.get()
     job.done = True

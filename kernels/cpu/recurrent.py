@@ -47,8 +47,8 @@ def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, st
                 elif row >= start - n_before:
                     inputs[j] = load_f32x16(state + state_stride * (row - start + KERNEL - 1) + column)
             for token in range(first, last):
-                place = token * stride + column
-                inputs[KERNEL - 1] = load_f32x16(x + place)
+                offset = token * stride + column
+                inputs[KERNEL - 1] = load_f32x16(x + offset)
                 total = zero_f32x16()
                 if BIAS:
                     total = load_f32x16(bias + column)
@@ -56,7 +56,7 @@ def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, st
                     total = fma(inputs[j], w[j], total)
                 if SILU:
                     total = total * sigmoid(total)
-                store_f32x16(y + place, total)
+                store_f32x16(y + offset, total)
                 for j in static_range(KERNEL - 1):
                     inputs[j] = inputs[j + 1]
             if stop - start == 1:
@@ -77,12 +77,12 @@ def keep_inputs(begin, end, starts, positions, slots, states, state_bytes, x, st
             for i in range(n_rows):
                 row = n - n_rows + i  # number of a token of the sequence in the batch
                 for column in range(0, state_stride, 64):
-                    kept = zero_f32x16()
+                    row_values = zero_f32x16()
                     if row >= 0:
-                        kept = load_f32x16(x + (start + row) * stride + column)
+                        row_values = load_f32x16(x + (start + row) * stride + column)
                     elif row >= -n_before:
-                        kept = load_f32x16(state + state_stride * (n_rows + row) + column)
-                    store_f32x16(state + state_stride * i + column, kept)
+                        row_values = load_f32x16(state + state_stride * (n_rows + row) + column)
+                    store_f32x16(state + state_stride * i + column, row_values)
 
 
 @device
@@ -114,8 +114,8 @@ def change_state(state, decays, decay, key, new: Registers):
             factor = load_splat_f32(decays + 4 * i)
         k = load_splat_f32(key + 4 * i)
         for v in static_range(VECTORS):
-            place = state + 64 * VECTORS * i + 64 * v
-            store_f32x16(place, fma(k, new[v], load_f32x16(place) * factor))
+            address = state + 64 * VECTORS * i + 64 * v
+            store_f32x16(address, fma(k, new[v], load_f32x16(address) * factor))
 
 
 @template
@@ -129,9 +129,9 @@ def change_and_read_state(
             factor = load_splat_f32(decays + 4 * i)
         o, k, q = load_splat_f32(old + 4 * i), load_splat_f32(key + 4 * i), load_splat_f32(query + 4 * i)
         for v in static_range(VECTORS):
-            place = state + 64 * VECTORS * i + 64 * v
-            s = fma(o, new[v], load_f32x16(place) * factor)
-            store_f32x16(place, s)
+            address = state + 64 * VECTORS * i + 64 * v
+            s = fma(o, new[v], load_f32x16(address) * factor)
+            store_f32x16(address, s)
             of_key[v] = fma(s, k, of_key[v])
             of_query[v] = fma(s, q, of_query[v])
 
@@ -185,14 +185,14 @@ def recurrence(
     n_sequences = load_i64(batch)
     decays, decayed_k, decayed_q = stack(4 * ROWS), stack(4 * ROWS), stack(4 * ROWS)
     for unit in range(begin, end):
-        sequence, part = unit % n_sequences, unit // n_sequences
-        head = part * (16 * VECTORS) // columns
+        sequence, column_group = unit % n_sequences, unit // n_sequences
+        head = column_group * (16 * VECTORS) // columns
         group = head % n_groups
         if per_group != 0:
             group = head // per_group
         start = np.int64(load_i32(starts + 4 * sequence))
         stop = np.int64(load_i32(starts + 4 * sequence + 4))
-        state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + part * (64 * VECTORS * ROWS)
+        state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + column_group * (64 * VECTORS * ROWS)
         if load_i32(positions + 4 * start) == 0:
             for i in range(0, 64 * VECTORS * ROWS, 64):
                 store_f32x16(state + i, zero_f32x16())
@@ -209,9 +209,9 @@ def recurrence(
             if PER_CHANNEL:
                 if token > start:
                     change_state(state, decays, decay, old, new)
-                place = 4 * ROWS * head
+                offset = 4 * ROWS * head
                 for i in range(0, 4 * ROWS, 64):
-                    step = load_f32x16(steps + token * steps_stride + place + i) + load_f32x16(dt_bias + place + i)
+                    step = load_f32x16(steps + token * steps_stride + offset + i) + load_f32x16(dt_bias + offset + i)
                     if BOUNDED:
                         gates = exp(splat(bound) * sigmoid(step * splat(factor)))
                     else:
@@ -235,8 +235,8 @@ def recurrence(
                     decay = max_lanes(exp(step * splat(factor)))
             both = product_of(query, key, 4 * ROWS)
             for x in static_range(VECTORS):
-                place = 64 * (VECTORS * part + x)
-                value = load_f32x16(v + token * v_stride + place)
+                offset = 64 * (VECTORS * column_group + x)
+                value = load_f32x16(v + token * v_stride + offset)
                 if DELTA:
                     k_length = ONE / sqrt(product_of(key, key, 4 * ROWS) + eps)
                     q_length = scale / sqrt(product_of(query, query, 4 * ROWS) + eps)
@@ -248,7 +248,7 @@ def recurrence(
                     new[x] = value * step
                     y = fma(new[x], splat(both), of_query[x] * splat(decay))
                     y = fma(value, load_splat_f32(d + 4 * head), y)
-                store_f32x16(out + token * out_stride + place, y)
+                store_f32x16(out + token * out_stride + offset, y)
             old = key
         change_state(state, decays, decay, old, new)
 

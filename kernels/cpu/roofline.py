@@ -58,16 +58,16 @@ LANES = 16
 def read_words(begin, end, data, sums):
     """Read units of ``UNIT`` bytes, and store the sum of each unit's int32 words, modulo 2^32."""
     for unit in range(begin, end):
-        place = data + unit * UNIT
+        address = data + unit * UNIT
         for s in static_range(STREAMS):
             for v in static_range(VECTORS):
                 total[s, v] = zero_i32x16()
         for _ in range(UNIT // (64 * STREAMS * VECTORS)):
             for s in static_range(STREAMS):
                 for v in static_range(VECTORS):
-                    prefetch(place + (UNIT // STREAMS * s + 64 * v + FETCH_AHEAD))
-                    total[s, v] = total[s, v] + load_i32x16(place + (UNIT // STREAMS * s + 64 * v))
-            place += 64 * VECTORS
+                    prefetch(address + (UNIT // STREAMS * s + 64 * v + FETCH_AHEAD))
+                    total[s, v] = total[s, v] + load_i32x16(address + (UNIT // STREAMS * s + 64 * v))
+            address += 64 * VECTORS
         for s in static_range(STREAMS):
             for v in static_range(VECTORS - 1):
                 total[s, 0] = total[s, 0] + total[s, v + 1]

@@ -1,5 +1,5 @@
-"""Selection of the positions for attention by an indexer's scores (`localllm.kernels.graph.IndexSelect`), and
-compression of groups of tokens to single entries (`localllm.kernels.graph.Compress`).
+"""Selection of the positions for attention by an indexer's scores (`localllm.kernels.operations.IndexSelect`), and
+compression of groups of tokens to single entries (`localllm.kernels.operations.Compress`).
 
 The scores of a token are a row, float32 [positions].  There are as many rows as lanes, the units of work.  In a batch
 with no more tokens than lanes, each token has its own row, and lanes share its work, so that decoding uses all
@@ -8,7 +8,7 @@ threads.  In larger batches each lane scores token after token, and reuses one r
 If whole runs of positions are selected (RUN), each run has a key: the key of its last position, or the key that
 `pool_keys` computes from its tokens and stores after it.  If each head selects for itself (LAST; CHOICES), a row is
 [runs, CHOICES], the largest product with a key of each run; the last LAST runs are always selected.  If a cache has
-one entry per run of EVERY tokens, numbers of entries are selected.
+one entry per STRIDE tokens, numbers of entries are selected.
 
 The k largest scores are found by radix select.  Floats are mapped to integers in the same order.  From the highest
 digit to the lowest, the digit of the k-th largest score is determined, and smaller scores are discarded.  All greater
@@ -29,7 +29,8 @@ from localllm.kernels.cpu.elementwise import exp
 from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.graph import MOST_RUN, Compress, IndexSelect
+from localllm.kernels.operations import Compress, IndexSelect
+from localllm.kernels.operations.compressed import MOST_RUN
 
 #: Pages in a part, the unit that lanes score in turn: a whole number of runs.
 PART = MOST_RUN // PAGE
@@ -51,7 +52,7 @@ def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
         "CHOICES": op.n_choices,
         "WIDTH": op.result.width // op.n_choices,
         "RUN": op.run,
-        "EVERY": op.cache.every,
+        "STRIDE": op.cache.stride,
         "LAST": op.n_last,
         # With this many positions missing, an incomplete run counts as a run.
         "MISSING": op.run - 1 if op.n_last else 0,
@@ -105,8 +106,8 @@ def score_pages(q, weights, cache, table, low, high, row):
     queries, scores, factors = stack(4 * PADDED * KEY_HEAD), stack(ROWS * SCORES), stack(4 * PADDED)
     for h in range(PADDED):
         # After the last head, its score is computed again with a weight of 0.
-        one, query = ONE, q + 4 * DIM * min(h, HEADS - 1)
-        load_query(query, DIM, one, queries + 4 * KEY_HEAD * h)
+        unit_scale, query = ONE, q + 4 * DIM * min(h, HEADS - 1)
+        load_query(query, DIM, unit_scale, queries + 4 * KEY_HEAD * h)
         weight = ONE
         if WEIGHTED:
             weight = load_f32(weights + 4 * min(h, HEADS - 1))
@@ -118,9 +119,9 @@ def score_pages(q, weights, cache, table, low, high, row):
                 score_rows(queries + 4 * KEY_HEAD * some, block, scores, block, 0)
                 for r in range(min(ROWS, HEADS - some)):
                     for first in range(0, PAGE, min(RUN, PAGE)):
-                        best, place = LOWEST, row + 4 * HEADS * ((PAGE * page + first) // RUN) + 4 * (some + r)
+                        best, address = LOWEST, row + 4 * HEADS * ((PAGE * page + first) // RUN) + 4 * (some + r)
                         if (PAGE * page + first) % RUN:
-                            best = load_f32(place)
+                            best = load_f32(address)
                         if RUN % 16 == 0:
                             top = load_f32x16(scores + SCORES * r + 4 * first)
                             for i in range(first + 16, first + min(RUN, PAGE), 16):
@@ -129,44 +130,44 @@ def score_pages(q, weights, cache, table, low, high, row):
                         else:
                             for i in range(first, first + min(RUN, PAGE)):
                                 best = max(best, load_f32(scores + SCORES * r + 4 * i))
-                        store_f32(place, best + ZERO)
-        elif EVERY * RUN > 1:
-            for j in range(PAGE // (EVERY * RUN)):
+                        store_f32(address, best + ZERO)
+        elif STRIDE * RUN > 1:
+            for j in range(PAGE // (STRIDE * RUN)):
                 key, score = block + 2 * (KEY_HEAD * (RUN * j + RUN - 1) + RUN_KEY), ZERO
                 for h in range(HEADS):
                     product = zero_f32x16()
                     for i in range(0, DIM, 16):
                         product = fma(LOAD(key + 2 * i), load_f32x16(queries + 4 * (KEY_HEAD * h + i)), product)
                     score += max(sum_lanes(product), ZERO) * load_f32(factors + 4 * h)
-                store_f32(row + 4 * (PAGE // (EVERY * RUN) * page + j), score + ZERO)
+                store_f32(row + 4 * (PAGE // (STRIDE * RUN) * page + j), score + ZERO)
         else:
             for g in static_range(PAGE // 16):
-                whole[g] = zero_f32x16()
+                totals[g] = zero_f32x16()
             for some in range(0, PADDED, ROWS):
                 score_rows(queries + 4 * KEY_HEAD * some, block, scores, block, 0)
                 for r in range(ROWS):
                     factor = load_splat_f32(factors + 4 * (some + r))
                     for g in static_range(PAGE // 16):
                         score = maximum(load_f32x16(scores + SCORES * r + 64 * g), splat(ZERO))
-                        whole[g] = fma(score, factor, whole[g])
+                        totals[g] = fma(score, factor, totals[g])
             for g in static_range(PAGE // 16):
-                store_f32x16(row + 4 * PAGE * page + 64 * g, whole[g] + splat(ZERO))  # -0 becomes 0
+                store_f32x16(row + 4 * PAGE * page + 64 * g, totals[g] + splat(ZERO))  # -0 becomes 0
 
 
 @template
-def choose(row, near, seen, out):
-    """out = the positions among the first ``seen`` in the TOP runs with the largest scores, and all positions after
+def choose(row, near, n_seen, out):
+    """out = the positions among the first ``n_seen`` in the TOP runs with the largest scores, and all positions after
     the last whole run; then -1.
 
     near: int32 [runs], scratch memory for the remaining candidates.
     """
-    n, place, rest = (seen + MISSING) // RUN, out, np.int64(0)
+    n, address, end_of_runs = (n_seen + MISSING) // RUN, out, np.int64(0)
     if n > TOP:
-        rest = n * RUN
+        end_of_runs = n * RUN
         for i in range(n - LAST, n):
             store_f32(row + 4 * CHOICES * i, HIGHEST)
         counts = stack(4 << DIGIT)
-        found, wanted, above, n_near = np.int64(0), np.int64(TOP), np.int64(32), n
+        prefix, n_missing, above, n_near = np.int64(0), np.int64(TOP), np.int64(32), n
         for turn in range(3):
             shift = max(np.int64(0), above - DIGIT)
             last = (np.int64(1) << (above - shift)) - 1
@@ -174,35 +175,35 @@ def choose(row, near, seen, out):
                 store_i32(counts + 4 * i, np.int32(0))
             for i in range(n_near):
                 bits = ordered(row + 4 * CHOICES * (i if turn == 0 else np.int64(load_i32(near + 4 * i))))
-                if bits >> above == found:
+                if bits >> above == prefix:
                     count = counts + 4 * (bits >> shift & last)
                     store_i32(count, np.int32(load_i32(count) + 1))
             digit = last
-            while np.int64(load_i32(counts + 4 * digit)) < wanted:
-                wanted -= np.int64(load_i32(counts + 4 * digit))
+            while np.int64(load_i32(counts + 4 * digit)) < n_missing:
+                n_missing -= np.int64(load_i32(counts + 4 * digit))
                 digit -= 1
-            found, above, n_kept = found << (above - shift) | digit, shift, np.int64(0)
+            prefix, above, n_kept = prefix << (above - shift) | digit, shift, np.int64(0)
             for i in range(n_near):
                 run = i if turn == 0 else np.int64(load_i32(near + 4 * i))
                 store_i32(near + 4 * n_kept, np.int32(run))
-                if ordered(row + 4 * CHOICES * run) >> above >= found:
+                if ordered(row + 4 * CHOICES * run) >> above >= prefix:
                     n_kept += 1
             n_near = n_kept
         for i in range(n_near):
             run = np.int64(load_i32(near + 4 * i))
-            is_equal = ordered(row + 4 * CHOICES * run) == found
-            if not is_equal or wanted > 0:
+            is_equal = ordered(row + 4 * CHOICES * run) == prefix
+            if not is_equal or n_missing > 0:
                 if is_equal:
-                    wanted -= 1
-                for j in range(min(np.int64(RUN), seen - RUN * run)):
-                    store_f32(place, np.float32(RUN * run + j))
-                    place += 4
-    for i in range(rest, seen):
-        store_f32(place, np.float32(i))
-        place += 4
-    while place < out + 4 * WIDTH:
-        store_f32(place, -ONE)
-        place += 4
+                    n_missing -= 1
+                for j in range(min(np.int64(RUN), n_seen - RUN * run)):
+                    store_f32(address, np.float32(RUN * run + j))
+                    address += 4
+    for i in range(end_of_runs, n_seen):
+        store_f32(address, np.float32(i))
+        address += 4
+    while address < out + 4 * WIDTH:
+        store_f32(address, -ONE)
+        address += 4
 
 
 @kernel
@@ -257,15 +258,15 @@ def compress(begin, end, starts, positions, block_tables, block_stride, rows, bi
                     for p in range(first, position + 1):
                         series = 0 if p <= position - RUN else SERIES - 1
                         block = block_at(rows, table, p // PAGE, 2 * SERIES * KEY_BLOCK)
-                        place = block + series * KEY_BLOCK + 2 * (DIM * (p % PAGE) + c)
+                        address = block + series * KEY_BLOCK + 2 * (DIM * (p % PAGE) + c)
                         bias = biases + biases_stride * (p % RUN) + 4 * (DIM * series + c)
-                        gate = LOAD(place + SERIES * KEY_BLOCK) + load_f32x16(bias)
+                        gate = LOAD(address + SERIES * KEY_BLOCK) + load_f32x16(bias)
                         if turn == 0:
                             top = maximum(top, gate)
                         else:
                             weight = exp(gate - top)
                             total = total + weight
-                            values = fma(LOAD(place), weight, values)
+                            values = fma(LOAD(address), weight, values)
                 store_f32x16(to + 4 * c, values / total)
 
 
@@ -286,10 +287,10 @@ def index_scores(
         for unit in range(begin, end):
             turn = np.int64(0)
             for token in range(n_tokens):
-                n = ((np.int64(load_i32(positions + 4 * token)) + 1) // EVERY + MISSING) // RUN
+                n = ((np.int64(load_i32(positions + 4 * token)) + 1) // STRIDE + MISSING) // RUN
                 if n > TOP:
                     table = block_tables + 4 * sequence_of(token, starts) * block_stride
-                    n_pages = (EVERY * RUN * (n - LAST) - 1) // PAGE + 1
+                    n_pages = (STRIDE * RUN * (n - LAST) - 1) // PAGE + 1
                     for first in range(0, n_pages, PART):
                         if turn % lanes == unit:
                             score_pages(
@@ -308,14 +309,14 @@ def index_select(
     n_tokens = load_i64(batch)
     for unit in range(begin, end):
         for token in range(unit, n_tokens, lanes):
-            seen = (np.int64(load_i32(positions + 4 * token)) + 1) // EVERY
+            n_seen = (np.int64(load_i32(positions + 4 * token)) + 1) // STRIDE
             row = scores + row_bytes * (token if n_tokens <= lanes else unit)
-            n = (seen + MISSING) // RUN
+            n = (n_seen + MISSING) // RUN
             if n > TOP and n_tokens > lanes:
                 table = block_tables + 4 * sequence_of(token, starts) * block_stride
                 score_pages(
                     q + q_stride * token, weights + weights_stride * token, keys, table,
-                    0, (EVERY * RUN * (n - LAST) - 1) // PAGE + 1, row,
+                    0, (STRIDE * RUN * (n - LAST) - 1) // PAGE + 1, row,
                 )  # fmt: skip
             for choice in range(CHOICES):
-                choose(row + 4 * choice, row + row_bytes // 2, seen, out + out_stride * token + 4 * WIDTH * choice)
+                choose(row + 4 * choice, row + row_bytes // 2, n_seen, out + out_stride * token + 4 * WIDTH * choice)

@@ -161,9 +161,9 @@ def prefetch(b, address):
     """Prefetch the cache line at an address; does nothing for invalid addresses."""
     pointer = pointer_to(b, address, i8)
     read, keep, data = (ir.Constant(i32, n) for n in (0, 3, 1))
-    kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+    function_type = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
     name = "llvm.prefetch.p0"
-    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    function = b.module.globals.get(name) or ir.Function(b.module, function_type, name)
     b.call(function, [pointer, read, keep, data])
 
 
@@ -304,9 +304,9 @@ def trailing_zeros(b, x):
 def hadamard_lanes(b, x):
     """Multiply the lanes by the Hadamard matrix of sixteen rows, whose elements are 1 or -1."""
     for step in (1, 2, 4, 8):
-        others = b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, 16), [i ^ step for i in range(16)]))
+        partners = b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, 16), [i ^ step for i in range(16)]))
         signs = ir.Constant(f32x16.llvm, [-1.0 if i & step else 1.0 for i in range(16)])
-        x = b.fadd(others, b.fmul(x, signs))
+        x = b.fadd(partners, b.fmul(x, signs))
     return x
 
 
@@ -426,22 +426,22 @@ def store_atomic(b, address, value):
 @op(void, intp, intp, intp, intp)
 def call_kernel(b, function, arguments, begin, end):
     """Call the kernel whose machine code is at ``function``."""
-    kind = ir.FunctionType(ir.VoidType(), [i64, i64, i64])
-    b.call(b.inttoptr(function, kind.as_pointer()), [arguments, begin, end])
+    function_type = ir.FunctionType(ir.VoidType(), [i64, i64, i64])
+    b.call(b.inttoptr(function, function_type.as_pointer()), [arguments, begin, end])
 
 
 @op(int32, intp, intp)
 def call_sleep(b, function, microseconds):
     """Call the C function ``int f(unsigned microseconds)`` at an address."""
-    kind = ir.FunctionType(i32, [i32])
-    return b.call(b.inttoptr(function, kind.as_pointer()), [b.trunc(microseconds, i32)])
+    function_type = ir.FunctionType(i32, [i32])
+    return b.call(b.inttoptr(function, function_type.as_pointer()), [b.trunc(microseconds, i32)])
 
 
 @op(intp, intp, intp, intp, intp, intp, intp)
 def call_back(b, function, *arguments):
     """Call the C function of five int64 at an address, which returns an int64."""
-    kind = ir.FunctionType(i64, [i64] * 5)
-    return b.call(b.inttoptr(function, kind.as_pointer()), arguments)
+    function_type = ir.FunctionType(i64, [i64] * 5)
+    return b.call(b.inttoptr(function, function_type.as_pointer()), arguments)
 
 
 @op(void)
@@ -455,4 +455,4 @@ def pause(b):
 
 
 #: Names for ``import *`` in kernels: only the operations.
-__all__ = [each.emit.__name__ for each in OPERATIONS if each.emit.__module__ == __name__]
+__all__ = [operation.emit.__name__ for operation in OPERATIONS if operation.emit.__module__ == __name__]

@@ -101,8 +101,8 @@ class _Specialiser(ast.NodeTransformer):
         """Return the specialiser for a template's body, with its module's upper-case names and templates."""
         names = inner.function.__globals__
         self.scope.update(names)
-        known = {k: v for k, v in names.items() if k.isupper() or isinstance(v, Template)}
-        return _Specialiser({**known, **constants}, self.scope, self.expansions)
+        constant_names = {k: v for k, v in names.items() if k.isupper() or isinstance(v, Template)}
+        return _Specialiser({**constant_names, **constants}, self.scope, self.expansions)
 
     def statements(self, body: list[ast.stmt]) -> list[ast.stmt]:
         out: list[ast.stmt] = []
@@ -144,10 +144,10 @@ class _Specialiser(ast.NodeTransformer):
         return unrolled
 
     def visit_If(self, node: ast.If) -> Any:
-        chosen = self.constant(node.test)
-        if chosen is None:
+        condition = self.constant(node.test)
+        if condition is None:
             return self.generic_visit(node)
-        return self.statements(node.body if chosen else node.orelse)
+        return self.statements(node.body if condition else node.orelse)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         index = self.evaluate(node.slice)
@@ -203,8 +203,8 @@ class _Specialiser(ast.NodeTransformer):
             elif isinstance(node, ast.Subscript):
                 names.add(cast(ast.Name, node.value).id)
             elif inner := self.called(node):
-                given = zip(inner.tree.args.args, cast(ast.Call, node).args, strict=True)
-                names |= {cast(ast.Name, value).id for p, value in given if p.arg in inner.registers}
+                pairs = zip(inner.tree.args.args, cast(ast.Call, node).args, strict=True)
+                names |= {cast(ast.Name, value).id for p, value in pairs if p.arg in inner.registers}
         return names
 
     def expand(self, inner: Template, call: ast.Call) -> list[ast.stmt]:
@@ -218,12 +218,12 @@ class _Specialiser(ast.NodeTransformer):
         assigned = inside.own_names(wrapper)
         renamed = {name: f"{tag}_{name}" for name in assigned}
         bound: list[ast.stmt] = []
-        known = dict(self.constants)
+        known_constants = dict(self.constants)
         for parameter, value in zip(inner.tree.args.args, call.args, strict=True):
             if parameter.arg in inner.registers:
                 renamed[parameter.arg] = cast(ast.Name, value).id
             elif (number := self.constant(value)) is not None and parameter.arg not in assigned:
-                known[parameter.arg] = number
+                known_constants[parameter.arg] = number
             else:
                 renamed[parameter.arg] = f"{tag}_{parameter.arg}"
                 target = ast.Name(renamed[parameter.arg], ast.Store())
@@ -231,4 +231,4 @@ class _Specialiser(ast.NodeTransformer):
         for name in ast.walk(wrapper):
             if isinstance(name, ast.Name) and name.id in renamed:
                 name.id = renamed[name.id]
-        return self.statements(bound) + self.inside(inner, known).statements(wrapper.body)
+        return self.statements(bound) + self.inside(inner, known_constants).statements(wrapper.body)

@@ -74,7 +74,7 @@ class ThreadChoice:
 
 
 _lock = threading.RLock()
-_chosen: dict[str, ThreadChoice] = {}
+_choices: dict[str, ThreadChoice] = {}
 
 # A fork waits for the lock, so that it is free in the child.
 if hasattr(os, "register_at_fork"):
@@ -88,25 +88,25 @@ def choose_threads(target: Target, progress: Progress | None = None) -> ThreadCh
         return ThreadChoice(1, 1)
     key = _machine(cores, target)
     with _lock:
-        known = _known(key, cores)
-    if known is None:
+        choice = _valid_choice(key, cores)
+    if choice is None:
         # No lock is held while the caller's function runs, because it may wait for a thread that calls this function.
         _compile(target, progress)
         with _lock:
-            known = _known(key, cores)  # another thread may have measured it
-            if known is None:
-                known = _chosen[key] = _measure(cores, target, default_threads(DECODES))
-                _save(key, known)
-    return known
+            choice = _valid_choice(key, cores)  # another thread may have measured it
+            if choice is None:
+                choice = _choices[key] = _measure(cores, target, default_threads(DECODES))
+                _save(key, choice)
+    return choice
 
 
-def _known(key: str, cores: int) -> ThreadChoice | None:
+def _valid_choice(key: str, cores: int) -> ThreadChoice | None:
     """Return the choice of this process or of an earlier one; None if it is no longer valid."""
-    known = _chosen.get(key) or _load(key, cores)
-    if known is None or not known.is_fresh(time.time()):
+    choice = _choices.get(key) or _load(key, cores)
+    if choice is None or not choice.is_fresh(time.time()):
         return None
-    _chosen[key] = known
-    return known
+    _choices[key] = choice
+    return choice
 
 
 def knee(bandwidth: Bandwidth, cores: int) -> tuple[int, dict[int, float]]:
@@ -149,9 +149,9 @@ def _measure(cores: int, target: Target, fast_cores: int) -> ThreadChoice:
     try:
         test = DecodeTest(workers, target, n_bytes)
         test.bandwidth()  # starts the threads
-        others = OtherLoad()
+        other_load = OtherLoad()
         decode, curve = knee(lambda n: max(test.bandwidth(n) for _ in range(TRIES)), fast_cores)
-        other_cpus = others.cpus()
+        other_cpus = other_load.cpus()
     finally:
         workers.close()
     if other_cpus > OTHER_CPUS:
@@ -161,8 +161,8 @@ def _measure(cores: int, target: Target, fast_cores: int) -> ThreadChoice:
 
 def _machine(cores: int, target: Target) -> str:
     """Return a key of the machine and of the processors that this process may use."""
-    parts = cores, default_threads(DECODES)
-    facts = (cpu_model(), usable_cpus(), parts, cpu_quota(), last_level_cache(), target.name)
+    counts = cores, default_threads(DECODES)
+    facts = (cpu_model(), usable_cpus(), counts, cpu_quota(), last_level_cache(), target.name)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -177,10 +177,10 @@ def _load(key: str, cores: int) -> ThreadChoice | None:
     if file is None:
         return None
     try:
-        found = json.loads(file.read_bytes())
-        curve = tuple((int(n), float(rate)) for n, rate in found["curve"])
+        measurement = json.loads(file.read_bytes())
+        curve = tuple((int(n), float(rate)) for n, rate in measurement["curve"])
         choice = ThreadChoice(
-            int(found["decode"]), cores, curve, float(found["measured"]), float(found["other_cpus"])
+            int(measurement["decode"]), cores, curve, float(measurement["measured"]), float(measurement["other_cpus"])
         )
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None

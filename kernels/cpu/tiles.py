@@ -196,30 +196,30 @@ HALVES, SIXTEENS, MINIMA = Block(add_halves, 2), Block(add_sixteens, 4), Block(a
 
 
 @template
-def take(acc: Registers, n, place, flags, rests, rest_sums, s: Registers, w: Registers):
-    """Multiply a block with n tokens of the tile of activations at ``place``, or store it there if n is 0.
+def take(acc: Registers, n, address, flags, rests, rest_sums, s: Registers, w: Registers):
+    """Multiply a block with n tokens of the tile of activations at ``address``, or store it there if n is 0.
 
     flags: bit 0 of byte i is set if token i has a rest, ``rests`` bytes after its record.  Products of rests are
     added to the sums in memory at ``rest_sums``.
     """
     if n > 0:  # rests first: after the sums, the compiler would delay them and spill the loaded codes
-        add_rests(n, place + rests, flags, rest_sums, s, w)
+        add_rests(n, address + rests, flags, rest_sums, s, w)
     for i in static_range(n):
-        acc[i] = ADD(acc[i], place + token_place(i), *s[0:N_SCALES], *w[0:8])
+        acc[i] = ADD(acc[i], address + token_place(i), *s[0:N_SCALES], *w[0:8])
     if n == 0:
         for v in static_range(4):
-            store_two_of_slab(place + 128 * v, w[2 * v], w[2 * v + 1], SLAB_OFFSET if QUARTERS else 0)
+            store_two_of_slab(address + 128 * v, w[2 * v], w[2 * v + 1], SLAB_OFFSET if QUARTERS else 0)
         for v in static_range(N_SCALES):
-            store_f32x16(place + (CODE_BYTES + SCALE_BYTES * v), s[v])
+            store_f32x16(address + (CODE_BYTES + SCALE_BYTES * v), s[v])
 
 
 @template
 def add_rests(n, records, flags, rest_sums, s: Registers, w: Registers):
     """Multiply a block with the rests at ``records`` of those among n tokens that have a rest."""
-    found = flags & (EACH_BYTE >> (64 - 8 * n))
-    while found != 0:
-        i = trailing_zeros(found) >> 3
-        found &= found - 1
+    tokens = flags & (EACH_BYTE >> (64 - 8 * n))
+    while tokens != 0:
+        i = trailing_zeros(tokens) >> 3
+        tokens &= tokens - 1
         total = rest_sums + 64 * i
         store_f32x16(total, ADD(load_f32x16(total), records + token_place(i), *s[0:N_SCALES], *w[0:8]))
 
@@ -234,14 +234,14 @@ def multiply_rests(slab, x, flags, rest_sums):
         blocks = flags | flags >> 32
         blocks |= blocks >> 16
         b = trailing_zeros(blocks | blocks >> 8)  # in ascending order, so that sums do not depend on other tokens
-        found = (flags >> b) & EACH_BYTE
-        flags ^= found << b
+        tokens = (flags >> b) & EACH_BYTE
+        flags ^= tokens << b
         block = slab + b * BLOCK_BYTES
         for v in static_range(8):
             w[v] = load_of_slab(block + 128 * (v // 2), v % 2, SLAB_OFFSET if QUARTERS else 0)
         for v in static_range(N_SCALES):
             s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
-        add_rests(TOKENS, x + b * X_STEP, found, rest_sums, s, w)
+        add_rests(TOKENS, x + b * X_STEP, tokens, rest_sums, s, w)
 
 
 @device
@@ -297,10 +297,10 @@ def multiply_half(sums, block, x, ahead):
 
 
 @template
-def fetch_ahead(place, n_bytes):
-    """Prefetch the data `FETCH_AHEAD` bytes after ``place``."""
+def fetch_ahead(address, n_bytes):
+    """Prefetch the data `FETCH_AHEAD` bytes after ``address``."""
     for line in static_range(-(-n_bytes // 64)):
-        prefetch(place + (FETCH_AHEAD + 64 * line))
+        prefetch(address + (FETCH_AHEAD + 64 * line))
 
 
 # -- Codes --------------------------------------------------------------------------------------------------------
@@ -358,56 +358,56 @@ def look_up_codes(codes):
 
 
 @template
-def unpack_q45_0(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_q45_0(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     """Q4_0 and Q5_0."""
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = load_codes(tile + 32)
     s[0] = load_f16x16(tile)
     s[1] = splat(OFFSET) * s[0]
-    take(acc, n, place, flags, rests, rest_sums, s, w)
+    take(acc, n, address, flags, rests, rest_sums, s, w)
 
 
 @template
-def unpack_q45_1(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_q45_1(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     """Q4_1 and Q5_1."""
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = load_codes(tile + 64)
     s[0] = load_f16x16(tile)
     s[1] = load_f16x16(tile + 32)
-    take(acc, n, place, flags, rests, rest_sums, s, w)
+    take(acc, n, address, flags, rests, rest_sums, s, w)
 
 
 @template
-def unpack_q8_0(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_q8_0(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     fetch_ahead(tile, TILE_BYTES)
     for v in static_range(8):
         w[v] = load_i8x64(tile + (32 + 64 * v))
     s[0] = load_f16x16(tile)
-    take(acc, n, place, flags, rests, rest_sums, s, w)
+    take(acc, n, address, flags, rests, rest_sums, s, w)
 
 
 @template
-def unpack_lut_32(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_lut_32(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = look_up_codes(tile + 32)
     s[0] = load_f16x16(tile)
-    take(acc, n, place, flags, rests, rest_sums, s, w)
+    take(acc, n, address, flags, rests, rest_sums, s, w)
 
 
 @template
-def unpack_lut_16(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_lut_16(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     fetch_ahead(tile, TILE_BYTES)
     w[0:8] = look_up_codes(tile + 64)
     s[0] = load_f16x16(tile)
     s[1] = load_f16x16(tile + 32)
-    take(acc, n, place, flags, rests, rest_sums, s, w)
+    take(acc, n, address, flags, rests, rest_sums, s, w)
 
 
 # -- K formats of 256 columns -------------------------------------------------------------------------------------
 
 
 @template
-def unpack_q45_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_q45_k(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     """Every 32 columns have a six-bit scale and minimum.
 
     a, b and c are the vectors of words 0, 1 and 2 of the twelve bytes of scales.  Byte j of a and b contains the
@@ -429,8 +429,8 @@ def unpack_q45_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
                 s[0] = as_float(unsigned_byte_twice(scales, half))
                 s[1] = d
                 s[2] = d_min * to_float(unsigned_byte(minima, half))
-                take(acc, n, place, flags, rests, rest_sums, s, w)
-                place += step
+                take(acc, n, address, flags, rests, rest_sums, s, w)
+                address += step
                 flags >>= 1
             scales = shift_right(scales, 16)
             minima = shift_right(minima, 16)
@@ -448,7 +448,7 @@ def load_sixteens(s: Registers, d, scales, n):
 
 
 @template
-def unpack_q6_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_q6_k(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     """Every 32 columns have two signed scales; a word contains four scales."""
     d = load_f16x16(tile)
     for pair in range(4):
@@ -457,13 +457,13 @@ def unpack_q6_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
             fetch_ahead(tile + TILE_BYTES // 8 * (2 * pair + half), TILE_BYTES // 8)
             w[0:8] = load_codes(tile + (288 + 384 * half) + 768 * pair)
             load_sixteens(s, d, words, 2 * half)
-            take(acc, n, place, flags, rests, rest_sums, s, w)
-            place += step
+            take(acc, n, address, flags, rests, rest_sums, s, w)
+            address += step
             flags >>= 1
 
 
 @template
-def unpack_q3_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_q3_k(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     """Every 32 columns have two six-bit scales with an offset of 32.
 
     a, b and c are the vectors of words 0, 1 and 2 of the twelve bytes of scales.  The low nibbles of a, b and then
@@ -480,8 +480,8 @@ def unpack_q3_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
         for half in static_range(2):
             w[0:8] = load_codes(tile + (224 + 192 * half) + 384 * pair)
             load_sixteens(s, d, scales, 2 * half)
-            take(acc, n, place, flags, rests, rest_sums, s, w)
-            place += step
+            take(acc, n, address, flags, rests, rest_sums, s, w)
+            address += step
             flags >>= 1
         used = a
         a = b
@@ -490,7 +490,7 @@ def unpack_q3_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
 
 
 @template
-def unpack_q2_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
+def unpack_q2_k(acc: Registers, n, tile, address, step, flags, rests, rest_sums):
     """Four pairs of 32 columns: two of the four two-bit positions in a byte, for each 128 columns.
 
     A pair's word contains one byte per 16 columns, whose nibbles are their scale and their minimum.
@@ -508,8 +508,8 @@ def unpack_q2_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
             s[0] = as_float(unsigned_byte_twice(scales, 2 * half))
             s[1] = as_float(unsigned_byte_twice(scales, 2 * half + 1))
             s[2] = as_float(unsigned_byte_pair(minima, 2 * half))
-            take(acc, n, place, flags, rests, rest_sums, s, w)
-            place += step
+            take(acc, n, address, flags, rests, rest_sums, s, w)
+            address += step
             flags >>= 1
 
 

@@ -38,9 +38,9 @@ class LoadedWeight:
     """A weight in memory."""
 
     packed: PackedWeight
-    # tiles in the format ``kind``, or float32 without a format; None if only rows are looked up
+    # tiles in the format ``format``, or float32 without a format; None if only rows are looked up
     array: NDArray[Any] | None = None
-    kind: KernelType | None = None
+    format: KernelType | None = None
     table: EmbeddingTable | None = None  # for looking up rows
 
 
@@ -56,33 +56,33 @@ class WeightLoader:
 
     def pack(self, weight: Weight) -> tuple[NDArray[np.uint8], KernelType]:
         """Return the tiles of one or several matrices, and their format: the planned one, or a fallback."""
-        kind = repack_target(weight.type)
+        format = repack_target(weight.type)
         try:
-            return self._pack(weight, kind), kind
+            return self._pack(weight, format), format
         except ScaleRangeError:
             n_bytes = _packed_bytes(weight.shape, FALLBACK)
-            what = f"for tensor {weight.name}, whose scales do not fit float16 and need {FALLBACK.name},"
-            check_memory(n_bytes, what)
+            purpose = f"for tensor {weight.name}, whose scales do not fit float16 and need {FALLBACK.name},"
+            check_memory(n_bytes, purpose)
             return self._pack(weight, FALLBACK), FALLBACK
 
-    def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
-        """Return the weight's tiles in format ``kind``."""
-        packed = self._memory.take(_packed_bytes(weight.shape, kind))
+    def _pack(self, weight: Weight, format: KernelType) -> NDArray[np.uint8]:
+        """Return the weight's tiles in ``format``."""
+        packed = self._memory.take(_packed_bytes(weight.shape, format))
         matrices = matrices_to_pack(weight, PADDING)
         try:
             for rows, tiles in zip(matrices, packed.reshape(len(matrices), -1), strict=True):
-                self._pack_rows(weight, rows, kind, tiles)
+                self._pack_rows(weight, rows, format, tiles)
         except ScaleRangeError:
             self._memory.take_back()
             raise
         return packed
 
     def _pack_rows(
-        self, weight: Weight, rows: NDArray[np.uint8], kind: KernelType, packed: NDArray[np.uint8]
+        self, weight: Weight, rows: NDArray[np.uint8], format: KernelType, packed: NDArray[np.uint8]
     ) -> None:
         """Pack rows of a weight to tiles."""
-        n_out, n_in, layout = len(rows), weight.shape[-1], LAYOUTS[kind]
-        packer = self.packer(kind)
+        n_out, n_in, layout = len(rows), weight.shape[-1], LAYOUTS[format]
+        packer = self.packer(format)
         kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
         firsts = itertools.count(0, PACKED_ROWS)  # ``next`` is atomic in Python, so threads can share the counter
         given_up = threading.Event()
@@ -92,19 +92,19 @@ class WeightLoader:
                 if first % kept_rows == 0:
                     weight.drop_pages()  # pages that another thread still reads are loaded from the file again
                 try:
-                    part = repack(rows[first : first + PACKED_ROWS], weight.type, kind)
+                    repacked = repack(rows[first : first + PACKED_ROWS], weight.type, format)
                 except ScaleRangeError:
                     given_up.set()
                     raise
-                start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
-                packer.pack(part, packed[start:stop])
+                start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(repacked)))
+                packer.pack(repacked, packed[start:stop])
 
         self._workers.run(Job(share, 0))
 
-    def packer(self, kind: KernelType) -> Packer:
-        if kind not in self._packers:
-            self._packers[kind] = Packer(LAYOUTS[kind], self._target, self._progress)
-        return self._packers[kind]
+    def packer(self, format: KernelType) -> Packer:
+        if format not in self._packers:
+            self._packers[format] = Packer(LAYOUTS[format], self._target, self._progress)
+        return self._packers[format]
 
 
 class PackedWeights:
@@ -122,8 +122,8 @@ class PackedWeights:
 
     def matrix(self, weight: Weight) -> tuple[Buffer, KernelType]:
         """Return the tiles of one or several matrices, and their format."""
-        kind = self._loaded[weight].kind if weight in self._loaded else None
-        return self._places[weight], repack_target(weight.type) if kind is None else kind
+        format = self._loaded[weight].format if weight in self._loaded else None
+        return self._places[weight], repack_target(weight.type) if format is None else format
 
     def experts(self, weight: Weight) -> NDArray[np.int64]:
         """Return the address of each expert's tiles, int64 [n_experts]; 0 if not in memory."""
@@ -164,25 +164,25 @@ class PackedWeights:
 def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:
     weight, planned = use.weight, planned_weight(use)
     array: NDArray[Any] | None = None
-    kind: KernelType | None = None
+    format: KernelType | None = None
     table: EmbeddingTable | None = None
     if use.is_float:
         values = use.floats()
         array = np.zeros((len(values), padded(values.shape[1])), np.float32)
         array[:, : values.shape[1]] = values
     elif use.is_operand:
-        array, kind = loader.pack(weight)
+        array, format = loader.pack(weight)
         n_bytes = planned.n_bytes + array.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
-        planned = replace(planned, kernel_type=kind.name, n_bytes=n_bytes)
+        planned = replace(planned, kernel_type=format.name, n_bytes=n_bytes)
     if use.is_table:
         n_rows, n_columns = weight.shape
         if n_rows * n_columns <= SMALL_TABLE:
             table = DecodedTable.of(weight)
-        elif array is None or kind is None:
+        elif array is None or format is None:
             table = CopiedTable.of(weight)
         else:
-            table = PackedTable(kind, (n_rows, n_columns), array)
-    return LoadedWeight(planned, array, kind, table)
+            table = PackedTable(format, (n_rows, n_columns), array)
+    return LoadedWeight(planned, array, format, table)
 
 
 def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
@@ -193,8 +193,8 @@ def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
         n_rows, n_columns = use.float_shape
         n_bytes = 4 * n_rows * padded(n_columns)
     elif use.is_operand:
-        kind = repack_target(weight.type)
-        kernel_type, n_bytes = kind.name, _packed_bytes(weight.shape, kind)
+        format = repack_target(weight.type)
+        kernel_type, n_bytes = format.name, _packed_bytes(weight.shape, format)
     if use.is_table and prod(weight.shape) <= SMALL_TABLE:
         n_bytes += 4 * prod(weight.shape)
     elif use.is_table and not use.is_operand:
@@ -203,7 +203,7 @@ def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
     return use.packed(kernel_type, n_bytes, is_in_file=is_in_file)
 
 
-def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:
+def _packed_bytes(shape: Sequence[int], format: KernelType) -> int:
     """Return the bytes of one packed matrix [n_out, n_in] or several."""
     *n_experts, n_out, n_in = shape
-    return prod(n_experts) * LAYOUTS[kind].packed_bytes(padded(n_out), n_in)
+    return prod(n_experts) * LAYOUTS[format].packed_bytes(padded(n_out), n_in)

@@ -2,9 +2,9 @@
 // writes.
 //
 // Compiled for KEY_DIM, VALUE_DIM; KEY_BITS, VALUE_BITS, 16 for halves; KEY_ROTATION, VALUE_ROTATION, the number of
-// values that are rotated together, or 0; AXES (0 or 1); EVERY, tokens per cache entry (the last one is stored);
-// and AHEAD, added to the position of heads before rotation.  cache.py shows the layout, cache_rounding.py defines
-// rounding.  A warp computes one head, so that one token takes the time of a launch and a few dependent loads.
+// values that are rotated together, or 0; AXES (0 or 1); STRIDE, tokens per cache entry (the last one is stored);
+// and POSITION_OFFSET, added to the position of heads before rotation.  cache.py shows the layout, cache_rounding.py
+// defines rounding.  A warp computes one head, so that one token takes the time of a launch and a few dependent loads.
 #include "batch.cuh"
 #include "common.cuh"
 
@@ -13,7 +13,7 @@
 #define HEAD (KEY_HEAD > VALUE_HEAD ? KEY_HEAD : VALUE_HEAD)
 #define GROUPS ((HEAD + PER_SCALE - 1) / PER_SCALE)
 #define HEADS_PER_BLOCK 4
-#define PAGE_ROWS (EVERY < PAGE ? PAGE / EVERY : 1)
+#define PAGE_ROWS (STRIDE < PAGE ? PAGE / STRIDE : 1)
 
 // As in kernels/ops.py.
 constexpr float LARGEST_HALF = 65504.0f;
@@ -147,7 +147,7 @@ DEVICE void rotate(float (&x)[GROUPS], float* row, const float2* turns, int n_pa
 // phases: uint64 [n_pairs], turns per position in units of 2^-64; values before `first` and from first + 2 * n_pairs on
 // are not rotated.  Pairs are neighbours if `interleaved`, else n_pairs apart.  With AXES, the angle uses the token's
 // position on an axis, `axes` int32 [4, axes_stride]; the axis of each pair, int32 [n_pairs], follows the phases.
-// `ahead` is added to positions.
+// `POSITION_OFFSET` is added to positions.
 // q, k: float32 [T, heads * KEY_DIM]; v: float32 [T, heads * VALUE_DIM], which may be k; strides in values.
 // norm_last: whether norms follow the rotation.  Queries at position p are multiplied by 1 + rate *
 // log(1 + floor((p + offset) / length)), if the rate is not 0.
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
   if (token >= header[N_TOKENS]) return;
   const int position = positions[token], *const axis = (const int*)(phases + n_pairs);
   for (int i = threadIdx.x; i < n_pairs; i += WARP * HEADS_PER_BLOCK)
-    turns[i] = turn((AXES ? axes[axis[i] * axes_stride + token] : position) + AHEAD, phases[i], magnitude);
+    turns[i] = turn((AXES ? axes[axis[i] * axes_stride + token] : position) + POSITION_OFFSET, phases[i], magnitude);
   __syncthreads();
 
   int head = HEADS_PER_BLOCK * blockIdx.x + threadIdx.x / WARP;
@@ -207,8 +207,8 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
       if (group * PER_SCALE + lane < KEY_DIM) to[group * PER_SCALE + lane] = x[group] * factor;
     return;
   }
-  if (position % EVERY != EVERY - 1) return;
-  const int slot = slots[token], place = slot % PAGE / EVERY;
+  if (position % STRIDE != STRIDE - 1) return;
+  const int slot = slots[token], place = slot % PAGE / STRIDE;
   const size_t block = (size_t)(slot / PAGE) * n_kv_heads + head;
   if (is_value)
     write_head<VALUE_HEAD, VALUE_BITS>(x, values, value_scales, block, place);

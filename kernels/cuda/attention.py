@@ -139,15 +139,15 @@ class Variant:
     @property
     def prefill_bytes(self) -> int:
         """Dynamic shared memory of `attention_prefill`."""
-        steps, parts = self.value_head // 16, self._head_parts
-        pairs = steps if parts == 1 else (steps + 2 * parts - 1) // (2 * parts) * 2
+        steps, head_parts = self.value_head // 16, self._head_parts
+        pairs = steps if head_parts == 1 else (steps + 2 * head_parts - 1) // (2 * head_parts) * 2
         queries = 2 * self.tile_rows * (self.key_head + _PADDING)
         # With four parts, sums are kept in registers.
-        sums = 4 * 8 * pairs * 32 * self.warps if parts < 4 else 0
+        sums = 4 * 8 * pairs * 32 * self.warps if head_parts < 4 else 0
         # Queries use the memory of the sums if they are moved to registers at once.
         most = _SHARED_ROWS // 2 if self.has_codes else _SHARED_ROWS
-        kept = max(queries, sums) if self.key_head <= most and parts == 1 else queries + sums
-        return self._pages_bytes(self.prefill_ahead) + kept
+        queries_and_sums = max(queries, sums) if self.key_head <= most and head_parts == 1 else queries + sums
+        return self._pages_bytes(self.prefill_ahead) + queries_and_sums
 
     @property
     def split_bytes(self) -> int:
@@ -168,19 +168,19 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
             f"{variant.key_dim} and {variant.value_dim}: use ",
             ON_CPU,
         )
-    parts, loaded = variant._head_parts, variant._page_bytes[0]
+    head_parts, loaded = variant._head_parts, variant._page_bytes[0]
     deep = min(max(1, _STAGED_BYTES // loaded - 1), _MAX_AHEAD)
-    prefills = [(warps, ahead) for warps in (8, 4, 2) for ahead in (1, 0) if warps % parts == 0]
+    prefills = [(warps, ahead) for warps in (8, 4, 2) for ahead in (1, 0) if warps % head_parts == 0]
     if variant.has_codes:  # converting pages directly from global memory is slower than a smaller tile
         prefills.sort(key=lambda warps_and_ahead: -warps_and_ahead[1])
     for split_ahead in (deep, 0):
         for warps, prefill_ahead in prefills:
-            found = replace(variant, warps=warps, prefill_ahead=prefill_ahead, split_ahead=split_ahead)
-            if found.largest_block_bytes <= shared_bytes:
-                return found
+            candidate = replace(variant, warps=warps, prefill_ahead=prefill_ahead, split_ahead=split_ahead)
+            if candidate.largest_block_bytes <= shared_bytes:
+                return candidate
     raise KernelError(
         f"attention over heads of {variant.key_dim} values in a {variant.cache_type} cache needs "
-        f"{found.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use ",
+        f"{candidate.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use ",
         *((Argument("cache_type", "f16"), ", ") if variant.has_codes else ()),
         ON_CPU,
         " or another device",
@@ -246,9 +246,9 @@ def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: V
 
 def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
     """Return the maximum splits that a tile sees, if its rows belong to at most ``n_tokens`` tokens."""
-    own = n_tokens if heads.has_spans else min(n_tokens, ROWS)
-    seen = min(heads.window - 1, longest) * (1 if heads.causal else 2) + own
-    n_pages = min(-(-longest // PAGE), -(-seen // PAGE) + 1)
+    n_new = n_tokens if heads.has_spans else min(n_tokens, ROWS)
+    n_seen = min(heads.window - 1, longest) * (1 if heads.causal else 2) + n_new
+    n_pages = min(-(-longest // PAGE), -(-n_seen // PAGE) + 1)
     return min(n_pages, FINE_PAGES) + -(-max(0, n_pages - FINE_PAGES) // SPLIT_PAGES)
 
 
@@ -264,8 +264,8 @@ def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int)
         shares = min(work.max_splits, -(-4 * n_multiprocessors // tiles))
         grid = (shares, heads.n_kv_heads, work.split_tiles)
         result.append(_launch("attention_split", variant, grid, _SPLIT_WARPS, variant.split_bytes))
-        parts = min(ROWS, work.partial_rows) * -(-variant.value_head // 32)
-        grid = (-(-parts // _MERGE_WARPS), heads.n_kv_heads, work.split_tiles)
+        n_parts = min(ROWS, work.partial_rows) * -(-variant.value_head // 32)
+        grid = (-(-n_parts // _MERGE_WARPS), heads.n_kv_heads, work.split_tiles)
         result.append(_launch("attention_merge", variant, grid, _MERGE_WARPS))
     return result
 

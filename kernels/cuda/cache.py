@@ -39,9 +39,9 @@ def padded_head(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
-def bits_of(kept: KVCache) -> tuple[int, int]:
+def bits_of(cache: KVCache) -> tuple[int, int]:
     """Return the bits per value in keys and in values."""
-    keys, values = (CODE_BITS.get(type, 16) for type in kept.types)
+    keys, values = (CODE_BITS.get(type, 16) for type in cache.types)
     return keys, values
 
 
@@ -62,26 +62,26 @@ class Part:
 class CacheLayout:
     """The parts of a layer in a cache of ``n_pages`` pages.  Parts of unused scales are empty."""
 
-    kept: KVCache
+    cache: KVCache
     n_pages: int
 
     def __post_init__(self) -> None:
-        for type in self.kept.types:
+        for type in self.cache.types:
             if type not in CACHE_TYPES:
                 raise KernelError(f"the cuda backend has no cache of type {type!r}: choose one of {[*CACHE_TYPES]}")
 
     @property
     def heads(self) -> tuple[int, int]:
         """Padded values per head of keys and of values; 0 for values that are part of the keys."""
-        kept = self.kept
-        return padded_head(kept.key_dim), 0 if kept.values_in_keys else padded_head(kept.value_dim)
+        cache = self.cache
+        return padded_head(cache.key_dim), 0 if cache.values_in_keys else padded_head(cache.value_dim)
 
     @property
     def groups(self) -> tuple[int, int]:
         """Scales per head of keys and of values; 0 without scales."""
         keys, values = (
             -(-n // VALUES_PER_SCALE) if type in CODE_BITS else 0
-            for n, type in zip(self.heads, self.kept.types, strict=True)
+            for n, type in zip(self.heads, self.cache.types, strict=True)
         )
         return keys, values
 
@@ -89,9 +89,9 @@ class CacheLayout:
     def parts(self) -> tuple[Part, Part, Part, Part]:
         """Keys, values, the keys' scales, the values' scales."""
         offset, parts = 0, []
-        codes = (n * bits // 8 for n, bits in zip(self.heads, bits_of(self.kept), strict=True))
+        codes = (n * bits // 8 for n, bits in zip(self.heads, bits_of(self.cache), strict=True))
         for per_head in (*codes, *(2 * n for n in self.groups)):
-            page_bytes = self.kept.page_rows(PAGE) * self.kept.n_heads * per_head
+            page_bytes = self.cache.page_rows(PAGE) * self.cache.n_heads * per_head
             part = Part(offset, page_bytes, self.n_pages)
             offset = -(-(offset + part.n_bytes) // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
@@ -105,12 +105,12 @@ class CacheLayout:
         return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
-def append_defines(kept: KVCache, *, has_axes: bool = False, ahead: int = 0) -> Defines:
+def append_defines(cache: KVCache, *, has_axes: bool = False, position_offset: int = 0) -> Defines:
     """Return the definitions of append.cu."""
-    (keys, values), (of_keys, of_values) = bits_of(kept), kept.rotations
-    bits = {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim, "KEY_BITS": keys, "VALUE_BITS": values}
-    how = {"AXES": int(has_axes), "EVERY": kept.every, "AHEAD": ahead}
-    return {**bits, "KEY_ROTATION": of_keys, "VALUE_ROTATION": of_values, **how}
+    (keys, values), (of_keys, of_values) = bits_of(cache), cache.rotations
+    bits = {"KEY_DIM": cache.key_dim, "VALUE_DIM": cache.value_dim, "KEY_BITS": keys, "VALUE_BITS": values}
+    options = {"AXES": int(has_axes), "STRIDE": cache.stride, "POSITION_OFFSET": position_offset}
+    return {**bits, "KEY_ROTATION": of_keys, "VALUE_ROTATION": of_values, **options}
 
 
 def _state_bytes(state: RecurrentState) -> int:
@@ -128,8 +128,8 @@ class CUDACache:
 
     def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
         self.windows, self.n_pages, self.n_states = graph.windows, n_pages, n_states
-        self.groups = {number: graph.group(kept) for number, kept in graph.caches.items()}
-        self.layouts = {n: CacheLayout(kept, n_pages[self.groups[n]]) for n, kept in graph.caches.items()}
+        self.groups = {number: graph.group(cache) for number, cache in graph.caches.items()}
+        self.layouts = {n: CacheLayout(cache, n_pages[self.groups[n]]) for n, cache in graph.caches.items()}
         self.offsets: dict[int, int] = {}
         self.n_bytes = 0
         for number, layout in self.layouts.items():
@@ -174,7 +174,7 @@ class CUDACache:
         return keys, key_scales, values, value_scales
 
     def copy(self, group: int | None, source: int, target: int) -> None:
-        for to, of in zip(self._where(group, target), self._where(group, source), strict=True):
+        for to, of in zip(self._memories(group, target), self._memories(group, source), strict=True):
             self.driver.copy(to, of, self.stream)
         if group is None:
             for values in self.host_states.values():
@@ -185,7 +185,7 @@ class CUDACache:
         """Return the bytes of each layer."""
         sizes: dict[int, int] = {}
         for layout in self.layouts.values():
-            sizes[layout.kept.layer] = sizes.get(layout.kept.layer, 0) + layout.n_bytes
+            sizes[layout.cache.layer] = sizes.get(layout.cache.layer, 0) + layout.n_bytes
         for state in self._places:
             sizes[state.layer] = sizes.get(state.layer, 0) + self.n_states * _state_bytes(state)
         return sizes
@@ -195,11 +195,11 @@ class CUDACache:
         begin = self._first_slot + self._places[state]
         return self.memory.at(begin, self.n_bytes - begin)
 
-    def _where(self, group: int | None, number: int) -> list[DeviceMemory]:
+    def _memories(self, group: int | None, number: int) -> list[DeviceMemory]:
         """Return the parts of a page in the layers of a group; a slot if the group is None."""
-        n, what = (self.n_states, "slot") if group is None else (self.n_pages[group], "page")
+        n, item = (self.n_states, "slot") if group is None else (self.n_pages[group], "page")
         if not 0 <= number < n:
-            raise KernelError(f"there is no {what} {number} in a cache of {n}")
+            raise KernelError(f"there is no {item} {number} in a cache of {n}")
         if group is None:
             return [self.memory.at(self._first_slot + number * self.slot_bytes, self.slot_bytes)]
         return [
@@ -211,24 +211,26 @@ class CUDACache:
         ]
 
     def n_bytes_of(self, group: int | None) -> int:
-        return sum(place.n_bytes for place in self._where(group, 0)) + sum(x.nbytes for x in self._on_host(group, 0))
+        return sum(memory.n_bytes for memory in self._memories(group, 0)) + sum(
+            x.nbytes for x in self._on_host(group, 0)
+        )
 
     def _on_host(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
         """Return the values of a slot that are kept on the host."""
         return [x[number].view(np.uint8) for x in self.host_states.values()] if group is None else []
 
     def read(self, group: int | None, number: int) -> bytes:
-        places = self._where(group, number)
-        parts = [np.empty(place.n_bytes, np.uint8) for place in places]
-        for part, place in zip(parts, places, strict=True):
-            self.driver.download(part, place, self.stream)
+        memories = self._memories(group, number)
+        arrays = [np.empty(memory.n_bytes, np.uint8) for memory in memories]
+        for array, memory in zip(arrays, memories, strict=True):
+            self.driver.download(array, memory, self.stream)
         self.driver.synchronize(self.stream)
-        return b"".join(part.tobytes() for part in (*parts, *self._on_host(group, number)))
+        return b"".join(array.tobytes() for array in (*arrays, *self._on_host(group, number)))
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
-        places = self._where(group, number)
-        parts = [np.empty(place.n_bytes, np.uint8) for place in places]
-        scatter(data, [*parts, *self._on_host(group, number)])
-        for part, place in zip(parts, places, strict=True):
-            self.driver.upload(place, part, self.stream)
+        memories = self._memories(group, number)
+        arrays = [np.empty(memory.n_bytes, np.uint8) for memory in memories]
+        scatter(data, [*arrays, *self._on_host(group, number)])
+        for array, memory in zip(arrays, memories, strict=True):
+            self.driver.upload(memory, array, self.stream)
         self.driver.synchronize(self.stream)

@@ -24,7 +24,8 @@ from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.driver import DeviceProperties, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
 from localllm.kernels.cuda.roofline import Kind
-from localllm.kernels.graph import Attention, Graph, Rope, Route
+from localllm.kernels.graph import Graph, Rope
+from localllm.kernels.operations import Attention, Route
 
 #: Indices in a batch's header (batch.cuh) of the numbers of rows.
 N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
@@ -51,8 +52,8 @@ def padded(n: int) -> int:
 # -- Buffers -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DeviceRows:
     """Rows of a tensor, float32 [rows, stride]; the first ``width`` values are used."""
 
     buffer: Buffer
@@ -81,7 +82,7 @@ class Inputs:
     slot: int
     n_heads: int
     scale_bytes: int
-    alone: Stored | None = None  # for a single row, the row itself if it equals its units
+    alone: DeviceRows | None = None  # for a single row, the row itself if it equals its units
 
     @classmethod
     def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int, n_heads: int = 1) -> Inputs:
@@ -114,24 +115,24 @@ class BatchBuffer:
     """
 
     def __init__(self, graph: Graph, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
-        draws, pictures = DRAW_WORDS * max_outputs, (4 * max_tokens * graph.has_axes, max_tokens * graph.has_spans)
+        draws, media_sizes = DRAW_WORDS * max_outputs, (4 * max_tokens * graph.has_axes, max_tokens * graph.has_spans)
         self._max_tokens, self._has_axes, self._has_spans = max_tokens, graph.has_axes, graph.has_spans
         sizes = (_HEADER, draws, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
-        self._bounds = [*accumulate((*sizes, *pictures, *(max_tokens for _ in n_pages)), initial=0)]
+        self._bounds = [*accumulate((*sizes, *media_sizes, *(max_tokens for _ in n_pages)), initial=0)]
         self.n_groups, self._n_blocks = len(n_pages), max(1, n_pages[0])
         #: Entries between the tables of two sequences.
         self._table_stride = self.n_groups * self._n_blocks
         self.buffer = Buffer(4 * self.words_of(max_tokens), is_kept=True)
-        parts = [self.buffer.at(4 * begin) for begin in self._bounds]
-        self.header, self.draws, self.ids, self.positions, self.outputs, *others = parts
-        self._starts, self._lengths, self._states, self.axes, self._ends, *self.slots, self._tables = others
+        addresses = [self.buffer.at(4 * begin) for begin in self._bounds]
+        self.header, self.draws, self.ids, self.positions, self.outputs, *remaining = addresses
+        self._starts, self._lengths, self._states, self.axes, self._ends, *self.slots, self._tables = remaining
 
     def words_of(self, n_sequences: int) -> int:
         """Return the maximum words of a batch of ``n_sequences`` sequences."""
         return self._bounds[-1] + n_sequences * self._table_stride
 
-    def fill(self, words: NDArray[np.int32], batch: Batch, sent: NDArray[np.int32]) -> list[slice]:
-        """Write a checked batch.  Return the words to upload, without block tables that are already in ``sent``."""
+    def fill(self, words: NDArray[np.int32], batch: Batch, uploaded_tables: NDArray[np.int32]) -> list[slice]:
+        """Write a checked batch.  Return the words to upload, without the block tables ``uploaded_tables``."""
         n_tokens, n_sequences = len(batch.ids), len(batch.kv_lengths)
         tables = batch.block_tables[:, :, : self._n_blocks]
         sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
@@ -142,29 +143,29 @@ class BatchBuffer:
             ids = ids.copy()
             ids[batch.embedded] = EMBEDDED_IDS + np.arange(n, dtype=np.int32)
         rows = draws.ravel().view(np.int32), ids, batch.positions, batch.outputs
-        parts = *rows, batch.query_starts, batch.kv_lengths, batch.states, *self._of_pictures(batch)
+        sections = *rows, batch.query_starts, batch.kv_lengths, batch.states, *self._media_sections(batch)
         words[:3] = n_tokens, len(batch.outputs), n_sequences
-        for begin, values in zip(self._bounds[1:], (*parts, *slots), strict=False):
+        for begin, values in zip(self._bounds[1:], (*sections, *slots), strict=False):
             words[begin : begin + len(values)] = values
         is_new = np.ones(n_sequences, np.bool_)
-        if sent.shape[::2] == tables.shape[::2]:
-            n = min(n_sequences, sent.shape[1])
-            is_new[:n] = (sent[:, :n] != tables[:, :n]).any(axis=(0, 2))
+        if uploaded_tables.shape[::2] == tables.shape[::2]:
+            n = min(n_sequences, uploaded_tables.shape[1])
+            is_new[:n] = (uploaded_tables[:, :n] != tables[:, :n]).any(axis=(0, 2))
         if not is_new.any():
             return [slice(0, self._bounds[-1])]
         first, stop = int(is_new.argmax()), n_sequences - int(is_new[::-1].argmax())
-        part = slice(self.words_of(first), self.words_of(stop))
-        own = words[part].reshape(-1, self.n_groups, self._n_blocks)
-        own[:, :, : tables.shape[2]] = tables[:, first:stop].swapaxes(0, 1)
-        return [slice(0, part.stop)] if first == 0 else [slice(0, self._bounds[-1]), part]
+        table_words = slice(self.words_of(first), self.words_of(stop))
+        new_tables = words[table_words].reshape(-1, self.n_groups, self._n_blocks)
+        new_tables[:, :, : tables.shape[2]] = tables[:, first:stop].swapaxes(0, 1)
+        return [slice(0, table_words.stop)] if first == 0 else [slice(0, self._bounds[-1]), table_words]
 
-    def _of_pictures(self, batch: Batch) -> Iterator[NDArray[np.int32]]:
+    def _media_sections(self, batch: Batch) -> Iterator[NDArray[np.int32]]:
         """Yield the positions by axis [4 * max_tokens] and the ends of visible spans, if the graph reads them."""
-        places = np.zeros((4, self._max_tokens * self._has_axes), np.int32)
+        axes = np.zeros((4, self._max_tokens * self._has_axes), np.int32)
         if self._has_axes:
             n = len(batch.axes) if batch.axes.size else 4
-            places[:n, : len(batch.ids)] = batch.axes if batch.axes.size else batch.positions
-        yield places.ravel()
+            axes[:n, : len(batch.ids)] = batch.axes if batch.axes.size else batch.positions
+        yield axes.ravel()
         ends = batch.ends if len(batch.ends) else batch.positions + np.int32(1)
         yield ends[: len(ends) * self._has_spans]
 
@@ -326,8 +327,8 @@ class StepLimits:
 
     def frequencies(self, rope: Rope) -> Buffer:
         """Return the buffer of a rope's frequencies, in the format of append.cu."""
-        for known, buffer in self.ropes:
-            if known is rope:
+        for existing, buffer in self.ropes:
+            if existing is rope:
                 return buffer
         self.ropes.append((rope, Buffer(8 * len(rope.frequencies) + 4 * len(rope.axes), is_kept=True)))
         return self.ropes[-1][1]
@@ -384,7 +385,7 @@ class Call:
 
     name: str  # name in a profile, shared by all layers
     launches: Callable[[Extent], Iterable[Launch]]  # launches for batches within an extent
-    operands: Sequence[Stored | Inputs | Buffer]  # buffers that they read and write
+    operands: Sequence[DeviceRows | Inputs | Buffer]  # buffers that they read and write
     cost: Callable[[BatchSizes], Cost]  # cost for a batch
 
     @property
@@ -400,7 +401,7 @@ def arguments(*values: Any, n_rows: int = 0) -> tuple[Any, ...]:
 
 def _arguments(values: Iterable[Any], n_rows: int) -> Iterator[Any]:
     for value in values:
-        if isinstance(value, Stored | Inputs):
+        if isinstance(value, DeviceRows | Inputs):
             yield from value.as_arguments(n_rows)
         elif isinstance(value, bool | int):
             yield np.int32(value)

@@ -91,14 +91,14 @@ class CupyDriver:
         interface.check_device(device, self._count)
         if device not in self._properties:
             with self._calls(device, "read its properties"):
-                found = self._runtime.getDeviceProperties(device)
+                properties = self._runtime.getDeviceProperties(device)
                 bus_id = self._runtime.deviceGetPCIBusId(device)
             self._properties[device] = DeviceProperties(
-                found["name"].decode(errors="replace"),
-                (found["major"], found["minor"]),
-                found["multiProcessorCount"],
-                found["totalGlobalMem"],
-                found["sharedMemPerBlockOptin"],
+                properties["name"].decode(errors="replace"),
+                (properties["major"], properties["minor"]),
+                properties["multiProcessorCount"],
+                properties["totalGlobalMem"],
+                properties["sharedMemPerBlockOptin"],
                 bus_id,
             )
         return self._properties[device]
@@ -109,8 +109,8 @@ class CupyDriver:
             return MemoryInfo(*self._runtime.memGetInfo())
 
     def can_access_peer(self, device: int, peer: int) -> bool:
-        for each in (device, peer):
-            interface.check_device(each, self._count)
+        for number in (device, peer):
+            interface.check_device(number, self._count)
         if device == peer:
             return False
         with self._calls(device, "ask about peers"):
@@ -192,9 +192,9 @@ class CupyDriver:
         with self._calls(stream.device, "wait for an event"):
             _cupy(stream).wait_event(_cupy(event))
 
-    def synchronize(self, what: interface.Stream | interface.Event) -> None:
-        with self._calls(what.device, "finish its work"):
-            _cupy(what).synchronize()
+    def synchronize(self, work: interface.Stream | interface.Event) -> None:
+        with self._calls(work.device, "finish its work"):
+            _cupy(work).synchronize()
 
     def elapsed_seconds(self, begin: interface.Event, end: interface.Event) -> float:
         with self._calls(end.device, "take the time"):
@@ -204,16 +204,18 @@ class CupyDriver:
 
     def upload(self, destination: DeviceMemory, source: NDArray[Any], stream: interface.Stream) -> None:
         interface.check_sizes(destination.n_bytes, interface.host_array(source, written=False).nbytes)
-        kind = self._runtime.memcpyHostToDevice
+        direction = self._runtime.memcpyHostToDevice
         with self._on(stream.device, "copy to it"):
-            self._runtime.memcpyAsync(destination.address, source.ctypes.data, source.nbytes, kind, _cupy(stream).ptr)
+            self._runtime.memcpyAsync(
+                destination.address, source.ctypes.data, source.nbytes, direction, _cupy(stream).ptr
+            )
 
     def download(self, destination: NDArray[Any], source: DeviceMemory, stream: interface.Stream) -> None:
         interface.check_sizes(interface.host_array(destination, written=True).nbytes, source.n_bytes)
-        kind = self._runtime.memcpyDeviceToHost
+        direction = self._runtime.memcpyDeviceToHost
         with self._on(stream.device, "copy from it"):
             self._runtime.memcpyAsync(
-                destination.ctypes.data, source.address, source.n_bytes, kind, _cupy(stream).ptr
+                destination.ctypes.data, source.address, source.n_bytes, direction, _cupy(stream).ptr
             )
 
     def copy(self, destination: DeviceMemory, source: DeviceMemory, stream: interface.Stream) -> None:
@@ -311,9 +313,9 @@ class CupyDriver:
         interface.check_capability(device, self.properties(device))
         self._home = device
 
-    def _not_capturing(self, what: str) -> None:
+    def _not_capturing(self, action: str) -> None:
         if threading.get_ident() in self._capturing:
-            raise KernelError(f"CUDA graph capture: {what} in the thread that captures")
+            raise KernelError(f"CUDA graph capture: {action} in the thread that captures")
 
     def _memory(self, device: int) -> MemoryInfo:
         """Return the free memory; empty if the driver does not report it."""

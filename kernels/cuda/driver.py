@@ -104,7 +104,7 @@ class Launch:
     # kernel arguments, or places in buffers whose memory is not allocated yet; empty until `given` is called
     arguments: tuple[Any, ...] = ()
 
-    def given(self, *arguments: Any) -> Launch:
+    def with_arguments(self, *arguments: Any) -> Launch:
         """Return this launch with arguments."""
         return replace(self, arguments=arguments)
 
@@ -169,7 +169,7 @@ class Driver(Protocol):
         must then wait for this stream before the capture ends.
         """
 
-    def synchronize(self, what: Stream | Event) -> None:
+    def synchronize(self, work: Stream | Event) -> None:
         """Block the host until a stream or an event is finished.  Not allowed while it is captured."""
 
     def elapsed_seconds(self, begin: Event, end: Event) -> float:

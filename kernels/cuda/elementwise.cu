@@ -247,38 +247,39 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = total;
 }
 
-// The weights of n hyper-connected streams of each row (graph.HyperWeights): one, two or three kinds; kinds whose
+// The weights of n hyper-connected streams of each row (operations.HyperWeights): one, two or three kinds; kinds whose
 // pointer is null are skipped.  Grid: (rows), with one thread each.
 extern "C" __global__ void hyper_weights(const int* __restrict__ header, const float* __restrict__ x, int stride,
-                                         const float* __restrict__ scale, const float* __restrict__ base, int n,
-                                         float eps, float magnitude, float more, int rounds,
-                                         float* __restrict__ before, int before_stride, float* __restrict__ behind,
-                                         int behind_stride, float* between, int between_stride) {
+                                         const float* __restrict__ scale, const float* __restrict__ bias, int n,
+                                         float eps, float write_scale, float write_offset, int rounds,
+                                         float* __restrict__ read, int read_stride, float* __restrict__ write,
+                                         int write_stride, float* mix, int mix_stride) {
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
   x += (size_t)blockIdx.x * stride;
   for (int i = 0; i < n; i++) {
-    before[(size_t)blockIdx.x * before_stride + i] = sigmoid(x[i] * scale[0] + base[i]) + eps;
-    if (behind)
-      behind[(size_t)blockIdx.x * behind_stride + i] = magnitude * sigmoid(x[n + i] * scale[1] + base[n + i]) + more;
+    read[(size_t)blockIdx.x * read_stride + i] = sigmoid(x[i] * scale[0] + bias[i]) + eps;
+    if (write)
+      write[(size_t)blockIdx.x * write_stride + i] =
+          write_scale * sigmoid(x[n + i] * scale[1] + bias[n + i]) + write_offset;
   }
-  if (!between) return;
-  between += (size_t)blockIdx.x * between_stride;  // [result stream, input stream]: columns are contiguous
+  if (!mix) return;
+  mix += (size_t)blockIdx.x * mix_stride;  // [result stream, input stream]: columns are contiguous
   for (int i = 0; i < n; i++) {
     float largest = -3e38f, total = 0.0f;
     for (int j = 0; j < n; j++) {
       const int place = 2 * n + n * i + j;
-      between[n * j + i] = x[place] * scale[2] + base[place];
-      largest = fmaxf(largest, between[n * j + i]);
+      mix[n * j + i] = x[place] * scale[2] + bias[place];
+      largest = fmaxf(largest, mix[n * j + i]);
     }
-    for (int j = 0; j < n; j++) total += between[n * j + i] = expf(between[n * j + i] - largest);
-    for (int j = 0; j < n; j++) between[n * j + i] = between[n * j + i] / total + eps;
+    for (int j = 0; j < n; j++) total += mix[n * j + i] = expf(mix[n * j + i] - largest);
+    for (int j = 0; j < n; j++) mix[n * j + i] = mix[n * j + i] / total + eps;
   }
   for (int turn = 0; turn < 2 * rounds - 1; turn++) {
     const int step = turn % 2 ? n : 1, next = turn % 2 ? 1 : n;
     for (int i = 0; i < n; i++) {
       float total = eps;
-      for (int j = 0; j < n; j++) total += between[next * i + step * j];
-      for (int j = 0; j < n; j++) between[next * i + step * j] /= total;
+      for (int j = 0; j < n; j++) total += mix[next * i + step * j];
+      for (int j = 0; j < n; j++) mix[next * i + step * j] /= total;
     }
   }
 }

@@ -9,7 +9,7 @@
 constexpr int ROUTE_WARPS = 4, GROUP_THREADS = 1024, MAX_EXPERTS = GROUP_THREADS, ALIGNMENT = 8, SUM_THREADS = 128;
 constexpr int MAX_GROUPS = 64;
 
-// In the order of graph.GATINGS.
+// In the order of GATINGS in operations/experts.py.
 enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS };
 
 // The largest of n values, or the sum of the two largest.

@@ -2,7 +2,7 @@
 #pragma once
 #include "activations.cuh"
 
-// In the order of graph.ACTIVATIONS.
+// In the order of ACTIVATIONS in operations/dense.py.
 enum { SILU, GELU, GELU_ERF, GELU_QUICK, RELU2, TANH, SIGMOID, IDENTITY, CLAMPED_SWIGLU, SOFTPLUS };
 
 DEVICE float activated(int kind, float g, float u) {

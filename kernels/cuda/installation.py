@@ -61,8 +61,8 @@ def count_devices(cupy: Any) -> int:
             raise _unusable(runtime, error) from error
         count = 0
     if count == 0:
-        where = "`nvidia-smi` lists them, the environment variable CUDA_VISIBLE_DEVICES hides them"
-        raise _no_device(f"NVIDIA's driver finds none ({where}); use ", ON_CPU)
+        advice = "`nvidia-smi` lists them, the environment variable CUDA_VISIBLE_DEVICES hides them"
+        raise _no_device(f"NVIDIA's driver finds none ({advice}); use ", ON_CPU)
     return count
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cuda import attention, matmul
@@ -33,11 +34,11 @@ from localllm.kernels.cuda.calls import (
     BatchSizes,
     Call,
     Cost,
+    DeviceRows,
     Extent,
     Inputs,
     Mixture,
     StepLimits,
-    Stored,
     arguments,
     padded,
 )
@@ -45,7 +46,10 @@ from localllm.kernels.cuda.driver import DeviceMemory, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.cuda.weights import PackedMatrix, PackedWeights
-from localllm.kernels.graph import ACTIVATIONS, GATINGS, Graph, Rows, Tensor, Value, Weight
+from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
+from localllm.kernels.operations.dense import ACTIVATIONS
+from localllm.kernels.operations.experts import GATINGS
+from localllm.kernels.operations.recurrent import side_by_side
 from localllm.quant.types import GGMLType
 
 #: Columns that a block of `top_parts` sorts, and the maximum number of largest values.
@@ -55,10 +59,21 @@ MAX_EXPERTS, MAX_CHOSEN = 1024, 32
 
 #: Returns the grid of a launch for a number of rows.
 Grid = Callable[[int], tuple[int, ...]]
+#: Whether launches for batches within an extent need a call.
+Condition = Callable[[Extent], bool]
 
 _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_PLACES}
 #: Operands of products by the format of weights; "int8" for formats that are not listed.
 _KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
+#: Kernels of elementwise.cu that take rows of x, their width and numbers of an operation; whether a block computes a
+#: whole row; and these numbers.
+_ELEMENTWISE: dict[type[g.Operation[Any]], tuple[str, bool, Callable[[Any], tuple[float, ...]]]] = {
+    ops.AboveDeviation: ("above_deviation", True, lambda op: (op.factor,)),
+    ops.Clamp: ("clamp", False, lambda op: (op.low, op.high)),
+    ops.RootMeanSquare: ("root_mean_square", True, lambda op: ()),
+    ops.Softcap: ("softcap", False, lambda op: (op.cap,)),
+    ops.XIELU: ("xielu", False, lambda op: (op.p, op.n, op.beta, op.eps)),
+}
 _LAYER = re.compile(r"blk\.\d+\.")
 #: A rope that rotates nothing.
 _NO_ROPE = g.Rope(np.zeros(0, np.float32), interleaved=False)
@@ -83,19 +98,19 @@ class Lowered:
 
     limits: StepLimits  # limits shared by the calls
     calls: list[Call]
-    hidden: list[tuple[g.Input, Stored]]  # input rows of the graph
-    result: Stored
+    hidden: list[tuple[ops.Input, DeviceRows]]  # input rows of the graph
+    result: DeviceRows
     tables: list[tuple[int, bool]]  # rows of each embedding table, and whether it is indexed by position
-    embeddings: dict[int, Stored]  # buffers of separate embeddings of tokens, by number
-    ngrams: list[tuple[g.NgramEmbed, Stored]]  # buffers of the rows that the host looks up for n-grams
+    embeddings: dict[int, DeviceRows]  # buffers of separate embeddings of tokens, by number
+    ngrams: list[tuple[ops.NgramEmbed, DeviceRows]]  # buffers of the rows that the host looks up for n-grams
     # buffers of the largest value per row, and of the top k, if the result is logits: the ids of all rows, followed
     # by their logits; with k > 1 also followed by the ids that the next batch continues with
-    found: tuple[Buffer, Buffer] | None
+    largest: tuple[Buffer, Buffer] | None
     arena_bytes: int  # size of all buffers
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _ExpertChoice:
     """The experts chosen for each token, and the tables derived from the choice; see experts.cu."""
 
     mixture: Mixture
@@ -128,48 +143,49 @@ class Lowering:
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         #: Outputs of gates that products can compute, and whether they do for an extent.
         self.ends: dict[Tensor, tuple[Inputs, Callable[[Extent], bool]]] = {}
-        self.hidden: list[tuple[g.Input, Stored]] = []
+        self.hidden: list[tuple[ops.Input, DeviceRows]] = []
         #: Ids chosen for the last batch, which can be inputs of the next batch.
-        self.chosen = Buffer(8 * limits.max_outputs, is_kept=True)
+        self.chosen_ids = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
-        self.embeddings: dict[int, Stored] = {}
-        self.ngrams: list[tuple[g.NgramEmbed, Stored]] = []
+        self.embeddings: dict[int, DeviceRows] = {}
+        self.ngrams: list[tuple[ops.NgramEmbed, DeviceRows]] = []
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
             self.node = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        found = self.choose(result) if self.graph.result.rows is Rows.OUTPUTS else None
+        largest = self.choose(result) if self.graph.result.rows is Rows.OUTPUTS else None
         # Inputs of a step are written before its calls, and its outputs must remain valid after them.
-        given = *self.hidden, *self.ngrams
-        begin = [stored.buffer for stored in (*(y for _, y in given), *self.embeddings.values())]
-        end = [result.buffer, *(found or ())]
-        kept = [self.batch.buffer, self.chosen, *(buffer for _, buffer in self.limits.ropes)]
-        n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
+        inputs = *self.hidden, *self.ngrams
+        begin = [stored.buffer for stored in (*(y for _, y in inputs), *self.embeddings.values())]
+        end = [result.buffer, *(largest or ())]
+        permanent = [self.batch.buffer, self.chosen_ids, *(buffer for _, buffer in self.limits.ropes)]
+        n_bytes = assign([begin, *(call.buffers for call in self.calls), end], permanent)
         calls, self.calls = self.calls, []  # the calls refer to self: a cycle would delay freeing
         given_rows = self.embeddings, self.ngrams
-        return Lowered(self.limits, calls, self.hidden, result, self.tables, *given_rows, found, n_bytes)
+        return Lowered(self.limits, calls, self.hidden, result, self.tables, *given_rows, largest, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
-    def new(self, rows: Rows, width: int) -> Stored:
+    def new(self, rows: Rows, width: int) -> DeviceRows:
         """Allocate rows for a tensor."""
         slot = _SLOTS[rows]
-        return Stored(Buffer(4 * padded(width) * self.limits.max_rows(slot)), width, slot)
+        buffer = Buffer(4 * padded(width) * self.limits.max_rows(slot))
+        return DeviceRows(buffer=buffer, width=width, slot=slot)
 
-    def like(self, x: Tensor) -> Stored:
+    def like(self, x: Tensor) -> DeviceRows:
         return self.new(x.rows, x.width)
 
     def _rows_of(self, x: Tensor | None) -> tuple[Any, ...]:
         """Return kernel arguments for an optional tensor: its rows and stride, or null and 0."""
         return (None, 0) if x is None else (self.stored[x],)
 
-    def in_place(self, op: g.Linear | g.ExpertOutput) -> Stored:
+    def in_place(self, op: ops.Linear | ops.ExpertOutput) -> DeviceRows:
         """Allocate a sum, in the memory of the residual if nothing reads it later."""
         if op.residual is None or self.last_uses[op.residual] > self.node:
             return self.like(op.result)
-        residual: Stored = self.stored[op.residual]
+        residual: DeviceRows = self.stored[op.residual]
         return residual
 
     def new_inputs(self, format: PackedFormat, x: Tensor, slot: int) -> Inputs:
@@ -179,18 +195,17 @@ class Lowering:
         """Return a tensor's rows in the format for products with such weights; the first call adds the conversion."""
         key = x, format.input_kind
         if key not in self.inputs:
-            rows: Stored = self.stored[x]
+            rows: DeviceRows = self.stored[x]
             inputs = self.new_inputs(format, x, rows.slot)
             is_read = any(getattr(op, "residual", None) is x for op in self.readers[x])  # and overwritten
             is_same = format.type is GGMLType.F32 and x.width % matmul.RUN == 0 and not is_read
             self.inputs[key] = replace(inputs, alone=rows) if is_same else inputs
-            self._quantise("quantise", rows, inputs)
-            if is_same:
-                self._omit_last(lambda extent: extent.rows(rows.slot) == 1)
+            when = (lambda extent: extent.rows(rows.slot) != 1) if is_same else None
+            self._quantise("quantise", rows, inputs, when=when)
         return self.inputs[key]
 
     def _quantise(
-        self, name: str, x: Stored, inputs: Inputs, rows: Any = None, head_stride: int = 0, **options: Any
+        self, name: str, x: DeviceRows, inputs: Inputs, rows: Any = None, head_stride: int = 0, **options: Any
     ) -> None:
         """Convert rows for products: all rows, the rows given by ``rows``, or the first values of every head."""
         format, counter = inputs.format, self.batch.counter(inputs.slot)
@@ -200,7 +215,7 @@ class Lowering:
         grid = lambda n: (format.input_rows(n), inputs.n_heads)  # noqa: E731
         self.call(name, (launch.module, launch.kernel), inputs.slot, grid, launch.block[0], *values, **options)
 
-    def result_of(self, x: Tensor, *, both: bool = False) -> tuple[Stored | None, Inputs | None]:
+    def result_of(self, x: Tensor, *, both: bool = False) -> tuple[DeviceRows | None, Inputs | None]:
         """Return the outputs of a norm or a gate: float rows, or integers, or both.
 
         Float rows are omitted if only products with integers read the tensor.
@@ -211,7 +226,7 @@ class Lowering:
         readers = self.readers[x]
         multiplied = [_multiplied(op, x) for op in readers]
         formats = [self.weights.matrix(weight).packed for weights in multiplied for weight in weights]
-        gathered = [w for op in readers if isinstance(op, g.ExpertLinears) for w in op.experts]
+        gathered = [w for op in readers if isinstance(op, ops.ExpertLinears) for w in op.experts]
         integers = [f for f in (*formats, *(self.weights.matrix(w).packed for w in gathered)) if not f.is_float]
         is_alone = all(multiplied) and len(integers) == len(formats) and x is not self.graph.result
         if not integers or not (both or is_alone):
@@ -228,8 +243,9 @@ class Lowering:
         threads: int,
         *values: Any,
         defines: Mapping[str, int | str] | None = None,
-        operands: Sequence[Stored | Inputs | Buffer] = (),
+        operands: Sequence[DeviceRows | Inputs | Buffer] = (),
         cost: Callable[[BatchSizes], Cost] | None = None,
+        when: Condition | None = None,
     ) -> None:
         """Add a call of one kernel, whose launches differ only in the number of rows.
 
@@ -240,30 +256,23 @@ class Lowering:
             values: see `arguments`.
             operands: rows and buffers that the values point to, in addition to rows and buffers among the values.
             cost: by default, all rows and weights are read or written once.
+            when: whether an extent needs the call; by default, every extent does.
         """
-        rows = [value for value in (*values, *operands) if isinstance(value, Stored | Inputs)]
+        rows = [value for value in (*values, *operands) if isinstance(value, DeviceRows | Inputs)]
         weight_bytes = sum(value.n_bytes for value in values if isinstance(value, DeviceMemory))
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            if n := extent.rows(slot):
+            if (n := extent.rows(slot)) and (when is None or when(extent)):
                 yield Launch(*kernel, defines or {}, grid(n), (threads,), 0, arguments(*values, n_rows=n))
 
         def all_rows(sizes: BatchSizes) -> Cost:
-            return Cost(sum(each.bytes_of(sizes.rows(each.slot)) for each in rows) + weight_bytes)
+            return Cost(sum(x.bytes_of(sizes.rows(x.slot)) for x in rows) + weight_bytes)
 
         buffers = [value for value in (*values, *operands) if isinstance(value, Buffer)]
         self.calls.append(Call(name, launches, [*rows, *buffers], cost or all_rows))
 
-    def _omit_last(self, is_done: Callable[[Extent], bool], n: int = 1) -> None:
-        """Skip the last ``n`` calls for extents whose result another kernel has already computed."""
-
-        def omitted(call: Call) -> Call:
-            return replace(call, launches=lambda extent: () if is_done(extent) else call.launches(extent))
-
-        self.calls[-n:] = map(omitted, self.calls[-n:])
-
     def elementwise(
-        self, name: str, kernel: str, x: Stored, grid: Grid, threads: int, *values: Any, **options: Any
+        self, name: str, kernel: str, x: DeviceRows, grid: Grid, threads: int, *values: Any, **options: Any
     ) -> None:
         """Add a call of a kernel in elementwise.cu whose first argument is the number of rows of x."""
         self.call(
@@ -272,38 +281,46 @@ class Lowering:
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
-    def input(self, op: g.Input) -> Stored:
+    def input(self, op: ops.Input) -> DeviceRows:
         y = self.like(op.x)
         self.hidden.append((op, y))
         return y
 
-    def embed(self, op: g.Embed) -> Stored:
+    def embed(self, op: ops.Embed) -> DeviceRows:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
         self.tables.append((table.n_out, op.by_position))
         columns, format, batch = op.columns or range(table.n_in), table.packed, self.batch
         numbers = batch.positions if op.by_position else batch.ids
         launch, row_bytes = matmul.embed_launch(format, 1), table.memory.n_bytes / table.n_out + y.bytes_of(1)
-        chosen = None if op.by_position else self.chosen
-        values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), numbers, chosen, batch.header
+        chosen_ids = None if op.by_position else self.chosen_ids
+        values = (
+            table.memory,
+            columns.start,
+            columns.stop,
+            format.n_tiles(table.n_in),
+            numbers,
+            chosen_ids,
+            batch.header,
+        )
         options: dict[str, Any] = {"cost": lambda sizes: Cost(sizes.n_tokens * row_bytes), "defines": launch.defines}
-        own = (self.embeddings.setdefault(0, self.like(op.result)),) if op.takes_rows else (None, 0)
-        values, kernel = (*values, float(op.scale), *own), (launch.module, launch.kernel)
+        embeddings = (self.embeddings.setdefault(0, self.like(op.result)),) if op.takes_rows else (None, 0)
+        values, kernel = (*values, float(op.scale), *embeddings), (launch.module, launch.kernel)
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, y, **options)
         return y
 
-    def ngram_embed(self, op: g.NgramEmbed) -> Stored:
+    def ngram_embed(self, op: ops.NgramEmbed) -> DeviceRows:
         y = self.like(op.result)
         self.ngrams.append((op, y))
         return y
 
-    def add_rows(self, op: g.AddRows) -> Stored:
-        x: Stored = self.stored[op.x]
-        own = self.embeddings.setdefault(op.index, self.like(op.x))
-        self.elementwise("add rows", "add_rows", x, columns(x), GATE_THREADS, self.batch.ids, own, x.width, x)
-        self._omit_last(lambda extent: not extent.has_embedded)
+    def add_rows(self, op: ops.AddRows) -> DeviceRows:
+        x: DeviceRows = self.stored[op.x]
+        rows = self.embeddings.setdefault(op.index, self.like(op.x))
+        values, when = (self.batch.ids, rows, x.width, x), lambda extent: extent.has_embedded
+        self.elementwise("add rows", "add_rows", x, columns(x), GATE_THREADS, *values, when=when)
         return x
 
-    def rms_norm(self, op: g.RMSNorm) -> Stored | Inputs | None:
+    def rms_norm(self, op: ops.RMSNorm) -> DeviceRows | Inputs | None:
         x, n_groups, eps = self.stored[op.x], op.n_groups, float(op.eps)
         y, codes = self.result_of(op.result, both=True) if n_groups == 1 else (self.like(op.result), None)
         step = 0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // n_groups
@@ -312,153 +329,140 @@ class Lowering:
         self.elementwise(name, "rms_norm", x, grid, _NORM_THREADS, *values, step, *_written(y, codes))
         return y or codes
 
-    def layer_norm(self, op: g.LayerNorm) -> Stored:
+    def layer_norm(self, op: ops.LayerNorm) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         values, grid = (x, x.width // op.n_groups, *weights, float(op.eps), y), lambda n: (n, op.n_groups)
         self.elementwise("layer norm", "layer_norm", x, grid, _NORM_THREADS, *values)
         return y
 
-    def gated(self, op: g.Gated) -> Stored | Inputs | None:
+    def gated(self, op: ops.Gated) -> DeviceRows | Inputs | None:
         return self._gate(op.result, op.gate, op.up, op.activation)
 
-    def activation(self, op: g.Activation) -> Stored | Inputs | None:
+    def activation(self, op: ops.Activation) -> DeviceRows | Inputs | None:
         return self._gate(op.result, op.x, None, op.activation)
 
-    def head_gate(self, op: g.HeadGate) -> Stored:
+    def head_gate(self, op: ops.HeadGate) -> DeviceRows:
         x, gate, y = self.stored[op.x], self.stored[op.gate], self.like(op.result)
         values = ACTIVATIONS.index(op.activation), x, x.width, op.x.width // op.gate.width, gate, y
         self.elementwise("gate of heads", "head_gate", x, columns(x), GATE_THREADS, *values)
         return y
 
-    def clamp(self, op: g.Clamp) -> Stored:
+    def _elementwise(self, op: Any) -> DeviceRows:
+        kernel, by_row, numbers = _ELEMENTWISE[type(op)]
         x, y = self.stored[op.x], self.like(op.result)
-        self.elementwise("clamp", "clamp", x, columns(x), GATE_THREADS, x, x.width, float(op.low), float(op.high), y)
+        grid, threads = (_each, _NORM_THREADS) if by_row else (columns(x), GATE_THREADS)
+        name = kernel.replace("_", " ")
+        self.elementwise(name, kernel, x, grid, threads, x, x.width, *map(float, numbers(op)), y)
         return y
 
-    def xielu(self, op: g.XIELU) -> Stored:
-        x, y = self.stored[op.x], self.like(op.result)
-        numbers = map(float, (op.p, op.n, op.beta, op.eps))
-        self.elementwise("xielu", "xielu", x, columns(x), GATE_THREADS, x, x.width, *numbers, y)
-        return y
+    above_deviation = clamp = root_mean_square = softcap = xielu = _elementwise
 
-    def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs | None:
+    def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> DeviceRows | Inputs | None:
         """Apply an activation, multiplied by a second row if given."""
-        x, other = self.stored[gate], self.stored[up]
-        ended, is_done = self.ends.get(result, (None, None))
-        y, codes = (None, ended) if ended else self.result_of(result, both=True)
-        operands, up_buffer = ([x, other], other.buffer) if other else ([x], None)
+        x, up_rows = self.stored[gate], self.stored[up]
+        product_codes, is_done = self.ends.get(result, (None, None))
+        y, codes = (None, product_codes) if product_codes else self.result_of(result, both=True)
+        operands, up_buffer = ([x, up_rows], up_rows.buffer) if up_rows else ([x], None)
         values = ACTIVATIONS.index(activation), x.buffer, up_buffer, x.stride, x.width, *_written(y, codes)
         name = f"gate{' + quantise' if codes else ''}"
-        self.elementwise(name, "gated", x, columns(x), GATE_THREADS, *values, operands=operands)
-        if is_done is not None:
-            self._omit_last(is_done)
+        when = None if is_done is None else lambda extent: not is_done(extent)
+        self.elementwise(name, "gated", x, columns(x), GATE_THREADS, *values, operands=operands, when=when)
         return y or codes
 
-    def add(self, op: g.Add) -> Stored:
+    def add(self, op: ops.Add) -> DeviceRows:
         return self._add(op.x, op.scale, None, op.gate, op.residual)
 
-    def columns(self, op: g.Columns) -> Stored:
+    def columns(self, op: ops.Columns) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
         self._copy(x, op.columns.start, y, 0, len(op.columns))
         return y
 
-    def side_by_side(self, op: g.SideBySide) -> Stored:
+    def side_by_side(self, op: ops.SideBySide) -> DeviceRows:
         y, first = self.like(op.result), 0
-        for x in op.parts:
+        for x in op.tensors:
             self._copy(self.stored[x], 0, y, first, x.width)
             first += x.width
         return y
 
-    def _copy(self, x: Stored, source: int, y: Stored, target: int, n: int) -> None:
+    def _copy(self, x: DeviceRows, source: int, y: DeviceRows, target: int, n: int) -> None:
         """Copy n columns, from column ``source`` of x to column ``target`` of y."""
         values = x.buffer.at(4 * source), x.stride, 0, n, y.buffer.at(4 * target), y.stride, 0
         options: dict[str, Any] = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n)}
         self.elementwise("copy columns", "copy_heads", x, lambda n: (1, n), 32, *values, **options)
 
-    def mix_streams(self, op: g.MixStreams) -> Stored:
+    def mix_streams(self, op: ops.MixStreams) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
         mixed = x, *self._rows_of(op.mixing), *self._rows_of(op.residual)
         values = *mixed, op.n, op.first, op.size, float(op.offset), y, y.width
         self.elementwise("mix streams", "mix_streams", x, columns(y), GATE_THREADS, *values)
         return y
 
-    def hyper_weights(self, op: g.HyperWeights) -> tuple[Stored, ...]:
-        x, made = self.stored[op.x], tuple(map(self.like, op.result))
-        weights = self.weights.vector(op.scale), self.weights.vector(op.base)
-        values = x, *weights, op.n, float(op.eps), float(op.magnitude), float(op.more), op.n_rounds
-        self.elementwise("stream weights", "hyper_weights", x, _each, 1, *values, *made, *(None, 0) * (3 - len(made)))
-        return made
+    def hyper_weights(self, op: ops.HyperWeights) -> tuple[DeviceRows, ...]:
+        x, results = self.stored[op.x], tuple(map(self.like, op.result))
+        weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
+        values = x, *weights, op.n, float(op.eps), float(op.write_scale), float(op.write_offset), op.n_rounds
+        self.elementwise(
+            "stream weights", "hyper_weights", x, _each, 1, *values, *results, *(None, 0) * (3 - len(results))
+        )
+        return results
 
-    def stream_gate(self, op: g.StreamGate) -> Stored:
+    def stream_gate(self, op: ops.StreamGate) -> DeviceRows:
         key, query, y = self.stored[op.key], self.stored[op.query], self.like(op.result)
         values = key, query, op.size, op.size**-0.5, y
         self.elementwise("stream gate", "stream_gate", key, lambda n: (op.n, n), 32, *values)
         return y
 
-    def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
-        x, y = self.stored[op.x], self.like(op.result)
-        self.elementwise("root mean square", "root_mean_square", x, _each, _NORM_THREADS, x, x.width, y)
-        return y
-
-    def above_deviation(self, op: g.AboveDeviation) -> Stored:
-        x, y = self.stored[op.x], self.like(op.result)
-        self.elementwise("cut", "above_deviation", x, _each, _NORM_THREADS, x, x.width, float(op.factor), y)
-        return y
-
-    def scale(self, op: g.Scale) -> Stored:
+    def scale(self, op: ops.Scale) -> DeviceRows:
         return self._add(op.x, op.factor, op.weight, None, None)
 
     def _add(
         self, x: Tensor, factor: float, weight: Weight | None, gate: Tensor | None, residual: Tensor | None
-    ) -> Stored:
+    ) -> DeviceRows:
         """Compute factor * weight * sigmoid(gate) * x + residual; None omits a factor or the residual."""
-        rows, y, other = self.stored[x], self.like(x), self.stored[residual]
-        added = None if other is None else other.buffer
+        rows, y, residual_rows = self.stored[x], self.like(x), self.stored[residual]
+        added = None if residual_rows is None else residual_rows.buffer
         values = rows, rows.width, float(factor), self.weights.vector(weight), *self._rows_of(gate), added, y
-        operands = [] if other is None else [other]
+        operands = [] if residual_rows is None else [residual_rows]
         self.elementwise("add", "add", rows, columns(rows), GATE_THREADS, *values, operands=operands)
         return y
 
-    def softcap(self, op: g.Softcap) -> Stored:
-        x, y = self.stored[op.x], self.like(op.x)
-        self.elementwise("softcap", "softcap", x, columns(x), GATE_THREADS, x, x.width, float(op.cap), y)
-        return y
-
-    def outputs(self, op: g.Outputs) -> Stored:
+    def outputs(self, op: ops.Outputs) -> DeviceRows:
         x, y, batch = self.stored[op.x], self.new(Rows.OUTPUTS, op.result.width), self.batch
-        given: tuple[Any, ...] = () if op.n_joined == 1 else (op.n_joined, op.is_mean)
-        kernel = "elementwise", "join_rows" if given else "gather_rows"
+        options: tuple[Any, ...] = () if op.n_joined == 1 else (op.n_joined, op.is_mean)
+        kernel = "elementwise", "join_rows" if options else "gather_rows"
         cost = lambda sizes: Cost(2 * y.bytes_of(sizes.n_outputs))  # noqa: E731
-        values = batch.header, batch.outputs, *given, x, x.width, y
+        values = batch.header, batch.outputs, *options, x, x.width, y
         self.call("gather", kernel, N_OUTPUTS, columns(x), GATE_THREADS, *values, cost=cost)
         return y
 
-    def choose(self, logits: Stored) -> tuple[Buffer, Buffer] | None:
+    def choose(self, logits: DeviceRows) -> tuple[Buffer, Buffer] | None:
         """Find the largest logits, in the number that the extent specifies."""
         n_parts, n_outputs, header = -(-logits.width // SORTED), self.limits.max_outputs, self.batch.header
         found_bytes = 8 * n_outputs * min(MAX_TOP_K, logits.width)
-        best, parts = Buffer(found_bytes + 4 * n_outputs), Buffer(found_bytes * n_parts)
+        best, candidates = Buffer(found_bytes + 4 * n_outputs), Buffer(found_bytes * n_parts)
 
         def launches(extent: Extent) -> Iterator[Launch]:
             def launch(kernel: str, grid: tuple[int, ...], *values: Any) -> Launch:
-                given = arguments(header, *values)
-                return Launch("elementwise", kernel, {}, grid, (_SORT_THREADS,), 0, given)
+                launch_arguments = arguments(header, *values)
+                return Launch("elementwise", kernel, {}, grid, (_SORT_THREADS,), 0, launch_arguments)
 
             k, n = extent.top_k, extent.n_outputs
             if k == 1 and n:
-                yield launch("argmax", (n,), logits, logits.width, self.chosen)
+                yield launch("argmax", (n,), logits, logits.width, self.chosen_ids)
             elif k and n:
-                yield launch("top_parts", (n_parts, n), logits, logits.width, k, parts)
-                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, self.batch.draws, best, self.chosen)
+                yield launch("top_parts", (n_parts, n), logits, logits.width, k, candidates)
+                yield launch(
+                    "top_merge", (n,), candidates, n_parts * k, k, logits, self.batch.draws, best, self.chosen_ids
+                )
 
         cost = lambda sizes: Cost(logits.bytes_of(sizes.n_outputs))  # noqa: E731
-        self.calls.append(Call("choice", launches, [logits, best, parts, self.chosen], cost))
-        return self.chosen, best
+        self.calls.append(Call("choice", launches, [logits, best, candidates, self.chosen_ids], cost))
+        return self.chosen_ids, best
 
     # -- Products --------------------------------------------------------------------------------------------------
 
-    def linear(self, op: g.Linear) -> Stored:
+    def linear(self, op: ops.Linear) -> DeviceRows:
         matrix = self.weights.matrix(op.matrix.weight)
         inputs = self.inputs_of(op.x, matrix.packed)  # a copy, so the rows may be overwritten
         y = self.in_place(op)
@@ -466,34 +470,36 @@ class Lowering:
         self._multiply(inputs, [(matrix, y, bias)], self.stored[op.residual])
         return y
 
-    def linears(self, op: g.Linears) -> tuple[Stored, ...]:
+    def linears(self, op: ops.Linears) -> tuple[DeviceRows, ...]:
         matrices = [self.weights.matrix(matrix.weight) for matrix in op.matrices]
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in matrices)
         inputs = [self.inputs_of(op.x, matrix.packed) for matrix in matrices]
         biases = [self.weights.vector(matrix.bias) for matrix in op.matrices]
         products = list(zip(matrices, results, biases, strict=True))
         gate = self._gate_of(op) if len({matrix.format for matrix in matrices}) == 1 else None
-        for own in dict.fromkeys(inputs):
-            self._multiply(own, [product for x, product in zip(inputs, products, strict=True) if x is own], gate=gate)
+        for operand in dict.fromkeys(inputs):
+            self._multiply(
+                operand, [product for x, product in zip(inputs, products, strict=True) if x is operand], gate=gate
+            )
         return results
 
-    def _gate_of(self, op: g.Linears | g.ExpertLinears) -> tuple[g.Gated, Inputs] | None:
+    def _gate_of(self, op: ops.Linears | ops.ExpertLinears) -> tuple[ops.Gated, Inputs] | None:
         """Return the gate of both products, if nothing else reads them and only its codes are used; else None."""
         gates = {reader for x in op.result for reader in self.readers[x]}
         [gate] = gates if len(gates) == 1 else (None,)
-        if not isinstance(gate, g.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
+        if not isinstance(gate, ops.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
             return None
         codes = None if gate.result.width % matmul.RUN else self.result_of(gate.result)[1]
         return (gate, codes) if codes else None
 
     def _gate_arguments(
-        self, gate: tuple[g.Gated, Inputs], products: Sequence[matmul.Product], n_rows: int
+        self, gate: tuple[ops.Gated, Inputs], products: Sequence[matmul.Product], n_rows: int
     ) -> list[Any]:
-        kind, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n_rows)
-        return matmul.gate_arguments(products[0], products[1], kind, to)
+        activation, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n_rows)
+        return matmul.gate_arguments(products[0], products[1], activation, to)
 
     def _ends_with(
-        self, gate: tuple[g.Gated, Inputs] | None, launches: Callable[[Extent], Iterator[Launch]]
+        self, gate: tuple[ops.Gated, Inputs] | None, launches: Callable[[Extent], Iterator[Launch]]
     ) -> list[Inputs]:
         """Return the additional buffers of products that may compute a gate."""
         if gate is None:
@@ -502,25 +508,25 @@ class Lowering:
         self.ends[gate[0].result] = gate[1], is_done
         return [gate[1]]
 
-    def head_linear(self, op: g.HeadLinear) -> Stored:
+    def head_linear(self, op: ops.HeadLinear) -> DeviceRows:
         x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
-        (n_heads, n_out, n_in), rest = op.weight.shape, op.n_rest
+        (n_heads, n_out, n_in), n_rest = op.weight.shape, op.n_rest
         inputs = Inputs.new(matrix.packed, self.limits.max_rows(x.slot), n_in, x.slot, n_heads)
-        self._quantise("quantise", x, inputs, head_stride=n_in + rest)
+        self._quantise("quantise", x, inputs, head_stride=n_in + n_rest)
         self._multiply(inputs, [(matrix, y, None)])
-        if rest:
+        if n_rest:
             source, target = (x.buffer.at(4 * n_in), x.stride), (y.buffer.at(4 * n_out), y.stride)
-            values = *source, n_in + rest, rest, *target, n_out + rest
-            options = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n_heads * rest)}
+            values = *source, n_in + n_rest, n_rest, *target, n_out + n_rest
+            options = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n_heads * n_rest)}
             self.elementwise("copy heads", "copy_heads", x, lambda n: (n_heads, n), 32, *values, **options)
         return y
 
     def _multiply(
         self,
         inputs: Inputs,
-        products: Sequence[tuple[PackedMatrix, Stored, DeviceMemory | None]],
-        residual: Stored | None = None,
-        gate: tuple[g.Gated, Inputs] | None = None,
+        products: Sequence[tuple[PackedMatrix, DeviceRows, DeviceMemory | None]],
+        residual: DeviceRows | None = None,
+        gate: tuple[ops.Gated, Inputs] | None = None,
     ) -> None:
         """Multiply the same inputs with matrices of all formats that read inputs of this kind.
 
@@ -539,20 +545,23 @@ class Lowering:
                 operands = [
                     matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products
                 ]
-                by_format = [[p for p, own in zip(operands, names, strict=True) if own == name] for name in formats]
+                by_format = [
+                    [p for p, format_name in zip(operands, names, strict=True) if format_name == name]
+                    for name in formats
+                ]
                 step = matmul.MAX_MATRICES
                 if len(formats) == 2 and len(by_format[1]) == 1 and len(operands) <= step:
                     *_, last = formats.values()
-                    launch, given = product(n, packed[0].packed, [*by_format[0], *by_format[1]])
+                    launch, values = product(n, packed[0].packed, [*by_format[0], *by_format[1]])
                     if mixed := matmul.mixed_launch(packed[0].packed, launch, last):
-                        yield mixed.given(*given)
+                        yield mixed.with_arguments(*values)
                         return
-                for format, own in zip(formats.values(), by_format, strict=True):
-                    for some in (own[i : i + step] for i in range(0, len(own), step)):
-                        launch, given = product(n, format, some)
+                for format, group in zip(formats.values(), by_format, strict=True):
+                    for some in (group[i : i + step] for i in range(0, len(group), step)):
+                        launch, values = product(n, format, some)
                         if gate is not None and (gated := matmul.gated_launch(format, launch)):
-                            launch, given = gated, [*given[:5], *self._gate_arguments(gate, some, n)]
-                        yield launch.given(*given)
+                            launch, values = gated, [*values[:5], *self._gate_arguments(gate, some, n)]
+                        yield launch.with_arguments(*values)
 
         def product(n: int, format: PackedFormat, some: Sequence[matmul.Product]) -> tuple[Launch, list[Any]]:
             (units, scales, _), n_rows = inputs.as_arguments(n), format.input_rows(n)
@@ -564,92 +573,97 @@ class Lowering:
             extra = 0 if residual is None else residual.bytes_of(sizes.rows(slot))
             return _product_cost(packed, inputs, sizes.rows(slot), extra_bytes=extra)
 
-        operands: list[Stored | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
+        operands: list[DeviceRows | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
         operands += self._ends_with(gate, launches)
         name = "linear" if inputs.n_heads == 1 else "heads"
         self.calls.append(Call(f"{name} {_names(packed)}", launches, operands, cost))
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
-    def rope_append(self, op: g.RopeAppend) -> Stored:
-        limits, batch, kept, cache = self.limits, self.batch, op.cache, self.limits.cache
-        q: Stored
+    def rope_append(self, op: ops.RopeAppend) -> DeviceRows:
+        limits, batch, kv_cache, cache = self.limits, self.batch, op.cache, self.limits.cache
+        q: DeviceRows
         q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
-        rope, scale, others = op.rope or _NO_ROPE, op.q_scale or g.PositionScale(0.0, 1), [x for x in (k, v) if x]
+        rope, scale, keys_values = (
+            op.rope or _NO_ROPE,
+            op.q_scale or g.PositionScale(0.0, 1),
+            [x for x in (k, v) if x],
+        )
         if self.graph.caches_of is not None:
             raise KernelError("assistants that draft from another model's caches do not run on a GPU")
         norms: list[Any] = []
-        for norm, dim in zip(op.norms, (kept.key_dim, kept.key_dim, kept.value_dim), strict=True):
+        for norm, dim in zip(op.norms, (kv_cache.key_dim, kv_cache.key_dim, kv_cache.value_dim), strict=True):
             n = 0 if norm is None else dim if norm.weight is None else norm.weight.shape[0]
             norms += [norm and self.weights.vector(norm.weight), n, float(norm.eps) if norm else 0.0]
         # An indexer's keys that are also its queries are only stored.
-        n_heads = 0 if op.q is op.k else q.width // kept.key_dim
-        row_bytes = 2 * q.bytes_of(1) + sum(x.bytes_of(1) for x in others) + (kept.bytes_per_token() if k else 0)
+        n_heads = 0 if op.q is op.k else q.width // kv_cache.key_dim
+        row_bytes = (
+            2 * q.bytes_of(1) + sum(x.bytes_of(1) for x in keys_values) + (kv_cache.bytes_per_token() if k else 0)
+        )
         self.call(
             "rope + append",
             ("append", "rope_append"),
             N_TOKENS,
-            lambda n: (-(-(n_heads + len(others) * kept.n_heads) // _HEADS_PER_BLOCK), n),
+            lambda n: (-(-(n_heads + len(keys_values) * kv_cache.n_heads) // _HEADS_PER_BLOCK), n),
             32 * _HEADS_PER_BLOCK,
-            *(batch.header, batch.slots[cache.groups[kept.key]], batch.positions),
+            *(batch.header, batch.slots[cache.groups[kv_cache.key]], batch.positions),
             *((batch.axes, limits.max_tokens) if rope.axes else (None, 0)),
             limits.frequencies(rope) if len(rope.frequencies) else None,
             *(len(rope.frequencies), rope.first, rope.interleaved, float(rope.magnitude), q),
             *(*self._rows_of(op.k), *self._rows_of(op.v)),
-            *(n_heads, kept.n_heads, *norms),
+            *(n_heads, kv_cache.n_heads, *norms),
             *(op.norm_last, float(scale.rate), scale.length, scale.offset),
             # An operation without keys uses the cache of another layer.
-            *(cache.layer(kept.key) if k else (None,) * 4),
-            defines=append_defines(kept, has_axes=bool(rope.axes), ahead=rope.ahead),
+            *(cache.layer(kv_cache.key) if k else (None,) * 4),
+            defines=append_defines(kv_cache, has_axes=bool(rope.axes), position_offset=rope.position_offset),
             cost=lambda sizes: Cost(sizes.n_tokens * row_bytes),
         )
         return q
 
-    def attention(self, op: g.Attention) -> Stored:
+    def attention(self, op: ops.Attention) -> DeviceRows:
         if op.selected is not None or op.entries is not None:
             return self._attention_selected(op)
         if op.has_spans and not op.causal:
             raise KernelError("attention to spans only, as in image encoders, does not run on a GPU")
-        limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
+        limits, kv_cache, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         # The merge of splits ends with codes if only codes are read.  Heads and rows must be whole groups.
-        fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0 and not kept.rotations[1]
+        fits = kv_cache.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0 and not kv_cache.rotations[1]
         codes = self.result_of(op.result)[1] if fits else None
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
         heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
         variant = replace(variant, has_slopes=op.slopes is not None, bias_width=op.bias_width)
-        cache, batch = limits.cache.layer(kept.key), self.batch.attention(limits.cache.groups[kept.key])
+        cache, batch = limits.cache.layer(kv_cache.key), self.batch.attention(limits.cache.groups[kv_cache.key])
         scoring = float(op.scale), float(op.softcap or 0), self.weights.vector(op.slopes or op.biases)
 
         def launches(extent: Extent) -> Iterator[Launch]:
             work = extent.work(kind)
             states = partials.n_bytes - max(4, 4 * work.partial_floats(heads, kind.variant)[1])
-            parts = partials, partials.at(states // 8 * 8), work.max_splits, work.partial_rows
-            own: dict[str, tuple[Any, ...]] = {
+            splits = partials, partials.at(states // 8 * 8), work.max_splits, work.partial_rows
+            kernel_values: dict[str, tuple[Any, ...]] = {
                 "attention_prefill": (*cache, q, y, sinks, *scoring),
-                "attention_split": (*cache, q, *parts, *scoring),
-                "attention_merge": (*parts, y, sinks, None, None, 0),
+                "attention_split": (*cache, q, *splits, *scoring),
+                "attention_merge": (*splits, y, sinks, None, None, 0),
             }
             if codes is not None and not work.prefill_tiles:
-                own["attention_merge"] = *parts, y, sinks, *codes.as_arguments(extent.n_tokens)
+                kernel_values["attention_merge"] = *splits, y, sinks, *codes.as_arguments(extent.n_tokens)
             for launch in attention.launches(work, heads, variant, limits.properties.n_multiprocessors):
                 numbers = heads.n_kv_heads, heads.group_size, *attention.token_range(launch, work), heads.window
-                yield launch.given(*arguments(*batch, *numbers, *own[launch.kernel]))
+                yield launch.with_arguments(*arguments(*batch, *numbers, *kernel_values[launch.kernel]))
 
         def cost(sizes: BatchSizes) -> Cost:
             pairs, positions = sizes.seen(heads.window)
-            n_bytes = q.bytes_of(sizes.n_tokens) + y.bytes_of(sizes.n_tokens) + positions * kept.bytes_per_token()
+            n_bytes = q.bytes_of(sizes.n_tokens) + y.bytes_of(sizes.n_tokens) + positions * kv_cache.bytes_per_token()
             return Cost(n_bytes, 4 * pairs * q.width, "f16")  # query times key, and weight times value
 
         name = "attention" if heads.window == attention.NO_WINDOW else f"attention, window {heads.window}"
         self.calls.append(Call(name, launches, [q, y, partials, *([codes] if codes else [])], cost))
         if codes is not None:
-            self._quantise("quantise", y, codes)
-            self._omit_last(lambda extent: not extent.work(kind).prefill_tiles)
+            self._quantise("quantise", y, codes, when=lambda extent: extent.work(kind).prefill_tiles > 0)
         self._rotate_back(op, y)
         return y
 
-    def _rotate_back(self, op: g.Attention, y: Stored) -> None:
+    def _rotate_back(self, op: ops.Attention, y: DeviceRows) -> None:
         """Undo the rotation of values in their sums."""
         if op.cache.rotations[1]:
             self.call(
@@ -663,18 +677,18 @@ class Lowering:
                 cost=lambda sizes: Cost(2 * y.bytes_of(sizes.n_tokens)),
             )
 
-    def index_select(self, op: g.IndexSelect) -> Stored:
-        limits, kept, batch = self.limits, op.cache, self.batch
+    def index_select(self, op: ops.IndexSelect) -> DeviceRows:
+        limits, kv_cache, batch = self.limits, op.cache, self.batch
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         weights, of_heads = self.stored[op.head_weights], self._rows_of(op.head_weights)
         stride, n_choices = -(-limits.cache.n_pages[0] * PAGE // op.run), op.n_choices
-        scores, cache = Buffer(4 * _SCORED_TOKENS * n_choices * stride), limits.cache.layer(kept.key)[:2]
-        header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
-        defines = index_defines(kept, op.k // op.run, op.n_heads, op.dim, run=op.run, n_last=op.n_last)
+        scores, cache = Buffer(4 * _SCORED_TOKENS * n_choices * stride), limits.cache.layer(kv_cache.key)[:2]
+        header, starts, _, _, *tables = batch.attention(limits.cache.groups[kv_cache.key])
+        defines = index_defines(kv_cache, op.k // op.run, op.n_heads, op.dim, run=op.run, n_last=op.n_last)
         if op.pool is not None:
-            slots = batch.slots[limits.cache.groups[kept.key]]
+            slots = batch.slots[limits.cache.groups[kv_cache.key]]
             pooled = header, batch.positions, slots, self.weights.vector(op.pool), padded(op.dim), cache[0]
-            cost = lambda sizes: Cost(sizes.n_tokens * kept.bytes_per_token())  # noqa: E731
+            cost = lambda sizes: Cost(sizes.n_tokens * kv_cache.bytes_per_token())  # noqa: E731
             kernel = "selection", "pool_keys"
             self.call("pool", kernel, N_TOKENS, _each, 128, *pooled, defines=defines, cost=cost, operands=[q])
 
@@ -682,45 +696,45 @@ class Lowering:
             for first in range(0, extent.n_tokens, _SCORED_TOKENS):
                 n = min(_SCORED_TOKENS, extent.n_tokens - first)
                 scored = header, starts, *tables, batch.positions, first, q, *of_heads, *cache, scores, stride
-                chosen = header, batch.positions, first, scores, stride, y
+                selected = header, batch.positions, first, scores, stride, y
                 for kernel, grid, values in (
                     ("index_scores", (_SCORE_BLOCKS, n), scored),
-                    ("index_select", (n, n_choices), chosen),
+                    ("index_select", (n, n_choices), selected),
                 ):
                     yield Launch("selection", kernel, defines, grid, (128,), 0, arguments(*values, n_rows=n))
 
         def index_cost(sizes: BatchSizes) -> Cost:
             pairs, positions = sizes.seen(attention.NO_WINDOW)
-            return Cost(positions * kept.bytes_per_token(), 2 * pairs * q.width)
+            return Cost(positions * kv_cache.bytes_per_token(), 2 * pairs * q.width)
 
         operands = [x for x in (q, weights, y, scores) if x]
         self.calls.append(Call("index", launches, operands, index_cost))
         return y
 
-    def compress(self, op: g.Compress) -> Stored:
-        kept, y, weight = op.cache, self.new(Rows.TOKENS, op.result.width), self.weights.vector(op.biases)
-        header, starts, _, _, *tables = self.batch.attention(self.limits.cache.groups[kept.key])
-        rows = self.limits.cache.layer(kept.key)[0]
-        given = header, starts, *tables, self.batch.positions, rows, weight, padded(op.biases.shape[1]), y
-        defines = selection_defines(kept, 0) | {"RUN": op.run, "SERIES": op.n_series}
-        n_bytes = op.n_series * kept.bytes_per_token() + y.bytes_of(1)
+    def compress(self, op: ops.Compress) -> DeviceRows:
+        kv_cache, y, weight = op.cache, self.new(Rows.TOKENS, op.result.width), self.weights.vector(op.biases)
+        header, starts, _, _, *tables = self.batch.attention(self.limits.cache.groups[kv_cache.key])
+        rows = self.limits.cache.layer(kv_cache.key)[0]
+        values = header, starts, *tables, self.batch.positions, rows, weight, padded(op.biases.shape[1]), y
+        defines = selection_defines(kv_cache, 0) | {"RUN": op.run, "SERIES": op.n_series}
+        n_bytes = op.n_series * kv_cache.bytes_per_token() + y.bytes_of(1)
         cost = lambda sizes: Cost(sizes.n_tokens * n_bytes)  # noqa: E731
         kernel, operands = ("selection", "compress"), [self.stored[op.x]]
-        self.call("compress", kernel, N_TOKENS, _each, 128, *given, defines=defines, cost=cost, operands=operands)
+        self.call("compress", kernel, N_TOKENS, _each, 128, *values, defines=defines, cost=cost, operands=operands)
         return y
 
-    def _attention_selected(self, op: g.Attention) -> Stored:
-        limits, kept, batch, entries = self.limits, op.cache, self.batch, op.entries
+    def _attention_selected(self, op: ops.Attention) -> DeviceRows:
+        limits, kv_cache, batch, entries = self.limits, op.cache, self.batch, op.entries
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
-        header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
+        header, starts, _, _, *tables = batch.attention(limits.cache.groups[kv_cache.key])
         beside: tuple[Any, ...] = 0, None, None
         most, by_head = op.n_selected, op.selected_by_head
         longest = most
         if entries is not None:
             number = limits.cache.groups[entries.key]
             beside = op.window, limits.cache.layer(entries.key)[0], batch.attention(number)[4]
-            longest = (op.window or 0) + (most or limits.cache.n_pages[0] * PAGE // entries.every)
-        n_bytes = kept.bytes_per_token() * longest + q.bytes_of(1) + y.bytes_of(1)
+            longest = (op.window or 0) + (most or limits.cache.n_pages[0] * PAGE // entries.stride)
+        n_bytes = kv_cache.bytes_per_token() * longest + q.bytes_of(1) + y.bytes_of(1)
         self.call(
             "attention, selected",
             ("selection", "attention_selected"),
@@ -728,8 +742,8 @@ class Lowering:
             lambda n: (op.n_heads, n),
             128,
             *(header, starts, *tables, batch.positions, *self._rows_of(op.selected)),
-            *(*limits.cache.layer(kept.key), q, y, self.weights.vector(op.sinks), float(op.scale), *beside),
-            defines=selection_defines(kept, most, 0 if entries is None else entries.every, by_head=by_head),
+            *(*limits.cache.layer(kv_cache.key), q, y, self.weights.vector(op.sinks), float(op.scale), *beside),
+            defines=selection_defines(kv_cache, most, 0 if entries is None else entries.stride, by_head=by_head),
             cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * longest * q.width),
         )
         self._rotate_back(op, y)
@@ -744,87 +758,91 @@ class Lowering:
         kernel: str,
         state: g.RecurrentState,
         row_bytes: int,
-        *given: Any,
+        grid: Grid,
+        threads: int,
+        *values: Any,
         **options: Any,
     ) -> None:
         """Add a call of a kernel whose first arguments are the batch and a state, which it reads and writes."""
-        cache, (grid, threads, *values) = self.limits.cache, given
+        cache = self.limits.cache
         first = *self.batch.sequences, cache.state(state), np.int64(cache.slot_bytes // 4)
         cost = lambda sizes: Cost(sizes.n_tokens * row_bytes + len(sizes.sequences) * 8 * state.n_values)  # noqa: E731
         self.call(name, (module, kernel), N_TOKENS, grid, threads, *first, *values, cost=cost, **options)
 
-    def causal_conv(self, op: g.CausalConv) -> Stored:
+    def causal_conv(self, op: ops.CausalConv) -> DeviceRows:
         x, y = self.stored[op.x], self.new(Rows.TOKENS, op.x.width)
         weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         grid = lambda n: (-(-x.width // _CONV_COLUMNS), min(n, _MAX_SEQUENCES), -(-n // _CONV_TOKENS))  # noqa: E731
         values, defines = (x, x.width, *weights, op.silu, y.buffer), {"KERNEL": op.state.shape[0] + 1}
-        names, given = ("causal conv", "convolution", "causal_conv"), (grid, _CONV_COLUMNS, *values)
-        self._recurrent_call(*names, op.state, 2 * x.bytes_of(1), *given, operands=[y], defines=defines)
+        names = "causal conv", "convolution", "causal_conv"
+        self._recurrent_call(
+            *(*names, op.state, 2 * x.bytes_of(1), grid, _CONV_COLUMNS, *values), operands=[y], defines=defines
+        )
         return y
 
-    def gated_delta(self, op: g.GatedDelta) -> Stored:
+    def gated_delta(self, op: ops.GatedDelta) -> DeviceRows:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
-        parts = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
+        qkv = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
         gates, weights = [self.stored[op.decay], self.stored[op.beta]], [op.a, op.dt_bias, None]
         per_group = n_heads // op.n_key_heads if op.is_grouped else 0
-        how = op.n_key_heads, per_group, float(op.eps), d_k**-0.5, float(op.bound)
-        return self._recurrence(op, parts, gates, weights, how, op.is_per_channel)
+        settings = op.n_key_heads, per_group, float(op.eps), d_k**-0.5, float(op.bound)
+        return self._recurrence(op, qkv, gates, weights, settings, op.is_per_channel)
 
-    def scan(self, op: g.Scan) -> Stored:
+    def scan(self, op: ops.Scan) -> DeviceRows:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
-        weights, how = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0, 0.0)
-        return self._recurrence(op, [c, b, x], [self.stored[op.dt]], weights, how, False)
+        weights, settings = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0, 0.0)
+        return self._recurrence(op, [c, b, x], [self.stored[op.dt]], weights, settings, False)
 
-    def channel_scan(self, op: g.ChannelScan) -> Stored:
+    def channel_scan(self, op: ops.ChannelScan) -> DeviceRows:
         x, dt, b, c = (self.stored[y] for y in (op.x, op.dt, op.b, op.c))
         y, weights = self.new(Rows.TOKENS, x.width), map(self.weights.vector, (op.a, op.dt_bias, op.d))
         names, n_bytes = ("scan", "recurrent", "channel_scan"), 12 * x.width + 8 * b.width
         grid = lambda n: (-(-x.width // 128), min(n, _MAX_SEQUENCES))  # noqa: E731
-        given = grid, 128, x, dt, b, c, *weights, x.width, y
-        self._recurrent_call(*names, op.state, n_bytes, *given, defines={"STATES": b.width})
+        values = x, dt, b, c, *weights, x.width, y
+        self._recurrent_call(*names, op.state, n_bytes, grid, 128, *values, defines={"STATES": b.width})
         return y
 
-    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Stored, int]]:
+    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[DeviceRows, int]]:
         """Return the rows that contain parts of tensors, and the first column of each part."""
-        return [(self.stored[x], first) for x, first in g.side_by_side(tensors, widths)]
+        return [(self.stored[x], first) for x, first in side_by_side(tensors, widths)]
 
     def _recurrence(
         self,
-        op: g.GatedDelta | g.Scan,
-        parts: Sequence[tuple[Stored, int]],
-        gates: Sequence[Stored],
+        op: ops.GatedDelta | ops.Scan,
+        qkv: Sequence[tuple[DeviceRows, int]],
+        gates: Sequence[DeviceRows],
         weights: Sequence[Weight | None],
-        how: tuple[int, int, float, float, float],
+        settings: tuple[int, int, float, float, float],
         is_per_channel: bool,
-    ) -> Stored:
+    ) -> DeviceRows:
         """Update a state by each token, and compute its output.
 
         Args:
-            parts: q, k and v.
+            qkv: q, k and v.
             gates: the steps, and betas if used.
-            how: groups, heads per group (0 if heads alternate between groups), eps, scale, and bound of the decay.
+            settings: groups, heads per group (0 if heads alternate between groups), eps, scale, bound of the decay.
         """
         (n_heads, n_rows, n_columns), y = op.state.shape, self.new(Rows.TOKENS, op.result.width)
-        columns, (n_groups, per_group, *numbers) = 32 if n_columns % 32 == 0 else 16, how
+        columns, (n_groups, per_group, *numbers) = 32 if n_columns % 32 == 0 else 16, settings
         defines = {"ROWS": n_rows, "COLUMNS": columns, "DELTA": len(gates) - 1, "PER_CHANNEL": int(is_per_channel)}
         row_bytes = 4 * (2 * n_heads * n_columns + 2 * n_groups * n_rows)
         self._recurrent_call(
             *("recurrence", "recurrent", "recurrence", op.state, row_bytes),
             lambda n: (n_heads * n_columns // columns, min(n, _MAX_SEQUENCES)),
             4 * columns,
-            *(value for rows, first in parts for value in (rows.buffer.at(4 * first), rows.stride)),
+            *(value for rows, first in qkv for value in (rows.buffer.at(4 * first), rows.stride)),
             *(*gates, *(() if len(gates) == 2 else (None, 0))),
             *(*map(self.weights.vector, weights), n_groups, per_group, n_columns, *numbers, y),
-            operands=[rows for rows, _ in parts],
+            operands=[rows for rows, _ in qkv],
             defines=defines,
         )
         return y
 
     # -- Experts ---------------------------------------------------------------------------------------------------
 
-    def route(self, op: g.Route) -> _Chosen:
+    def route(self, op: ops.Route) -> _ExpertChoice:
         limits, mixture, logits = self.limits, Mixture(op.logits.width, op.k), self.stored[op.logits]
         if mixture.n > MAX_EXPERTS or mixture.k > MAX_CHOSEN:
             raise KernelError(
@@ -835,45 +853,45 @@ class Lowering:
         # Products, their number, ids, expert weights, places, and the tokens of places.
         sizes = 16 * mixture.n_products(limits.max_tokens, _FEW_ROWS), 16, *3 * [4 * n_pairs], 4 * n_places
         memory, header = Buffer(sum(sizes)), self.batch.header
-        readers = [op for op in self.readers[op.result] if isinstance(op, g.ExpertLinears | g.ExpertOutput)]
-        experts = [w for op in readers for w in (op.experts if isinstance(op, g.ExpertLinears) else (op.experts,))]
+        readers = [op for op in self.readers[op.result] if isinstance(op, ops.ExpertLinears | ops.ExpertOutput)]
+        experts = [w for op in readers for w in (op.experts if isinstance(op, ops.ExpertLinears) else (op.experts,))]
         formats, products = [self.weights.matrix(weight).packed for weight in experts], limits.products
 
         def is_single(extent: Extent) -> bool:
             sizes = extent.n_tokens, _product_rows(mixture, extent, products), products.capability
             return all(matmul.expert_kernel(format, *sizes) == "matvec_experts" for format in formats)
 
-        chosen = _Chosen(mixture, is_single, memory, *map(memory.at, accumulate(sizes[:-1], initial=0)))
+        choice = _ExpertChoice(mixture, is_single, memory, *map(memory.at, accumulate(sizes[:-1], initial=0)))
         scored = [] if op.is_by_logits else [self.new(Rows.TOKENS, logits.width) for _ in range(2)]
         values = (
             *(header, logits, logits.width, mixture.k, op.norm_topk_prob, float(op.scale), GATINGS.index(op.gating)),
             *(self.weights.vector(op.selection_bias), op.n_groups, op.n_top_groups, op.n_group_best),
-            *self._rows_of(op.chosen),
-            *([each.buffer for each in scored] or (None, None)),
-            *(self.weights.vector(op.expert_scales), chosen.ids, chosen.weights),
+            *self._rows_of(op.expert_ids),
+            *([x.buffer for x in scored] or (None, None)),
+            *(self.weights.vector(op.expert_scales), choice.ids, choice.weights),
         )
-        to = chosen.places, chosen.rows
+        to = choice.places, choice.rows
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            grid, own = (-(-extent.n_tokens // _ROUTE_TOKENS),), to if is_single(extent) else (None, None)
-            yield Launch("experts", "route", {}, grid, (_ROUTE_THREADS,), 0, arguments(*values, *own))
+            grid, tables = (-(-extent.n_tokens // _ROUTE_TOKENS),), to if is_single(extent) else (None, None)
+            yield Launch("experts", "route", {}, grid, (_ROUTE_THREADS,), 0, arguments(*values, *tables))
             if not is_single(extent):
                 rows = _product_rows(mixture, extent, products)
-                own = arguments(
-                    header, chosen.ids, mixture.k, mixture.n, rows, *to, chosen.products, chosen.n_products
+                group_values = arguments(
+                    header, choice.ids, mixture.k, mixture.n, rows, *to, choice.products, choice.n_products
                 )
-                yield Launch("experts", "group_by_expert", {}, (1,), (_GROUP_THREADS,), 0, own)
+                yield Launch("experts", "group_by_expert", {}, (1,), (_GROUP_THREADS,), 0, group_values)
 
         # Ids, weights, places, and the tokens of places.
         cost = lambda sizes: Cost(  # noqa: E731
             (1 + 2 * len(scored)) * logits.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4
         )
-        operands = [x for x in (logits, memory, self.stored[op.chosen], *scored) if x]
+        operands = [x for x in (logits, memory, self.stored[op.expert_ids], *scored) if x]
         self.calls.append(Call("route", launches, operands, cost))
-        return chosen
+        return choice
 
-    def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
-        chosen, x = self.stored[op.routing], self.stored[op.x]
+    def expert_linears(self, op: ops.ExpertLinears) -> tuple[DeviceRows, ...]:
+        choice, x = self.stored[op.routing], self.stored[op.x]
         matrices = [self.weights.matrix(weight) for weight in op.experts]
         inputs = dict[str, tuple[Inputs, Inputs | None]]()
         for kind, format in {matrix.packed.input_kind: matrix.packed for matrix in matrices}.items():
@@ -882,121 +900,141 @@ class Lowering:
             cost = lambda sizes, rows=rows: Cost(  # noqa: E731
                 x.bytes_of(sizes.n_tokens) + 4 * sizes.rows(N_PLACES) + rows.bytes_of(sizes.rows(N_PLACES))
             )
-            self._quantise("gather for experts", x, rows, chosen.rows, operands=[chosen.buffer], cost=cost)
-            if shared is not None:
-                self._omit_last(chosen.is_single)
+            # Single rows use the inputs of tokens, if they exist.
+            when = None if shared is None else lambda extent: not choice.is_single(extent)
+            options: dict[str, Any] = {"operands": [choice.buffer], "cost": cost, "when": when}
+            self._quantise("gather for experts", x, rows, choice.rows, **options)
         is_plain = not op.biases and not op.is_weighted and len({matrix.format for matrix in matrices}) == 1
         gate = self._gate_of(op) if is_plain else None
-        results = self._multiply_experts(chosen, matrices, inputs, gate)
+        results = self._multiply_experts(choice, matrices, inputs, gate)
         for i, y in enumerate(results):
             if op.biases or op.is_weighted:  # weights apply before biases
-                self._finish_experts(chosen, op.is_weighted, op.biases[i] if op.biases else None, y)
+                self._finish_experts(choice, op.is_weighted, op.biases[i] if op.biases else None, y)
         return results
 
-    def expert_output(self, op: g.ExpertOutput) -> Stored:
+    def expert_output(self, op: ops.ExpertOutput) -> DeviceRows:
         if op.residual is not None and self.last_uses[op.residual] > self.node:
             raise KernelError("the cuda backend adds the output of experts in place: it must not be read elsewhere")
-        chosen, matrix, batch = self.stored[op.routing], self.weights.matrix(op.experts), self.batch
+        choice, matrix, batch = self.stored[op.routing], self.weights.matrix(op.experts), self.batch
         rows, format, bias = self.inputs_of(op.h, matrix.packed), matrix.packed, self.weights.vector(op.bias)
-        begin, k = len(self.calls), chosen.mixture.k
+        begin, k = len(self.calls), choice.mixture.k
+
+        def summed_launch(extent: Extent) -> Launch | None:
+            """Return a launch for the whole operation; None if it needs several kernels."""
+            sizes = matrix.n_out, matrix.n_in, extent.n_tokens, k
+            return matmul.summed_launch(format, *sizes) if choice.is_single(extent) else None
+
+        when: Condition = lambda extent: summed_launch(extent) is None  # noqa: E731
         inputs = {format.input_kind: (rows, None)}
-        [products], y = self._multiply_experts(chosen, [matrix], inputs), self.in_place(op)
+        [products], y = self._multiply_experts(choice, [matrix], inputs, when=when), self.in_place(op)
         if op.bias is not None:
-            self._finish_experts(chosen, False, op.bias, products)
-        weights, width = chosen.weights if op.is_weighted else None, products.width
+            self._finish_experts(choice, False, op.bias, products, when)
+        weights, width, adds = (
+            choice.weights if op.is_weighted else None,
+            products.width,
+            int(op.residual is not None),
+        )
 
         def cost(sizes: BatchSizes) -> Cost:  # includes places and weights
             n = sizes.rows(N_PLACES)
             return Cost(products.bytes_of(n) + 8 * n + 2 * y.bytes_of(sizes.n_tokens))
 
-        grid, values = (lambda n: (-(-width // _SUM_COLUMNS), n)), (products, width, y, int(op.residual is not None))
-        given = batch.header, chosen.places, weights, chosen.mixture.k
-        options: dict[str, Any] = {"operands": [chosen.buffer], "cost": cost}
-        self.call("add experts", ("experts", "add_experts"), N_TOKENS, grid, _SUM_THREADS, *given, *values, **options)
+        grid = lambda n: (-(-width // _SUM_COLUMNS), n)  # noqa: E731
+        values = batch.header, choice.places, weights, k, products, width, y, adds
+        options: dict[str, Any] = {"operands": [choice.buffer], "cost": cost, "when": when}
+        self.call("add experts", ("experts", "add_experts"), N_TOKENS, grid, _SUM_THREADS, *values, **options)
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            """Launch one kernel for the whole operation, for few tokens."""
-            n = extent.n_tokens
-            launch = matmul.summed_launch(format, matrix.n_out, matrix.n_in, n, k)
-            if launch and chosen.is_single(extent):
-                numbers = batch.counter(N_TOKENS), format.n_tiles(matrix.n_in), k, format.n_chunks(matrix.n_in)
-                given = *numbers, chosen.ids, weights, matrix.memory, bias, y.buffer, width, y.stride, values[-1]
-                yield launch.given(*arguments(rows, *given, n_rows=extent.n_places))
+            if launch := summed_launch(extent):
+                sizes = batch.counter(N_TOKENS), format.n_tiles(matrix.n_in), k, format.n_chunks(matrix.n_in)
+                values = *sizes, choice.ids, weights, matrix.memory, bias, y.buffer, width, y.stride, adds
+                yield launch.with_arguments(*arguments(rows, *values, n_rows=extent.n_places))
 
-        self._omit_last(lambda extent: any(launches(extent)), len(self.calls) - begin)
         product = self.calls[begin]
 
         def cost_at_once(sizes: BatchSizes) -> Cost:  # products are not stored and read again
             return product.cost(sizes) + cost(sizes) + Cost(-2 * products.bytes_of(sizes.rows(N_PLACES)))
 
-        self.calls.append(Call(f"{product.name} + add", launches, [rows, chosen.buffer, y], cost_at_once))
+        self.calls.append(Call(f"{product.name} + add", launches, [rows, choice.buffer, y], cost_at_once))
         return y
 
-    def _finish_experts(self, chosen: _Chosen, is_weighted: bool, bias: Weight | None, y: Stored) -> None:
+    def _finish_experts(
+        self,
+        choice: _ExpertChoice,
+        is_weighted: bool,
+        bias: Weight | None,
+        y: DeviceRows,
+        when: Condition | None = None,
+    ) -> None:
         """Multiply products by the weights of their pairs and add the biases of their experts, in place."""
-        k, weights = chosen.mixture.k, chosen.weights if is_weighted else None
-        given = self.batch.header, chosen.places, chosen.ids, weights, self.weights.vector(bias), k, y, y.width
+        k, weights = choice.mixture.k, choice.weights if is_weighted else None
+        values = self.batch.header, choice.places, choice.ids, weights, self.weights.vector(bias), k, y, y.width
         grid = lambda n: (-(-y.width // _SUM_COLUMNS), k * n)  # noqa: E731
-        operands: list[Stored | Buffer] = [chosen.buffer, y]
-        self.call(
-            "finish experts", ("experts", "finish_experts"), N_TOKENS, grid, _SUM_THREADS, *given, operands=operands
-        )
+        options: dict[str, Any] = {"operands": [choice.buffer, y], "when": when}
+        kernel = "experts", "finish_experts"
+        self.call("finish experts", kernel, N_TOKENS, grid, _SUM_THREADS, *values, **options)
 
     def _multiply_experts(
         self,
-        chosen: _Chosen,
+        choice: _ExpertChoice,
         matrices: Sequence[PackedMatrix],
         inputs: Mapping[str, tuple[Inputs, Inputs | None]],
-        gate: tuple[g.Gated, Inputs] | None = None,
-    ) -> tuple[Stored, ...]:
+        gate: tuple[ops.Gated, Inputs] | None = None,
+        when: Condition | None = None,
+    ) -> tuple[DeviceRows, ...]:
         """Multiply rows by place; products of one format are one call.
 
         Args:
             inputs: by kind, the inputs of places; and the inputs of tokens, if they exist, which single rows use.
+            when: see `call`.
         """
         results = tuple(self.new(Rows.CHOSEN, matrix.n_out) for matrix in matrices)
         for format in dict.fromkeys(matrix.format for matrix in matrices):
-            own = [(w, y) for w, y in zip(matrices, results, strict=True) if w.format == format]
-            self._multiply_some_experts(chosen, own, *inputs[own[0][0].packed.input_kind], gate)
+            pairs = [(w, y) for w, y in zip(matrices, results, strict=True) if w.format == format]
+            self._multiply_some_experts(choice, pairs, *inputs[pairs[0][0].packed.input_kind], gate, when)
         return results
 
     def _multiply_some_experts(
         self,
-        chosen: _Chosen,
-        pairs: Sequence[tuple[PackedMatrix, Stored]],
+        choice: _ExpertChoice,
+        pairs: Sequence[tuple[PackedMatrix, DeviceRows]],
         inputs: Inputs,
         shared: Inputs | None,
-        gate: tuple[g.Gated, Inputs] | None,
+        gate: tuple[ops.Gated, Inputs] | None,
+        when: Condition | None,
     ) -> None:
-        mixture, limits, packed = chosen.mixture, self.limits.products, [w for w, _ in pairs]
+        mixture, limits, packed = choice.mixture, self.limits.products, [w for w, _ in pairs]
         format, n_in = packed[0].packed, packed[0].n_in
         products = [matmul.Product(w.memory, y.buffer, w.n_out, y.stride) for w, y in pairs]
         tiles, n_chunks, counter = format.n_tiles(n_in), format.n_chunks(n_in), self.batch.counter(N_TOKENS)
 
         def launches(extent: Extent) -> Iterator[Launch]:
+            if when is not None and not when(extent):
+                return
             n, rows = extent.n_tokens, _product_rows(mixture, extent, limits)
-            is_shared = shared is not None and chosen.is_single(extent)
+            is_shared = shared is not None and choice.is_single(extent)
             x, n_rows, share = (shared, n, mixture.k) if is_shared else (inputs, extent.n_places, 1)
             sizes = n_in, n, n * mixture.k, mixture.n_products(n, rows), rows
             for i in range(0, len(products), matmul.MAX_MATRICES):
                 some = products[i : i + matmul.MAX_MATRICES]
                 launch = matmul.expert_launch(format, [p.n_out for p in some], *sizes, limits)
-                own: dict[str, tuple[Any, ...]] = {
-                    "matvec_experts": (counter, tiles, mixture.k, share, chosen.ids, chosen.places),
-                    "matmul_few_experts": (chosen.n_products, tiles, chosen.products),
-                    "matmul_experts": (chosen.n_products, tiles, n_chunks, chosen.products),
+                kernel_values: dict[str, tuple[Any, ...]] = {
+                    "matvec_experts": (counter, tiles, mixture.k, share, choice.ids, choice.places),
+                    "matmul_few_experts": (choice.n_products, tiles, choice.products),
+                    "matmul_experts": (choice.n_products, tiles, n_chunks, choice.products),
                 }
-                given = matmul.matrix_arguments(some)
+                values = matmul.matrix_arguments(some)
                 if gate is not None and (gated := matmul.gated_launch(format, launch)):
-                    given, own[gated.kernel] = self._gate_arguments(gate, some, extent.n_places), own[launch.kernel]
+                    values = self._gate_arguments(gate, some, extent.n_places)
+                    kernel_values[gated.kernel] = kernel_values[launch.kernel]
                     launch = gated
-                yield launch.given(*arguments(x, *own[launch.kernel], *given, n_rows=n_rows))
+                yield launch.with_arguments(*arguments(x, *kernel_values[launch.kernel], *values, n_rows=n_rows))
 
         def cost(sizes: BatchSizes) -> Cost:
             used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # share of experts that are read
-            return _product_cost(packed, inputs, sizes.rows(N_PLACES), part=used)
+            return _product_cost(packed, inputs, sizes.rows(N_PLACES), share=used)
 
-        operands: list[Stored | Inputs | Buffer] = [inputs, chosen.buffer, *(y for _, y in pairs)]
+        operands: list[DeviceRows | Inputs | Buffer] = [inputs, choice.buffer, *(y for _, y in pairs)]
         operands += [shared] if shared else []
         operands += self._ends_with(gate, launches)
         self.calls.append(Call(f"experts {_names(packed)}", launches, operands, cost))
@@ -1007,7 +1045,7 @@ def _each(n: int) -> tuple[int, ...]:
     return (n,)
 
 
-def _written(rows: Stored | None, codes: Inputs | None) -> tuple[Any, ...]:
+def _written(rows: DeviceRows | None, codes: Inputs | None) -> tuple[Any, ...]:
     """Return arguments of kernels that write rows, codes or both."""
     return *((rows,) if rows else (None, 0)), *((codes,) if codes else (None, None, 0))
 
@@ -1018,33 +1056,33 @@ def _product_rows(mixture: Mixture, extent: Extent, limits: ProductLimits) -> in
     return _FEW_ROWS if few or limits.capability < matmul.TENSOR_CORES else limits.tile_rows[-1]
 
 
-def columns(x: Stored) -> Grid:
+def columns(x: DeviceRows) -> Grid:
     """Return a grid with blocks of columns for each row."""
     return lambda n: (-(-x.width // _GATE_COLUMNS), n)
 
 
-def selection_defines(kept: g.KVCache, k: int, entries: int = 0, *, by_head: bool = False) -> dict[str, int | str]:
+def selection_defines(cache: g.KVCache, k: int, entries: int = 0, *, by_head: bool = False) -> dict[str, int | str]:
     """Return definitions of selection.cu for attention to k positions."""
-    heads = {"KV_HEADS": kept.n_heads, "VALUES_IN_KEYS": int(kept.values_in_keys), "BY_HEAD": int(by_head)}
-    return {**append_defines(kept), **heads, "TOP": k, "ENTRIES": entries}
+    heads = {"KV_HEADS": cache.n_heads, "VALUES_IN_KEYS": int(cache.values_in_keys), "BY_HEAD": int(by_head)}
+    return {**append_defines(cache), **heads, "TOP": k, "ENTRIES": entries}
 
 
 def index_defines(
-    kept: g.KVCache, k: int, n_heads: int, dim: int, *, run: int = 1, n_last: int = 0
+    cache: g.KVCache, k: int, n_heads: int, dim: int, *, run: int = 1, n_last: int = 0
 ) -> dict[str, int | str]:
     """Return definitions for an indexer that selects k runs, whose keys can be pooled and follow the tokens' keys."""
-    place = {"RUN": run, "RUN_KEY": kept.key_dim - dim, "LAST": n_last}
-    return {**selection_defines(kept, k), **place, "HEADS": n_heads, "DIM": dim}
+    options = {"RUN": run, "RUN_KEY": cache.key_dim - dim, "LAST": n_last}
+    return {**selection_defines(cache, k), **options, "HEADS": n_heads, "DIM": dim}
 
 
 def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:
     """Return the weights that an operation multiplies a tensor with; empty if it also uses the tensor differently."""
     match op:
-        case g.Linears(x=own, matrices=matrices) if own is x:
+        case ops.Linears(x=operand, matrices=matrices) if operand is x:
             return [matrix.weight for matrix in matrices]
-        case g.Linear(x=own, matrix=matrix, residual=residual) if own is x and residual is not x:
+        case ops.Linear(x=operand, matrix=matrix, residual=residual) if operand is x and residual is not x:
             return [matrix.weight]
-        case g.ExpertOutput(h=own, experts=experts, residual=residual) if own is x and residual is not x:
+        case ops.ExpertOutput(h=operand, experts=experts, residual=residual) if operand is x and residual is not x:
             return [experts]
     return []
 
@@ -1056,9 +1094,9 @@ def _names(weights: Sequence[PackedMatrix]) -> str:
 
 
 def _product_cost(
-    weights: Sequence[PackedMatrix], inputs: Inputs, n: int, part: float = 1.0, extra_bytes: int = 0
+    weights: Sequence[PackedMatrix], inputs: Inputs, n: int, share: float = 1.0, extra_bytes: int = 0
 ) -> Cost:
-    """Return the cost of ``n`` rows; ``part`` is the share of the weights that is read."""
+    """Return the cost of ``n`` rows; ``share`` is the fraction of the weights that is read."""
     format, n_in, n_out = weights[0].packed, weights[0].n_in, inputs.n_heads * sum(w.n_out for w in weights)
-    n_bytes = part * sum(w.n_bytes for w in weights) + inputs.bytes_of(n) + 4 * n * n_out + extra_bytes
+    n_bytes = share * sum(w.n_bytes for w in weights) + inputs.bytes_of(n) + 4 * n * n_out + extra_bytes
     return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))

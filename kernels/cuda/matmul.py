@@ -256,10 +256,10 @@ def product_launch(
     multiplied with a separate matrix.
     """
     if n_heads > 1:
-        whole = product_launch(format, n_outs, n_in, n_rows, limits)
+        one_head = product_launch(format, n_outs, n_in, n_rows, limits)
         # Without the bounds ptxas spills registers, for sm_86 and sm_120.
         bounds = {"BOUNDS": "512,1"} if format.defines["FORMAT"] in ("F32", "LUT_32") else {}
-        return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1, **bounds})
+        return replace(one_head, grid=(*one_head.grid, n_heads), defines={**one_head.defines, "HEADS": 1, **bounds})
     capability = limits.capability
     if not 1 <= len(n_outs) <= MAX_MATRICES:
         raise KernelError(
@@ -302,9 +302,9 @@ def mixed_launch(format: PackedFormat, launch: Launch, last: PackedFormat) -> La
     return replace(launch, defines={**launch.defines, "LAST_FORMAT": last.name})
 
 
-def gate_arguments(gate: Product, up: Product, kind: int, to: Sequence[Any]) -> list[Any]:
+def gate_arguments(gate: Product, up: Product, activation: int, to: Sequence[Any]) -> list[Any]:
     """Return GATE_PARAMETERS of gate.cuh; ``to``: units, scales and the rows of their layout."""
-    return [*gate.arguments()[:2], *up.arguments()[:2], np.int32(kind), *to]
+    return [*gate.arguments()[:2], *up.arguments()[:2], np.int32(activation), *to]
 
 
 def expert_launch(

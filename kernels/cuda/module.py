@@ -46,11 +46,11 @@ def flat_source(name: str, folder: Path = FOLDER) -> str:
     """Return ``name``.cu with every ``#include "…"`` expanded in place; each file is included once."""
     if not _NAME.fullmatch(name):
         raise KernelError(f"{name!r} is not the name of a CUDA module")
-    return "".join(_flatten(f"{name}.cu", folder, seen=set()))
+    return "".join(_flatten(f"{name}.cu", folder, included=set()))
 
 
-def _flatten(file: str, folder: Path, seen: set[str]) -> Iterable[str]:
-    seen.add(file)
+def _flatten(file: str, folder: Path, included: set[str]) -> Iterable[str]:
+    included.add(file)
     try:
         text = (folder / file).read_text(encoding="utf-8")
     except OSError as error:
@@ -59,8 +59,8 @@ def _flatten(file: str, folder: Path, seen: set[str]) -> Iterable[str]:
     yield f'#line 1 "{shown}"\n'
     for number, line in enumerate(text.splitlines(), start=1):
         if include := _INCLUDE.match(line):
-            if include[1] not in seen:
-                yield from _flatten(include[1], folder, seen)
+            if include[1] not in included:
+                yield from _flatten(include[1], folder, included)
             yield f'#line {number + 1} "{shown}"\n'
         else:
             yield "\n" if _PRAGMA_ONCE.match(line) else f"{line}\n"
@@ -73,14 +73,14 @@ def options(defines: Defines, architecture: str) -> tuple[str, ...]:
 
 def architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
     """Return the target for a device: its architecture if NVRTC supports it (80 is 8.0), or PTX for its driver."""
-    own = capability[0] * 10 + capability[1]
-    if own in supported:
-        return f"sm_{own}"
-    older = [known for known in supported if known < own]
+    version = capability[0] * 10 + capability[1]
+    if version in supported:
+        return f"sm_{version}"
+    older = [older_version for older_version in supported if older_version < version]
     if not older:
         raise DeviceError(
             f"the NVRTC installed compiles for compute capability {min(supported) / 10:.1f} and above, but the "
-            f"device has {own / 10:.1f}: install an older one, with localllm[cuda12] or localllm[cuda13]"
+            f"device has {version / 10:.1f}: install an older one, with localllm[cuda12] or localllm[cuda13]"
         )
     return f"compute_{max(older)}"
 
@@ -106,9 +106,9 @@ def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -
         return Compiled(binary, nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as error:
         version = ".".join(map(str, nvrtc.getVersion()))
-        said = nvrtc.getProgramLog(program).strip()[:_MAX_LOG] or str(error)
+        log = nvrtc.getProgramLog(program).strip()[:_MAX_LOG] or str(error)
         raise KernelError(
-            f"the CUDA module {name} does not compile with NVRTC {version} and {' '.join(options)}:\n{said}"
+            f"the CUDA module {name} does not compile with NVRTC {version} and {' '.join(options)}:\n{log}"
         ) from error
     finally:
         nvrtc.destroyProgram(program)
@@ -131,17 +131,17 @@ class ModuleCompiler:
         self, modules: Iterable[tuple[str, Defines]], architecture: str, progress: CompileProgress | None = None
     ) -> None:
         """Compile the modules (name, defines) that are not in the cache."""
-        wanted = {s.file: s for s in (self._source(name, defines, architecture) for name, defines in modules)}
-        missing = [s for s in wanted.values() if s.file not in self._compiled and _cached(s.file) is None]
+        sources = {s.file: s for s in (self._source(name, defines, architecture) for name, defines in modules)}
+        missing = [s for s in sources.values() if s.file not in self._compiled and _cached(s.file) is None]
         if not missing:
             return
         warn_if_unwritable(cache_root())
-        report = progress or (lambda done, n: None)
+        report = progress or (lambda n_done, n: None)
         report(0, len(missing))
         codes = in_order(self._compile, missing, min(_COMPILERS, default_threads()))
-        for done, (source, code) in enumerate(zip(missing, codes, strict=True), 1):
+        for n_done, (source, code) in enumerate(zip(missing, codes, strict=True), 1):
             self._compiled[source.file] = code
-            report(done, len(missing))
+            report(n_done, len(missing))
 
     def binary(self, name: str, defines: Defines, architecture: str) -> bytes:
         """Return a module's code, for a driver to load."""
@@ -150,9 +150,9 @@ class ModuleCompiler:
         return self._compile(source) if ready is None else ready
 
     def _source(self, name: str, defines: Defines, architecture: str) -> _Source:
-        text, chosen = flat_source(name, self._folder), options(defines, architecture)
-        digest = hashlib.sha256("\0".join((text, *chosen, str(self._nvrtc.getVersion()))).encode()).hexdigest()
-        return _Source(name, text, chosen, f"{name}-{architecture}-{digest[:32]}.bin")
+        text, flags = flat_source(name, self._folder), options(defines, architecture)
+        digest = hashlib.sha256("\0".join((text, *flags, str(self._nvrtc.getVersion()))).encode()).hexdigest()
+        return _Source(name, text, flags, f"{name}-{architecture}-{digest[:32]}.bin")
 
     def _compile(self, source: _Source) -> bytes:
         code = compile_source(source.text, source.name, source.options, self._nvrtc).binary

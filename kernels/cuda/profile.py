@@ -134,10 +134,10 @@ def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
     """Restore the hidden states that a part of a model starts with afterwards, because their memory is reused."""
     driver, stream = step.driver, step.stream
     rows = [step.rows(stored, step.limits.max_tokens) for _, stored in step.hidden]
-    kept = [driver.allocate(memory.device, memory.n_bytes) for memory in rows]
-    for memory, copy in zip(rows, kept, strict=True):
+    copies = [driver.allocate(memory.device, memory.n_bytes) for memory in rows]
+    for memory, copy in zip(rows, copies, strict=True):
         driver.copy(copy, memory, stream)
     yield
-    for memory, copy in zip(rows, kept, strict=True):
+    for memory, copy in zip(rows, copies, strict=True):
         driver.copy(memory, copy, stream)
     driver.synchronize(stream)  # the copies must not be freed before

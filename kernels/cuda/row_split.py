@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import (
     Backend,
     Batch,
@@ -32,7 +32,17 @@ from localllm.kernels.backend import (
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache
-from localllm.kernels.cuda.calls import N_OUTPUTS, N_TOKENS, Call, Cost, Extent, Inputs, StepLimits, Stored, padded
+from localllm.kernels.cuda.calls import (
+    N_OUTPUTS,
+    N_TOKENS,
+    Call,
+    Cost,
+    DeviceRows,
+    Extent,
+    Inputs,
+    StepLimits,
+    padded,
+)
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.lowering import GATE_THREADS, Lowered, Lowering, columns
 from localllm.kernels.cuda.step import CUDAStep, Work, graph_bytes
@@ -46,13 +56,14 @@ from localllm.kernels.split import SplitCache
 class Exchange:
     """Buffers of a device that other devices read: two for partial sums, one for logits."""
 
-    sums: tuple[Stored, Stored]
-    logits: Stored | None
+    sums: tuple[DeviceRows, DeviceRows]
+    logits: DeviceRows | None
 
     @classmethod
     def of(cls, graph: Graph, limits: StepLimits) -> Exchange:
-        def new(width: int, slot: int) -> Stored:
-            return Stored(Buffer(4 * padded(width) * limits.max_rows(slot), is_kept=True), width, slot)
+        def new(width: int, slot: int) -> DeviceRows:
+            buffer = Buffer(4 * padded(width) * limits.max_rows(slot), is_kept=True)
+            return DeviceRows(buffer=buffer, width=width, slot=slot)
 
         width = max((n.operation.x.width for n in graph.nodes if isinstance(n.operation, AllSum)), default=1)
         gathered = [n.operation.x.width for n in graph.nodes if isinstance(n.operation, Gather)]
@@ -63,7 +74,7 @@ class Exchange:
 class Barrier(Call):
     """A point where all devices wait until each has computed its part."""
 
-    sent: Stored = field(kw_only=True)  # this device's part
+    device_rows: DeviceRows = field(kw_only=True)  # this device's part
     # by device, buffer for a copy of its part, if this device cannot access its memory
     received: dict[int, Buffer] = field(kw_only=True)
 
@@ -83,39 +94,41 @@ class ShardLowering(Lowering):
         super().__init__(graph, weights, limits)
         self.exchanges, self.device, self.unreachable = exchanges, device, unreachable
         self.n_sums = 0
-        self.received: dict[Stored, Buffer] = {}
+        self.received: dict[DeviceRows, Buffer] = {}
 
-    def in_place(self, op: g.Linear | g.ExpertOutput) -> Stored:
-        own = self.exchanges[self.device]
+    def in_place(self, op: ops.Linear | ops.ExpertOutput) -> DeviceRows:
+        exchange = self.exchanges[self.device]
         match self.readers[op.result]:
             case [AllSum()]:
-                return own.sums[self.n_sums % 2]
-            case [Gather()] if own.logits is not None:
-                return own.logits
+                return exchange.sums[self.n_sums % 2]
+            case [Gather()] if exchange.logits is not None:
+                return exchange.logits
         return super().in_place(op)
 
-    def all_sum(self, op: AllSum) -> Stored:
-        parts = self._barrier([each.sums[self.n_sums % 2] for each in self.exchanges], range(len(self.exchanges)))
+    def all_sum(self, op: AllSum) -> DeviceRows:
+        sums = self._barrier(
+            [exchange.sums[self.n_sums % 2] for exchange in self.exchanges], range(len(self.exchanges))
+        )
         self.n_sums += 1
         y = self.like(op.result)
-        before: Address | Buffer = parts[0].at(0)
-        for part in parts[1:]:
-            self._add_row("all-reduce", part, y, before, y)
+        before: Address | Buffer = sums[0].at(0)
+        for device_sum in sums[1:]:
+            self._add_row("all-reduce", device_sum, y, before, y)
             before = y.buffer
         return y
 
-    def gather(self, op: Gather) -> Stored:
-        logits = [each.logits for each in self.exchanges if each.logits is not None]
-        parts = self._barrier(logits, range(len(logits)) if self.device == 0 else ())
+    def gather(self, op: Gather) -> DeviceRows:
+        logits = [exchange.logits for exchange in self.exchanges if exchange.logits is not None]
+        buffers = self._barrier(logits, range(len(logits)) if self.device == 0 else ())
         if self.device:
             return logits[self.device]
         y = self.like(op.result)
-        for part, rows, begin in zip(parts, logits, op.cuts, strict=False):
-            self._add_row("gather logits", part, rows, None, y, begin)
+        for buffer, rows, begin in zip(buffers, logits, op.cuts, strict=False):
+            self._add_row("gather logits", buffer, rows, None, y, begin)
         return y
 
     def _add_row(
-        self, name: str, x: Buffer, like: Stored, residual: Address | Buffer | None, y: Stored, begin: int = 0
+        self, name: str, x: Buffer, like: DeviceRows, residual: Address | Buffer | None, y: DeviceRows, begin: int = 0
     ) -> None:
         """Add rows at x, in the layout of ``like``, to a residual, and write y from column ``begin`` on."""
         counter, to = self.batch.counter(y.slot), (y.buffer.at(4 * begin), y.stride)
@@ -123,21 +136,23 @@ class ShardLowering(Lowering):
         values = counter, x.at(0), like.stride, like.width, 1.0, None, None, 0, residual, *to
         self.call(name, ("elementwise", "add"), y.slot, columns(like), GATE_THREADS, *values, operands=[y])
 
-    def choose(self, logits: Stored) -> tuple[Buffer, Buffer] | None:
+    def choose(self, logits: DeviceRows) -> tuple[Buffer, Buffer] | None:
         return super().choose(logits) if self.device == 0 else None
 
-    def _barrier(self, sent: Sequence[Stored], read: Sequence[int]) -> list[Buffer]:
+    def _barrier(self, rows_by_device: Sequence[DeviceRows], read: Sequence[int]) -> list[Buffer]:
         """Add a barrier, and return the buffers with the parts that this device reads."""
-        received = {i: self._copy_of(sent[i]) for i in self.unreachable if i in read}
-        own = sent[self.device]
-        operands: list[Stored | Inputs | Buffer] = [own, *received.values()]
-        others = [sent[i] for i in read if i != self.device]
-        cost = lambda sizes: Cost(sum(each.bytes_of(sizes.rows(own.slot)) for each in others))  # noqa: E731
-        self.calls.append(Barrier("barrier", lambda extent: (), operands, cost, sent=own, received=received))
-        return [received.get(i, each.buffer) for i, each in enumerate(sent)]
+        received = {i: self._copy_of(rows_by_device[i]) for i in self.unreachable if i in read}
+        device_rows = rows_by_device[self.device]
+        operands: list[DeviceRows | Inputs | Buffer] = [device_rows, *received.values()]
+        read_rows = [rows_by_device[i] for i in read if i != self.device]
+        cost = lambda sizes: Cost(sum(rows.bytes_of(sizes.rows(device_rows.slot)) for rows in read_rows))  # noqa: E731
+        self.calls.append(
+            Barrier("barrier", lambda extent: (), operands, cost, device_rows=device_rows, received=received)
+        )
+        return [received.get(i, rows.buffer) for i, rows in enumerate(rows_by_device)]
 
-    def _copy_of(self, sent: Stored) -> Buffer:
-        return self.received.setdefault(sent, Buffer(sent.buffer.n_bytes, is_kept=True))
+    def _copy_of(self, rows: DeviceRows) -> Buffer:
+        return self.received.setdefault(rows, Buffer(rows.buffer.n_bytes, is_kept=True))
 
 
 class RowSplitStep(CUDAStep):
@@ -161,22 +176,22 @@ class RowSplitStep(CUDAStep):
         self._fork, *self._joins = (driver.event(step.device) for step in self.steps)
         self._computed = [driver.event(step.device) for step in self.steps]
         self._copied = [driver.event(step.device) for step in self.steps]
-        self._staging_of: dict[Stored, Any] = {}
-        for own in self.steps:
-            for other in self.steps:
-                if other is not own:
-                    if driver.can_access_peer(own.device, other.device):
-                        driver.enable_peer_access(own.device, other.device)
-                    barriers = (call for call in other.calls if isinstance(call, Barrier))
-                    own.reached |= {each.sent.buffer: other.arena for each in barriers}
+        self._staging_of: dict[DeviceRows, Any] = {}
+        for step in self.steps:
+            for peer in self.steps:
+                if peer is not step:
+                    if driver.can_access_peer(step.device, peer.device):
+                        driver.enable_peer_access(step.device, peer.device)
+                    barriers = (call for call in peer.calls if isinstance(call, Barrier))
+                    step.reached |= {barrier.device_rows.buffer: peer.arena for barrier in barriers}
 
     def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
-        others = [extent for step in self.followers for extent in step.begin(batch, hidden)]
-        own = super().begin(batch, hidden)
+        follower_extents = [extent for step in self.followers for extent in step.begin(batch, hidden)]
+        extents = super().begin(batch, hidden)
         for step, event in zip(self.followers, self._joins, strict=True):
             self.driver.record(event, step.stream)
             self.driver.wait(self.stream, event)
-        return (*own, *others)
+        return (*extents, *follower_extents)
 
     def compile_kernels(self, progress: CompileProgress | None) -> None:
         super().compile_kernels(progress)
@@ -202,24 +217,24 @@ class RowSplitStep(CUDAStep):
         """Make each device wait for the parts that it reads, and copy parts that it cannot access."""
         driver = self.driver
         for i, (step, barrier) in enumerate(zip(self.steps, barriers, strict=True)):
-            sent = barrier.sent
-            if any(i in other.received for other in barriers):
-                if sent not in self._staging_of:
-                    self._staging_of[sent] = step.pinned(sent.buffer.n_bytes)
-                host = self._staged(sent, extent)
-                yield partial(driver.download, host, step.memory(sent.buffer, host.nbytes), step.stream)
+            rows = barrier.device_rows
+            if any(i in reader.received for reader in barriers):
+                if rows not in self._staging_of:
+                    self._staging_of[rows] = step.pinned(rows.buffer.n_bytes)
+                host = self._staged(rows, extent)
+                yield partial(driver.download, host, step.memory(rows.buffer, host.nbytes), step.stream)
             yield partial(driver.record, self._computed[i], step.stream)
         for step, barrier in zip(self.steps, barriers, strict=True):
             for i, event in enumerate(self._computed):
                 if self.steps[i] is not step:
                     yield partial(driver.wait, step.stream, event)
             for i, buffer in barrier.received.items():
-                host = self._staged(barriers[i].sent, extent)
+                host = self._staged(barriers[i].device_rows, extent)
                 yield partial(driver.upload, step.memory(buffer, host.nbytes), host, step.stream)
 
-    def _staged(self, sent: Stored, extent: Extent) -> Any:
+    def _staged(self, rows: DeviceRows, extent: Extent) -> Any:
         """Return host memory for a part: its rows, rounded up by the extent."""
-        return self._staging_of[sent][: min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))]
+        return self._staging_of[rows][: min(rows.buffer.n_bytes, 4 * rows.stride * extent.rows(rows.slot))]
 
 
 def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
@@ -252,44 +267,50 @@ class RowSplitBackend(Backend):
         check_cache(graph, n_pages, n_states)
         graphs = shard(graph, len(self.backends))
         weights = [PackedWeights(backend.loader) for backend in self.backends]
-        caches = [CUDACache(each, n_pages, n_states) for each in graphs]
-        uses = [weights_of(each) for each in graphs]
+        caches = [CUDACache(shard_graph, n_pages, n_states) for shard_graph in graphs]
+        uses = [weights_of(shard_graph) for shard_graph in graphs]
         reaches, devices = self.backends[0].driver.can_access_peer, [backend.device for backend in self.backends]
         unreachable = [[i for i, b in enumerate(devices) if a != b and not reaches(a, b)] for a in devices]
 
         def lower() -> list[Lowered]:
-            parts = list(zip(self.backends, graphs, caches, strict=True))
-            limits = [backend.limits(each, cache, max_tokens, max_outputs) for backend, each, cache in parts]
+            shards = list(zip(self.backends, graphs, caches, strict=True))
+            limits = [
+                backend.limits(shard_graph, cache, max_tokens, max_outputs) for backend, shard_graph, cache in shards
+            ]
             exchanges = [Exchange.of(*both) for both in zip(graphs, limits, strict=True)]
             makers = zip(graphs, weights, limits, unreachable, strict=True)
             return [ShardLowering(a, b, c, exchanges, i, d).lower() for i, (a, b, c, d) in enumerate(makers)]
 
         def load(progress: Progress | None) -> CUDAStep:
             packed = []
-            for backend, own, cache, each in zip(self.backends, weights, caches, uses, strict=True):
+            for backend, packer, cache, device_uses in zip(self.backends, weights, caches, uses, strict=True):
                 # Weights are reported once, with their size in the file.
                 report = progress if backend is self.backends[0] else None
-                packed.append([own.load(use, report) for use in each])
+                packed.append([packer.load(use, report) for use in device_uses])
                 backend.loader.close()
                 cache.allocate(backend.driver, backend.device)
             lowered = lower()
-            first, *others = zip(self.backends, lowered, packed, weights, strict=True)
-            followers = [CUDAStep(b.driver, b.device, low, tuple(ps), keep) for b, low, ps, keep in others]
+            first, *further = zip(self.backends, lowered, packed, weights, strict=True)
+            followers = [CUDAStep(b.driver, b.device, low, tuple(ps), keep) for b, low, ps, keep in further]
             backend, _, _, keep = first
             step = RowSplitStep(lowered, (backend.driver, backend.device, keep), followers, _together(packed))
             if backend.compiles_ahead:
                 step.compile_kernels(backend.progress)
             return step
 
-        planned = [[own.planned(use) for use in each] for own, each in zip(weights, uses, strict=True)]
-        buffers = [each.arena_bytes + graph_bytes(each) for each in lower()]
+        planned = [
+            [packer.planned(use) for use in device_uses] for packer, device_uses in zip(weights, uses, strict=True)
+        ]
+        buffers = [lowered.arena_bytes + graph_bytes(lowered) for lowered in lower()]
         fixed = [
             sum(w.n_bytes for w in ws) + sum(c.layer_bytes().values()) for ws, c in zip(planned, caches, strict=True)
         ]
         together = _together(planned)
-        kept = {layer: sum(cache.layer_bytes()[layer] for cache in caches) for layer in caches[0].layer_bytes()}
+        cache_bytes = {
+            layer: sum(cache.layer_bytes()[layer] for cache in caches) for layer in caches[0].layer_bytes()
+        }
         most = max(a + b for a, b in zip(fixed, buffers, strict=True))
-        return Footprint(together, kept, most * len(self.backends) - sum(fixed), load)
+        return Footprint(together, cache_bytes, most * len(self.backends) - sum(fixed), load)
 
     def close(self) -> None:
         for backend in self.backends:
@@ -298,10 +319,10 @@ class RowSplitBackend(Backend):
 
 def _together(devices: Sequence[Sequence[PackedWeight]]) -> tuple[PackedWeight, ...]:
     """Return the weights of all devices, each once, with the bytes of all its parts."""
-    held: dict[tuple[str, LayerTag], PackedWeight] = {}
-    for weight in (weight for own in devices for weight in own):
-        before = held.get((weight.name, weight.layer))
-        held[weight.name, weight.layer] = (
+    merged: dict[tuple[str, LayerTag], PackedWeight] = {}
+    for weight in (weight for weights in devices for weight in weights):
+        before = merged.get((weight.name, weight.layer))
+        merged[weight.name, weight.layer] = (
             weight if before is None else replace(before, n_bytes=before.n_bytes + weight.n_bytes)
         )
-    return tuple(held.values())
+    return tuple(merged.values())

@@ -5,7 +5,7 @@
 // HEADS, DIM, RUN, LAST: of the indexer, whose queries have DIM values, and which selects runs of RUN positions; with
 // LAST, each head selects separately, and the LAST last runs are always selected.  RUN_KEY: the first value of a run's
 // key, among the values of its last position.  KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KV_HEADS, VALUES_IN_KEYS,
-// EVERY (tokens per entry): of the cache that is read.  TOP: runs or positions that a token attends to; BY_HEAD:
+// STRIDE (tokens per entry): of the cache that is read.  TOP: runs or positions that a token attends to; BY_HEAD:
 // separately for each key/value head.  ENTRIES: tokens per entry of a second cache, which is read in addition to a
 // window; 0 without one.  SERIES: number of series of values of a run of RUN tokens; with two, the first series is used
 // for the next run.
@@ -30,10 +30,10 @@ struct Entry {
   int place;
 
   __device__ __forceinline__ Entry(const uint8_t* entries, const uint16_t* all_scales, const int* table, int position,
-                                   int head = 0, int every = EVERY) {
+                                   int head = 0, int stride = STRIDE) {
     const size_t block = (size_t)table[position / PAGE] * KV_HEADS + head;
-    place = position % PAGE / every;
-    values = entries + block * ((every < PAGE ? PAGE / every : 1) * ROW * BITS / 8);
+    place = position % PAGE / stride;
+    values = entries + block * ((stride < PAGE ? PAGE / stride : 1) * ROW * BITS / 8);
     scales = all_scales + block * GROUPS * PAGE + place;
   }
 
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ float queries[HEADS * DIM], factors[HEADS];
   const int token = first + blockIdx.y;
   if (token >= header[N_TOKENS]) return;
-  const int n = runs_of((positions[token] + 1) / EVERY);
+  const int n = runs_of((positions[token] + 1) / STRIDE);
   if (n <= TOP) return;
   for (int i = threadIdx.x; i < HEADS * DIM; i += THREADS) queries[i] = q[(size_t)token * q_stride + i];
   for (int i = threadIdx.x; i < HEADS; i += THREADS)
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     return;
   }
   for (int p = blockIdx.x * THREADS + threadIdx.x; p < n; p += gridDim.x * THREADS) {
-    const Key key(keys, key_scales, table, EVERY * RUN * (p + 1) - 1);
+    const Key key(keys, key_scales, table, STRIDE * RUN * (p + 1) - 1);
     float total = 0.0f;
     for (int head = 0; head < HEADS; head++) {
       float product = 0.0f;
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ int wanted;
   const int token = first + blockIdx.x;
   if (token >= header[N_TOKENS]) return;
-  const int seen = (positions[token] + 1) / EVERY, n = runs_of(seen), chosen = min(n, TOP) * RUN;
+  const int seen = (positions[token] + 1) / STRIDE, n = runs_of(seen), chosen = min(n, TOP) * RUN;
   out += (size_t)token * out_stride + blockIdx.y * WIDTH;
   for (int i = threadIdx.x; i < WIDTH; i += THREADS) {
     const int position = n * RUN - chosen + i;

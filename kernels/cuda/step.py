@@ -25,7 +25,7 @@ from localllm.kernels.backend import Batch, Cache, Output, PackedWeight, Step, T
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import work_of_batch, work_of_bucket
 from localllm.kernels.cuda.cache import PAGE
-from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, Extent, Stored, phases
+from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, DeviceRows, Extent, phases
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
 from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
 from localllm.kernels.embedding import NgramRows
@@ -62,12 +62,12 @@ class _Slot:
 
 
 @dataclass(eq=False)
-class _Found:
+class _Largest:
     """Pinned memory for ids and logits, int32 [2, rows, k], and for chosen ids, and the event of their download."""
 
     event: Event
     numbers: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    chosen: NDArray[np.int32] | None = None
+    chosen_ids: NDArray[np.int32] | None = None
 
 
 class Watch(Protocol):
@@ -96,9 +96,9 @@ class CUDAStep(Step):
         self.cache: Cache = lowered.limits.cache
         self.stream = lowered.limits.cache.stream  # copies of pages are ordered after the steps that fill the pages
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
-        self._found, self._tables, self._embeddings = lowered.found, lowered.tables, lowered.embeddings
+        self._largest, self._tables, self._embeddings = lowered.largest, lowered.tables, lowered.embeddings
         self._ngrams = [(NgramRows(op), into) for op, into in lowered.ngrams]
-        self.max_top_k = 0 if lowered.found is None else min(MAX_TOP_K, lowered.result.width)
+        self.max_top_k = 0 if lowered.largest is None else min(MAX_TOP_K, lowered.result.width)
         self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
         self._n_chosen = 0  # rows of the last run, whose ids the next run may use
         self.arena = driver.allocate(device, lowered.arena_bytes)
@@ -122,19 +122,19 @@ class CUDAStep(Step):
         self._readers: list[Event] = []
         self._host_rows: NDArray[np.float32] | None = None
         #: Used alternately for chosen ids: one is read during the download of the next.
-        self._host_found = [_Found(self._event()) for _ in range(2)]
+        self._host_largest = [_Largest(self._event()) for _ in range(2)]
         self._staging: NDArray[np.uint8] | None = None
         # The step can be garbage while work is in flight: its memory is freed after this work.
-        kept = (self.arena, lowered.limits.cache.memory, self._host_memory, (*self._slots,), keep)
-        weakref.finalize(self, _settle, driver, self.stream, self._readers, kept).atexit = False
+        resources = (self.arena, lowered.limits.cache.memory, self._host_memory, (*self._slots,), keep)
+        weakref.finalize(self, _settle, driver, self.stream, self._readers, resources).atexit = False
 
-    def memory(self, place: Buffer | Address, n_bytes: int | None = None) -> DeviceMemory:
-        """Return the memory of a buffer from a place on: ``n_bytes``, or up to its end."""
-        buffer, begin = (place, 0) if isinstance(place, Buffer) else (place.buffer, place.n_bytes)
+    def memory(self, start: Buffer | Address, n_bytes: int | None = None) -> DeviceMemory:
+        """Return the memory of a buffer from ``start`` on: ``n_bytes``, or up to its end."""
+        buffer, begin = (start, 0) if isinstance(start, Buffer) else (start.buffer, start.n_bytes)
         arena = self.reached.get(buffer, self.arena)
         return arena.at(buffer.offset + begin, buffer.n_bytes - begin if n_bytes is None else n_bytes)
 
-    def rows(self, stored: Stored, n: int) -> DeviceMemory:
+    def rows(self, stored: DeviceRows, n: int) -> DeviceMemory:
         """Return the first ``n`` rows, with their padding."""
         return self.memory(stored.buffer, 4 * n * stored.stride)
 
@@ -161,20 +161,20 @@ class CUDAStep(Step):
     def run(self, batch: Batch, hidden: Output | None = None) -> CUDAOutput:
         """Run a batch; return before the device has finished."""
         driver = self.driver
-        extent, *others = self.begin(batch, hidden)
+        extent, *follower_extents = self.begin(batch, hidden)
         if batch.top_k and self.max_top_k:
             most = next(k for k in _TOP_K if batch.top_k <= k)
             extent = replace(extent, top_k=min(most, self.result.width))
-        if WATCHES and not others:
+        if WATCHES and not follower_extents:
             WATCHES[-1].run(self, batch, extent)
         else:
-            self.launch(extent, *others)
+            self.launch(extent, *follower_extents)
         driver.record(self._done, self.stream)
-        for each in self.followers:
-            driver.wait(each.stream, self._done)
+        for follower in self.followers:
+            driver.wait(follower.stream, self._done)
         n = len(batch.ids) if self.result.slot == N_TOKENS else len(batch.outputs)
         self._n_chosen = n if extent.top_k else 0
-        return CUDAOutput(self, n, self._download_found(n, extent.top_k) if extent.top_k else None)
+        return CUDAOutput(self, n, self._download_largest(n, extent.top_k) if extent.top_k else None)
 
     def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
         """Upload a batch; return the extents of this step and its followers."""
@@ -195,14 +195,14 @@ class CUDAStep(Step):
         n_sequences, layout = len(batch.kv_lengths), limits.batch
         if len(slot.words) < layout.words_of(n_sequences):
             slot.words = self._words(min(2 * n_sequences, limits.max_tokens))
-        parts = layout.fill(slot.words, batch, self._sent)
+        uploads = layout.fill(slot.words, batch, self._sent)
         self._sent = batch.block_tables.copy()
         for event in self._readers:
             driver.wait(self.stream, event)
         self._readers.clear()
-        for part in parts:
-            memory = self.memory(layout.buffer.at(4 * part.start), 4 * (part.stop - part.start))
-            driver.upload(memory, slot.words[part], self.stream)
+        for words in uploads:
+            memory = self.memory(layout.buffer.at(4 * words.start), 4 * (words.stop - words.start))
+            driver.upload(memory, slot.words[words], self.stream)
         self._receive(hidden, len(batch.ids), slot)
         if len(batch.embedded):
             self._upload_embeddings(batch, slot)
@@ -240,7 +240,7 @@ class CUDAStep(Step):
         for index, into in self._embeddings.items():
             self._upload_rows(batch.embeddings_of(index, into.width), into, slot)
 
-    def _upload_rows(self, values: NDArray[np.float32], into: Stored, slot: _Slot) -> None:
+    def _upload_rows(self, values: NDArray[np.float32], into: DeviceRows, slot: _Slot) -> None:
         """Copy rows to the buffer that calls read."""
         if into.buffer not in slot.embeddings:
             slot.embeddings[into.buffer] = self.pinned(4 * self.limits.max_tokens * into.stride)
@@ -326,8 +326,8 @@ class CUDAStep(Step):
         return partial(self.driver.launch, module, *shape, arguments, self.stream, launch.shared_bytes)
 
     def _launch(self, work: Sequence[Work]) -> None:
-        for each in work:
-            each()
+        for launch in work:
+            launch()
 
     def _captured(self, launches: Sequence[Work]) -> Graph:
         self.driver.begin_capture(self.stream)
@@ -341,40 +341,40 @@ class CUDAStep(Step):
 
     # -- The result ------------------------------------------------------------------------------------------------
 
-    def download(self, *parts: range) -> NDArray[np.float32]:
-        """Wait, and return the result in memory of the step; only the rows of ``parts`` are valid."""
+    def download(self, *row_ranges: range) -> NDArray[np.float32]:
+        """Wait, and return the result in memory of the step; only the rows of ``row_ranges`` are valid."""
         rows = self.result
         if self._host_rows is None:
             n_rows = self.limits.max_rows(rows.slot)
             self._host_rows = self.pinned(4 * n_rows * rows.stride).view(np.float32).reshape(n_rows, rows.stride)
-        for part in filter(None, parts):
-            source = self.memory(rows.buffer.at(4 * part.start * rows.stride), 4 * len(part) * rows.stride)
-            self.driver.download(self._host_rows[part.start : part.stop], source, self.stream)
+        for row_range in filter(None, row_ranges):
+            source = self.memory(rows.buffer.at(4 * row_range.start * rows.stride), 4 * len(row_range) * rows.stride)
+            self.driver.download(self._host_rows[row_range.start : row_range.stop], source, self.stream)
         self.driver.synchronize(self.stream)
         return self._host_rows[:, : rows.width]
 
-    def _download_found(self, n: int, k: int) -> _Found:
+    def _download_largest(self, n: int, k: int) -> _Largest:
         """Submit the download of the ``k`` largest of the first ``n`` rows of the result."""
-        assert self._found is not None
-        found = self._host_found[0]
-        self._host_found.reverse()
-        self.driver.synchronize(found.event)  # an earlier result may be unread
+        assert self._largest is not None
+        largest = self._host_largest[0]
+        self._host_largest.reverse()
+        self.driver.synchronize(largest.event)  # an earlier result may be unread
         size = 2 * n * k + (n if k > 1 else 0)
-        if len(found.numbers) < size:
-            found.numbers = self.pinned(4 * self.limits.max_outputs * (2 * k + 1)).view(np.int32)
+        if len(largest.numbers) < size:
+            largest.numbers = self.pinned(4 * self.limits.max_outputs * (2 * k + 1)).view(np.int32)
         if n:
-            self.driver.download(found.numbers[:size], self.memory(self._found[k > 1], 4 * size), self.stream)
-        self.driver.record(found.event, self.stream)
-        numbers = found.numbers[: 2 * n * k].reshape(2, n, k)
-        return _Found(found.event, numbers, found.numbers[2 * n * k : size] if k > 1 else numbers[0, :, 0])
+            self.driver.download(largest.numbers[:size], self.memory(self._largest[k > 1], 4 * size), self.stream)
+        self.driver.record(largest.event, self.stream)
+        numbers = largest.numbers[: 2 * n * k].reshape(2, n, k)
+        return _Largest(largest.event, numbers, largest.numbers[2 * n * k : size] if k > 1 else numbers[0, :, 0])
 
     def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
         """Copy the first ``n`` rows of the result to another device, in ``stream`` of that device."""
-        driver, own = self.driver, self.device
+        driver, device = self.driver, self.device
         source = self.memory(self.result.buffer, to.n_bytes)
-        if to.device == own or driver.can_access_peer(to.device, own):
-            if to.device != own:
-                driver.enable_peer_access(to.device, own)
+        if to.device == device or driver.can_access_peer(to.device, device):
+            if to.device != device:
+                driver.enable_peer_access(to.device, device)
             driver.wait(stream, self._done)
             driver.copy(to, source, stream)
         else:
@@ -403,11 +403,11 @@ def _rounded(n: int) -> int:
     return -(-n // _STEP) * _STEP if n > _STEP else n
 
 
-def _settle(driver: Driver, stream: Stream, readers: Sequence[Event], kept: object) -> None:
+def _settle(driver: Driver, stream: Stream, readers: Sequence[Event], resources: object) -> None:
     """Wait for work that uses memory which will be freed."""
-    for what in (stream, *readers):
+    for work in (stream, *readers):
         with contextlib.suppress(LocalLLMError):
-            driver.synchronize(what)
+            driver.synchronize(work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -416,7 +416,7 @@ class CUDAOutput(Output):
 
     step: CUDAStep
     n: int
-    found: _Found | None
+    largest: _Largest | None
 
     @property
     def width(self) -> int:
@@ -426,13 +426,13 @@ class CUDAOutput(Output):
         return self.step.download(range(self.n))[: self.n]
 
     def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
-        found = self.found
-        if found is None or not 1 <= k <= found.numbers.shape[2]:
-            most = self.step.max_top_k if found is None else found.numbers.shape[2]
+        largest = self.largest
+        if largest is None or not 1 <= k <= largest.numbers.shape[2]:
+            most = self.step.max_top_k if largest is None else largest.numbers.shape[2]
             raise KernelError(f"{k} of {self.width} logits cannot be chosen: 1 to {most} can")
-        self.step.driver.synchronize(found.event)
-        ids, logits = found.numbers[:, :, :k]
-        best = TopK(ids, logits.view(np.float32), chosen=found.chosen)
+        self.step.driver.synchronize(largest.event)
+        ids, logits = largest.numbers[:, :, :k]
+        best = TopK(ids, logits.view(np.float32), chosen=largest.chosen_ids)
         if not whole:
             return best
         rows = self.step.download(*(range(i, i + 1) for i in whole))

@@ -129,22 +129,22 @@ class WeightLoader:
         kept_rows = chunk_rows * max(1, KEPT_BYTES // (chunk_rows * row_bytes))
         try:
             for i, first in enumerate(range(0, n_out, chunk_rows)):
-                place, n = staging[i % 2], min(chunk_rows, n_out - first)
-                driver.synchronize(place.uploaded)
-                self._read(weight, format, rows[first : first + n], place.host[: n * row_bytes].reshape(n, -1))
+                buffers, n = staging[i % 2], min(chunk_rows, n_out - first)
+                driver.synchronize(buffers.uploaded)
+                self._read(weight, format, rows[first : first + n], buffers.host[: n * row_bytes].reshape(n, -1))
                 if (first + n) % kept_rows == 0:
                     weight.drop_pages()
-                raw = place.device.at(0, n * row_bytes)
-                driver.wait(self._uploads, place.packed)
-                driver.upload(raw, place.host[: n * row_bytes], self._uploads)
-                driver.record(place.uploaded, self._uploads)
-                driver.wait(self._stream, place.uploaded)
+                raw = buffers.device.at(0, n * row_bytes)
+                driver.wait(self._uploads, buffers.packed)
+                driver.upload(raw, buffers.host[: n * row_bytes], self._uploads)
+                driver.record(buffers.uploaded, self._uploads)
+                driver.wait(self._stream, buffers.uploaded)
                 launch = pack_launch(format, n, n_in)
                 begin, end = (format.packed_bytes(rows, n_in) for rows in (first, first + n))
                 sizes = np.int32(n), np.int64(row_bytes), np.int32(n_in), np.int32(format.n_tiles(n_in))
                 arguments = raw, packed.at(begin, end - begin), *sizes
                 driver.launch(module, launch.kernel, launch.grid, launch.block, arguments, self._stream)
-                driver.record(place.packed, self._stream)
+                driver.record(buffers.packed, self._stream)
         finally:
             for stream in (self._uploads, self._stream):
                 driver.synchronize(stream)  # the memory must not be freed before
@@ -162,8 +162,8 @@ class WeightLoader:
     def _read(self, weight: Weight, format: PackedFormat, rows: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:
         """Read rows of the file into pinned memory, in the format's blocks, with several threads."""
 
-        def share(part: slice) -> None:
-            to[part] = repack(rows[part], weight.type, format.type)
+        def share(chunk: slice) -> None:
+            to[chunk] = repack(rows[chunk], weight.type, format.type)
 
         if self._readers is None:
             self._readers = ThreadPoolExecutor(min(READERS, default_threads()), "localllm-upload")

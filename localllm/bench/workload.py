@@ -13,7 +13,8 @@ import numpy as np
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.tiles import TILES
-from localllm.kernels.graph import Attention, Weight
+from localllm.kernels.graph import Weight
+from localllm.kernels.operations import Attention
 from localllm.loading.model_info import ModelInfo
 from localllm.models.registry import read_model
 from localllm.options.checks import whole_number

@@ -18,7 +18,8 @@ from localllm.engine.runner import max_outputs, max_step_tokens, n_cache_pages, 
 from localllm.errors import Argument, NotEnoughMemoryError, Notice
 from localllm.kernels.backend import Footprint, PackedWeight, Progress, Step
 from localllm.kernels.cpu.host import memory_advice
-from localllm.kernels.graph import CacheType, LayerTag, Route
+from localllm.kernels.graph import CacheType, LayerTag
+from localllm.kernels.operations import Route
 from localllm.kernels.split import SplitStep, page_size, part_footprint
 from localllm.loading.devices import Device
 from localllm.loading.layer_split import NO_GPU, plan_layers

@@ -14,7 +14,8 @@ from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, Step
 from localllm.kernels.cpu.host import check_memory
-from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Linear, Linears, Routing, Rows, Tensor
+from localllm.kernels.graph import Graph, Routing, Rows, Tensor
+from localllm.kernels.operations import ExpertLinears, ExpertOutput, Linear, Linears
 from localllm.models.registry import read_model
 from localllm.quantize.imatrix import Entry, ImportanceMatrix
 from localllm.tokenizer import Tokenizer

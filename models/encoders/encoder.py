@@ -16,24 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import (
+from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rope, Rows, Tensor, Weight
+from localllm.kernels.operations import (
     Activation,
     Attention,
     Gated,
-    Graph,
-    HeadNorm,
     Input,
-    KVCache,
     LayerNorm,
     Linear,
     Linears,
-    Matrix,
     Outputs,
-    Rope,
     RopeAppend,
-    Rows,
-    Tensor,
-    Weight,
 )
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
 from localllm.models.config import Heads, Metadata

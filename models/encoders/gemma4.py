@@ -13,25 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import (
+from localllm.kernels.graph import HeadNorm, KVCache, Matrix, Rope, Rows, Tensor, Weight, WeightView
+from localllm.kernels.operations import (
     Add,
     Attention,
     Clamp,
     Gated,
-    HeadNorm,
     Input,
-    KVCache,
     Linear,
-    Matrix,
     Outputs,
     RMSNorm,
-    Rope,
     RopeAppend,
-    Rows,
     Scale,
-    Tensor,
-    Weight,
-    WeightView,
 )
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import (
+from localllm.kernels.graph import KVCache, Rope, Rows, Tensor, Weight
+from localllm.kernels.operations import (
     Activation,
     Add,
     Attention,
@@ -23,14 +24,9 @@ from localllm.kernels.graph import (
     Gated,
     HeadLinear,
     Input,
-    KVCache,
     Linear,
     RMSNorm,
-    Rope,
     RopeAppend,
-    Rows,
-    Tensor,
-    Weight,
 )
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared

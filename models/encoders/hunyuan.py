@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Activation, Linear, Matrix, RMSNorm
+from localllm.kernels.graph import Matrix
+from localllm.kernels.operations import Activation, Linear, RMSNorm
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared
 from localllm.models.encoders.images import interpolated
 from localllm.models.encoders.qwen import QwenVision

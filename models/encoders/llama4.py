@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Activation, Tensor
+from localllm.kernels.graph import Tensor
+from localllm.kernels.operations import Activation
 from localllm.models.blocks import Layer
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import cut, normalised, resized

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Activation, Add, Graph, Input, Outputs, Rows, Tensor
+from localllm.kernels.graph import Graph, Rows, Tensor
+from localllm.kernels.operations import Activation, Add, Input, Outputs
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage, VisionModel
 from localllm.models.encoders.images import block_order, cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Linear, Matrix, Rope
+from localllm.kernels.graph import Matrix, Rope
+from localllm.kernels.operations import Linear
 from localllm.models.blocks import norm
 from localllm.models.encoders.encoder import Checkpoint, Prepared, VisionModel
 from localllm.models.encoders.images import resized

@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import (
-    Activation,
-    Gated,
-    Input,
-    Linear,
-    Matrix,
-    Outputs,
-    Rows,
-    Tensor,
-    Weight,
-)
+from localllm.kernels.graph import Matrix, Rows, Tensor, Weight
+from localllm.kernels.operations import Activation, Gated, Input, Linear, Outputs
 from localllm.models.blocks import add, norm
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, split_qkv
 from localllm.models.encoders.images import bicubic, bilinear, resized, smart_resize

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Input, Linear, Rows, Tensor
+from localllm.kernels.graph import Rows, Tensor
+from localllm.kernels.operations import Input, Linear
 from localllm.kernels.reference import gelu_erf
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared
 from localllm.models.encoders.sounds import RATE, Samples, convolved, log_mel

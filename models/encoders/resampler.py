@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Add, Attention, Graph, Input, Linear, Matrix, Outputs, RopeAppend, Rows, Tensor
+from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
+from localllm.kernels.operations import Add, Attention, Input, Linear, Outputs, RopeAppend
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage
 from localllm.models.encoders.minicpm import MAX_SLICES, MiniCPMV
 from localllm.models.encoders.siglip import ENCODER_NAMES

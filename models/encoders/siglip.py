@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Linear, Matrix, Outputs, RMSNorm
+from localllm.kernels.graph import Matrix
+from localllm.kernels.operations import Linear, Outputs, RMSNorm
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
 from localllm.models.encoders.images import interpolated, nearest_grid, resized, tiles
 from localllm.models.encoders.views import Transposed

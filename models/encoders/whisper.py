@@ -9,20 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import (
-    Activation,
-    Add,
-    Gated,
-    HeadGate,
-    Input,
-    Linear,
-    Linears,
-    Matrix,
-    RMSNorm,
-    Rows,
-    SideBySide,
-    Tensor,
-)
+from localllm.kernels.graph import Matrix, Rows, Tensor
+from localllm.kernels.operations import Activation, Add, Gated, HeadGate, Input, Linear, Linears, RMSNorm, SideBySide
 from localllm.models.encoders.encoder import Checkpoint, EncoderModel, FrameRows, Prepared
 from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_sound
 from localllm.models.encoders.views import ColumnsByPart, WithBias

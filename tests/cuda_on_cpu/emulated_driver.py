@@ -218,13 +218,13 @@ class EmulatedDriver:
             raise capture.refuse("a stream of one capture waits for an event of another")
         capture.join(stream, after)
 
-    def synchronize(self, what: interface.Stream | interface.Event) -> None:
+    def synchronize(self, work: interface.Stream | interface.Event) -> None:
         with self._lock:
-            if isinstance(what, EmulatedEvent):
-                self._finish_event(what)
+            if isinstance(work, EmulatedEvent):
+                self._finish_event(work)
             else:
-                self._finish_stream(_stream(what))
-        self._alive(what.device)
+                self._finish_stream(_stream(work))
+        self._alive(work.device)
 
     def _finish_event(self, event: EmulatedEvent) -> None:
         if event.captured is not None:

@@ -93,7 +93,7 @@ def _cpu(target: Target) -> Backend:
 def _spoil_cuda(cache: Any) -> None:
     """As `_spoil_cpu`: NaN in halves, and in scales."""
     for layer, layout in cache.layouts.items():
-        kept = layout.kept
+        kept = layout.cache
         for i, dim in enumerate((kept.key_dim,) if kept.values_in_keys else (kept.key_dim, kept.value_dim)):
             has_scales = layout.groups[i] > 0
             memory = cache.part(layer, i + 2 if has_scales else i)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels import graph as g
+from localllm.kernels import operations
 from localllm.kernels.backend import Backend, Cache, Step
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.graph import CacheType, Graph, Matrix, Rope, Routing, Rows, Tensor, Weight
@@ -111,43 +111,43 @@ class Ops:
     # -- Operations ------------------------------------------------------------------------------------------------
 
     def hidden(self, width: int, first: int = 0) -> Tensor:
-        return self._graph.add(g.Input(Tensor(Rows.TOKENS, width), first))
+        return self._graph.add(operations.Input(Tensor(Rows.TOKENS, width), first))
 
     def embed(self, table: Weight, scale: float = 1.0) -> Tensor:
-        return self._graph.add(g.Embed(table, scale))
+        return self._graph.add(operations.Embed(table, scale))
 
     def rms_norm(self, x: Tensor, weight: Weight, eps: float) -> Tensor:
-        return self._graph.add(g.RMSNorm(x, weight, eps))
+        return self._graph.add(operations.RMSNorm(x, weight, eps))
 
     def linear(self, x: Tensor, weight: Matrix, residual: Tensor | None = None) -> Tensor:
-        return self._graph.add(g.Linear(x, weight, residual))
+        return self._graph.add(operations.Linear(x, weight, residual))
 
     def linears(self, x: Tensor, weights: Sequence[Matrix]) -> tuple[Tensor, ...]:
-        return self._graph.add(g.Linears(x, tuple(weights)))
+        return self._graph.add(operations.Linears(x, tuple(weights)))
 
     def rope_append(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None, layer: int, **norms: Any) -> Tensor:
-        return self._graph.add(g.RopeAppend(q, k, v, self._graph.caches[layer], rope, **norms))
+        return self._graph.add(operations.RopeAppend(q, k, v, self._graph.caches[layer], rope, **norms))
 
     def attention(self, q: Tensor, layer: int, **settings: Any) -> Tensor:
-        return self._graph.add(g.Attention(q, self._graph.caches[layer], **settings))
+        return self._graph.add(operations.Attention(q, self._graph.caches[layer], **settings))
 
     def gated(self, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        return self._graph.add(g.Gated(gate, up, activation))
+        return self._graph.add(operations.Gated(gate, up, activation))
 
     def route(self, logits: Tensor, k: int, *, norm_topk_prob: bool, scale: float = 1.0) -> Routing:
-        return self._graph.add(g.Route(logits, k, norm_topk_prob=norm_topk_prob, scale=scale))
+        return self._graph.add(operations.Route(logits, k, norm_topk_prob=norm_topk_prob, scale=scale))
 
     def expert_linears(self, x: Tensor, weights: Sequence[Experts], routing: Routing) -> tuple[Tensor, ...]:
-        return self._graph.add(g.ExpertLinears(x, tuple(w.weight for w in weights), routing))
+        return self._graph.add(operations.ExpertLinears(x, tuple(w.weight for w in weights), routing))
 
     def expert_output(self, h: Tensor, weight: Experts, routing: Routing, residual: Tensor) -> Tensor:
-        return self._graph.add(g.ExpertOutput(h, weight.weight, routing, residual))
+        return self._graph.add(operations.ExpertOutput(h, weight.weight, routing, residual))
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return self._graph.add(g.Softcap(x, cap))
+        return self._graph.add(operations.Softcap(x, cap))
 
     def outputs(self, x: Tensor, n_joined: int = 1, is_mean: bool = False) -> Tensor:
-        return self._graph.add(g.Outputs(x, n_joined, is_mean))
+        return self._graph.add(operations.Outputs(x, n_joined, is_mean))
 
 
 class CPUOps(Ops):

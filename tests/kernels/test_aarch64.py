@@ -14,7 +14,8 @@ from localllm.kernels.cpu.program import run_program
 from localllm.kernels.cpu.simd import load_f16x16, store_f32x16, zero_f32x16
 from localllm.kernels.cpu.target import TARGETS, Target
 from localllm.kernels.cpu.tiles import TILES, X_STEP
-from localllm.kernels.graph import Attention, KVCache, Rows, Tensor
+from localllm.kernels.graph import KVCache, Rows, Tensor
+from localllm.kernels.operations import Attention
 from localllm.quant.lut import LUT_E2M1_16, LUT_TYPES, KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType

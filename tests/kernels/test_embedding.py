@@ -9,7 +9,8 @@ from localllm.kernels import embedding
 from localllm.kernels.backend import Backend
 from localllm.kernels.cpu import weights
 from localllm.kernels.cpu.backend import CPUBackend
-from localllm.kernels.graph import Embed, Graph, Linear, Matrix, Outputs
+from localllm.kernels.graph import Graph, Matrix
+from localllm.kernels.operations import Embed, Linear, Outputs
 from localllm.kernels.reference import ReferenceBackend
 from localllm.quant.formats import FORMATS
 from localllm.quant.types import GGMLType

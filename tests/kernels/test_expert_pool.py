@@ -22,7 +22,7 @@ from localllm.errors import ExpertReadError, NotEnoughMemoryError
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu import expert_pool
 from localllm.kernels.cpu.backend import CPUBackend, CPUStep
-from localllm.kernels.graph import Route
+from localllm.kernels.operations import Route
 from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType as T
 from tests.helpers import tiny_models

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.buffers import ALIGNMENT, Buffer, assign
 from localllm.kernels.graph import Graph, Matrix, Rope, Tensor
 from localllm.kernels.reference import ReferenceBackend
+from localllm.kernels.split import graph_part
 from tests.helpers.backends import Backend
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, random
@@ -32,72 +34,72 @@ class Recording:
         self.cache = self.graph.kv_cache(2, 8)
 
     def x(self, width: int) -> Tensor:
-        return self.graph.add(g.Embed(f32(random(4, width))))
+        return self.graph.add(ops.Embed(f32(random(4, width))))
 
     def few(self, width: int) -> Tensor:
-        return self.graph.add(g.Outputs(self.x(width)))
+        return self.graph.add(ops.Outputs(self.x(width)))
 
     def append(self, q: int = 32, k: int = 16, v: int = 16, **more: Any) -> Tensor:
         more = {"rope": None, **more}
-        return self.graph.add(g.RopeAppend(self.x(q), self.x(k), self.x(v), self.cache, **more))
+        return self.graph.add(ops.RopeAppend(self.x(q), self.x(k), self.x(v), self.cache, **more))
 
     def route(self, n: int, k: int = 2, **more: Any) -> g.Routing:
-        return self.graph.add(g.Route(self.x(n), k, norm_topk_prob=True, **more))
+        return self.graph.add(ops.Route(self.x(n), k, norm_topk_prob=True, **more))
 
     def delta(self, a: Any, dt_bias: Any) -> Tensor:
         given = (self.x(128),), self.x(4), self.x(4), a, dt_bias
-        return self.graph.add(g.GatedDelta(*given, self.graph.state("S", 4, 16, 16), n_key_heads=2))
+        return self.graph.add(ops.GatedDelta(*given, self.graph.state("S", 4, 16, 16), n_key_heads=2))
 
     def conv(self, kernel: int) -> Tensor:
         state = self.graph.state("conv", kernel - 1, 16)
-        return self.graph.add(g.CausalConv(self.x(16), f32(random(16, kernel)), state))
+        return self.graph.add(ops.CausalConv(self.x(16), f32(random(16, kernel)), state))
 
     def select(self, q: int = 48, k: int = 16, run: int = 1, n_last: int = 0) -> Tensor:
         index = self.graph.kv_cache(1, 16, values_in_keys=True, is_index=True)
-        return self.graph.add(g.IndexSelect(self.x(q), None, index, k, run, n_last=n_last))
+        return self.graph.add(ops.IndexSelect(self.x(q), None, index, k, run, n_last=n_last))
 
     def attend(self, selected: Tensor, **more: Any) -> Tensor:
-        return self.graph.add(g.Attention(self.x(32), self.cache, 1.0, selected=selected, **more))
+        return self.graph.add(ops.Attention(self.x(32), self.cache, 1.0, selected=selected, **more))
 
     def ngrams(self, n: int, sizes: tuple[int, ...]) -> Tensor:
         state = self.graph.state("ids", n, is_on_host=True)
-        return self.graph.add(g.NgramEmbed(f32(random(4, 16)), state, (3, 5), sizes, (0, 2), 0))
+        return self.graph.add(ops.NgramEmbed(f32(random(4, 16)), state, (3, 5), sizes, (0, 2), 0))
 
     def head_linear(self, width: int, *shape: int) -> Tensor:
-        return self.graph.add(g.HeadLinear(self.x(width), f32(random(*shape))))
+        return self.graph.add(ops.HeadLinear(self.x(width), f32(random(*shape))))
 
     def experts(self, *shape: int) -> Any:
-        return self.graph.add(g.ExpertLinears(self.x(48), (f32(random(*shape)),), self.route(4)))
+        return self.graph.add(ops.ExpertLinears(self.x(48), (f32(random(*shape)),), self.route(4)))
 
     def compress(self, n_heads: int, run: int, biases: Any = None) -> Tensor:
-        cache = self.graph.kv_cache(n_heads, 16, values_in_keys=True, window=8, part=1)
+        cache = self.graph.kv_cache(n_heads, 16, values_in_keys=True, window=8, number=1)
         biases = f32(random(run, 8 * n_heads)) if biases is None else biases
-        return self.graph.add(g.Compress(self.x(16), cache, biases))
+        return self.graph.add(ops.Compress(self.x(16), cache, biases))
 
     def entries(self, dim: int = 16, window: int | None = 8) -> Tensor:
         cache, entries = (
-            self.graph.kv_cache(1, n, values_in_keys=True, part=i, every=every)
-            for i, (n, every) in enumerate(((16, 1), (dim, 4)), 1)
+            self.graph.kv_cache(1, n, values_in_keys=True, number=i, stride=stride)
+            for i, (n, stride) in enumerate(((16, 1), (dim, 4)), 1)
         )
-        return self.graph.add(g.Attention(self.x(32), cache, 1.0, window, entries=entries))
+        return self.graph.add(ops.Attention(self.x(32), cache, 1.0, window, entries=entries))
 
     def again(self) -> Tensor:
         q = self.x(32)
-        self.graph.add(g.RopeAppend(q, self.x(16), self.x(16), self.cache, None))
-        return self.graph.add(g.Attention(q, self.cache, scale=1.0))
+        self.graph.add(ops.RopeAppend(q, self.x(16), self.x(16), self.cache, None))
+        return self.graph.add(ops.Attention(q, self.cache, scale=1.0))
 
 
 REFUSED: dict[str, Callable[[Recording], Any]] = {
-    r"tensor has the shape \[40\], but \[48\] is needed": lambda r: r.graph.add(g.RMSNorm(r.x(48), VECTOR, 1e-6)),
-    r"gate of 48 values .* 40 values": lambda r: r.graph.add(g.Gated(r.x(48), r.x(40), "silu")),
-    r"no activation 'relu'.*silu, gelu": lambda r: r.graph.add(g.Gated(r.x(48), r.x(48), "relu")),
-    r"each output, but a row for each token": lambda r: r.graph.add(g.Gated(r.x(48), r.few(48), "silu")),
-    r"the shape \[48, 48\], but \[48, 40\] is needed": lambda r: r.graph.add(g.Linear(r.x(40), SQUARE)),
-    r"48\], but \[48, 40\] is needed": lambda r: r.graph.add(g.Linears(r.x(40), (SQUARE,))),
-    r"40 values cannot be added to the 48": lambda r: r.graph.add(g.Linear(r.x(48), SQUARE, r.x(40))),
-    r"each output, but .* token": lambda r: r.graph.add(g.Linear(r.x(48), SQUARE, r.few(48))),
-    r"for each output, but a row for each token": lambda r: r.graph.add(g.Outputs(r.few(48))),
-    r"not a tensor of the same graph": lambda r: r.graph.add(g.Outputs(Recording().x(48))),
+    r"tensor has the shape \[40\], but \[48\] is needed": lambda r: r.graph.add(ops.RMSNorm(r.x(48), VECTOR, 1e-6)),
+    r"gate of 48 values .* 40 values": lambda r: r.graph.add(ops.Gated(r.x(48), r.x(40), "silu")),
+    r"no activation 'relu'.*silu, gelu": lambda r: r.graph.add(ops.Gated(r.x(48), r.x(48), "relu")),
+    r"each output, but a row for each token": lambda r: r.graph.add(ops.Gated(r.x(48), r.few(48), "silu")),
+    r"the shape \[48, 48\], but \[48, 40\] is needed": lambda r: r.graph.add(ops.Linear(r.x(40), SQUARE)),
+    r"48\], but \[48, 40\] is needed": lambda r: r.graph.add(ops.Linears(r.x(40), (SQUARE,))),
+    r"40 values cannot be added to the 48": lambda r: r.graph.add(ops.Linear(r.x(48), SQUARE, r.x(40))),
+    r"each output, but .* token": lambda r: r.graph.add(ops.Linear(r.x(48), SQUARE, r.few(48))),
+    r"for each output, but a row for each token": lambda r: r.graph.add(ops.Outputs(r.few(48))),
+    r"not a tensor of the same graph": lambda r: r.graph.add(ops.Outputs(Recording().x(48))),
     r"40 values of queries .* 2 heads of 8": lambda r: r.append(q=40),
     r"8 values of keys": lambda r: r.append(k=8),
     r"32 values of values": lambda r: r.append(v=32),
@@ -106,17 +108,17 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"\[40\] weights .* 8 values of a head": lambda r: r.append(k_norm=g.HeadNorm(1e-6, VECTOR)),
     r"4 pairs of values from 1 on .* heads of 8": lambda r: r.append(rope=FROM_1),
     r"every 0 positions": lambda r: r.append(q_scale=g.PositionScale(0.1, 0)),
-    r"values need keys": lambda r: r.graph.add(g.RopeAppend(r.x(32), None, r.x(16), r.cache, None)),
-    r"keys need values": lambda r: r.graph.add(g.RopeAppend(r.x(32), r.x(16), None, r.cache, None)),
+    r"values need keys": lambda r: r.graph.add(ops.RopeAppend(r.x(32), None, r.x(16), r.cache, None)),
+    r"keys need values": lambda r: r.graph.add(ops.RopeAppend(r.x(32), r.x(16), None, r.cache, None)),
     r"16 values cannot be the first ones of 8": lambda _: Graph(layer=0).kv_cache(1, 8, 16, values_in_keys=True),
-    r"in chunks must be causal": lambda r: r.graph.add(g.Attention(r.x(32), r.cache, 1.0, chunk=8, window=8)),
-    r"without a window": lambda r: r.graph.add(g.Attention(r.x(32), r.cache, 1.0, chunk=8, causal=False)),
-    r"24 values of queries": lambda r: r.graph.add(g.Attention(r.x(24), r.cache, scale=1.0)),
-    r"8 values of queries": lambda r: r.graph.add(g.Attention(r.x(8), r.cache, scale=1.0)),
-    r"a row for each output": lambda r: r.graph.add(g.Attention(r.few(32), r.cache, scale=1.0)),
+    r"in chunks must be causal": lambda r: r.graph.add(ops.Attention(r.x(32), r.cache, 1.0, chunk=8, window=8)),
+    r"without a window": lambda r: r.graph.add(ops.Attention(r.x(32), r.cache, 1.0, chunk=8, causal=False)),
+    r"24 values of queries": lambda r: r.graph.add(ops.Attention(r.x(24), r.cache, scale=1.0)),
+    r"8 values of queries": lambda r: r.graph.add(ops.Attention(r.x(8), r.cache, scale=1.0)),
+    r"a row for each output": lambda r: r.graph.add(ops.Attention(r.few(32), r.cache, scale=1.0)),
     r"overwritten by an earlier operation": lambda r: r.again(),
     r"the shape \[15\], but \[16\] is needed": lambda r: Matrix(f32(random(16, 32)), f32(random(15))),
-    r"used as a matrix, but has the shape \[32\]": lambda r: r.graph.add(g.Embed(f32(random(32)))),
+    r"used as a matrix, but has the shape \[32\]": lambda r: r.graph.add(ops.Embed(f32(random(32)))),
     r"\[16, 48\] cannot multiply 3 heads in rows of 96": lambda r: r.head_linear(96, 3, 16, 48),
     r"\[32, 64\] cannot multiply 2 heads in rows of 96": lambda r: r.head_linear(96, 2, 32, 64),
     r"\[32, 32\] cannot multiply 3 heads in rows of 128": lambda r: r.head_linear(128, 3, 32, 32),
@@ -137,18 +139,18 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"2 of 1 runs cannot be the last ones": lambda r: r.select(run=16, n_last=2),
     r"selected in attention with a window": lambda r: r.attend(r.x(4), window=8),
     r"5 positions do not fit 2 heads": lambda r: r.attend(r.x(5), selected_by_head=True),
-    r"are not 3 streams": lambda r: r.graph.add(g.StreamGate(r.x(48), r.x(32), 3)),
+    r"are not 3 streams": lambda r: r.graph.add(ops.StreamGate(r.x(48), r.x(32), 3)),
     r"2 heads and a state \[2\] do not fit n-grams of up to 2": lambda r: r.ngrams(2, (2, 2)),
     r"rows that tensor .*, of 4, does not have": lambda r: r.ngrams(1, (2, 3)),
     r"layer 0 already has such a cache": lambda r: r.graph.kv_cache(1, 8),
-    r"every 3 tokens": lambda r: r.graph.kv_cache(1, 16, values_in_keys=True, part=1, every=3),
-    r"every 4 tokens": lambda r: r.graph.kv_cache(2, 16, values_in_keys=True, part=1, every=4),
+    r"every 3 tokens": lambda r: r.graph.kv_cache(1, 16, values_in_keys=True, number=1, stride=3),
+    r"every 4 tokens": lambda r: r.graph.kv_cache(2, 16, values_in_keys=True, number=1, stride=4),
     r"3 heads are not values and gates": lambda r: r.compress(3, 4),
     r"fit into a cache of 8 tokens": lambda r: r.compress(4, 8),
     r"\[4, 16\], but \[4, 32\] is needed": lambda r: r.compress(4, 4, f32(random(4, 16))),
     r"keys like keys of the window": lambda r: r.entries(dim=32),
     r"need a window": lambda r: r.entries(window=None),
-    r"3 experts per token are set, but 2": lambda r: r.route(8, 2, chosen=r.x(3)),
+    r"3 experts per token are set, but 2": lambda r: r.route(8, 2, expert_ids=r.x(3)),
 }
 
 
@@ -160,7 +162,7 @@ def test_what_does_not_fit_together_is_refused(message: str) -> None:
 
 
 def test_an_operation_that_a_backend_does_not_know_is_named() -> None:
-    class Unknown(g.Softcap):
+    class Unknown(ops.Softcap):
         pass
 
     r = Recording()
@@ -172,42 +174,42 @@ def test_an_operation_that_a_backend_does_not_know_is_named() -> None:
 def test_a_graph_is_cut_where_one_tensor_crosses() -> None:
     r = Recording()
     embedding = r.x(48)
-    first = r.graph.add(g.Linear(embedding, SQUARE))
-    y = r.graph.add(g.Linear(first, SQUARE))
+    first = r.graph.add(ops.Linear(embedding, SQUARE))
+    y = r.graph.add(ops.Linear(first, SQUARE))
     r.graph.layer = 1
-    r.graph.add(g.Linear(r.graph.add(g.Linear(y, SQUARE)), SQUARE, residual=y))
-    part = r.graph.part(range(1, 2))
+    r.graph.add(ops.Linear(r.graph.add(ops.Linear(y, SQUARE)), SQUARE, residual=y))
+    part = graph_part(r.graph, range(1, 2))
     assert [type(node.operation).__name__ for node in part.nodes] == ["Input", "Linear", "Linear"]
     assert part.nodes[0].operation.result is y
-    assert (part.caches, r.graph.part(range(1)).caches) == ({}, {0: r.cache})
+    assert (part.caches, graph_part(r.graph, range(1)).caches) == ({}, {0: r.cache})
     r.graph.layer = 2
-    r.graph.add(g.Linear(r.graph.result, SQUARE, residual=embedding))  # which the part makes again
-    part = r.graph.part(range(2, 3))
+    r.graph.add(ops.Linear(r.graph.result, SQUARE, residual=embedding))  # which the part makes again
+    part = graph_part(r.graph, range(2, 3))
     assert [type(node.operation).__name__ for node in part.nodes] == ["Input", "Embed", "Linear"]
     r.graph.layer = 3
-    r.graph.add(g.Linear(r.graph.result, SQUARE, residual=first))
+    r.graph.add(ops.Linear(r.graph.result, SQUARE, residual=first))
     with pytest.raises(KernelError, match="cut at layer 3: more than one tensor"):
-        r.graph.part(range(3, 4))
+        graph_part(r.graph, range(3, 4))
 
 
 def test_a_graph_is_not_cut_between_layers_that_share_keys_and_values() -> None:
     r = Recording()
     r.append()
     for r.graph.layer in (1, 2):
-        q = r.graph.add(g.Linear(r.graph.result, Matrix(f32(random(32, 32)))))
-        q = r.graph.add(g.RopeAppend(q, None, None, r.cache, None))
-        r.graph.add(g.Attention(q, r.cache, 1.0))
-    assert len(r.graph.part(range(3)).nodes) == len(r.graph.nodes)
+        q = r.graph.add(ops.Linear(r.graph.result, Matrix(f32(random(32, 32)))))
+        q = r.graph.add(ops.RopeAppend(q, None, None, r.cache, None))
+        r.graph.add(ops.Attention(q, r.cache, 1.0))
+    assert len(graph_part(r.graph, range(3)).nodes) == len(r.graph.nodes)
     for layers in (range(1, 3), range(2, 3)):
         with pytest.raises(KernelError, match=f"between layers 0 and {layers.start}: the second uses the keys"):
-            r.graph.part(layers)
+            graph_part(r.graph, layers)
 
 
 def test_keys_and_values_are_appended_where_the_block_table_says() -> None:
     """One sequence passes from page 2 to page 0 after 15 tokens, the other begins page 3."""
     graph, k, v = Graph(layer=1), random(5, 16, seed=1), random(5, 16, seed=2)
-    tensors = [graph.add(g.Embed(f32(x))) for x in (random(5, 32), k, v)]
-    graph.add(g.RopeAppend(*tensors, graph.kv_cache(2, 8), None))
+    tensors = [graph.add(ops.Embed(f32(x))) for x in (random(5, 32), k, v)]
+    graph.add(ops.RopeAppend(*tensors, graph.kv_cache(2, 8), None))
     step = ReferenceBackend().compile(graph, n_pages=(4,), max_tokens=5, max_outputs=5)
     step(make_batch([([0, 1, 2], 14, [2, 0]), ([3, 4], 0, [3])]))
     keys, values = step.cache.layers[1]
@@ -221,16 +223,16 @@ def test_keys_and_values_are_appended_where_the_block_table_says() -> None:
 def test_layers_may_keep_heads_of_unlike_numbers_and_sizes(backend: Backend) -> None:
     """Over two pages, one of them copied; what each layer keeps takes what was planned."""
     graph, heads, n = Graph(), [(2, 8, 2), (1, 16, 3), (2, 8, 2)], 75  # key heads, their size, query heads of each
-    x = graph.add(g.Embed(f32(random(n, 64))))
+    x = graph.add(ops.Embed(f32(random(n, 64))))
     for graph.layer, (n_heads, size, group) in enumerate(heads):
         widths = n_heads * group * size, n_heads * size, n_heads * size
         matrices = tuple(Matrix(f32(0.1 * random(width, 64, seed=i))) for i, width in enumerate(widths))
-        q, k, v = graph.add(g.Linears(x, matrices))
+        q, k, v = graph.add(ops.Linears(x, matrices))
         cache, rope = graph.kv_cache(n_heads, size), Rope(np.ones(size // 2, np.float32), interleaved=True)
-        q = graph.add(g.RopeAppend(q, k, v, cache, rope))
-        y = graph.add(g.Attention(q, cache, scale=size**-0.5, window=40 if graph.layer else None))
-        x = graph.add(g.Linear(y, Matrix(f32(0.1 * random(64, widths[0]))), residual=x))
-    graph.add(g.Outputs(x))
+        q = graph.add(ops.RopeAppend(q, k, v, cache, rope))
+        y = graph.add(ops.Attention(q, cache, scale=size**-0.5, window=40 if graph.layer else None))
+        x = graph.add(ops.Linear(y, Matrix(f32(0.1 * random(64, widths[0]))), residual=x))
+    graph.add(ops.Outputs(x))
 
     def logits(made: Any) -> np.ndarray:
         *first, last = range(-(-n // made.page_size))
@@ -274,3 +276,12 @@ def test_memory_that_is_free_again_is_taken_again() -> None:
     a, b, c, d = (Buffer(n * ALIGNMENT) for n in (4, 2, 2, 3))
     assert assign([[a, b], [b, c], [c, d], [d]]) == 6 * ALIGNMENT
     assert (c.offset, d.offset) == (0, 2 * ALIGNMENT)
+
+
+def subclasses(declared: type) -> set[type]:
+    return {x for child in declared.__subclasses__() for x in (child, *subclasses(child))}
+
+
+def test_all_operations_are_exported() -> None:
+    declared = {x.__name__ for x in subclasses(g.Operation) if x.__module__.startswith(f"{ops.__name__}.")}
+    assert declared == set(ops.__all__)

@@ -10,8 +10,10 @@ import pytest
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations
 from localllm.kernels.backend import Batch, Step, check_cache
 from localllm.kernels.graph import Graph, Matrix, Rope
+from localllm.kernels.split import graph_part
 from tests.helpers.recorder import Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, random
@@ -23,17 +25,17 @@ WINDOWS = (7, None, 70, 7)
 
 def windowed_model() -> Graph:
     graph, rope = Graph(), Rope(np.float32(1) / 100 ** np.arange(0, 1, 0.25, np.float32), interleaved=True)
-    x = graph.add(g.Embed(f32(random(N_VOCAB, D))))
+    x = graph.add(operations.Embed(f32(random(N_VOCAB, D))))
     for graph.layer, window in enumerate(WINDOWS):
         n_heads = 1 + graph.layer % 2
         cache = graph.kv_cache(n_heads, HEAD, window=window)
         widths = (D, n_heads * HEAD, n_heads * HEAD)
-        q, k, v = graph.add(g.Linears(x, tuple(Matrix(f32(random(n, D, seed=graph.layer))) for n in widths)))
-        q = graph.add(g.RopeAppend(q, k, v, cache, rope))
-        y = graph.add(g.Attention(q, cache, HEAD**-0.5, window))
-        x = graph.add(g.Linear(y, Matrix(f32(random(D, D, seed=graph.layer))), residual=x))
+        q, k, v = graph.add(operations.Linears(x, tuple(Matrix(f32(random(n, D, seed=graph.layer))) for n in widths)))
+        q = graph.add(operations.RopeAppend(q, k, v, cache, rope))
+        y = graph.add(operations.Attention(q, cache, HEAD**-0.5, window))
+        x = graph.add(operations.Linear(y, Matrix(f32(random(D, D, seed=graph.layer))), residual=x))
     graph.layer = "output"
-    graph.add(g.Outputs(x))
+    graph.add(operations.Outputs(x))
     return graph
 
 
@@ -91,7 +93,7 @@ def test_a_batch_names_pages_of_each_group(ops: Ops) -> None:
 
 
 def test_a_part_of_a_graph_keeps_the_numbers_of_the_whole(ops: Ops) -> None:
-    part = windowed_model().part(range(2, 4))
+    part = graph_part(windowed_model(), range(2, 4))
     assert part.windows == [None, 7, 70]
     assert {layer: part.group(cache) for layer, cache in part.caches.items()} == {2: 2, 3: 1}
 
@@ -99,10 +101,10 @@ def test_a_part_of_a_graph_keeps_the_numbers_of_the_whole(ops: Ops) -> None:
 def test_attention_looks_no_further_back_than_its_cache() -> None:
     graph = Graph(layer=0)
     cache = graph.kv_cache(1, HEAD, window=7)
-    q = graph.add(g.Input(g.Tensor(g.Rows.TOKENS, HEAD)))
-    graph.add(g.Attention(q, cache, 1.0, 6))
+    q = graph.add(operations.Input(g.Tensor(g.Rows.TOKENS, HEAD)))
+    graph.add(operations.Attention(q, cache, 1.0, 6))
     for window in (8, None):
         with pytest.raises(KernelError, match="no further back than a cache of 7"):
-            graph.add(g.Attention(q, cache, 1.0, window))
+            graph.add(operations.Attention(q, cache, 1.0, window))
     with pytest.raises(KernelError, match="pages for 1"):
         check_cache(graph, (3,), 0)

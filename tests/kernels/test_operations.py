@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
+from localllm.kernels import operations
 from localllm.kernels.backend import Batch
 from localllm.kernels.graph import CacheType, Graph, HeadNorm, KVCache, Matrix, PositionScale, Rope
+from localllm.kernels.operations.dense import HEAD_GATES, UNGATED
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend
 from tests.helpers.blocks import random_rows, values_of
@@ -125,8 +127,8 @@ def _each() -> list[Any]:
 def compiled(ops: Ops, case: Case, n_pages: int) -> Any:
     graph = Graph()
     graph.layer = 0
-    inputs = [graph.add(g.Embed(f32(x))) for x in case.inputs]
-    graph.add(g.Outputs(case.build(graph, *inputs)))
+    inputs = [graph.add(operations.Embed(f32(x))) for x in case.inputs]
+    graph.add(operations.Outputs(case.build(graph, *inputs)))
     n = sum(LENGTHS)
     return ops.backend.compile(
         graph, n_pages=(n_pages,) * len(graph.windows), n_states=3, max_tokens=n, max_outputs=n
@@ -181,7 +183,7 @@ def with_large(scale: float) -> Array:
 @cases(width=(1, 5, 32, 100), scale=(1.0, 2.5))
 def embed(width: int, scale: float) -> Case:
     table = f32(rows(width))
-    return Case(lambda graph, x: graph.add(g.Embed(table, scale)), [rows(width)], lambda x: scale * x)
+    return Case(lambda graph, x: graph.add(operations.Embed(table, scale)), [rows(width)], lambda x: scale * x)
 
 
 @cases(columns=(range(32), range(37, 60)))
@@ -189,7 +191,7 @@ def embed_columns(columns: range) -> Case:
     table = f32(rows(100))
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
-        return graph.add(g.Add(graph.add(g.Embed(table, 2.0, columns)), x))
+        return graph.add(operations.Add(graph.add(operations.Embed(table, 2.0, columns)), x))
 
     return Case(build, [rows(100)[:, columns]], lambda x: 3 * x)
 
@@ -212,7 +214,7 @@ def embeddings_of_pictures(width: int) -> Case:
     own, table = random(max(LENGTHS), 3, width, seed=4), f32(rows(width))
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
-        return graph.add(g.AddRows(graph.add(g.Embed(table, 2.0, takes_rows=True)), 2))
+        return graph.add(operations.AddRows(graph.add(operations.Embed(table, 2.0, takes_rows=True)), 2))
 
     def expected(x: Array) -> Array:
         is_embedded = np.arange(len(x))[:, None] % 3 == 1
@@ -227,7 +229,7 @@ def rms_norm_of_groups(n_groups: int, weights: int) -> Case:
     weight = random(n, seed=1) if n else None
     factors = np.float64(1) if weight is None else np.resize(weight, (n_groups, 96 // n_groups))
     return Case(
-        lambda graph, x: graph.add(g.RMSNorm(x, None if weight is None else f32(weight), 0.1, n_groups)),
+        lambda graph, x: graph.add(operations.RMSNorm(x, None if weight is None else f32(weight), 0.1, n_groups)),
         [rows(96)],
         lambda x: normed(x.reshape(len(x), n_groups, -1), factors, 0.1).reshape(x.shape),
     )
@@ -242,7 +244,7 @@ def layer_norm_case(width: int, n_groups: int, with_bias: bool) -> Case:
         centred = groups - groups.mean(axis=2, keepdims=True)
         return (centred / np.sqrt(groups.var(axis=2, keepdims=True) + 0.1)).reshape(x.shape) * weight + bias
 
-    return Case(lambda graph, x: graph.add(g.LayerNorm(x, *own, 0.1, n_groups)), [3 + rows(width)], expected)
+    return Case(lambda graph, x: graph.add(operations.LayerNorm(x, *own, 0.1, n_groups)), [3 + rows(width)], expected)
 
 
 @cases(width=(1, 5, 100), with_bias=(False, True))
@@ -266,7 +268,7 @@ def softplus(x: Array) -> Array:
 @cases(scale=(1.0, 0.22), with_gate=(False, True))
 def add(scale: float, with_gate: bool) -> Case:
     return Case(
-        lambda graph, x, r, gate: graph.add(g.Add(x, r, scale, gate if with_gate else None)),
+        lambda graph, x, r, gate: graph.add(operations.Add(x, r, scale, gate if with_gate else None)),
         [rows(100), rows(100, 1), with_large(1.0)[:, 5:6]],
         lambda x, r, gate: r + scale * x * (sigmoid(gate) if with_gate else 1),
     )
@@ -279,8 +281,8 @@ def hyper_weights(n_parts: int, n_rounds: int) -> Case:
     scale, base = random(n_parts, seed=1), random(sum(widths), seed=2)
 
     def build(graph: Graph, x: g.Tensor, ones: g.Tensor) -> g.Tensor:
-        made = graph.add(g.HyperWeights(x, f32(scale), f32(base), n, eps, 1.5, 0.1, n_rounds))
-        return graph.add(g.SideBySide(tuple(graph.add(g.MixStreams(ones, y, 1)) for y in made)))
+        made = graph.add(operations.HyperWeights(x, f32(scale), f32(base), n, eps, 1.5, 0.1, n_rounds))
+        return graph.add(operations.SideBySide(tuple(graph.add(operations.MixStreams(ones, y, 1)) for y in made)))
 
     def expected(x: Array, ones: Array) -> Array:
         x = x * np.repeat(scale, widths) + base
@@ -301,7 +303,7 @@ def hyper_weights(n_parts: int, n_rounds: int) -> Case:
 @cases(width=(5, 100))
 def root_mean_square(width: int) -> Case:
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
-        return graph.add(g.RootMeanSquare(x))
+        return graph.add(operations.RootMeanSquare(x))
 
     return Case(build, [rows(width)], lambda x: np.sqrt(np.square(x).mean(axis=1, keepdims=True)))
 
@@ -311,7 +313,7 @@ def above_deviation(width: int, factor: float) -> Case:
     def expected(x: Array) -> Array:
         return np.maximum(x - x.mean(axis=1, keepdims=True) - factor * x.std(axis=1, keepdims=True), 0)
 
-    return Case(lambda graph, x: graph.add(g.AboveDeviation(x, factor)), [rows(width) - 1], expected)
+    return Case(lambda graph, x: graph.add(operations.AboveDeviation(x, factor)), [rows(width) - 1], expected)
 
 
 @cases(n=(1, 3), n_made=(1, 4), added=(False, True))
@@ -320,10 +322,10 @@ def mix_streams(n: int, n_made: int, added: bool) -> Case:
     offset, first = (0.5, n_made - 1) if added else (0.0, 0)
 
     def build(graph: Graph, x: g.Tensor, weights: g.Tensor, more: g.Tensor) -> g.Tensor:
-        x = graph.add(g.Columns(x, range(16, 16 + 48 * n)))
-        y = graph.add(g.MixStreams(x, weights, n, more if added else None, offset, first))
-        z = graph.add(g.MixStreams(y, None, n_made, graph.add(g.Columns(y, range(48))), 2.0))
-        return graph.add(g.SideBySide((y, z)))
+        x = graph.add(operations.Columns(x, range(16, 16 + 48 * n)))
+        y = graph.add(operations.MixStreams(x, weights, n, more if added else None, offset, first))
+        z = graph.add(operations.MixStreams(y, None, n_made, graph.add(operations.Columns(y, range(48))), 2.0))
+        return graph.add(operations.SideBySide((y, z)))
 
     def expected(x: Array, weights: Array, more: Array) -> Array:
         streams = x[:, 16 : 16 + 48 * n].reshape(len(x), n, 48)
@@ -343,7 +345,9 @@ def stream_gate(n: int) -> Case:
 
     key = rows(48 * n, 1)
     key[:3] *= np.array([[0], [1e-9], [-1e-9]])
-    return Case(lambda graph, key, query: graph.add(g.StreamGate(key, query, n)), [key, rows(48 * n, 2)], expected)
+    return Case(
+        lambda graph, key, query: graph.add(operations.StreamGate(key, query, n)), [key, rows(48 * n, 2)], expected
+    )
 
 
 @cases(n=(2, 3))
@@ -354,7 +358,9 @@ def ngram_embed(n: int) -> Case:
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
         state = graph.state("ids", n - 1, is_on_host=True)
-        return graph.add(g.NgramEmbed(f32(table), state, tuple(factors[:n]), tuple(sizes), tuple(offsets), 37))
+        return graph.add(
+            operations.NgramEmbed(f32(table), state, tuple(factors[:n]), tuple(sizes), tuple(offsets), 37)
+        )
 
     def expected(x: Array) -> Array:
         ids, found = [int(i) for i in x[:, 0]], []
@@ -374,7 +380,7 @@ def ngram_embed(n: int) -> Case:
 def scale(with_weight: bool) -> Case:
     weight = f32(random(1)) if with_weight else None
     factor = 0.25 * (random(1)[0] if with_weight else 1)
-    return Case(lambda graph, x: graph.add(g.Scale(x, 0.25, weight)), [rows(100)], lambda x: factor * x)
+    return Case(lambda graph, x: graph.add(operations.Scale(x, 0.25, weight)), [rows(100)], lambda x: factor * x)
 
 
 @cases(width=(1, 5, 32, 100), eps=(1e-6, 0.5))
@@ -383,7 +389,7 @@ def rms_norm(width: int, eps: float) -> Case:
     x[1] *= 1e-4
     x[2] = 0
     return Case(
-        lambda graph, x: graph.add(g.RMSNorm(x, f32(weight), eps)),
+        lambda graph, x: graph.add(operations.RMSNorm(x, f32(weight), eps)),
         [x],
         lambda x: x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + eps) * weight,
         every_cpu=width == 100,
@@ -416,11 +422,11 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
 }
 
 
-@cases(activation=g.UNGATED)
+@cases(activation=UNGATED)
 def activation(activation: str) -> Case:
     function, bounds = GATES[activation]
     return Case(
-        lambda graph, x: graph.add(g.Activation(x, activation)),
+        lambda graph, x: graph.add(operations.Activation(x, activation)),
         [with_large(3.0)],
         function,
         **bounds,
@@ -434,7 +440,7 @@ def clamped_swiglu() -> Case:
         return gate * sigmoid(1.702 * gate) * (up + 1)
 
     return Case(
-        lambda graph, gate, up: graph.add(g.Gated(gate, up, "clamped_swiglu")),
+        lambda graph, gate, up: graph.add(operations.Gated(gate, up, "clamped_swiglu")),
         [with_large(6.0), 6 * rows(100, 1)],
         expected,
     )
@@ -444,7 +450,7 @@ def clamped_swiglu() -> Case:
 def gated(activation: str) -> Case:
     function, bounds = GATES[activation]
     return Case(
-        lambda graph, gate, up: graph.add(g.Gated(gate, up, activation)),
+        lambda graph, gate, up: graph.add(operations.Gated(gate, up, activation)),
         [with_large(3.0), rows(100, 1)],
         lambda gate, up: function(gate) * up,
         every_cpu=True,
@@ -452,11 +458,11 @@ def gated(activation: str) -> Case:
     )
 
 
-@cases(activation=g.HEAD_GATES)
+@cases(activation=HEAD_GATES)
 def head_gate(activation: str) -> Case:
     function, bounds = GATES[activation]
     return Case(
-        lambda graph, x, gate: graph.add(g.HeadGate(x, gate, activation)),
+        lambda graph, x, gate: graph.add(operations.HeadGate(x, gate, activation)),
         [rows(144, 1), rows(3)],
         lambda x, gate: np.repeat(function(gate), 48, axis=1) * x,
         every_cpu=True,
@@ -467,7 +473,7 @@ def head_gate(activation: str) -> Case:
 @cases(low=(-2.0, -np.inf))
 def clamp(low: float) -> Case:
     return Case(
-        lambda graph, x: graph.add(g.Clamp(x, low, 1.5)),
+        lambda graph, x: graph.add(operations.Clamp(x, low, 1.5)),
         [with_large(3.0)],
         lambda x: np.clip(x, low, 1.5),
         every_cpu=True,
@@ -481,13 +487,13 @@ def xielu() -> Case:
 
     x = with_large(3.0)
     x[np.abs(x) > 1e15] = 0  # whose square is beyond float32
-    return Case(lambda graph, x: graph.add(g.XIELU(x, 0.8, 1.3, 0.5, -1e-6)), [x], expected, every_cpu=True)
+    return Case(lambda graph, x: graph.add(operations.XIELU(x, 0.8, 1.3, 0.5, -1e-6)), [x], expected, every_cpu=True)
 
 
 @cases(cap=(1e-3, 1.0, 30.0, 1e6))
 def softcap(cap: float) -> Case:
     return Case(
-        lambda graph, x: graph.add(g.Softcap(x, cap)),
+        lambda graph, x: graph.add(operations.Softcap(x, cap)),
         [with_large(5.0)],
         lambda x: cap * np.tanh(x / cap),
         rtol=1e-6,
@@ -504,7 +510,7 @@ def linear(with_bias: bool, with_residual: bool) -> Case:
     matrix, bias = random(7, 50), random(7)
     own = Matrix(f32(matrix), f32(bias) if with_bias else None)
     return Case(
-        lambda graph, x, r: graph.add(g.Linear(x, own, r if with_residual else None)),
+        lambda graph, x, r: graph.add(operations.Linear(x, own, r if with_residual else None)),
         [rows(50), rows(7, 1)],
         lambda x, r: x @ matrix.T + with_bias * bias + with_residual * r,
         atol=3e-6,
@@ -519,7 +525,7 @@ def linears(type: GGMLType, which: int) -> Case:
     own = tuple(Matrix(blocks(r, t, 256)) for r, t in zip(packed, types, strict=True))
     values = values_of(packed[which], types[which])
     return Case(
-        lambda graph, x: graph.add(g.Linears(x, own))[which],
+        lambda graph, x: graph.add(operations.Linears(x, own))[which],
         [rows(256)],
         lambda x: x @ values.T,
         error=1e-5 if types[which] is GGMLType.F32 else 1.5e-2,
@@ -545,7 +551,7 @@ def head_linear(type: GGMLType, rest: int) -> Case:
     more = {"every_cpu": type in (GGMLType.F32, GGMLType.Q4_0)}
     more["has_near"] = type in (GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q6_K)
     x = rows(n_heads * (n_in + rest))
-    return Case(lambda graph, x: graph.add(g.HeadLinear(x, weight)), [x], expected, error=error, **more)
+    return Case(lambda graph, x: graph.add(operations.HeadLinear(x, weight)), [x], expected, error=error, **more)
 
 
 @cases(norm_topk_prob=(False, True), k=(1, 3))
@@ -555,9 +561,9 @@ def mixture(norm_topk_prob: bool, k: int) -> Case:
     x, logits = rows(d, 4), 3 * rows(n, 5)
 
     def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
-        routing = graph.add(g.Route(logits, k, norm_topk_prob=norm_topk_prob, scale=scale))
-        h = graph.add(g.ExpertLinears(x, tuple(_experts(w) for w in (gate, up)), routing))
-        return graph.add(g.ExpertOutput(graph.add(g.Gated(*h, "silu")), _experts(down), routing, x))
+        routing = graph.add(operations.Route(logits, k, norm_topk_prob=norm_topk_prob, scale=scale))
+        h = graph.add(operations.ExpertLinears(x, tuple(_experts(w) for w in (gate, up)), routing))
+        return graph.add(operations.ExpertOutput(graph.add(operations.Gated(*h, "silu")), _experts(down), routing, x))
 
     def expected(x: Array, logits: Array) -> Array:
         weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -599,9 +605,9 @@ def routing(kind: str, norm_topk_prob: bool) -> Case:
     matrices = np.array([number * np.eye(d) for number in numbers], np.float32)
 
     def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
-        chosen = graph.add(g.Route(logits, k, norm_topk_prob, **{**own, **weights}))
-        (h,) = graph.add(g.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
-        return graph.add(g.ExpertOutput(h, _experts(matrices), chosen, x))
+        chosen = graph.add(operations.Route(logits, k, norm_topk_prob, **{**own, **weights}))
+        (h,) = graph.add(operations.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
+        return graph.add(operations.ExpertOutput(h, _experts(matrices), chosen, x))
 
     def expected(x: Array, logits: Array) -> Array:
         out = x.copy()
@@ -631,9 +637,9 @@ def routing_by_token(norm_topk_prob: bool) -> Case:
     matrices = np.array([number * np.eye(d) for number in numbers], np.float32)
 
     def build(graph: Graph, x: g.Tensor, logits: g.Tensor, given: g.Tensor) -> g.Tensor:
-        chosen = graph.add(g.Route(logits, k, norm_topk_prob, 1.5, "sqrt_softplus", chosen=given))
-        (h,) = graph.add(g.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
-        return graph.add(g.ExpertOutput(h, _experts(matrices), chosen, x))
+        chosen = graph.add(operations.Route(logits, k, norm_topk_prob, 1.5, "sqrt_softplus", expert_ids=given))
+        (h,) = graph.add(operations.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
+        return graph.add(operations.ExpertOutput(h, _experts(matrices), chosen, x))
 
     def expected(x: Array, logits: Array, given: Array) -> Array:
         p = np.take_along_axis(np.sqrt(softplus(logits)), given.astype(int), axis=1)
@@ -654,12 +660,14 @@ def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
     has_residual = with_biases or not is_weighted_first
 
     def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
-        chosen = graph.add(g.Route(logits, 2, norm_topk_prob=False))
+        chosen = graph.add(operations.Route(logits, 2, norm_topk_prob=False))
         biases = (f32(bg), f32(bu)) if with_biases else ()
-        h = graph.add(g.ExpertLinears(x, (gate, up), chosen, biases, is_weighted_first))
+        h = graph.add(operations.ExpertLinears(x, (gate, up), chosen, biases, is_weighted_first))
         out = f32(bd) if with_biases else None
-        h = graph.add(g.Gated(*h, "identity"))
-        return graph.add(g.ExpertOutput(h, down, chosen, x if has_residual else None, out, not is_weighted_first))
+        h = graph.add(operations.Gated(*h, "identity"))
+        return graph.add(
+            operations.ExpertOutput(h, down, chosen, x if has_residual else None, out, not is_weighted_first)
+        )
 
     def expected(x: Array, logits: Array) -> Array:
         weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -687,7 +695,7 @@ def causal_conv(kernel: int, silu_after: bool, with_bias: bool) -> Case:
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
         state = graph.state("conv", kernel - 1, 50)
-        return graph.add(g.CausalConv(x, f32(weight), state, f32(bias) if with_bias else None, silu_after))
+        return graph.add(operations.CausalConv(x, f32(weight), state, f32(bias) if with_bias else None, silu_after))
 
     def expected(x: Array) -> Array:
         wide = np.concatenate([np.zeros((kernel - 1, 50)), x])
@@ -713,7 +721,9 @@ def gated_delta(sizes: str, is_grouped: bool, per_channel: bool, in_parts: bool,
     def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
         state = graph.state("delta", n_heads, d_k, d_v)
         weights = f32(a), f32(bias)
-        return graph.add(g.GatedDelta(x[:-2], *x[-2:], *weights, state, n_keys, is_grouped, eps=0.01, bound=bound))
+        return graph.add(
+            operations.GatedDelta(x[:-2], *x[-2:], *weights, state, n_keys, is_grouped, eps=0.01, bound=bound)
+        )
 
     def expected(*x: Array) -> Array:
         q, k, v = x[:3] if in_parts else np.split(x[0], np.cumsum(widths)[:2], axis=1)
@@ -749,7 +759,7 @@ def scan(sizes: tuple[int, int, int, int], in_parts: bool) -> Case:
 
     def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
         weights = f32(a[:, None]), f32(bias), f32(d[:, None])
-        return graph.add(g.Scan(x[:-1], x[-1], *weights, graph.state("scan", n_heads, n, p), n_groups))
+        return graph.add(operations.Scan(x[:-1], x[-1], *weights, graph.state("scan", n_heads, n, p), n_groups))
 
     def expected(*inputs: Array) -> Array:
         x, b, c = inputs[:3] if in_parts else np.split(inputs[0], np.cumsum(widths)[:2], axis=1)
@@ -770,7 +780,7 @@ def channel_scan(n: int, n_state: int) -> Case:
     a, bias, d = -np.exp(random(n, n_state, seed=3)), random(n, seed=4), random(n, seed=5)
 
     def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
-        return graph.add(g.ChannelScan(*x, f32(a), f32(bias), f32(d), graph.state("scan", n_state, n)))
+        return graph.add(operations.ChannelScan(*x, f32(a), f32(bias), f32(d), graph.state("scan", n_state, n)))
 
     def expected(x: Array, dt: Array, b: Array, c: Array) -> Array:
         step, y, h = softplus(dt + bias), d * x, np.zeros((n, n_state))
@@ -829,7 +839,7 @@ def rotated(x: Array, rope: Rope | None) -> Array:
     steps = (slice(first, first + 2 * n, 2), slice(first + 1, first + 2 * n, 2))
     a, b = steps if rope.interleaved else (slice(first, first + n), slice(first + n, first + 2 * n))
     places = axes_of(np.arange(len(x)))[list(rope.axes)].T if rope.axes else np.arange(len(x))[:, None]
-    angles = (places + rope.ahead)[:, None] * rope.frequencies.astype(np.float64)
+    angles = (places + rope.position_offset)[:, None] * rope.frequencies.astype(np.float64)
     turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
     out[..., a], out[..., b] = turned.real, turned.imag
     return out
@@ -912,7 +922,7 @@ ROPES = {
     f"{n}-{name}-{magnitude}": Rope(0.7 ** np.arange(n, dtype=np.float32), name == "interleaved", magnitude)
     for n, name, magnitude in itertools.product((8, 4, 1), ("interleaved", "halves"), (1.0, 1.3))
 }
-ROPES["5 positions behind"] = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=True, ahead=-5)
+ROPES["5 positions behind"] = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=True, position_offset=-5)
 
 
 def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
@@ -1001,16 +1011,16 @@ class Heads:
         v_norm, _ = self.norm("v_norm", self.value_dim)
         norms = {"q_norm": q_norm, "norm_last": self.norm_last, "q_scale": self.q_scale}
         if self.shared:
-            first = graph.add(g.RMSNorm(q, f32(np.ones(q.width)), 1.0))
+            first = graph.add(operations.RMSNorm(q, f32(np.ones(q.width)), 1.0))
             graph.add(
-                g.RopeAppend(
+                operations.RopeAppend(
                     first, k, own_v, cache, self.rope, k_norm=k_norm, v_norm=v_norm, norm_last=self.norm_last
                 )
             )
             graph.layer = 1
-            q = graph.add(g.RopeAppend(q, None, None, cache, self.rope, **norms))
+            q = graph.add(operations.RopeAppend(q, None, None, cache, self.rope, **norms))
         else:
-            q = graph.add(g.RopeAppend(q, k, own_v, cache, self.rope, k_norm=k_norm, v_norm=v_norm, **norms))
+            q = graph.add(operations.RopeAppend(q, k, own_v, cache, self.rope, k_norm=k_norm, v_norm=v_norm, **norms))
         if self.shown:
             return q
         sinks = f32(self.sink_scores()) if self.sinks else None
@@ -1018,7 +1028,7 @@ class Heads:
         more["has_spans"] = self.has_spans
         more["slopes"] = f32(self.slopes()) if self.falls else None
         more["biases"] = f32(self.biases().reshape(-1)) if self.n_biases else None
-        return graph.add(g.Attention(q, cache, self.key_dim**-0.5, sinks=sinks, **more))
+        return graph.add(operations.Attention(q, cache, self.key_dim**-0.5, sinks=sinks, **more))
 
     def sink_scores(self) -> Array:
         return 3 * random(self.n_heads, seed=9)
@@ -1145,11 +1155,11 @@ def selected_attention(k: int, type: CacheType, sinks: bool) -> Case:
         graph.cache_type = type
         cache = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True)
         index = graph.kv_cache(1, 24, values_in_keys=True, is_index=True)
-        of_index = graph.add(g.RopeAppend(indexer[0], indexer[1], None, index, None))
-        selected = graph.add(g.IndexSelect(of_index, indexer[2], index, k))
-        q = graph.add(g.RopeAppend(q, key, None, cache, None))
+        of_index = graph.add(operations.RopeAppend(indexer[0], indexer[1], None, index, None))
+        selected = graph.add(operations.IndexSelect(of_index, indexer[2], index, k))
+        q = graph.add(operations.RopeAppend(q, key, None, cache, None))
         weights = f32(made.sink_scores()) if sinks else None
-        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, sinks=weights, selected=selected))
+        return graph.add(operations.Attention(q, cache, made.key_dim**-0.5, sinks=weights, selected=selected))
 
     def expected(q: Array, key: Array, of_index: Array, index_key: Array, weights: Array) -> Array:
         products = np.einsum("thd,sd->ths", heads(of_index, 24), index_key)
@@ -1186,11 +1196,11 @@ def attention_to_runs(k: int) -> Case:
     def build(graph: Graph, q: g.Tensor, key: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
         cache = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True)
         index = graph.kv_cache(1, 3 * dim, values_in_keys=True, is_index=True, is_exact=True)
-        keys = graph.add(g.SideBySide((indexer[1], indexer[2], indexer[1])))
-        graph.add(g.RopeAppend(keys, keys, None, index, None))
-        selected = graph.add(g.IndexSelect(indexer[0], indexer[3], index, k, run, f32(pool)))
-        q = graph.add(g.RopeAppend(q, key, None, cache, None))
-        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, selected=selected))
+        keys = graph.add(operations.SideBySide((indexer[1], indexer[2], indexer[1])))
+        graph.add(operations.RopeAppend(keys, keys, None, index, None))
+        selected = graph.add(operations.IndexSelect(indexer[0], indexer[3], index, k, run, f32(pool)))
+        q = graph.add(operations.RopeAppend(q, key, None, cache, None))
+        return graph.add(operations.Attention(q, cache, made.key_dim**-0.5, selected=selected))
 
     def expected(q: Array, key: Array, of_index: Array, index_key: Array, gates: Array, weights: Array) -> Array:
         out = np.zeros((len(q), made.n_heads, made.value_dim))
@@ -1219,9 +1229,9 @@ def compress(run: int, overlaps: bool) -> Case:
 
     def build(graph: Graph, values: g.Tensor, gates: g.Tensor) -> g.Tensor:
         cache = graph.kv_cache(2 * n, dim, values_in_keys=True, is_exact=True)
-        x = graph.add(g.SideBySide((values, gates)))
-        x = graph.add(g.RopeAppend(x, x, None, cache, None))
-        return graph.add(g.Compress(x, cache, f32(biases)))
+        x = graph.add(operations.SideBySide((values, gates)))
+        x = graph.add(operations.RopeAppend(x, x, None, cache, None))
+        return graph.add(operations.Compress(x, cache, f32(biases)))
 
     def expected(values: Array, gates: Array) -> Array:
         out = np.zeros((len(values), dim))
@@ -1236,26 +1246,26 @@ def compress(run: int, overlaps: bool) -> Case:
     return Case(build, kept, expected, rtol=1e-4, every_cpu=run == 4, has_near=not overlaps)
 
 
-@cases(window=(5, 70), every=(4, 32), k=(0, 3))
-def attention_to_entries(window: int, every: int, k: int) -> Case:
+@cases(window=(5, 70), stride=(4, 32), k=(0, 3))
+def attention_to_entries(window: int, stride: int, k: int) -> Case:
     """Attention to a window, and to what a second cache has of every so many tokens, or to k of those."""
     made, dim = Heads(**LATENT), 32
 
     def build(graph: Graph, q: g.Tensor, key: g.Tensor, entry: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
         cache = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True)
-        entries = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True, part=1, every=every)
-        index = graph.kv_cache(1, dim, values_in_keys=True, part=2, every=every)
-        graph.add(g.RopeAppend(entry, entry, None, entries, None))
-        graph.add(g.RopeAppend(indexer[1], indexer[1], None, index, None))
-        selected = graph.add(g.IndexSelect(indexer[0], indexer[2], index, k)) if k else None
-        q = graph.add(g.RopeAppend(q, key, None, cache, None))
+        entries = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True, number=1, stride=stride)
+        index = graph.kv_cache(1, dim, values_in_keys=True, number=2, stride=stride)
+        graph.add(operations.RopeAppend(entry, entry, None, entries, None))
+        graph.add(operations.RopeAppend(indexer[1], indexer[1], None, index, None))
+        selected = graph.add(operations.IndexSelect(indexer[0], indexer[2], index, k)) if k else None
+        q = graph.add(operations.RopeAppend(q, key, None, cache, None))
         how: dict[str, Any] = {"sinks": f32(made.sink_scores()), "selected": selected, "entries": entries}
-        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, window, **how))
+        return graph.add(operations.Attention(q, cache, made.key_dim**-0.5, window, **how))
 
     def expected(q: Array, key: Array, entry: Array, of_index: Array, index_key: Array, weights: Array) -> Array:
         out = np.zeros((len(q), made.n_heads, made.value_dim))
         for t, own in enumerate(heads(q, made.key_dim)):
-            ends = np.arange(every - 1, t + 1, every)
+            ends = np.arange(stride - 1, t + 1, stride)
             if k:
                 scores = weights[t] @ np.maximum(of_index[t].reshape(5, dim) @ index_key[ends].T, 0)
                 ends = ends[np.argsort(-scores, kind="stable")[:k]]
@@ -1268,7 +1278,7 @@ def attention_to_entries(window: int, every: int, k: int) -> Case:
     kept = [kept_rows(1, n, "f16", seed) for n, seed in ((made.key_dim, 2), (made.key_dim, 6), (dim, 4))]
     inputs = [rows(made.n_heads * made.key_dim, 1), *kept[:2], rows(5 * dim, 3), kept[2], rows(5, 5)]
     inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
-    has_near = (window, every) != (5, 4)
+    has_near = (window, stride) != (5, 4)
     return Case(
         build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 3 and not has_near, has_near=has_near
     )
@@ -1316,10 +1326,10 @@ def attention_to_largest_runs(run: int, k: int, type: CacheType) -> Case:
         graph.cache_type = type
         cache = graph.kv_cache(3, made.key_dim, made.value_dim)
         index = graph.kv_cache(1, dim, values_in_keys=True, is_index=True, is_exact=True)
-        of_index = graph.add(g.RopeAppend(of_index, key, None, index, None))
-        selected = graph.add(g.IndexSelect(of_index, None, index, k, run, n_last=n_last))
-        q = graph.add(g.RopeAppend(q, keys, v, cache, None))
-        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, selected=selected, selected_by_head=True))
+        of_index = graph.add(operations.RopeAppend(of_index, key, None, index, None))
+        selected = graph.add(operations.IndexSelect(of_index, None, index, k, run, n_last=n_last))
+        q = graph.add(operations.RopeAppend(q, keys, v, cache, None))
+        return graph.add(operations.Attention(q, cache, made.key_dim**-0.5, selected=selected, selected_by_head=True))
 
     def expected(q: Array, keys: Array, v: Array, of_index: Array, index_key: Array) -> Array:
         def seen(t: int, head: int) -> Array:
@@ -1348,12 +1358,16 @@ def attention_to_runs_of_heads(type: CacheType) -> Case:
         graph.cache_type = type
         cache = graph.kv_cache(3, made.key_dim, made.value_dim)
         index = graph.kv_cache(1, dim, values_in_keys=True, is_index=True, is_exact=True)
-        ahead = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=False, ahead=run - 1)
-        of_index = graph.add(g.RopeAppend(of_index, None, None, index, ahead))
-        graph.add(g.RopeAppend(graph.add(g.SideBySide((key,))), key, None, index, replace(ahead, ahead=0)))
-        selected = graph.add(g.IndexSelect(of_index, None, index, k, run))
-        q = graph.add(g.RopeAppend(q, keys, v, cache, None))
-        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, selected=selected))
+        ahead = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=False, position_offset=run - 1)
+        of_index = graph.add(operations.RopeAppend(of_index, None, None, index, ahead))
+        graph.add(
+            operations.RopeAppend(
+                graph.add(operations.SideBySide((key,))), key, None, index, replace(ahead, position_offset=0)
+            )
+        )
+        selected = graph.add(operations.IndexSelect(of_index, None, index, k, run))
+        q = graph.add(operations.RopeAppend(q, keys, v, cache, None))
+        return graph.add(operations.Attention(q, cache, made.key_dim**-0.5, selected=selected))
 
     def expected(q: Array, keys: Array, v: Array, of_index: Array, index_key: Array) -> Array:
         rope = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=False)
@@ -1379,9 +1393,9 @@ def after_outputs(case: Case) -> Graph | None:
     """A case's operations over rows of `Outputs`; None if one of them is over the rows of all tokens."""
     graph = Graph()
     graph.layer = 0
-    tables = [graph.add(g.Embed(f32(x))) for x in case.inputs]
+    tables = [graph.add(operations.Embed(f32(x))) for x in case.inputs]
     try:
-        y = case.build(graph, *(graph.add(g.Outputs(x)) for x in tables))
+        y = case.build(graph, *(graph.add(operations.Outputs(x)) for x in tables))
     except KernelError:
         return None
     return graph if y.rows is g.Rows.OUTPUTS else None
@@ -1409,7 +1423,7 @@ def test_operation_without_rows(backend: Backend, ops: Ops, graph: Graph) -> Non
 def test_a_batch_without_tokens_is_refused(backend: Backend) -> None:
     graph = Graph()
     graph.layer = 0
-    graph.add(g.Outputs(graph.add(g.Embed(f32(rows(32))))))
+    graph.add(operations.Outputs(graph.add(operations.Embed(f32(rows(32))))))
     step = backend.make().backend.compile(graph, n_pages=(1,), n_states=0, max_tokens=4, max_outputs=4)
     batch = make_batch([([0], 0, [0])])
     nothing: dict[str, Array] = {

@@ -9,7 +9,9 @@ import pytest
 
 from localllm.errors import KernelError
 from localllm.kernels.backend import HostOutput, Step
-from localllm.kernels.graph import Add, Embed, Graph, Input, Linear, Matrix, Node, Outputs, RMSNorm, Rows, Tensor
+from localllm.kernels.graph import Graph, Matrix, Node, Rows, Tensor
+from localllm.kernels.operations import Add, Embed, Input, Linear, Outputs, RMSNorm
+from localllm.kernels.split import graph_part
 from tests.helpers.recorder import Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import NO_CACHE, f32, random
@@ -31,7 +33,7 @@ def test_a_part_goes_from_hidden_states_to_hidden_states(ops: Ops, width: int) -
         y = g.add(Add(embedding, y, 0.5))
     g.layer = "output"
     g.add(Outputs(y))
-    whole, *parts = (compiled(ops, part) for part in (g, *(g.part(range(i, i + 1)) for i in range(3))))
+    whole, *parts = (compiled(ops, part) for part in (g, *(graph_part(g, range(i, i + 1)) for i in range(3))))
     for ids, wanted in ((range(7), [6, 0]), ([4, 4], [1]), ([3], [])):
         batch = make_batch([(ids, 0, [0])], outputs=wanted)
         hidden = None

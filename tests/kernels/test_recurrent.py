@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels import graph as g
+from localllm.kernels import operations
 from localllm.kernels.backend import Step
 from localllm.kernels.graph import Graph, Tensor
 from tests.helpers.recorder import Ops
@@ -24,15 +24,15 @@ N_TOKENS, N_STATES = 11, 4
 
 def conv(graph: Graph) -> Tensor:
     """Two layers: a convolution of 40 columns, and one of what it computes."""
-    x = graph.add(g.Embed(f32(random(N_TOKENS, 40))))
+    x = graph.add(operations.Embed(f32(random(N_TOKENS, 40))))
     for graph.layer in range(2):
         weight, bias = f32(random(40, 4, seed=graph.layer)), f32(random(40, seed=7))
-        x = graph.add(g.CausalConv(x, weight, graph.state("conv", 3, 40), bias, silu=graph.layer == 0))
+        x = graph.add(operations.CausalConv(x, weight, graph.state("conv", 3, 40), bias, silu=graph.layer == 0))
     return x
 
 
 def rows(graph: Graph, width: int, seed: int) -> Tensor:
-    return graph.add(g.Embed(f32(random(N_TOKENS, width, seed=seed))))
+    return graph.add(operations.Embed(f32(random(N_TOKENS, width, seed=seed))))
 
 
 def delta(graph: Graph, per_channel: bool = False) -> Tensor:
@@ -42,7 +42,7 @@ def delta(graph: Graph, per_channel: bool = False) -> Tensor:
     gates = rows(graph, 64 if per_channel else 4, 4), rows(graph, 4, 5)
     weights = f32(-np.abs(random(4, seed=6))), f32(random(gates[0].width, seed=7))
     graph.layer = 0
-    return graph.add(g.GatedDelta(qkv, *gates, *weights, graph.state("delta", 4, 16, 32), 2))
+    return graph.add(operations.GatedDelta(qkv, *gates, *weights, graph.state("delta", 4, 16, 32), 2))
 
 
 def scan(graph: Graph) -> Tensor:
@@ -50,7 +50,7 @@ def scan(graph: Graph) -> Tensor:
     xbc, dt = (rows(graph, 4 * 16 + 2 * 2 * 32, 1),), rows(graph, 4, 2)
     weights = f32(-np.abs(random(4, seed=6))[:, None]), f32(random(4, seed=7)), f32(random(4, seed=8)[:, None])
     graph.layer = 0
-    return graph.add(g.Scan(xbc, dt, *weights, graph.state("scan", 4, 32, 16), 2))
+    return graph.add(operations.Scan(xbc, dt, *weights, graph.state("scan", 4, 32, 16), 2))
 
 
 KINDS = {"conv": conv, "delta": delta, "delta-channels": partial(delta, per_channel=True), "scan": scan}
@@ -59,7 +59,7 @@ KINDS = {"conv": conv, "delta": delta, "delta-channels": partial(delta, per_chan
 @pytest.fixture(params=KINDS)
 def step(request: pytest.FixtureRequest, ops: Ops) -> Step:
     graph = Graph()
-    graph.add(g.Outputs(KINDS[request.param](graph)))
+    graph.add(operations.Outputs(KINDS[request.param](graph)))
     sizes = {"n_pages": (1,), "n_states": N_STATES, "max_tokens": N_TOKENS, "max_outputs": N_TOKENS}
     step = ops.backend.compile(graph, **sizes)
     assert sum(ops.backend.footprint(graph, **sizes).caches.values()) == step.cache.n_bytes

@@ -12,7 +12,8 @@ from localllm.kernels.cpu.compiler import Kernel, Variant, variant
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import TARGETS, Target
 from localllm.kernels.cpu.tiles import TILES, TOKENS
-from localllm.kernels.graph import Attention, KVCache, Rows, Tensor
+from localllm.kernels.graph import KVCache, Rows, Tensor
+from localllm.kernels.operations import Attention
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 from tests.helpers.assembly import float_products, loops_of, spilled, spills, vector_instructions

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from localllm.errors import KernelError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Batch, HostOutput
-from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, Rows, Tensor
+from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
+from localllm.kernels.operations import Embed, Input, Linear, Outputs
 from localllm.kernels.reference import ReferenceBackend
-from localllm.kernels.split import _in_smaller_pages, micro_batches
+from localllm.kernels.split import _in_smaller_pages, graph_part, micro_batches
 from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
@@ -110,7 +111,7 @@ def test_cpu_and_reference_together(makers: Sequence[Callable[[], Any]], path: P
             rounding = max(np.abs(c - b).max(), 1e-4 * np.abs(b).max())
             assert np.abs(a - b).max() <= 2 * rounding
     assert (runner.cache.page_size, runner.cache.n_pages) == (64, (32,))
-    assert [part.n_pages[0] for part in runner.cache.parts] == [32 * 64 // make().page_size for make in makers]
+    assert [part.n_pages[0] for part in runner.cache.caches] == [32 * 64 // make().page_size for make in makers]
 
 
 def test_stories260k_split_has_the_same_bits() -> None:
@@ -133,11 +134,11 @@ def test_cache_and_weights_are_those_of_the_parts(path: Path) -> None:
     with GGUFFile.open(path) as file:
         graph = read_model(file).graph
         parts = [
-            backend.footprint(graph.part(layers), n_pages=(n,), max_tokens=MICRO_BATCH, max_outputs=512)
+            backend.footprint(graph_part(graph, layers), n_pages=(n,), max_tokens=MICRO_BATCH, max_outputs=512)
             for backend, layers, n in ((cpu_ops().backend, range(2), 32), (ReferenceBackend(), range(2, 3), 128))
         ]
-    assert [part.n_bytes for part in runner.cache.parts] == [sum(part.caches.values()) for part in parts]
-    assert runner.cache.n_bytes == sum(part.n_bytes for part in runner.cache.parts)
+    assert [part.n_bytes for part in runner.cache.caches] == [sum(part.caches.values()) for part in parts]
+    assert runner.cache.n_bytes == sum(part.n_bytes for part in runner.cache.caches)
     assert runner.step.weights == parts[0].weights + parts[1].weights
 
 

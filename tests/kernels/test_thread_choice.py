@@ -51,14 +51,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setattr(thread_choice, "cpu_model", lambda: state["cpu"])
     monkeypatch.setattr(thread_choice, "cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr(thread_choice, "_measure", measure)
-    monkeypatch.setattr(thread_choice, "_chosen", {})
+    monkeypatch.setattr(thread_choice, "_choices", {})
     monkeypatch.setattr(thread_choice.time, "time", lambda: state["now"])
     return state
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(thread_choice, "_chosen", {})
+    monkeypatch.setattr(thread_choice, "_choices", {})
 
 
 def test_it_is_measured_once_on_a_machine(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_progress_may_wait_for_a_thread_that_chooses_too(monkeypatch: pytest.Mon
     monkeypatch.setattr(thread_choice, "default_threads", lambda *_: 2)
     monkeypatch.setattr(thread_choice, "N_BYTES", 1 << 20)
     monkeypatch.setattr(thread_choice, "_measure", measure)
-    monkeypatch.setattr(thread_choice, "_chosen", {})
+    monkeypatch.setattr(thread_choice, "_choices", {})
     target = replace(choose(), name=f"{choose().name}-{tmp_path.name}")  # so that nothing is compiled yet
     others: list[ThreadChoice] = []
 

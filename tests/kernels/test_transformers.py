@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels import graph as g
+from localllm.kernels import operations
 from localllm.kernels.graph import Graph, Matrix
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import Backend
@@ -56,9 +57,9 @@ def check(
         found = module(torch.tensor(x)[None])
     expected = (found[0] if isinstance(found, tuple) else found).numpy().reshape(N, -1)
     graph = Graph()
-    rows = graph.add(g.Embed(f32(x)))
+    rows = graph.add(operations.Embed(f32(x)))
     graph.layer = 0
-    graph.add(g.Outputs(build(graph, rows)))
+    graph.add(operations.Outputs(build(graph, rows)))
     n_pages = -(-N // ops.page_size)
     step = ops.backend.compile(graph, n_pages=(n_pages,), n_states=1, max_tokens=N, max_outputs=N)
     out = step(make_batch([(range(N), 0, range(n_pages))]))
@@ -76,13 +77,17 @@ def test_gated_delta_net_of_qwen_3_5(backend: Backend, ops: Ops) -> None:
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
         matrices = tuple(Matrix(weight(f"in_proj_{name}.weight")) for name in ("qkv", "z", "a", "b"))
-        qkv, z, decay, beta = graph.add(g.Linears(x, matrices))
+        qkv, z, decay, beta = graph.add(operations.Linears(x, matrices))
         state = graph.state("conv", 3, qkv.width)
-        qkv = graph.add(g.CausalConv(qkv, f32(values["conv1d.weight"][:, 0]), state, silu=True))
+        qkv = graph.add(operations.CausalConv(qkv, f32(values["conv1d.weight"][:, 0]), state, silu=True))
         a, state = f32(-np.exp(values["A_log"])), graph.state("delta", n_heads, d_k, d_v)
-        y = graph.add(g.GatedDelta((qkv,), decay, beta, a, weight("dt_bias"), state, n_keys, is_grouped=True))
-        y = graph.add(g.RMSNorm(y, weight("norm.weight"), config.rms_norm_eps, n_heads))
-        return graph.add(g.Linear(graph.add(g.Gated(z, y, "silu")), Matrix(weight("out_proj.weight"))))
+        y = graph.add(
+            operations.GatedDelta((qkv,), decay, beta, a, weight("dt_bias"), state, n_keys, is_grouped=True)
+        )
+        y = graph.add(operations.RMSNorm(y, weight("norm.weight"), config.rms_norm_eps, n_heads))
+        return graph.add(
+            operations.Linear(graph.add(operations.Gated(z, y, "silu")), Matrix(weight("out_proj.weight")))
+        )
 
     check(backend, ops, module, 64, build)
 
@@ -97,14 +102,14 @@ def test_mixer_of_mamba_2(backend: Backend, ops: Ops) -> None:
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
         parts = np.split(values["in_proj.weight"], [96, 192 + 2 * n_groups * n_state])
-        z, xbc, dt = graph.add(g.Linears(x, tuple(Matrix(f32(part)) for part in parts)))
+        z, xbc, dt = graph.add(operations.Linears(x, tuple(Matrix(f32(part)) for part in parts)))
         kernels, state = f32(values["conv1d.weight"][:, 0]), graph.state("conv", 3, xbc.width)
-        xbc = graph.add(g.CausalConv(xbc, kernels, state, weight("conv1d.bias"), silu=True))
+        xbc = graph.add(operations.CausalConv(xbc, kernels, state, weight("conv1d.bias"), silu=True))
         a, state = f32(-np.exp(values["A_log"])), graph.state("scan", n_heads, n_state, p)
-        y = graph.add(g.Scan((xbc,), dt, a, weight("dt_bias"), weight("D"), state, n_groups))
-        y = graph.add(g.Gated(z, y, "silu"))
-        y = graph.add(g.RMSNorm(y, weight("norm.weight"), config.layer_norm_epsilon, n_groups))
-        return graph.add(g.Linear(y, Matrix(weight("out_proj.weight"))))
+        y = graph.add(operations.Scan((xbc,), dt, a, weight("dt_bias"), weight("D"), state, n_groups))
+        y = graph.add(operations.Gated(z, y, "silu"))
+        y = graph.add(operations.RMSNorm(y, weight("norm.weight"), config.layer_norm_epsilon, n_groups))
+        return graph.add(operations.Linear(y, Matrix(weight("out_proj.weight"))))
 
     check(backend, ops, module, 48, build)
 
@@ -118,14 +123,14 @@ def test_experts_of_gpt_oss(backend: Backend, ops: Ops) -> None:
     values, weight = of_module(module)
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
-        logits = graph.add(g.Linear(x, Matrix(weight("router.weight"), weight("router.bias"))))
-        routing = graph.add(g.Route(logits, 3, norm_topk_prob=True))
+        logits = graph.add(operations.Linear(x, Matrix(weight("router.weight"), weight("router.bias"))))
+        routing = graph.add(operations.Route(logits, 3, norm_topk_prob=True))
         both, biases = values["experts.gate_up_proj"], values["experts.gate_up_proj_bias"]
         own = tuple(experts_of(both[:, :, i::2].swapaxes(1, 2)) for i in range(2))
-        h = graph.add(g.ExpertLinears(x, own, routing, tuple(f32(biases[:, i::2]) for i in range(2))))
-        h = graph.add(g.Gated(*h, "clamped_swiglu"))
+        h = graph.add(operations.ExpertLinears(x, own, routing, tuple(f32(biases[:, i::2]) for i in range(2))))
+        h = graph.add(operations.Gated(*h, "clamped_swiglu"))
         down, bias = experts_of(values["experts.down_proj"].swapaxes(1, 2)), weight("experts.down_proj_bias")
-        return graph.add(g.ExpertOutput(h, down, routing, graph.add(g.Scale(x, 0.0)), bias))
+        return graph.add(operations.ExpertOutput(h, down, routing, graph.add(operations.Scale(x, 0.0)), bias))
 
     check(backend, ops, module, 64, build)
 
@@ -149,16 +154,16 @@ def test_experts_of_deepseek_v3(backend: Backend, ops: Ops) -> None:
     values, weight = of_module(module)
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
-        logits = graph.add(g.Linear(x, Matrix(weight("gate.weight"))))
+        logits = graph.add(operations.Linear(x, Matrix(weight("gate.weight"))))
         bias = weight("gate.e_score_correction_bias")
-        routing = graph.add(g.Route(logits, 4, True, 2.5, "sigmoid", bias, n_groups=4, n_top_groups=2))
+        routing = graph.add(operations.Route(logits, 4, True, 2.5, "sigmoid", bias, n_groups=4, n_top_groups=2))
         own = tuple(experts_of(half) for half in np.split(values["experts.gate_up_proj"], 2, axis=1))
-        h = graph.add(g.Gated(*graph.add(g.ExpertLinears(x, own, routing)), "silu"))
+        h = graph.add(operations.Gated(*graph.add(operations.ExpertLinears(x, own, routing)), "silu"))
         matrices = (Matrix(weight(f"shared_experts.{name}_proj.weight")) for name in ("gate", "up", "down"))
         gate, up, down = matrices
-        shared = graph.add(g.Gated(*graph.add(g.Linears(x, (gate, up))), "silu"))
-        y = graph.add(g.Linear(shared, down))
-        return graph.add(g.ExpertOutput(h, experts_of(values["experts.down_proj"]), routing, y))
+        shared = graph.add(operations.Gated(*graph.add(operations.Linears(x, (gate, up))), "silu"))
+        y = graph.add(operations.Linear(shared, down))
+        return graph.add(operations.ExpertOutput(h, experts_of(values["experts.down_proj"]), routing, y))
 
     check(backend, ops, module, 64, build)
 
@@ -182,14 +187,14 @@ def test_experts_of_deepseek_v2(backend: Backend, ops: Ops) -> None:
     values, weight = of_module(module)
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
-        logits = graph.add(g.Linear(x, Matrix(weight("gate.weight"))))
-        routing = graph.add(g.Route(logits, 4, False, 1.5, n_groups=4, n_top_groups=2, n_group_best=1))
+        logits = graph.add(operations.Linear(x, Matrix(weight("gate.weight"))))
+        routing = graph.add(operations.Route(logits, 4, False, 1.5, n_groups=4, n_top_groups=2, n_group_best=1))
         own = tuple(experts_of(half) for half in np.split(values["experts.gate_up_proj"], 2, axis=1))
-        h = graph.add(g.Gated(*graph.add(g.ExpertLinears(x, own, routing)), "silu"))
+        h = graph.add(operations.Gated(*graph.add(operations.ExpertLinears(x, own, routing)), "silu"))
         gate, up, down = (Matrix(weight(f"shared_experts.{name}_proj.weight")) for name in ("gate", "up", "down"))
-        shared = graph.add(g.Gated(*graph.add(g.Linears(x, (gate, up))), "silu"))
-        y = graph.add(g.Linear(shared, down))
-        return graph.add(g.ExpertOutput(h, experts_of(values["experts.down_proj"]), routing, y))
+        shared = graph.add(operations.Gated(*graph.add(operations.Linears(x, (gate, up))), "silu"))
+        y = graph.add(operations.Linear(shared, down))
+        return graph.add(operations.ExpertOutput(h, experts_of(values["experts.down_proj"]), routing, y))
 
     check(backend, ops, module, 64, build)
 
@@ -226,16 +231,16 @@ def test_latent_attention_of_deepseek(backend: Backend, ops: Ops, version: int) 
         graph.cache_type = "f32" if backend.name == "reference" else "f16"
         cache = graph.kv_cache(1, latent + rot, latent, values_in_keys=True)
         matrices = (Matrix(weight(f"{name}.weight")) for name in ("q_a_proj", "kv_a_proj_with_mqa"))
-        q, kv = graph.add(g.Linears(x, tuple(matrices)))
-        q = graph.add(g.RMSNorm(q, weight("q_a_layernorm.weight"), eps))
-        q = graph.add(g.Linear(q, Matrix(weight("q_b_proj.weight"))))
-        q = graph.add(g.HeadLinear(q, experts_of(of_keys.swapaxes(1, 2))))
+        q, kv = graph.add(operations.Linears(x, tuple(matrices)))
+        q = graph.add(operations.RMSNorm(q, weight("q_a_layernorm.weight"), eps))
+        q = graph.add(operations.Linear(q, Matrix(weight("q_b_proj.weight"))))
+        q = graph.add(operations.HeadLinear(q, experts_of(of_keys.swapaxes(1, 2))))
         rope = g.Rope(rotary.inv_freq.numpy(), interleaved=True, first=latent)
         norm = g.HeadNorm(eps, weight("kv_a_layernorm.weight"))
-        q = graph.add(g.RopeAppend(q, kv, None, cache, rope, k_norm=norm))
-        y = graph.add(g.Attention(q, cache, scale=(nope + rot) ** -0.5))
-        y = graph.add(g.HeadLinear(y, experts_of(of_values)))
-        return graph.add(g.Linear(y, Matrix(weight("o_proj.weight"))))
+        q = graph.add(operations.RopeAppend(q, kv, None, cache, rope, k_norm=norm))
+        y = graph.add(operations.Attention(q, cache, scale=(nope + rot) ** -0.5))
+        y = graph.add(operations.HeadLinear(y, experts_of(of_values)))
+        return graph.add(operations.Linear(y, Matrix(weight("o_proj.weight"))))
 
     error = 1e-5 if backend.name == "reference" else 2e-3
     check(backend, ops, lambda x: module(x, **where), 64, build, error)
@@ -256,14 +261,16 @@ def test_experts_of_llama_4(backend: Backend, ops: Ops) -> None:
     values, weight = of_module(module)
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
-        logits = graph.add(g.Linear(x, Matrix(weight("router.weight"))))
-        routing = graph.add(g.Route(logits, 1, norm_topk_prob=False, gating="sigmoid"))
+        logits = graph.add(operations.Linear(x, Matrix(weight("router.weight"))))
+        routing = graph.add(operations.Route(logits, 1, norm_topk_prob=False, gating="sigmoid"))
         own = tuple(experts_of(half.swapaxes(1, 2)) for half in np.split(values["experts.gate_up_proj"], 2, axis=2))
-        h = graph.add(g.Gated(*graph.add(g.ExpertLinears(x, own, routing, is_weighted=True)), "silu"))
+        h = graph.add(
+            operations.Gated(*graph.add(operations.ExpertLinears(x, own, routing, is_weighted=True)), "silu")
+        )
         gate, up, down = (Matrix(weight(f"shared_expert.{name}_proj.weight")) for name in ("gate", "up", "down"))
-        shared = graph.add(g.Gated(*graph.add(g.Linears(x, (gate, up))), "silu"))
-        y = graph.add(g.Linear(shared, down))
+        shared = graph.add(operations.Gated(*graph.add(operations.Linears(x, (gate, up))), "silu"))
+        y = graph.add(operations.Linear(shared, down))
         matrices = experts_of(values["experts.down_proj"].swapaxes(1, 2))
-        return graph.add(g.ExpertOutput(h, matrices, routing, y, is_weighted=False))
+        return graph.add(operations.ExpertOutput(h, matrices, routing, y, is_weighted=False))
 
     check(backend, ops, module, 64, build)

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Attention, KVCache, Operation, RMSNorm, RopeAppend, Route
+from localllm.kernels.graph import KVCache, Operation
+from localllm.kernels.operations import Attention, RMSNorm, RopeAppend, Route
 from localllm.models.config import ModelConfig
 from localllm.models.registry import Model, read_model
 from localllm.quant.types import GGMLType

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.kernels.graph import RopeAppend
+from localllm.kernels.operations import RopeAppend
 from localllm.models.config import _HARMLESS, _PARTS, Metadata
 from localllm.models.registry import ARCHITECTURES, read_model
 from localllm.models.weights import Weights

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import IndexSelect
+from localllm.kernels.operations import IndexSelect
 from tests.helpers.backends import shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner

@@ -16,7 +16,7 @@ from localllm import ModelError, UsageError
 from localllm.compat import Llama
 from localllm.convert import Checkpoint
 from localllm.gguf import GGUFFile
-from localllm.kernels.graph import Gated
+from localllm.kernels.operations import Gated
 from localllm.models.registry import ARCHITECTURES, read_model
 from localllm.quantize import plan, run
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads

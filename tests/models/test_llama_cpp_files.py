@@ -14,7 +14,7 @@ from localllm.convert import Checkpoint
 from localllm.errors import ModelError
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import read_back
-from localllm.kernels.graph import Attention, RopeAppend
+from localllm.kernels.operations import Attention, RopeAppend
 from localllm.models import baichuan, qwen3
 from localllm.models.registry import Model, read_model
 from localllm.quant.encode import quantize

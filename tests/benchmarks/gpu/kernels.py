@@ -207,7 +207,7 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
 def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Random keys and values in all layers; returns those of the last one, [pages, key heads, PAGE, head]."""
     layout = cache.layouts[0]
-    random, n_heads = np.random.default_rng(5), layout.kept.n_heads
+    random, n_heads = np.random.default_rng(5), layout.cache.n_heads
     size, found = (cache.n_pages[0], n_heads, PAGE, layout.heads[0]), []
     for entries in (0, 1):
         values: NDArray[Any]
@@ -224,7 +224,7 @@ def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
                 if array.size:
                     cache.driver.upload(cache.part(layer, part), array.reshape(-1), cache.stream)
         cache.driver.synchronize(cache.stream)
-    return found[0], hadamard(found[1], layout.kept.rotations[1])  # queries come to the kernel as they are rotated
+    return found[0], hadamard(found[1], layout.cache.rotations[1])  # queries come to the kernel as they are rotated
 
 
 def _of_head(x: NDArray[np.float32], head: int, pages: int, length: int) -> NDArray[np.float64]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import HostOutput
 from localllm.kernels.cuda.profile import Profiler, watching
 from localllm.kernels.graph import Graph, Matrix, Rope
@@ -45,7 +46,7 @@ def layers(machine: Machine) -> Iterator[Row]:
 def _layer(machine: Machine, width: int, layer: Layer, n_sequences: int, n: int, length: int) -> Iterator[Row]:
     """A row for each kind of call: microseconds of one layer's."""
     graph, backend, n_tokens = Graph(), machine.make_backend(machine.driver, 0), n * n_sequences
-    x = graph.add(g.Input(g.Tensor(g.Rows.TOKENS, width)))
+    x = graph.add(ops.Input(g.Tensor(g.Rows.TOKENS, width)))
     for graph.layer in range(N_LAYERS):
         layer(graph, x)
     pages, n_groups = -(-length // backend.page_size), len(graph.windows)
@@ -83,47 +84,47 @@ def latent_attention(
     """DeepSeek's, of which keys and values are latents; ``key_dim`` of a head are not rotated."""
     of_all = latent + n_rotated
     cache = graph.kv_cache(1, of_all, latent, values_in_keys=True)
-    q, k = graph.add(g.Linears(x, (_matrix(n_heads * (key_dim + n_rotated), x.width), _matrix(of_all, x.width))))
-    q = graph.add(g.HeadLinear(q, _weight(n_heads, latent, key_dim)))
-    q = graph.add(g.RopeAppend(q, k, None, cache, Rope(_frequencies(n_rotated), interleaved=True, first=latent)))
-    y = graph.add(g.Attention(q, cache, of_all**-0.5))
-    return graph.add(g.HeadLinear(y, _weight(n_heads, value_dim, latent)))
+    q, k = graph.add(ops.Linears(x, (_matrix(n_heads * (key_dim + n_rotated), x.width), _matrix(of_all, x.width))))
+    q = graph.add(ops.HeadLinear(q, _weight(n_heads, latent, key_dim)))
+    q = graph.add(ops.RopeAppend(q, k, None, cache, Rope(_frequencies(n_rotated), interleaved=True, first=latent)))
+    y = graph.add(ops.Attention(q, cache, of_all**-0.5))
+    return graph.add(ops.HeadLinear(y, _weight(n_heads, value_dim, latent)))
 
 
 def attention(graph: Graph, x: g.Tensor, *, n_heads: int, n_kv_heads: int, dim: int, window: int) -> g.Tensor:
     """With a window and sinks, as gpt-oss has it."""
     cache = graph.kv_cache(n_kv_heads, dim, window=window)
-    q, k, v = graph.add(g.Linears(x, tuple(_matrix(n * dim, x.width) for n in (n_heads, n_kv_heads, n_kv_heads))))
-    q = graph.add(g.RopeAppend(q, k, v, cache, Rope(_frequencies(dim), interleaved=False)))
-    return graph.add(g.Attention(q, cache, dim**-0.5, window, sinks=f32(random(n_heads))))
+    q, k, v = graph.add(ops.Linears(x, tuple(_matrix(n * dim, x.width) for n in (n_heads, n_kv_heads, n_kv_heads))))
+    q = graph.add(ops.RopeAppend(q, k, v, cache, Rope(_frequencies(dim), interleaved=False)))
+    return graph.add(ops.Attention(q, cache, dim**-0.5, window, sinks=f32(random(n_heads))))
 
 
 def delta_net(graph: Graph, x: g.Tensor, *, n_key_heads: int, n_heads: int, dim: int) -> g.Tensor:
     """Qwen 3 Next's, with its convolution."""
     width = (2 * n_key_heads + n_heads) * dim
-    qkv, decay, beta = graph.add(g.Linears(x, tuple(_matrix(n, x.width) for n in (width, n_heads, n_heads))))
-    qkv = graph.add(g.CausalConv(qkv, f32(random(width, 4)), graph.state("conv", 3, width), silu=True))
+    qkv, decay, beta = graph.add(ops.Linears(x, tuple(_matrix(n, x.width) for n in (width, n_heads, n_heads))))
+    qkv = graph.add(ops.CausalConv(qkv, f32(random(width, 4)), graph.state("conv", 3, width), silu=True))
     a, bias = f32(-np.abs(random(n_heads))), f32(random(n_heads))
     state = graph.state("S", n_heads, dim, dim)
-    return graph.add(g.GatedDelta((qkv,), decay, beta, a, bias, state, n_key_heads=n_key_heads))
+    return graph.add(ops.GatedDelta((qkv,), decay, beta, a, bias, state, n_key_heads=n_key_heads))
 
 
 def scan(graph: Graph, x: g.Tensor, *, n_heads: int, dim: int, state_dim: int) -> g.Tensor:
     """Mamba 2's, with its convolution."""
     width = n_heads * dim + 2 * state_dim
-    xbc, dt = graph.add(g.Linears(x, (_matrix(width, x.width), _matrix(n_heads, x.width))))
-    xbc = graph.add(g.CausalConv(xbc, f32(random(width, 4)), graph.state("conv", 3, width), silu=True))
+    xbc, dt = graph.add(ops.Linears(x, (_matrix(width, x.width), _matrix(n_heads, x.width))))
+    xbc = graph.add(ops.CausalConv(xbc, f32(random(width, 4)), graph.state("conv", 3, width), silu=True))
     a, bias, d = f32(-np.abs(random(n_heads))), f32(random(n_heads)), f32(random(n_heads, seed=1))
-    return graph.add(g.Scan((xbc,), dt, a, bias, d, graph.state("S", n_heads, state_dim, dim), n_groups=1))
+    return graph.add(ops.Scan((xbc,), dt, a, bias, d, graph.state("S", n_heads, state_dim, dim), n_groups=1))
 
 
 def mixture(graph: Graph, x: g.Tensor, *, n_experts: int, k: int, n_ff: int) -> g.Tensor:
     """Qwen 3's experts."""
-    routing = graph.add(g.Route(graph.add(g.Linear(x, Matrix(f32(random(n_experts, x.width))))), k, True))
-    residual = graph.add(g.Scale(x, 1.0))
+    routing = graph.add(ops.Route(graph.add(ops.Linear(x, Matrix(f32(random(n_experts, x.width))))), k, True))
+    residual = graph.add(ops.Scale(x, 1.0))
     up = tuple(_weight(n_experts, n_ff, x.width) for _ in range(2))
-    h = graph.add(g.Gated(*graph.add(g.ExpertLinears(x, up, routing)), "silu"))
-    return graph.add(g.ExpertOutput(h, _weight(n_experts, x.width, n_ff), routing, residual))
+    h = graph.add(ops.Gated(*graph.add(ops.ExpertLinears(x, up, routing)), "silu"))
+    return graph.add(ops.ExpertOutput(h, _weight(n_experts, x.width, n_ff), routing, residual))
 
 
 def _frequencies(n: int) -> np.ndarray:

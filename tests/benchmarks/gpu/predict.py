@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from localllm.kernels import graph as g
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import Batch
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache
@@ -117,27 +118,27 @@ def llama(name: str = "llama-8b", file_type: str = "q4_k_m", *, mixture: bool = 
         for name, size in tensor_shapes(shape)
     }
     rope, dim = g.Rope(np.ones(shape.head_dim // 2, np.float32), interleaved=True), shape.head_dim
-    x = graph.add(g.Embed(weights["token_embd.weight"]))
+    x = graph.add(ops.Embed(weights["token_embd.weight"]))
     for graph.layer in range(shape.n_layers):
         own = {name.split(".")[2]: w for name, w in weights.items() if name.startswith(f"blk.{graph.layer}.")}
         cache = graph.kv_cache(shape.n_kv_heads, dim)
-        h = graph.add(g.RMSNorm(x, own["attn_norm"], shape.norm_eps))
-        q, k, v = graph.add(g.Linears(h, tuple(g.Matrix(own[f"attn_{name}"]) for name in "qkv")))
-        q = graph.add(g.RopeAppend(q, k, v, cache, rope))
-        x = graph.add(g.Linear(graph.add(g.Attention(q, cache, dim**-0.5)), g.Matrix(own["attn_output"]), x))
-        h = graph.add(g.RMSNorm(x, own["ffn_norm"], shape.norm_eps))
+        h = graph.add(ops.RMSNorm(x, own["attn_norm"], shape.norm_eps))
+        q, k, v = graph.add(ops.Linears(h, tuple(g.Matrix(own[f"attn_{name}"]) for name in "qkv")))
+        q = graph.add(ops.RopeAppend(q, k, v, cache, rope))
+        x = graph.add(ops.Linear(graph.add(ops.Attention(q, cache, dim**-0.5)), g.Matrix(own["attn_output"]), x))
+        h = graph.add(ops.RMSNorm(x, own["ffn_norm"], shape.norm_eps))
         if mixture:
             n, k, width = MIXTURE
-            routing = graph.add(g.Route(graph.add(g.Linear(h, g.Matrix(_weight(n, shape.n_embd)))), k, True))
+            routing = graph.add(ops.Route(graph.add(ops.Linear(h, g.Matrix(_weight(n, shape.n_embd)))), k, True))
             into, out = _weight(n, width, shape.n_embd), _weight(n, shape.n_embd, width)
-            gate, up = graph.add(g.ExpertLinears(h, (into, into), routing))
-            x = graph.add(g.ExpertOutput(graph.add(g.Gated(gate, up, "silu")), out, routing, x))
+            gate, up = graph.add(ops.ExpertLinears(h, (into, into), routing))
+            x = graph.add(ops.ExpertOutput(graph.add(ops.Gated(gate, up, "silu")), out, routing, x))
             continue
-        gate, up = graph.add(g.Linears(h, (g.Matrix(own["ffn_gate"]), g.Matrix(own["ffn_up"]))))
-        x = graph.add(g.Linear(graph.add(g.Gated(gate, up, "silu")), g.Matrix(own["ffn_down"]), x))
+        gate, up = graph.add(ops.Linears(h, (g.Matrix(own["ffn_gate"]), g.Matrix(own["ffn_up"]))))
+        x = graph.add(ops.Linear(graph.add(ops.Gated(gate, up, "silu")), g.Matrix(own["ffn_down"]), x))
     graph.layer = "output"
-    x = graph.add(g.RMSNorm(graph.add(g.Outputs(x)), weights["output_norm.weight"], shape.norm_eps))
-    graph.add(g.Linear(x, g.Matrix(weights["output.weight"])))
+    x = graph.add(ops.RMSNorm(graph.add(ops.Outputs(x)), weights["output_norm.weight"], shape.norm_eps))
+    graph.add(ops.Linear(x, g.Matrix(weights["output.weight"])))
     return graph
 
 

@@ -59,7 +59,7 @@ class Written:
             *(np.int32(0), np.float32(0), np.int32(1), np.int32(0)),
             *(layers[i] for i in (0, 2, 1, 3)),
         ]
-        module = device.driver.load_module(0, "append", append_defines(self.layout.kept))
+        module = device.driver.load_module(0, "append", append_defines(self.layout.cache))
         grid = (-(-(N_HEADS + 2 * N_KV_HEADS) // 4), N_TOKENS)
         device.driver.launch(module, "rope_append", grid, (128,), arguments, device.stream)
         self.q = device.download(q, np.float32, N_TOKENS, N_HEADS, head_dim)
@@ -167,7 +167,7 @@ def test_caches_of_heads_of_any_size(device: Device, head_dim: int, cache_type: 
         own = split(qkv[1 + number], head_dim)
         expected = in_range(own, np.dtype(np.float16)).astype(np.float16)
         if cache_type != "f16":
-            expected = in_codes(hadamard(own, out.layout.kept.rotations[number]), cache_type)
+            expected = in_codes(hadamard(own, out.layout.cache.rotations[number]), cache_type)
         np.testing.assert_array_equal(out.held(number)[..., :head_dim], expected)
         assert (out.held(number)[..., head_dim:] == 0).all()
     changed = np.zeros(len(out.memory), bool)

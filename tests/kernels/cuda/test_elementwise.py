@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.driver import DeviceMemory
-from localllm.kernels.graph import ACTIVATIONS
+from localllm.kernels.operations.dense import ACTIVATIONS
 from localllm.quant.types import GGMLType
 from localllm.sampling import Sampling, make_sampler
 from tests.cuda_on_cpu import build, nvrtc

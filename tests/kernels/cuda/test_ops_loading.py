@@ -80,9 +80,9 @@ class OrderedDriver(KernellessDriver):
         self._before[stream] |= self._before[event]
         super().wait(stream, event)
 
-    def synchronize(self, what: Any) -> None:
-        self._before["host"] |= self._before[what]
-        super().synchronize(what)
+    def synchronize(self, work: Any) -> None:
+        self._before["host"] |= self._before[work]
+        super().synchronize(work)
 
     def upload(self, destination: Any, source: Any, stream: Any) -> None:
         self._note("upload", stream)

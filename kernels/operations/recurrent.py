@@ -1,0 +1,197 @@
+"""Operations with a recurrent state per sequence: convolutions, linear attention and state-space models."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from localllm.errors import KernelError
+from localllm.kernels.graph import (
+    Operation,
+    RecurrentState,
+    Rows,
+    Tensor,
+    Weight,
+    check_dimensions,
+    check_rows,
+    check_shape,
+)
+
+#: Maximum kernel length of `CausalConv`.
+MAX_CONV = 16
+
+
+class CausalConv(Operation[Tensor]):
+    """Convolution of each column of x [T, n] along its sequence. The kernel's last value applies to the token itself.
+
+    y[t] = activation(sum over j of weight[:, j] * x[t - kernel + 1 + j] + bias), with weight [n, kernel] and zeros
+    before the sequence. ``state`` [kernel - 1, n] keeps the last inputs. Source: Mamba, arXiv:2312.00752.
+    """
+
+    x: Tensor
+    weight: Weight
+    state: RecurrentState
+    bias: Weight | None = None
+    silu: bool = False
+    float_columns = ("weight",)
+
+    @cached_property
+    def result(self) -> Tensor:
+        check_rows(Rows.TOKENS, self.x)
+        check_dimensions(self.weight, 2)
+        n, kernel = self.x.width, self.weight.shape[1]
+        if not 2 <= kernel <= MAX_CONV:
+            raise KernelError(f"a convolution needs kernels of 2 to {MAX_CONV} values, not of {kernel}")
+        check_shape(self.weight, n, kernel)
+        check_shape(self.bias, n)
+        if self.state.shape != (kernel - 1, n):
+            raise KernelError(f"a convolution needs a state {[kernel - 1, n]}, not {list(self.state.shape)}")
+        return Tensor(Rows.TOKENS, n)
+
+
+class GatedDelta(Operation[Tensor]):
+    """Linear attention whose state S [d_k, d_v] of each value head decays and is corrected by the delta rule.
+
+    For each token, with q and k divided by their length, √(sum of squares + eps), and q by √d_k:
+
+        S = exp(a · softplus(decay + dt_bias)) · S;  S += k ⊗ σ(beta) (v - Sᵀk);  result = Sᵀq
+
+    With a negative ``bound``, the decay factor is exp(bound · σ(a · (decay + dt_bias))), at least exp(bound).
+
+    ``qkv`` is one tensor of [queries | keys | values] with n_key_heads, n_key_heads and H heads, or three tensors.
+    ``decay`` contains H values, like ``beta``, or H * d_k for a decay per channel. ``a`` [H] is negative; with a
+    bound it may have either sign, and its magnitude is used. Value head h uses the keys and queries of key head
+    h mod n_key_heads or, if ``is_grouped``, of h ÷ (H / n_key_heads). ``state`` is [H, d_k, d_v]; d_k and d_v must be
+    multiples of 16. The result is [T, H * d_v].
+
+    Sources: Gated DeltaNet, arXiv:2412.06464; decay per channel: Kimi Linear, arXiv:2510.26692; a bound: Ling 3.
+    """
+
+    qkv: tuple[Tensor, ...]
+    decay: Tensor
+    beta: Tensor
+    a: Weight
+    dt_bias: Weight
+    state: RecurrentState
+    n_key_heads: int
+    is_grouped: bool = False
+    eps: float = 1e-6
+    bound: float = 0.0
+    float_columns = ("a",)
+
+    @property
+    def is_per_channel(self) -> bool:
+        return self.decay.width != self.state.shape[0]
+
+    @cached_property
+    def result(self) -> Tensor:
+        check_rows(Rows.TOKENS, *self.qkv, self.decay, self.beta)
+        n_heads, d_k, d_v = _check_heads(self.state, self.n_key_heads)
+        keys = self.n_key_heads * d_k
+        _check_side_by_side(self.qkv, (keys, keys, n_heads * d_v))
+        if self.decay.width not in (n_heads, n_heads * d_k) or self.beta.width != n_heads:
+            raise KernelError(f"decay and beta of {n_heads} heads cannot have {self.decay.width}, {self.beta.width}")
+        _check_column(self.a, n_heads)
+        check_shape(self.dt_bias, self.decay.width)
+        return Tensor(Rows.TOKENS, n_heads * d_v)
+
+
+class Scan(Operation[Tensor]):
+    """Mamba 2's recurrence with a state S [N, P] per head.
+
+    For each token, with Δ = softplus(dt + dt_bias):
+
+        S = exp(a Δ) · S + B ⊗ Δ x;  result = Sᵀ C + D x
+
+    ``xbc`` is one tensor of [x | B | C] with H, n_groups and n_groups heads, or three tensors. Head h uses B and C of
+    group h ÷ (H / n_groups). ``a`` [H] is negative. ``state`` is [H, N, P]; N and P must be multiples of 16. The
+    result is [T, H * P]. Source: arXiv:2405.21060.
+    """
+
+    xbc: tuple[Tensor, ...]
+    dt: Tensor
+    a: Weight
+    dt_bias: Weight
+    d: Weight
+    state: RecurrentState
+    n_groups: int
+    float_columns = ("a", "d")
+
+    @cached_property
+    def result(self) -> Tensor:
+        check_rows(Rows.TOKENS, *self.xbc, self.dt)
+        n_heads, n, p = _check_heads(self.state, self.n_groups)
+        _check_side_by_side(self.xbc, (n_heads * p, self.n_groups * n, self.n_groups * n))
+        if self.dt.width != n_heads:
+            raise KernelError(f"{self.dt.width} time steps do not match {n_heads} heads: give one per head")
+        for weight in (self.a, self.d):
+            _check_column(weight, n_heads)
+        check_shape(self.dt_bias, n_heads)
+        return Tensor(Rows.TOKENS, n_heads * p)
+
+
+class ChannelScan(Operation[Tensor]):
+    """Mamba's recurrence with N state values per channel, which decay independently.
+
+    For each token, for x and dt [T, n], b and c [T, N], with Δ = softplus(dt + dt_bias):
+
+        h_i = exp(a_i Δ) h_i + b_i Δ x;  result = sum over i of c_i h_i + d x
+
+    ``a`` [n, N] is negative. ``state`` is [N, n]. n must be a multiple of 16 and N at most 64.
+    Source: arXiv:2312.00752.
+    """
+
+    x: Tensor
+    dt: Tensor
+    b: Tensor
+    c: Tensor
+    a: Weight
+    dt_bias: Weight
+    d: Weight
+    state: RecurrentState
+    float_columns = ("a",)
+
+    @cached_property
+    def result(self) -> Tensor:
+        check_rows(Rows.TOKENS, self.x, self.dt, self.b, self.c)
+        n, n_state = self.x.width, self.b.width
+        if (
+            self.dt.width != n
+            or self.c.width != n_state
+            or n % 16
+            or n_state > 64
+            or self.state.shape != (n_state, n)
+        ):
+            raise KernelError(f"a scan of {n} channels of {n_state} values does not match {list(self.state.shape)}")
+        check_shape(self.a, n, n_state)
+        for weight in (self.dt_bias, self.d):
+            check_shape(weight, n)
+        return Tensor(Rows.TOKENS, n)
+
+
+def side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Tensor, int]]:
+    """Return the tensor and the first column of each part with the given widths."""
+    if len(tensors) == len(widths):
+        return [(x, 0) for x in tensors]
+    return [(tensors[0], sum(widths[:i])) for i in range(len(widths))]
+
+
+def _check_side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> None:
+    actual = tuple(x.width for x in tensors)
+    if actual not in (widths, (sum(widths),)):
+        raise KernelError(f"tensors have {actual} values, but need {widths}, in one tensor or one each")
+
+
+def _check_heads(state: RecurrentState, n_groups: int) -> tuple[int, int, int]:
+    if len(state.shape) != 3 or state.shape[1] % 16 or state.shape[2] % 16 or min(state.shape) < 1:
+        raise KernelError(
+            f"a state {list(state.shape)} must be [n_heads, rows, columns] with rows and columns multiples of 16"
+        )
+    n_heads, rows, columns = state.shape
+    if n_groups < 1 or n_heads % n_groups:
+        raise KernelError(f"{n_heads} heads cannot share the keys of {n_groups}")
+    return n_heads, rows, columns
+
+
+def _check_column(weight: Weight, n: int) -> None:
+    """Raises KernelError unless the shape is [n] or [n, 1], the shapes of recurrence weights in files."""
+    check_shape(weight, *((n, 1) if len(weight.shape) == 2 else (n,)))
