@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from localllm import compat
+from localllm.catalog import find
 from localllm.compat import Llama, LlamaGrammar, LlamaPromptLookupDecoding, NotAvailableError, llama_chat_format
 from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, UsageError
-from localllm.catalog import find
 from tests.helpers.data import ROOT
 
 DEMO = str(ROOT / "localllm" / "data" / "demo.gguf")
@@ -572,7 +572,7 @@ def test_what_else_cannot_be_done(llm: Llama) -> None:
             call("text")
     with pytest.raises(NotAvailableError, match="logits_all=True"):
         llm.scores  # noqa: B018
-    with pytest.raises(UsageError, match="chat_handler is 7, but must be an encoder of pictures"):
+    with pytest.raises(UsageError, match="chat_handler is 7, but must be an image encoder"):
         Llama("missing.gguf", chat_handler=7)  # type: ignore[arg-type]
     for bad in ({"temprature": 1}, {"stream_options": {}}):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
