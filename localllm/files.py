@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from localllm.errors import OutputError, UsageError, path_text
+from localllm.regular_file import refuse_named_pipe
 
 if sys.platform == "win32":
     import msvcrt
@@ -37,6 +38,7 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_by
     try:
         if isinstance(source, str | os.PathLike):
             where = f"{what} {path_text(source)}".lstrip()
+            refuse_named_pipe(source)
             with open(source, "rb") as file:
                 data = file.read(limit)
         else:

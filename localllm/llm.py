@@ -64,6 +64,9 @@ MEDIA = "<__media__>"
 #: Maximum number of prompts that `LLM.generate_many` runs at once.
 _AT_ONCE = 64
 
+#: Maximum number of template variables.  Each is an argument of several calls.
+MAX_VARIABLES = 1000
+
 #: Variable names that `LLM.chat` sets for the template or for the functions that render it.
 _RESERVED_NAMES = frozenset({"messages", "tools", "tokenizer", "template", "self"})
 
@@ -1061,6 +1064,9 @@ def checked_variables(value: object) -> dict[str, object]:
     """
     if not isinstance(value, Mapping):
         raise UsageError.of("template_variables", value, "a mapping of names to values")
+    if len(value) > MAX_VARIABLES:
+        many = f" has {len(value):,} names: give up to {MAX_VARIABLES:,}"
+        raise UsageError(Argument("template_variables"), many)
     for name in value:
         if not isinstance(name, str):
             raise UsageError(Argument("template_variables"), f" has the name {name!r:.80}, but names must be texts")

@@ -10,6 +10,9 @@ from typing import BinaryIO
 
 from localllm.errors import UsageError
 
+#: Starts of paths of files that this process has open already.
+_DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+
 
 def open_regular(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None = None) -> BinaryIO:
     """Open a regular file for reading.
@@ -52,6 +55,15 @@ def read_regular(
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"it has more than {max_bytes >> 20} MiB", os.fspath(path))
     return data
+
+
+def refuse_named_pipe(path: str | os.PathLike[str]) -> None:
+    """Raise OSError for a named pipe, because opening it waits for a writer.
+
+    Pipes that the process has open already are accepted, such as ``/dev/fd/63`` for the shell's ``<(command)``.
+    """
+    if not os.fspath(path).startswith(_DESCRIPTORS) and stat.S_ISFIFO(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is a named pipe", os.fspath(path))
 
 
 def reading_error(where: str, error: OSError) -> UsageError:

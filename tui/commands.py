@@ -562,11 +562,7 @@ async def _prompt(session: ChatSession, ui: UI, argument: str) -> None:
         near = difflib.get_close_matches(name, files, n=1)
         hint = f"did you mean {near[0]}?" if near else f"save it in {folder} as {name}.md"
         raise UsageError(f"there is no prompt {name!r}: {hint}")
-    try:
-        text = files[name].read_text("utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{files[name]} cannot be read ({error}): check that it is UTF-8 text") from None
-    await ui.put(filled(text.strip(), rest[0] if rest else ""))
+    await ui.put(filled(read_text(files[name]).strip(), rest[0] if rest else ""))
 
 
 async def _run(session: ChatSession, ui: UI, argument: str) -> None:

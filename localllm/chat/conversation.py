@@ -31,11 +31,11 @@ _TEXTS = ("text", "input_text", "output_text", "refusal")
 #: Types and keys of image parts in the library, OpenAI's two APIs and Anthropic's API.
 IMAGE_TYPES, IMAGE_KEYS = ("image", "image_url", "input_image"), ("image", "image_url", "source")
 #: Types of audio parts in the library, OpenAI's chat API and others.
-_SOUNDS = ("audio", "input_audio", "audio_url")
+_AUDIO = ("audio", "input_audio", "audio_url")
 #: Per kind: its word in errors, its keys in a part, and the media type of an example.
 _MEDIA = {
-    "image": ("picture", IMAGE_KEYS, "image/png"),
-    "audio": ("sound", _SOUNDS, "audio/wav"),
+    "image": ("image", IMAGE_KEYS, "image/png"),
+    "audio": ("audio", _AUDIO, "audio/wav"),
 }
 #: Characters that are stripped from both ends of a URL, and characters that are removed everywhere in it.
 _URL_SPACE, _NO_LINES = "".join(map(chr, range(33))), dict.fromkeys(map(ord, "\t\n\r"))
@@ -86,7 +86,7 @@ class Media:
     # also an array of samples
     source: Any
     max_tokens: int | None = None  # None for the limit of the model's processor
-    where: str = "the picture"  # its name in errors
+    where: str = "the image"  # its name in errors
     kind: Literal["image", "audio"] = "image"  # type of the part in templates
 
 
@@ -138,7 +138,7 @@ def read_message(number: int, message: object, may_open_files: bool = False) -> 
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise TemplateError(
-            f"message {number} has no 'role', a text such as 'system', 'user' or 'assistant': write {EXAMPLE}"
+            f"message {number} has no 'role', a string such as 'system', 'user' or 'assistant': write {EXAMPLE}"
         )
     calls = read_calls(number, message.get("tool_calls"))
     content = message.get("content")
@@ -166,25 +166,25 @@ def read_parts(
     if content is None or isinstance(content, str):
         return (() if content is None else (content,)), ""
     if isinstance(content, bytes | bytearray) or not isinstance(content, Sequence):
-        raise TemplateError(f"the content of message {number} (role {quoted(role)}) is neither text nor a list")
+        raise TemplateError(f"the content of message {number} (role {quoted(role)}) is neither a string nor a list")
     parts: list[str | Media] = []
     thoughts: list[str] = []
     for part in content:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if kind in ("thinking", "reasoning"):
+        part_type = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if part_type in ("thinking", "reasoning"):
             thoughts.append(str(part.get("thinking") or part.get("text") or ""))
             continue
-        if kind in IMAGE_TYPES or kind in _SOUNDS:
-            parts.append(_media("image" if kind in IMAGE_TYPES else "audio", number, part, may_open_files))
+        if part_type in IMAGE_TYPES or part_type in _AUDIO:
+            parts.append(_media("image" if part_type in IMAGE_TYPES else "audio", number, part, may_open_files))
             continue
         text: object = part
         if isinstance(part, Mapping):
-            text = part.get("text", part.get("refusal")) if kind in _TEXTS else None
+            text = part.get("text", part.get("refusal")) if part_type in _TEXTS else None
         if not isinstance(text, str):
-            if kind in _TEXTS:
+            if part_type in _TEXTS:
                 raise TemplateError(f"a part of message {number} has no text: write {_PART}")
             raise TemplateError(
-                f"message {number} has a part of type {quoted(kind)}, but a message has texts, pictures and sounds: "
+                f"message {number} has a part of type {quoted(part_type)}, but a message has text, images and audio: "
                 f"write parts as {_PART}"
             )
         parts.append(text)
@@ -201,36 +201,36 @@ def kind_of(file: bytes) -> Literal["image", "audio"]:
 def _media(kind: Literal["image", "audio"], number: int, part: Mapping[str, Any], may_open_files: bool) -> Media:
     """Return the image or audio of a part.  The audio format is detected from the bytes, not read from the part."""
     word, keys, example = _MEDIA[kind]
-    where = f"the {word} of message {number}"
-    given = next((part[key] for key in keys if key in part), None)
+    name = f"the {word} of message {number}"
+    source = next((part[key] for key in keys if key in part), None)
     detail = part.get("detail")
-    if isinstance(given, Mapping):
-        detail, data = given.get("detail", detail), given.get("data")
+    if isinstance(source, Mapping):
+        detail, data = source.get("detail", detail), source.get("data")
         encoded = data.rpartition(",")[2] if isinstance(data, str) else None
-        given = given.get("url") if encoded is None else f"data:{given.get('media_type')};base64,{encoded}"
-    if given is None or (isinstance(given, str | bytes) and not given):
-        raise TemplateError(f"{where} is missing: give it as a data URL, 'data:{example};base64,…'")
-    if isinstance(given, str):
-        given = source_of_text(given, where, may_open_files, example)
+        source = source.get("url") if encoded is None else f"data:{source.get('media_type')};base64,{encoded}"
+    if source is None or (isinstance(source, str | bytes) and not source):
+        raise TemplateError(f"{name} is missing: give it as a data URL, 'data:{example};base64,…'")
+    if isinstance(source, str):
+        source = source_of_text(source, name, may_open_files, example)
     elif not may_open_files:  # a JSON value that is not a string
-        raise TemplateError(f"{where} is {quoted(given)}, but must be a data URL, 'data:{example};base64,…'")
-    return Media(given, _LOW_DETAIL if detail == "low" and kind == "image" else None, where, kind)
+        raise TemplateError(f"{name} is {quoted(source)}, but must be a data URL, 'data:{example};base64,…'")
+    return Media(source, _LOW_DETAIL if detail == "low" and kind == "image" else None, name, kind)
 
 
-def source_of_text(text: str, where: str, may_open_files: bool = False, example: str = "image/png") -> Any:
+def source_of_text(text: str, name: str, may_open_files: bool = False, example: str = "image/png") -> Any:
     """Return the bytes of a data URL, or the path that a ``file:`` URL or a plain string names."""
     url = text.strip(_URL_SPACE)
     head, comma, body = url.partition(",") if url[:5].lower() == "data:" else ("", "", "")
     if comma:  # https://fetch.spec.whatwg.org/#data-url-processor
         head = head.rstrip()
         if head[-6:].lower() == "base64" and head[:-6].rstrip(" ").endswith(";"):
-            return decoded(body, where)
-        return _unquoted(body.partition("#")[0].translate(_NO_LINES), where)
+            return decoded(body, name)
+        return _unquoted(body.partition("#")[0].translate(_NO_LINES), name)
     scheme = urlsplit(url[:2000]).scheme
     if scheme in ("http", "https"):
-        raise TemplateError(f"{where} is an address on the web, where localllm does not look: send it as a data URL")
+        raise TemplateError(f"{name} is an address on the web, where localllm does not look: send it as a data URL")
     if not may_open_files:
-        raise TemplateError(f"{where} is not a data URL: write 'data:{example};base64,…'")
+        raise TemplateError(f"{name} is not a data URL: write 'data:{example};base64,…'")
     if scheme != "file":
         return os.path.expanduser(text)
     from urllib.request import url2pathname  # imported here because it imports HTTP and TLS
@@ -238,21 +238,21 @@ def source_of_text(text: str, where: str, may_open_files: bool = False, example:
     return url2pathname(urlsplit(url).path)
 
 
-def _unquoted(text: str, where: str) -> bytes:
+def _unquoted(text: str, name: str) -> bytes:
     """Return the bytes of a percent-encoded string."""
     if text.count("%") > _MAX_PERCENT_SIGNS:
-        raise TemplateError(f"{where} has more than {_MAX_PERCENT_SIGNS:,} percent signs: send it in base64")
+        raise TemplateError(f"{name} has more than {_MAX_PERCENT_SIGNS:,} percent signs: send it in base64")
     return unquote_to_bytes(text)
 
 
-def decoded(text: str, where: str) -> bytes:
+def decoded(text: str, name: str) -> bytes:
     """Return the bytes of a base64 string: either alphabet, white space, no padding, or percent-encoded."""
-    data = _unquoted(text, where) if "%" in text else text.encode("ascii", "replace")
+    data = _unquoted(text, name) if "%" in text else text.encode("ascii", "replace")
     compact = data.translate(_BASE64, b" \t\n\r\v\f").rstrip(b"=")
     try:
         return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise TemplateError(f"{where} is not in base64: encode its file's bytes") from None
+        raise TemplateError(f"{name} is not in base64: encode its file's bytes") from None
 
 
 def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:
@@ -280,5 +280,5 @@ def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:
 def _text(number: int, message: Mapping[str, object], key: str) -> str:
     value = message.get(key)
     if value is not None and not isinstance(value, str):
-        raise TemplateError(f"{key} of message {number} is {quoted(value)}, but must be a text")
+        raise TemplateError(f"{key} of message {number} is {quoted(value)}, but must be a string")
     return value or ""

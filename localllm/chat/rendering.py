@@ -39,7 +39,7 @@ _SCHEMA = {"type": "object", "properties": {"zqkey": {"type": "string", "descrip
 _TOOL: dict[str, Any] = {"name": "zqtool", "description": "", "parameters": _SCHEMA}
 _TOOL = {"type": "function", "function": _TOOL}
 
-_Given = list[dict[str, Any]]
+_TemplateMessages = list[dict[str, Any]]
 _Tools = Sequence[Mapping[str, object]] | None
 
 
@@ -55,65 +55,65 @@ class Rendering:
         self._source = source
         self._render = render
 
-    def messages(self, conversation: Sequence[Message]) -> _Given:
+    def messages(self, conversation: Sequence[Message]) -> _TemplateMessages:
         is_known = "developer" in self._source
-        found = [m if is_known or m.role != "developer" else replace(m, role="system") for m in conversation]
-        found = self._with_matched_results(self._with_systems_in_place(found))
-        return [self._message(each) for each in found]
+        converted = [m if is_known or m.role != "developer" else replace(m, role="system") for m in conversation]
+        converted = self._with_matched_results(self._with_systems_in_place(converted))
+        return [self._message(message) for message in converted]
 
-    def alternating(self, conversation: Sequence[Message]) -> _Given | None:
+    def alternating(self, conversation: Sequence[Message]) -> _TemplateMessages | None:
         """Return the conversation with consecutive messages of a role merged, for templates that reject them.
 
         None if there are no consecutive messages of a role.
         """
-        found: list[Message] = []
-        for each in conversation:
-            if found and found[-1].role == each.role and each.role in ("user", "assistant"):
-                found[-1] = _joined([found[-1], each])
+        merged: list[Message] = []
+        for message in conversation:
+            if merged and merged[-1].role == message.role and message.role in ("user", "assistant"):
+                merged[-1] = _joined([merged[-1], message])
             else:
-                found.append(each)
-        return self.messages(found) if len(found) < len(conversation) else None
+                merged.append(message)
+        return self.messages(merged) if len(merged) < len(conversation) else None
 
-    def variables(self, given: Mapping[str, object]) -> dict[str, object]:
+    def variables(self, variables: Mapping[str, object]) -> dict[str, object]:
         """Return the variables for the template.  Thinking is on unless it is switched off.
 
         The switch gets the name that the template reads.  The default is the same as in llama.cpp, even for templates
         whose own default is off (Gemma 4, DeepSeek).
         """
-        said = given.get("enable_thinking", given.get("thinking"))
-        if said is False and not self._thinking_switches and any(tag in self._source for tag in TAGS):
+        switch = variables.get("enable_thinking", variables.get("thinking"))
+        if switch is False and not self._thinking_switches and any(tag in self._source for tag in TAGS):
             warn("this chat template has no switch for thinking: the model may think although it shall not")
-        on = said is None or bool(said)
-        return {**{name: _SWITCHES[name][not on] for name in self._thinking_switches}, **given}
+        on = switch is None or bool(switch)
+        return {**{name: _SWITCHES[name][not on] for name in self._thinking_switches}, **variables}
 
     # -- Features of the template ----------------------------------------------------------------------------------
 
     def _renders(self, messages: Sequence[Message], *words: str) -> bool:
         """Return whether the rendered messages contain all words, in this order."""
-        return self._renders_given([self._message(each) for each in messages], *words)
+        return self._renders_converted([self._message(message) for message in messages], *words)
 
-    def _renders_given(self, given: _Given, *words: str) -> bool:
-        text = self._render(given, None)
+    def _renders_converted(self, messages: _TemplateMessages, *words: str) -> bool:
+        text = self._render(messages, None)
         if text is None or "{'type'" in text:  # parts in Python's notation
             return False
-        place = 0
+        position = 0
         for word in words:
-            place = text.find(word, place)
-            if place < 0:
+            position = text.find(word, position)
+            if position < 0:
                 return False
         return True
 
     @cached_property
     def _takes_text(self) -> bool:
-        return self._renders_given([{"role": "user", "content": _ONE}], _ONE)
+        return self._renders_converted([{"role": "user", "content": _ONE}], _ONE)
 
     @cached_property
     def _takes_parts(self) -> bool:
-        return self._renders_given([{"role": "user", "content": [_part(_ONE)]}], _ONE)
+        return self._renders_converted([{"role": "user", "content": [_part(_ONE)]}], _ONE)
 
     @cached_property
     def _takes_several_parts(self) -> bool:
-        return self._renders_given([{"role": "user", "content": [_part(_ONE), _part(_TWO)]}], _ONE, _TWO)
+        return self._renders_converted([{"role": "user", "content": [_part(_ONE), _part(_TWO)]}], _ONE, _TWO)
 
     @cached_property
     def _takes_several_systems(self) -> bool:
@@ -122,8 +122,8 @@ class Rendering:
 
     @cached_property
     def _takes_later_systems(self) -> bool:
-        said = [Message("user", (_ONE,)), Message("assistant", (_TWO,)), Message("system", (_THREE,))]
-        return self._renders([*said, Message("user", (_ONE,))], _ONE, _TWO, _THREE, _ONE)
+        messages = [Message("user", (_ONE,)), Message("assistant", (_TWO,)), Message("system", (_THREE,))]
+        return self._renders([*messages, Message("user", (_ONE,))], _ONE, _TWO, _THREE, _ONE)
 
     @cached_property
     def _takes_systems(self) -> bool:
@@ -149,9 +149,9 @@ class Rendering:
     @cached_property
     def _thinking_switches(self) -> list[str]:
         """The variables that switch thinking, detected because they change a rendered message."""
-        given: _Given = [{"role": "user", "content": self._content((_ONE,))}]
+        messages: _TemplateMessages = [{"role": "user", "content": self._content((_ONE,))}]
         texts = {
-            name: [self._render(given, None, **{name: value}) for value in values]
+            name: [self._render(messages, None, **{name: value}) for value in values]
             for name, values in _SWITCHES.items()
             if name in self._source
         }
@@ -160,12 +160,12 @@ class Rendering:
     def _takes_call(self, id_: str, arguments: object) -> bool:
         """Return whether the template renders a call and its result, and not in Python's notation."""
         call = {"id": id_, "type": "function", "function": {"name": "zqname", "arguments": arguments}}
-        given: _Given = [
+        messages: _TemplateMessages = [
             {"role": "user", "content": self._content((_ONE,))},
             {"role": "assistant", "content": self._content(("",)), "tool_calls": [call]},
             {"role": "tool", "content": self._content((_THREE,)), "tool_call_id": id_, "name": "zqname"},
         ]
-        text = self._render(given, [_TOOL]) or self._render(given, None)
+        text = self._render(messages, [_TOOL]) or self._render(messages, None)
         if text is None or _THREE not in text or "{'zqkey'" in text:
             return False
         return any(word in text for word in ("zqname", _TWO, id_))
@@ -174,7 +174,7 @@ class Rendering:
 
     def _with_systems_in_place(self, messages: list[Message]) -> list[Message]:
         """Moves system messages to positions that the template reads.  All their text is retained."""
-        places = [i for i, each in enumerate(messages) if each.role == "system"]
+        places = [i for i, message in enumerate(messages) if message.role == "system"]
         if not places:
             return messages
         n_leading = next((n for n, i in enumerate(places) if n != i), len(places))
@@ -184,25 +184,29 @@ class Rendering:
         if self._takes_systems and self._takes_later_systems:
             return [_joined(messages[:n_leading]), *messages[n_leading:]]
         system = _joined([messages[i] for i in places])
-        rest = [each for each in messages if each.role != "system"]
+        remaining = [message for message in messages if message.role != "system"]
         if self._takes_systems:
-            return [system, *rest]
+            return [system, *remaining]
         # The same as in llama.cpp.
-        first = next((i for i, each in enumerate(rest) if each.role == "user"), None)
+        first = next((i for i, message in enumerate(remaining) if message.role == "user"), None)
         if first is None:
-            return [replace(system, role="user"), *rest]
-        own = rest[first]
-        parts = (f"{system.text}\n", *own.parts) if own.media else (f"{system.text}\n{own.text}",)
-        rest[first] = replace(own, parts=parts)
-        return rest
+            return [replace(system, role="user"), *remaining]
+        user_message = remaining[first]
+        parts = (
+            (f"{system.text}\n", *user_message.parts)
+            if user_message.media
+            else (f"{system.text}\n{user_message.text}",)
+        )
+        remaining[first] = replace(user_message, parts=parts)
+        return remaining
 
     def _with_matched_results(self, messages: list[Message]) -> list[Message]:
         """Return the messages with ids in calls, and ids and names in results, in the template's form."""
-        if not any(each.calls or each.role == "tool" for each in messages):
+        if not any(message.calls or message.role == "tool" for message in messages):
             return messages
         as_text = not self._takes_calls
         form = _short_id if self._wants_short_ids else str
-        found: list[Message] = []
+        matched: list[Message] = []
         open_calls = _OpenCalls(())
         n_calls = 0
         for message in messages:
@@ -212,15 +216,15 @@ class Rendering:
                 calls = [replace(call, id=call.id or f"call_{n}") for n, call in numbered]
                 n_calls += len(calls)
                 open_calls = _OpenCalls(calls)
-                message = replace(message, calls=tuple(replace(each, id=form(each.id)) for each in calls))
+                message = replace(message, calls=tuple(replace(call, id=form(call.id)) for call in calls))
             elif message.role == "tool":
                 call = open_calls.take(message.call_id, message.name)
                 if call is not None:
                     message = replace(message, call_id=call.id, name=message.name or call.name)
                 if message.call_id:
                     message = replace(message, call_id=form(message.call_id))
-            found.append(_as_text(message) if as_text else message)
-        return found
+            matched.append(_as_text(message) if as_text else message)
+        return matched
 
     def _content(self, parts: Sequence[str | Media]) -> Any:
         """Return parts in the template's form: a list for media, for several texts, or if required; else a string.
@@ -240,18 +244,18 @@ class Rendering:
     def _message(self, message: Message) -> dict[str, Any]:
         parts = message.parts
         if message.is_error:  # templates have no field for it
-            first, rest = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
-            parts = (f"Error: {first}", *rest)
-        given: dict[str, Any] = {"role": message.role, "content": self._content(parts)}
+            first, following = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
+            parts = (f"Error: {first}", *following)
+        converted: dict[str, Any] = {"role": message.role, "content": self._content(parts)}
         if message.reasoning:  # as in transformers, both names are set
-            given |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+            converted |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
         if message.calls:
-            given["tool_calls"] = [self._call(each) for each in message.calls]
+            converted["tool_calls"] = [self._call(call) for call in message.calls]
         if message.call_id:
-            given["tool_call_id"] = message.call_id
+            converted["tool_call_id"] = message.call_id
         if message.name:
-            given["name"] = message.name
-        return {**message.more, **given}
+            converted["name"] = message.name
+        return {**message.more, **converted}
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         arguments = call.arguments if self._wants_arguments_as_text else call.values
@@ -265,21 +269,21 @@ def _part(text: str) -> dict[str, str]:
 def _joined(messages: Sequence[Message]) -> Message:
     """Merge messages of one role."""
     parts: list[str | Media] = []
-    for each in messages:
-        own = each.parts if each.media else (each.text,) if each.text else ()
-        parts += ["\n\n", *own] if parts and own else own
+    for message in messages:
+        added = message.parts if message.media else (message.text,) if message.text else ()
+        parts += ["\n\n", *added] if parts and added else added
     if not any(isinstance(part, Media) for part in parts):
         parts = ["".join(part for part in parts if isinstance(part, str))]
-    reasoning = "\n\n".join(each.reasoning for each in messages if each.reasoning)
-    calls = tuple(call for each in messages for call in each.calls)
+    reasoning = "\n\n".join(message.reasoning for message in messages if message.reasoning)
+    calls = tuple(call for message in messages for call in message.calls)
     return replace(messages[0], parts=tuple(parts), reasoning=reasoning, calls=calls)
 
 
 def _as_text(message: Message) -> Message:
     """Return a message whose calls or result are converted to text, for templates that do not support them."""
     if message.calls:
-        given = ({"name": each.name, "arguments": each.values} for each in message.calls)
-        calls = [json.dumps(each, ensure_ascii=False) for each in given]
+        descriptions = ({"name": call.name, "arguments": call.values} for call in message.calls)
+        calls = [json.dumps(description, ensure_ascii=False) for description in descriptions]
         texts = [part for part in message.parts if isinstance(part, str) and part]
         return replace(message, parts=("\n".join(texts + calls), *message.media), calls=())
     if message.role != "tool":

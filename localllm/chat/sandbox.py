@@ -77,7 +77,7 @@ _CHECKED = 1_000_000
 
 
 class _Meter:
-    left = BUDGET
+    remaining = BUDGET
     depth = 0  # of macro calls
 
 
@@ -86,11 +86,11 @@ _meter: ContextVar[_Meter] = ContextVar("template_meter")
 
 def _pay(cost: int) -> bool:
     meter = _meter.get()
-    before = meter.left
-    meter.left -= max(cost, 0)
-    if meter.left // _CHECKED != before // _CHECKED:
+    before = meter.remaining
+    meter.remaining -= max(cost, 0)
+    if meter.remaining // _CHECKED != before // _CHECKED:
         check_cancelled()
-    if not meter.left >= 0:  # also true for NaN
+    if not meter.remaining >= 0:  # also true for NaN
         raise SecurityError("it asks for far more work or memory than messages call for")
     return True
 
@@ -101,18 +101,18 @@ _ITERATOR: Any = type(iter([]))  # replaces jinja2's lazy results: true even if 
 
 def _size(value: Any, depth: int = 0) -> int:
     """Return the number of characters in ``value`` plus 16 per element.  Shared elements count every time."""
-    kind = type(value)
-    if kind is str:
+    class_ = type(value)
+    if class_ is str:
         return 16 + len(value)
-    if kind in _CONTAINERS:
+    if class_ in _CONTAINERS:
         if depth == _MAX_DEPTH:
             raise SecurityError("it nests data too deeply")
         _pay(64 + 64 * len(value))  # for this walk
         size = 16 + sum(_size(item, depth + 1) for item in value)
-        return size + sum(_size(item, depth + 1) for item in value.values()) if kind is dict else size
+        return size + sum(_size(item, depth + 1) for item in value.values()) if class_ is dict else size
     if value is None or isinstance(value, int | float | Undefined):
         return 16 + (value.bit_length() if isinstance(value, int) else 0)
-    raise TypeError(f"{kind.__name__!r} is not data")
+    raise TypeError(f"{class_.__name__!r} is not data")
 
 
 def _pay_size(factor: int, *operands: Any) -> None:
@@ -198,13 +198,13 @@ def _text_method(name: str, text: str, *args: Any, **kwargs: Any) -> Any:
 
 def _format(text: str, *args: Any, **kwargs: Any) -> str:
     values = [_text(arg) for arg in args]
-    named = {key: _text(value) for key, value in kwargs.items()}
-    longest = max(map(len, (*values, *named.values())), default=0)
+    keywords = {key: _text(value) for key, value in kwargs.items()}
+    longest = max(map(len, (*values, *keywords.values())), default=0)
     for _, field, form, conversion in _short(list(Formatter().parse(text))):
         if form or conversion or not (field or "0").replace("_", "0").isalnum():
             raise SecurityError("it formats text with more than plain '{}' or '{name}'")
         _pay(64 + 4 * longest)
-    return text.format(*values, **named)
+    return text.format(*values, **keywords)
 
 
 def _dict(*pairs: Any, **more: Any) -> dict[Any, Any]:
@@ -432,8 +432,8 @@ def _through(name: str, node: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(cast(nodes.Expr, node), name, list(args), [], None, None, lineno=node.lineno)
 
 
-def _paying(node: nodes.Node, *parts: nodes.Node) -> nodes.Filter:
-    return _through("#pay", nodes.Const(64 + sum(map(_cost, parts)), lineno=node.lineno))
+def _paying(node: nodes.Node, *blocks: nodes.Node) -> nodes.Filter:
+    return _through("#pay", nodes.Const(64 + sum(map(_cost, blocks)), lineno=node.lineno))
 
 
 class _Rewriter(NodeTransformer):

@@ -26,6 +26,9 @@ from localllm.errors import TemplateError, quoted, warn
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
 
+#: Words for several media of a kind.
+_PLURALS = {"image": "images", "audio": "audio"}
+
 #: Roles that a template supports even if its source does not contain them, because most templates write any role.
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
@@ -114,20 +117,20 @@ class ChatTemplate:
 
     def reads(self, name: str) -> bool:
         """Return whether the template, or a named template used for it, reads ``name``, such as ``tools``."""
-        return name in self._names or any(USES[each] == name for each in self.named)
+        return name in self._names or any(USES[key] == name for key in self.named)
 
-    def used_for(self, given: Mapping[str, object]) -> ChatTemplate:
+    def used_for(self, variables: Mapping[str, object]) -> ChatTemplate:
         """Return the named template for these variables, or this template.
 
         Raises:
             TemplateError: the named template is not valid.
         """
         for name, text in self.named.items():
-            if given.get(USES[name]):
+            if variables.get(USES[name]):
                 if name not in self._compiled:
-                    where = f"{self._where} called {quoted(name)}"
+                    title = f"{self._where} called {quoted(name)}"
                     bos, eos = self._tokens.values()
-                    self._compiled[name] = ChatTemplate(text, bos_token=bos, eos_token=eos, where=where)
+                    self._compiled[name] = ChatTemplate(text, bos_token=bos, eos_token=eos, where=title)
                 return self._compiled[name]
         return self
 
@@ -154,9 +157,9 @@ class ChatTemplate:
                 template), fails, or exceeds the limits of time and memory.
         """
         conversation = read_messages(messages)
-        if found := [each for message in conversation for each in message.media]:
-            what, does = ("sounds", "hears") if found[0].kind == "audio" else ("pictures", "sees")
-            raise TemplateError(f"there are {what} in these messages: a model that {does} none cannot read them")
+        if media := [medium for message in conversation for medium in message.media]:
+            kinds = " and ".join(sorted({_PLURALS[medium.kind] for medium in media}))
+            raise TemplateError(f"these messages have {kinds}, which this model does not accept: send only text")
         return self._rendered(conversation, tools, {"add_generation_prompt": add_generation_prompt, **variables})
 
     def render_with_media(
@@ -176,12 +179,12 @@ class ChatTemplate:
         Raises:
             TemplateError: as in `render`, or the template does not write a marker for every medium.
         """
-        media = [each for message in messages for each in message.media]
-        own = {marker: kind for kind, (_, marker, _) in markers.items()}
-        pattern = re.compile("|".join(map(re.escape, own)))
+        media = [medium for message in messages for medium in message.media]
+        kind_by_marker = {marker: kind for kind, (_, marker, _) in markers.items()}
+        pattern = re.compile("|".join(map(re.escape, kind_by_marker)))
         # A marker in user text must not become an image.
         plain = [replace(m, parts=tuple(_set_apart(part, pattern) for part in m.parts)) for m in messages]
-        words = {kind: "".join(each) for kind, each in markers.items()}
+        words = {kind: "".join(marker) for kind, marker in markers.items()}
         texts_of = (["".join(p if isinstance(p, str) else words[p.kind] for p in m.parts)] for m in plain)
         as_words = [replace(m, parts=tuple(t)) if m.media else m for m, t in zip(plain, texts_of, strict=True)]
         problem: TemplateError | None = None
@@ -191,24 +194,24 @@ class ChatTemplate:
             except TemplateError as error:
                 problem = error
                 continue
-            if [own[found] for found in pattern.findall(text)] == [each.kind for each in media]:
-                texts = [_rejoined(each, own) for each in pattern.split(text)]
-                found: list[str | Media] = [texts[0]]
-                for each, behind in zip(media, texts[1:], strict=True):
-                    found += [each, behind]
-                return found
-        what = " and ".join(sorted({"sounds" if each.kind == "audio" else "pictures" for each in media}))
-        raise problem or TemplateError(f"{self._where} has no place for {what} in some of these messages")
+            if [kind_by_marker[marker] for marker in pattern.findall(text)] == [medium.kind for medium in media]:
+                texts = [_rejoined(piece, kind_by_marker) for piece in pattern.split(text)]
+                pieces: list[str | Media] = [texts[0]]
+                for medium, following in zip(media, texts[1:], strict=True):
+                    pieces += [medium, following]
+                return pieces
+        kinds = " and ".join(sorted({_PLURALS[medium.kind] for medium in media}))
+        raise problem or TemplateError(f"{self._where} has no place for {kinds} in some of these messages")
 
     def _rendered(
         self,
         conversation: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None,
-        given: Mapping[str, object],
+        template_variables: Mapping[str, object],
     ) -> str:
-        if (used := self.used_for({"tools": tools, **given})) is not self:
-            return used._rendered(conversation, tools, given)
-        variables = self._default_variables(tools) | self._rendering.variables(given)
+        if (used := self.used_for({"tools": tools, **template_variables})) is not self:
+            return used._rendered(conversation, tools, template_variables)
+        variables = self._default_variables(tools) | self._rendering.variables(template_variables)
         inputs = {"tools": tools, "add_generation_prompt": True, **variables}
         try:
             text = self._text({"messages": self._rendering.messages(conversation), **inputs})
@@ -216,10 +219,10 @@ class ChatTemplate:
             raise
         except sandbox.RefusedError as error:
             alternating = self._rendering.alternating(conversation)
-            found = None if alternating is None else self._attempt({"messages": alternating, **inputs})
-            if found is None:
+            merged_text = None if alternating is None else self._attempt({"messages": alternating, **inputs})
+            if merged_text is None:
                 raise TemplateError(f"{self._where} refuses these messages: {_short_reason(error)}") from error
-            text = found
+            text = merged_text
         except SecurityError as error:
             reason = _short_reason(error)
             raise TemplateError(f"{self._where} was stopped: {reason}; give another template") from error
@@ -237,16 +240,18 @@ class ChatTemplate:
     def _default_variables(self, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
         """Return variables with a default, in llama.cpp's format: the date, and tools as JSON."""
         now = datetime.now()
-        told = {
+        defaults = {
             "date_string": now.strftime("%d %b %Y"),  # Llama 3's
             "datetime": now.strftime("%b %d %Y %H:%M:%S"),  # FireFunction's
             "functions": "" if not tools else json.dumps(tools, indent=2),
         }
-        return {name: value for name, value in told.items() if self.reads(name) and not self.reads("strftime_now")}
+        return {
+            name: value for name, value in defaults.items() if self.reads(name) and not self.reads("strftime_now")
+        }
 
     def _text(self, inputs: Mapping[str, object]) -> str:
-        given = {**self._tokens, **inputs}
-        return sandbox.render(self._template, {name: _plain(value, name) for name, value in given.items()})
+        variables = {**self._tokens, **inputs}
+        return sandbox.render(self._template, {name: _plain(value, name) for name, value in variables.items()})
 
     def _attempt(self, inputs: Mapping[str, object]) -> str | None:
         """Return the prompt; None if the template fails or rejects the messages."""
@@ -299,7 +304,7 @@ def _short_reason(error: BaseException) -> str:
     return " ".join(words)[:250] or type(error).__name__
 
 
-def _plain(value: object, where: str) -> object:
+def _plain(value: object, name: str) -> object:
     """Convert ``value`` to plain dicts, lists, strings, numbers, booleans and ``None``, without custom methods."""
     if value is None or isinstance(value, bool):
         return value
@@ -311,7 +316,7 @@ def _plain(value: object, where: str) -> object:
         return float.__float__(value)
     check_cancelled()
     if isinstance(value, Mapping):
-        return {_plain(key, where): _plain(item, where) for key, item in value.items()}
+        return {_plain(key, name): _plain(item, name) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_plain(item, where) for item in value]
-    raise TemplateError(f"{where} holds a {type(value).__name__}: templates take text, numbers, lists and mappings")
+        return [_plain(item, name) for item in value]
+    raise TemplateError(f"{name} holds a {type(value).__name__}: templates take text, numbers, lists and mappings")

@@ -35,6 +35,6 @@ class TemplateSource:
             raise TemplateError(f"{path_text(file.path)} has no chat template called {quoted(name)}")
         if text is not None and not isinstance(text, str):
             raise TemplateError(f"{path_text(file.path)}: {key} is not a string; the file is damaged")
-        found = {} if name is not None else {each: file.metadata.get(f"{_KEY}.{each}") for each in USES}
-        named = {each: text for each, text in found.items() if isinstance(text, str)}
+        texts = {} if name is not None else {use: file.metadata.get(f"{_KEY}.{use}") for use in USES}
+        named = {use: text for use, text in texts.items() if isinstance(text, str)}
         return cls(text, f"the chat template of {path_text(os.path.basename(file.path))}", named)

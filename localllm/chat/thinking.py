@@ -55,12 +55,13 @@ def opening_tag(prompt: str) -> str:
     return next((tag for tag in (*TAGS, _MESSAGE) if end.endswith(tag)), "")
 
 
-def begun(prompt: str, reasoning: str, text: str) -> str:
+def reply_prefix(prompt: str, reasoning: str, text: str) -> str:
     """Return the start of a reply, formatted to follow a prompt.  Reasoning comes first if the prompt opens it."""
     tag = opening_tag(prompt)
     if tag == _MESSAGE and "<|message|>" not in text:
-        said = {"analysis": reasoning, "final": text}
-        return f"<|end|>{_MESSAGE}".join(f"<|channel|>{name}<|message|>{part}" for name, part in said.items() if part)
+        messages = {"analysis": reasoning, "final": text}
+        texts = [f"<|channel|>{name}<|message|>{content}" for name, content in messages.items() if content]
+        return f"<|end|>{_MESSAGE}".join(texts)
     closing = TAGS.get(tag, "")
     if closing and text.lstrip().startswith(tag):  # it repeats the tag of the prompt
         return text.lstrip().removeprefix(tag + prompt[len(prompt.rstrip()) :]).removeprefix(tag)
@@ -159,10 +160,10 @@ class ThinkingSplitter:
     def _think(self) -> list[Segment]:
         closing = TAGS.get(self._tag, "</think>")
         tags = (closing, *self.ends)
-        found = [(at, tag) for tag in tags if (at := self.held.find(tag)) >= 0]
-        if not found:
+        matches = [(at, tag) for tag in tags if (at := self.held.find(tag)) >= 0]
+        if not matches:
             return self._emit(len(self.held) - n_open(self.held, tags))
-        at, tag = min(found)
+        at, tag = min(matches)
         segments = self._emit(at)
         self._state, self._is_unclosed = "answer", tag != closing
         if not self._is_unclosed:
@@ -195,7 +196,7 @@ class ThinkingSplitter:
             header = _HEADER.match(self.held)
             if header is None:
                 text = self.held.lstrip()
-                if len(text) < _LONGEST_HEADER and any(each.startswith(text[: len(each)]) for each in _BEGINNINGS):
+                if len(text) < _LONGEST_HEADER and any(tag.startswith(text[: len(tag)]) for tag in _BEGINNINGS):
                     return segments  # the rest of the header follows
                 self._has_messages, self._state = False, "answer"
                 return segments + self._emit(len(self.held))

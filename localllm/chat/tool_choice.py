@@ -29,47 +29,47 @@ def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise UsageError(f"tool {number} is not a function with a name: only such tools are called")
-    kind = choice
+    choice_type = choice
     if isinstance(choice, Mapping):
-        kind = choice.get("type", "function" if {"function", "name"} & choice.keys() else None)
-    if kind in (None, "auto"):
+        choice_type = choice.get("type", "function" if {"function", "name"} & choice.keys() else None)
+    if choice_type in (None, "auto"):
         return ChosenTools(tools, [])
-    if kind == "none":
+    if choice_type == "none":
         return ChosenTools([], [])
-    if kind in ("required", "any"):
-        named = tools
-    elif kind in ("function", "tool") and isinstance(choice, Mapping):
+    if choice_type in ("required", "any"):
+        forced = tools
+    elif choice_type in ("function", "tool") and isinstance(choice, Mapping):
         function = choice.get("function", choice)
-        named = _named(tools, [function])
-    elif kind == "allowed_tools" and isinstance(choice, Mapping):
+        forced = _named(tools, [function])
+    elif choice_type == "allowed_tools" and isinstance(choice, Mapping):
         allowed = choice.get("allowed_tools", choice)
         listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
         if not isinstance(listed, list):
             raise UsageError("tool_choice has no list of tools: write the allowed ones as 'tools'")
-        tools = _named(tools, [each.get("function", each) if isinstance(each, Mapping) else each for each in listed])
+        tools = _named(tools, [item.get("function", item) if isinstance(item, Mapping) else item for item in listed])
         if allowed.get("mode", "auto") != "required":
             return ChosenTools(tools, [])
-        named = tools
+        forced = tools
     else:
         raise UsageError(
             f"tool_choice is {choice!r:.80}, but must be 'auto', 'none', 'required', or name a function as "
             '{"type": "function", "function": {"name": …}}'
         )
-    if not named:
+    if not forced:
         raise UsageError("tool_choice wants a call, but there are no tools: give some, or leave it out")
-    return ChosenTools(tools, named)
+    return ChosenTools(tools, forced)
 
 
 def _named(tools: Tools, functions: Sequence[object]) -> Tools:
-    found: Tools = []
+    selected: Tools = []
     for function in functions:
         name = function.get("name") if isinstance(function, Mapping) else function
-        named = [tool for tool in tools if tool["function"]["name"] == name]
-        if not named:
+        matches = [tool for tool in tools if tool["function"]["name"] == name]
+        if not matches:
             words = "no tool" if name is None else f"{name!r:.80}, which is none of the tools"
             raise UsageError(f"tool_choice names {words}: name one of them")
-        found += named
-    return found
+        selected += matches
+    return selected
 
 
 def call_schema(tools: Tools, *, only_strict: bool = False) -> dict[str, Any]:

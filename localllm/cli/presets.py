@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from localllm.errors import UsageError, path_text
 from localllm.files import expanded, read_text
 from localllm.options.settings import settings_path
 
-#: Keys whose values are files.  Relative paths start at the folder of the presets file.
-_FILES = ("model", "mmproj", "draft_model", "lora")
+#: Placeholders of flags whose values are files.  Relative paths start at the folder of the presets file.
+_FILES = ("FILE", "ADAPTER[=X]")
 
 #: Groups and flags of ``serve`` that apply to the whole server, or name the model.
 _OF_THE_SERVER = ("access", "output")
@@ -48,52 +48,57 @@ def ollama_preset(name: str) -> dict[str, Any] | None:
     return None if model is None or not model.options else {"model": name, **model.options}
 
 
-def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
+def read_presets(file: Path | None) -> dict[str, dict[str, Any]]:
     """Return the sections of a file, by default ``models.toml`` next to the settings file, with absolute paths."""
     settings = settings_path()
-    path = expanded(named) if named is not None else settings and settings.parent / "models.toml"
-    if path is None or (named is None and not path.is_file()):
+    path = expanded(file) if file is not None else settings and settings.parent / "models.toml"
+    if path is None or (file is None and not path.is_file()):
         return {}
     import tomllib  # imported here because most users have no such file
 
-    where, text = path_text(path), read_text(path, "the file of models")
+    shown, text = path_text(path), read_text(path, "the file of models")
     try:
         sections = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not valid TOML: {error}") from None
-    known = {key for key, _ in _keys(parser_of("serve"))}
+        raise UsageError(f"{shown} is not valid TOML: {error}") from None
+    actions = _actions(parser_of("serve"))
     for name, section in sections.items():
         if not isinstance(section, dict):
-            raise UsageError(f"{where} has {name!r:.80} outside of a section: write [NAME] above each model's keys")
+            raise UsageError(f"{shown} has {name!r:.80} outside of a section: write [NAME] above each model's keys")
         for key, value in section.items():
-            if key != "model" and key.replace("-", "_") not in known:
-                raise UsageError(f"[{name}] of {where} has {key!r:.80}, which is not a flag that a model can have")
+            if key != "model" and key.replace("-", "_") not in actions:
+                raise UsageError(f"[{name}] of {shown} has {key!r:.80}, which is not a flag that a model can have")
             if key == "model" and not isinstance(value, str):
-                raise UsageError(f"[{name}] of {where} has {key} = {value!r:.80}: give the name of a file in quotes")
-            if key in _FILES:
-                values = [_resolved(path, each) for each in (value if isinstance(value, list) else [value])]
+                raise UsageError(f"[{name}] of {shown} has {key} = {value!r:.80}: give the name of a file in quotes")
+            if key == "model" or actions[key.replace("-", "_")].metavar in _FILES:
+                values = [_resolved(path, item) for item in (value if isinstance(value, list) else [value])]
                 section[key] = values if isinstance(value, list) else values[0]
         section.setdefault("model", name)
     return sections
 
 
 def _resolved(path: Path, value: Any) -> Any:
-    found = path.parent / str(value).partition("=")[0]
-    return str(path.parent / value) if isinstance(value, str) and os.path.lexists(found) else value
+    """Return a file's name as a path if the file is in the folder of the presets file.  Adapters may end in "=X"."""
+    if not isinstance(value, str):
+        return value
+    names = [name for name in (value, value.rpartition("=")[0]) if name]
+    return str(path.parent / value) if any(os.path.lexists(path.parent / name) for name in names) else value
 
 
-def _keys(parser: Parser) -> Iterator[tuple[str, argparse.Action]]:
-    """Yield keys with their flags.  A key is the name of an option or of a flag."""
+def _actions(parser: Parser) -> dict[str, argparse.Action]:
+    """Return the flags of a model by their keys.  A key is the name of an option or of a flag."""
+    actions: dict[str, argparse.Action] = {}
     for action in parser._actions:
         title = getattr(getattr(action, "container", None), "title", None)
         if action.option_strings and title not in _OF_THE_SERVER and action.dest not in _NO_KEYS:
-            yield action.dest, action
-            yield from ((flag.lstrip("-").replace("-", "_"), action) for flag in action.option_strings)
+            for key in (action.dest, *(flag.lstrip("-").replace("-", "_") for flag in action.option_strings)):
+                actions.setdefault(key, action)
+    return actions
 
 
 def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping[str, Any], name: str) -> None:
     """Sets the arguments of a section, unless the command line sets them.  Ignores flags of other commands."""
-    flags, actions = list[str](), dict(reversed(list(_keys(parser))))
+    flags, actions = list[str](), _actions(parser)
     for key, value in section.items():
         action = actions.get(key.replace("-", "_"))
         if key == "model" or action is None or value is False:
@@ -109,9 +114,9 @@ def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping
         )
         flags += [f"{flag}={text}" for text in texts]
     try:
-        given, _ = parser.parse_known_args(flags)
+        parsed, _ = parser.parse_known_args(flags)
     except UsageError as error:
         raise UsageError(f"[{name}] of the file of models: {error}") from None
-    for option, value in vars(given).items():
+    for option, value in vars(parsed).items():
         if not hasattr(arguments, option) or getattr(arguments, option) == parser.get_default(option):
             setattr(arguments, option, value)

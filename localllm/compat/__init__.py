@@ -306,14 +306,14 @@ class Llama:
         logits_all: bool = False,
         **more: Any,
     ) -> None:
-        own = inspect.signature(Llama).parameters.keys() - {"more"}
-        check_keywords(more, sorted({*own, *_WITHOUT_EFFECT, *_ONLY_DEFAULT}), {})
+        parameters = inspect.signature(Llama).parameters.keys() - {"more"}
+        check_keywords(more, sorted({*parameters, *_WITHOUT_EFFECT, *_ONLY_DEFAULT}), {})
         for name, allowed in _ONLY_DEFAULT.items():
             if name in more and more[name] not in allowed:
                 raise NotAvailableError(f"{name} is {more[name]!r:.80}, but here it can only be {allowed[0]!r}")
         encoder = chat_handler.clip_model_path if isinstance(chat_handler, MTMDChatHandler) else None
         if chat_handler is not None and encoder is None and not callable(chat_handler):
-            words = "but must be an encoder of pictures, Llava15ChatHandler(clip_model_path=…), or a function"
+            words = "but must be an image encoder, Llava15ChatHandler(clip_model_path=…), or a function"
             raise UsageError(f"chat_handler is {chat_handler!r:.80}, {words}")
         self._answers = None if isinstance(chat_handler, MTMDChatHandler) else chat_handler
         if chat_format in registered_formats():
@@ -436,19 +436,19 @@ class Llama:
             TypeError: a keyword is unknown.
             LocalLLMError: as in `LLM.generate`.
         """
-        given = self._options(options, max_tokens, logprobs)
+        keywords = self._options(options, max_tokens, logprobs)
         before = prompt if isinstance(prompt, str) else self.llm.detokenize(prompt)
         echoed = self._prompt_choices(prompt, logprobs) if echo and logprobs is not None else ()
 
-        begin = partial(self._begin, self.llm.stream, prompt, parse_special=True, **given)
+        begin = partial(self._begin, self.llm.stream, prompt, parse_special=True, **keywords)
         head = _ResponseHead(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
         if stream:
             return self._text_chunks(begin, head, before if echo else "", echoed, len(before), suffix or "")
-        done = self._read(begin())
-        text = (before if echo else "") + done.text + (suffix or "")
-        choices = None if done.logprobs is None else (*echoed, *done.logprobs)
+        completion = self._read(begin())
+        text = (before if echo else "") + completion.text + (suffix or "")
+        choices = None if completion.logprobs is None else (*echoed, *completion.logprobs)
         choice = {"text": text, "logprobs": self._logprobs(choices, 0 if echoed else len(before), len(echoed) > 0)}
-        return head.whole(choice, done)
+        return head.response(choice, completion)
 
     __call__ = create_completion
 
@@ -529,10 +529,15 @@ class Llama:
             NotAvailableError: the format is unknown, or ``tool_choice`` is "required".
             LocalLLMError: as in `LLM.chat`.
         """
-        given: dict[str, Any] = {"functions": functions, "function_call": function_call, "stream": stream, **options}
-        given |= {"tools": tools, "tool_choice": tool_choice}
+        keywords: dict[str, Any] = {
+            "functions": functions,
+            "function_call": function_call,
+            "stream": stream,
+            **options,
+        }
+        keywords |= {"tools": tools, "tool_choice": tool_choice}
         answer = self._chat if self._answers is None else partial(self._answers, llama=self)
-        return answer(messages=messages, **given)
+        return answer(messages=messages, **keywords)
 
     def create_chat_completion_openai_v1(self, *args: Any, **options: Any) -> Any:
         """Like `create_chat_completion`, but return OpenAI's ``ChatCompletion``, or an iterator of its chunks."""
@@ -567,41 +572,31 @@ class Llama:
         if functions is not None:
             tools = [{"type": "function", "function": function} for function in functions]
         choice = tool_choice if function_call is None else function_call
-        chosen = choose_tools(None if tools is None else [*map(dict, mappings("tools", tools))], choice)
-        if choice == "required" or len(chosen.forced) > 1:
+        selection = choose_tools(None if tools is None else [*map(dict, mappings("tools", tools))], choice)
+        if choice == "required" or len(selection.forced) > 1:
             raise NotAvailableError(f"tool_choice is {choice!r:.80}: name the function, or leave it open by 'auto'")
-        function = chosen.forced[0]["function"] if chosen.forced else None
-        format_ = response_format or {"type": "text"}
-        if not isinstance(format_, Mapping):
-            raise UsageError(f"response_format is {format_!r:.80}, but must be a mapping, as {{'type': 'text'}}")
-        kind = format_.get("type")
-        if kind not in ("text", "json_object", "json_schema"):
-            words = "but must have type 'text', 'json_object' or 'json_schema'"
-            raise NotAvailableError(f"response_format is {dict(format_)!r:.80}, {words}")
+        function = selection.forced[0]["function"] if selection.forced else None
         n_logprobs = (top_logprobs or 0) if logprobs else None
-        given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
-        schema: Any = format_.get("json_schema") or format_
-        if not isinstance(schema, Mapping):
-            raise UsageError(f"json_schema is {schema!r:.80}, but must be a mapping with the schema as 'schema'")
-        schema = schema.get("schema")
+        keywords = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
+        schema = _schema_of(response_format)
         if function is not None:
-            given["json_schema"] = function.get("parameters") or {"type": "object"}
-        elif kind != "text":
-            given["json_schema"] = schema or {"type": "object"}
+            schema = function.get("parameters") or {"type": "object"}
+        if schema is not None:
+            keywords["json_schema"] = schema
         name = None if function is None else str(function["name"])
-        offered = chosen.offered or None
+        offered = selection.offered or None
 
         def begin() -> Stream:
             if formatter is not None:
-                made = formatter(messages=messages, functions=functions, tools=offered, tool_choice=choice)
-                stops = given.get("stop"), made.stop
-                ends = [end for each in stops for end in ([each] if isinstance(each, str) else each or ())]
-                more = given | {"stop": ends}
-                if made.stopping_criteria is not None:
-                    more["processors"] = self._processors(more.get("processors", ()), made.stopping_criteria)
-                special = {"add_special": not made.added_special, "parse_special": True}
-                return self._begin(self.llm.stream, made.prompt, **special, **more)
-            stream = self._begin(self.llm.stream_chat, messages, tools=offered, **given)
+                formatted = formatter(messages=messages, functions=functions, tools=offered, tool_choice=choice)
+                stops = keywords.get("stop"), formatted.stop
+                ends = [end for stop in stops for end in ([stop] if isinstance(stop, str) else stop or ())]
+                more = keywords | {"stop": ends}
+                if formatted.stopping_criteria is not None:
+                    more["processors"] = self._processors(more.get("processors", ()), formatted.stopping_criteria)
+                special = {"add_special": not formatted.added_special, "parse_special": True}
+                return self._begin(self.llm.stream, formatted.prompt, **special, **more)
+            stream = self._begin(self.llm.stream_chat, messages, tools=offered, **keywords)
             if name is not None and stream.parser is not None:
                 stream.parser.offer(())  # after reasoning the model writes only arguments
             elif not offered:
@@ -611,16 +606,18 @@ class Llama:
         head = _ResponseHead(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         if stream:
             return self._chat_chunks(begin, head, name)
-        done = self._read(begin())
-        message: dict[str, Any] = {"role": "assistant", "content": done.text}
-        if done.reasoning:
-            message["reasoning_content"] = done.reasoning
-        calls = [(each.name, each.arguments) for each in done.tool_calls] if name is None else [(name, done.text)]
+        completion = self._read(begin())
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        if completion.reasoning:
+            message["reasoning_content"] = completion.reasoning
+        calls = [(call.name, call.arguments) for call in completion.tool_calls]
+        if name is not None:
+            calls = [(name, completion.text)]
         if calls:
-            text = None if name is not None else done.text or None
+            text = None if name is not None else completion.text or None
             message |= {"content": text, "tool_calls": [_call(head, i, *call) for i, call in enumerate(calls)]}
-        choice = {"message": message, "logprobs": self._chat_logprobs(done.logprobs)}
-        return head.whole(choice, _with_tool_finish(done) if calls else done)
+        choice = {"message": message, "logprobs": self._chat_logprobs(completion.logprobs)}
+        return head.response(choice, _with_tool_finish(completion) if calls else completion)
 
     def _begin(self, work: Callable[..., _T], prompt: Any, **options: Any) -> _T:
         try:
@@ -631,9 +628,9 @@ class Llama:
             raise _with_their_names(error) from None
 
     def _read(self, stream: Stream) -> Completion:
-        done = warned(stream.read())
+        completion = warned(stream.read())
         self._ids = stream.tokens
-        return done
+        return completion
 
     def _text_chunks(
         self,
@@ -665,8 +662,8 @@ class Llama:
                 delta = {"tool_calls": [{"index": 0, **_call(head, 0, function, chunk.text)}]}
             elif isinstance(call := chunk.call, CallDelta):
                 has_calls = True
-                part = _call(head, call.index, call.name, call.arguments)
-                delta = {"tool_calls": [{"index": call.index, **part}]}
+                piece = _call(head, call.index, call.name, call.arguments)
+                delta = {"tool_calls": [{"index": call.index, **piece}]}
             choice = {"delta": delta, "logprobs": self._chat_logprobs(chunk.logprobs)}
             yield head.chunk(choice, _with_tool_finish(chunk) if has_calls else chunk)
 
@@ -689,13 +686,15 @@ class Llama:
                         warn(message)
                     yield Chunk("", logprobs=waiting or None, finish_reason=chunk.finish_reason)
 
-    def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+    def _options(self, keywords: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """Convert llama-cpp-python's keywords to the keywords of `LLM.stream`."""
-        others = ("grammar", "max_tokens", "logprobs", "stream", "stopping_criteria", "tfs_z")
-        check_keywords(given, [*_OPTIONS, *others], {})
-        if given.get("tfs_z") not in (None, 1):
+        names = ("grammar", "max_tokens", "logprobs", "stream", "stopping_criteria", "tfs_z")
+        check_keywords(keywords, [*_OPTIONS, *names], {})
+        if keywords.get("tfs_z") not in (None, 1):
             raise NotAvailableError("tfs_z is not available in this version of localllm: leave it out")
-        options = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS and value is not None}
+        options = {
+            _OPTIONS[name]: value for name, value in keywords.items() if name in _OPTIONS and value is not None
+        }
         # Negative numbers mean 0.
         for name in ("temperature", "top_k"):
             if isinstance(options.get(name), int | float) and options[name] < 0:
@@ -703,11 +702,11 @@ class Llama:
         if "processors" in options:
             processors = options["processors"]  # a list, or a single function
             options["processors"] = tuple(processors) if isinstance(processors, Iterable) else (processors,)
-        if (criteria := given.get("stopping_criteria")) is not None:
+        if (criteria := keywords.get("stopping_criteria")) is not None:
             options["processors"] = self._processors(options.get("processors", ()), criteria)
         if isinstance(options.get("logit_bias"), Mapping):
             options["logit_bias"] = {int(id_): bias for id_, bias in options["logit_bias"].items()}
-        if (grammar := given.get("grammar")) is not None:
+        if (grammar := keywords.get("grammar")) is not None:
             if not isinstance(grammar, LlamaGrammar):
                 raise UsageError(f"grammar is {grammar!r:.80}, but must be a LlamaGrammar, as of from_string(...)")
             options |= grammar.options
@@ -889,11 +888,11 @@ class Llama:
         options = {**options, "temperature": temp}
         if criteria is not None:
             options["stopping_criteria"] = criterion
-        given = self._options(options, None, None)
+        keywords = self._options(options, None, None)
         is_ended = False
         while not is_ended:
             is_ended = True
-            with self._begin(self.llm.stream, ids, **given) as stream:
+            with self._begin(self.llm.stream, ids, **keywords) as stream:
                 for chunk in stream:
                     if chunk.finish_reason == "stop" and not is_stopped:
                         yield self.token_eos()
@@ -983,18 +982,33 @@ class _ResponseHead:
             "choices": [{"index": 0, **choice, "finish_reason": chunk.finish_reason}],
         }
 
-    def whole(self, choice: Mapping[str, Any], done: Completion) -> dict[str, Any]:
-        usage = {"prompt_tokens": done.usage.prompt_tokens, "completion_tokens": done.usage.completion_tokens}
-        return {**self.chunk(choice, done), "usage": {**usage, "total_tokens": done.usage.total_tokens}}
+    def response(self, choice: Mapping[str, Any], completion: Completion) -> dict[str, Any]:
+        counts = completion.usage
+        usage = {"prompt_tokens": counts.prompt_tokens, "completion_tokens": counts.completion_tokens}
+        return {**self.chunk(choice, completion), "usage": {**usage, "total_tokens": counts.total_tokens}}
+
+
+def _schema_of(response_format: Mapping[str, Any] | None) -> Any:
+    """Return the schema of replies; None for text."""
+    format_ = response_format or {"type": "text"}
+    if not isinstance(format_, Mapping):
+        raise UsageError(f"response_format is {format_!r:.80}, but must be a mapping, as {{'type': 'text'}}")
+    if format_.get("type") not in ("text", "json_object", "json_schema"):
+        words = "but must have type 'text', 'json_object' or 'json_schema'"
+        raise NotAvailableError(f"response_format is {dict(format_)!r:.80}, {words}")
+    schema = format_.get("json_schema") or format_
+    if not isinstance(schema, Mapping):
+        raise UsageError(f"json_schema is {schema!r:.80}, but must be a mapping with the schema as 'schema'")
+    return None if format_["type"] == "text" else schema.get("schema") or {"type": "object"}
 
 
 _T = TypeVar("_T")
-_Said = TypeVar("_Said", Chunk, Completion)
+_Reply = TypeVar("_Reply", Chunk, Completion)
 
 
-def _with_tool_finish(said: _Said) -> _Said:
+def _with_tool_finish(reply: _Reply) -> _Reply:
     """Set the finish reason of a reply with calls, unless the reply was cut off."""
-    return replace(said, finish_reason="tool_calls") if said.finish_reason == "stop" else said  # type: ignore[arg-type]
+    return replace(reply, finish_reason="tool_calls") if reply.finish_reason == "stop" else reply  # type: ignore[arg-type]
 
 
 def _call(head: _ResponseHead, number: int, name: str, arguments: str) -> dict[str, Any]:
@@ -1010,8 +1024,8 @@ _THEIR_NAMES = {"context": "n_ctx", "threads": "n_threads", **{ours: theirs for 
 def _with_their_names(error: LocalLLMError) -> LocalLLMError:
     """Return the error with the argument names of llama-cpp-python."""
     error.args = tuple(
-        each._replace(name=_THEIR_NAMES.get(each.name, each.name)) if isinstance(each, Argument) else each
-        for each in error.args
+        piece._replace(name=_THEIR_NAMES.get(piece.name, piece.name)) if isinstance(piece, Argument) else piece
+        for piece in error.args
     )
     return error
 
@@ -1019,8 +1033,8 @@ def _with_their_names(error: LocalLLMError) -> LocalLLMError:
 def _cache_type(keys: int | None, values: int | None) -> CacheType:
     types = [_CACHE_TYPES.get(1 if number is None else number) for number in (keys, values)]
     if None in types:
-        given = f"type_k is {keys!r:.80} and type_v is {values!r:.80}"
-        raise NotAvailableError(f"{given}, but here each must be 1 (F16), 2 (Q4_0), 6 (Q5_0) or 8 (Q8_0)")
+        words = f"type_k is {keys!r:.80} and type_v is {values!r:.80}"
+        raise NotAvailableError(f"{words}, but here each must be 1 (F16), 2 (Q4_0), 6 (Q5_0) or 8 (Q8_0)")
     return "/".join(dict.fromkeys(filter(None, types)))
 
 

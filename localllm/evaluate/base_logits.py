@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from localllm.errors import UsageError, path_text
 from localllm.files import NewFile
 from localllm.quant.bits import Floats
+from localllm.regular_file import open_regular
 
 _MAGIC = b"_logits_"
 _HEADER = struct.Struct("<8siii")
@@ -53,7 +54,7 @@ class BaseLogits:
         """Open a file. Raises UsageError if it is damaged or of another format."""
         path = Path(path)
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 head = file.read(_HEADER.size)
                 n_bytes = file.seek(0, os.SEEK_END)
         except OSError as error:

@@ -84,7 +84,8 @@ class Completion:
         logprobs = None
         if self.logprobs is not None:
             logprobs = [
-                {**likely(each.id, each.logprob), "top": [likely(*top) for top in each.top]} for each in self.logprobs
+                {**likely(choice.id, choice.logprob), "top": [likely(*top) for top in choice.top]}
+                for choice in self.logprobs
             ]
         return {
             "text": self.text,

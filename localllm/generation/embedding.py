@@ -31,11 +31,13 @@ class Embedder:
         template = metadata.get("tokenizer.chat_template.rerank")
         self._template = template if isinstance(template, str) else None
         tokens: Sequence[str] = metadata.get("tokenizer.ggml.tokens", ()) if self.is_late else ()
-        places = {token: i for i, token in enumerate(tokens)}
-        found = [each for each in _MARKERS if places.keys() >= set(each)]
+        positions = {token: i for i, token in enumerate(tokens)}
+        markers = [marker for marker in _MARKERS if positions.keys() >= set(marker)]
         # Token that marks queries, and token that marks documents
-        self._query_marker, self._document_marker = ([places[each]] for each in found[0]) if found else ([], [])
-        self._punctuation = {places[mark] for mark in string.punctuation if mark in places}
+        self._query_marker, self._document_marker = (
+            ([positions[marker]] for marker in markers[0]) if markers else ([], [])
+        )
+        self._punctuation = {positions[mark] for mark in string.punctuation if mark in positions}
 
     def pair(self, tokenizer: Tokenizer, query: str, document: str) -> list[int]:
         """Return tokens of a query and a document, in the format that rerankers are trained on."""
@@ -75,13 +77,13 @@ class Embedder:
         """
         ids = [self._marked(tokenizer, query, self._query_marker)]
         ids += [self._marked(tokenizer, document, self._document_marker) for document in documents]
-        rows = [unit_length(each) for each in self.token_vectors(engine, ids)]
-        counts = [np.array([token not in self._punctuation for token in each], bool) for each in ids[1:]]
+        rows = [unit_length(vectors) for vectors in self.token_vectors(engine, ids)]
+        counts = [np.array([id_ not in self._punctuation for id_ in document], bool) for document in ids[1:]]
         best = [
-            (rows[0] @ each[counted].T).max(axis=1, initial=-1.0)
-            for each, counted in zip(rows[1:], counts, strict=True)
+            (rows[0] @ vectors[counted].T).max(axis=1, initial=-1.0)
+            for vectors, counted in zip(rows[1:], counts, strict=True)
         ]
-        return np.array([each.sum() for each in best], np.float32)
+        return np.array([cosines.sum() for cosines in best], np.float32)
 
     def _marked(self, tokenizer: Tokenizer, text: str, marker: list[int]) -> list[int]:
         """Return tokens with the marker after the beginning-of-text token, if any."""

@@ -136,8 +136,8 @@ def evaluate_all(
             results.append(finish(under_way.popleft()))
         return results
     finally:
-        for each in under_way:
-            each.cancel()
+        for evaluation in under_way:
+            evaluation.cancel()
 
 
 class _Scoring:
@@ -162,7 +162,7 @@ class _Scoring:
             if self._n_top:
                 best = np.argpartition(-row, self._n_top - 1)[: self._n_top]
                 best = best[np.lexsort((best, -row[best]))]
-                self._top.append(tuple((int(each), float(row[each]) - peak - log_total) for each in best))
+                self._top.append(tuple((int(top_id), float(row[top_id]) - peak - log_total) for top_id in best))
 
     def cancel(self) -> None:
         if self._evaluation is not None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.errors import SettingsError, shown
 from localllm.files import expanded
 from localllm.options.declared import STOPS, LoadOptions, OptionKind, Sampling, declared
+from localllm.regular_file import refuse_named_pipe
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
@@ -126,8 +127,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """Return the text of a settings file; empty if it does not exist."""
     try:
-        if path.is_fifo():
-            raise ValueError("it is a pipe, which may have no end")
+        refuse_named_pipe(path)
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:

@@ -100,8 +100,8 @@ class Reach(NamedTuple):
 
     def until(self, mass: float, *, side: Literal["left", "right"]) -> IntArray:
         """Return the positions up to the one whose share reaches ("left") or exceeds ("right") ``mass``."""
-        kept = self.positions[: int(self.shares.searchsorted(mass, side)) + 1]
-        return np.concatenate([self.above, kept]) if len(self.above) else kept
+        positions = self.positions[: int(self.shares.searchsorted(mass, side)) + 1]
+        return np.concatenate([self.above, positions]) if len(self.above) else positions
 
 
 def _reach_likeliest(logits: FloatArray, mass: float) -> Reach:
@@ -118,9 +118,9 @@ def _reach_likeliest(logits: FloatArray, mass: float) -> Reach:
     # Weights below this have a total share of at most 1 - mass, so the end precedes the first of them.
     positions = np.flatnonzero(weights >= np.float32((1 - mass) * total / n))
     logits, weights = logits[positions], weights[positions]
-    part = weights.sum(dtype=np.float64) / total
-    above, rest, shares = reach(logits, weights, min(mass / part, 1 - 2**-53))
-    return Reach(positions[above], positions[rest], shares * part)
+    share = weights.sum(dtype=np.float64) / total
+    above, following, shares = reach(logits, weights, min(mass / share, 1 - 2**-53))
+    return Reach(positions[above], positions[following], shares * share)
 
 
 def reach(scores: FloatArray, weights: FloatArray, mass: float) -> Reach:
@@ -204,10 +204,10 @@ def xtc(candidates: Candidates, probability: float, threshold: float, uniform: C
     if len(viable) < 2:
         return candidates
     spared = viable[::-1][np.argmin(shares[viable[::-1]])]  # the last of equal ones
-    kept = np.ones(len(shares), np.bool_)
-    kept[viable] = False
-    kept[spared] = True
-    return candidates.take(np.flatnonzero(kept))
+    is_kept = np.ones(len(shares), np.bool_)
+    is_kept[viable] = False
+    is_kept[spared] = True
+    return candidates.take(np.flatnonzero(is_kept))
 
 
 def temper(candidates: Candidates, temperature: float) -> Candidates:
@@ -249,15 +249,15 @@ class Mirostat2:
         """Return the drawn id."""
         logits = candidates.logits
         log_total = float(logits.max()) + math.log(relative_weights(logits).sum(dtype=np.float64))
-        kept = np.flatnonzero(logits >= np.float64(log_total - self.mu * math.log(2)))
-        if not len(kept):
-            kept = np.array([logits.argmax()])
-        candidates = candidates.take(kept)
-        chosen = draw(candidates, self._uniform() if len(kept) > 1 else 0.0)  # like llama.cpp
+        allowed = np.flatnonzero(logits >= np.float64(log_total - self.mu * math.log(2)))
+        if not len(allowed):
+            allowed = np.array([logits.argmax()])
+        candidates = candidates.take(allowed)
+        position = draw(candidates, self._uniform() if len(allowed) > 1 else 0.0)  # like llama.cpp
         weights = relative_weights(candidates.logits)
-        surprise = -math.log2(weights[chosen] / weights.sum(dtype=np.float64))
+        surprise = -math.log2(weights[position] / weights.sum(dtype=np.float64))
         self.mu -= self._eta * (surprise - self._tau)
-        return int(candidates.ids[chosen])
+        return int(candidates.ids[position])
 
 
 class AdaptiveP:
@@ -282,7 +282,7 @@ class AdaptiveP:
         distances = np.abs(probabilities - target) / 0.3
         shares = relative_weights(-10 * distances**2 / (1 + distances)).cumsum(dtype=np.float64)
         u = self._uniform() if len(shares) > 1 else 0.0  # like llama.cpp
-        chosen = min(int(shares.searchsorted(u * shares[-1], side="right")), len(shares) - 1)
-        self._sum = float(probabilities[chosen]) + self._decay * self._sum
+        position = min(int(shares.searchsorted(u * shares[-1], side="right")), len(shares) - 1)
+        self._sum = float(probabilities[position]) + self._decay * self._sum
         self._weight = 1 + self._decay * self._weight
-        return int(candidates.ids[chosen])
+        return int(candidates.ids[position])

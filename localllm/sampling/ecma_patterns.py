@@ -32,11 +32,11 @@ def from_ecma(pattern: str) -> tuple[str, bool]:
     """
     names = set(_NAMED_GROUP.findall(pattern))
     pieces: list[str] = []
-    place, in_class, has_references, previous = 0, False, False, ""
-    while place < len(pattern):
-        match = (_INSIDE if in_class else _OUTSIDE).match(pattern, place)
+    position, in_class, has_references, previous = 0, False, False, ""
+    while position < len(pattern):
+        match = (_INSIDE if in_class else _OUTSIDE).match(pattern, position)
         assert match is not None  # both patterns match any character
-        token, place = match[0], match.end()
+        token, position = match[0], match.end()
         if token[0] == "\\" and len(token) > 1:
             is_reference = not in_class and (token[1] in "123456789" or token[2:].strip("<>") in names)
             is_reference &= token[1] in "k123456789"
@@ -44,7 +44,7 @@ def from_ecma(pattern: str) -> tuple[str, bool]:
             pieces.append(_ANY_TEXT if is_reference else _escape(token, in_class))
         elif in_class:
             is_range = token == "-" and not _is_class(previous) and previous != "-"
-            is_range &= not _is_class(pattern[place : place + 2])
+            is_range &= not _is_class(pattern[position : position + 2])
             pieces.append(f"\\{token}" if token in "[&~-" and not is_range else token)
             in_class = token != "]"
         elif token in ("[]", "[^]"):
@@ -63,18 +63,18 @@ def _is_class(token: str) -> bool:
 
 
 def _escape(token: str, in_class: bool) -> str:
-    kind, rest = token[1], token[2:]
-    if kind in "bB" and in_class:
+    letter, argument = token[1], token[2:]
+    if letter in "bB" and in_class:
         return r"\x08"
-    if kind in _CLASSES + _SAME:
-        return token if kind != "x" or rest else "x"
-    if kind == "c":
-        return f"\\x{ord(rest) & 31:02x}" if rest else r"\\c"
-    if kind == "u" and rest:
-        units = [int(unit, 16) for unit in re.findall(r"[0-9A-Fa-f]+", rest.replace("\\u", " "))]
+    if letter in _CLASSES + _SAME:
+        return token if letter != "x" or argument else "x"
+    if letter == "c":
+        return f"\\x{ord(argument) & 31:02x}" if argument else r"\\c"
+    if letter == "u" and argument:
+        units = [int(unit, 16) for unit in re.findall(r"[0-9A-Fa-f]+", argument.replace("\\u", " "))]
         code = units[0] if len(units) == 1 else 0x10000 + ((units[0] - 0xD800) << 10) + units[1] - 0xDC00
         return token if 0xD800 <= code < 0xE000 or code > 0x10FFFF else re.escape(chr(code))
-    if kind.isdecimal():  # octal number in a class
+    if letter.isdecimal():  # octal number in a class
         digits = token[1:]
         return f"\\x{int(digits, 8):02x}" if re.fullmatch("[0-3]?[0-7]{1,2}", digits) else re.escape(digits)
     return re.escape(token[1:])

@@ -123,12 +123,12 @@ def _internal(sampling: Sampling) -> str:
 def _read(sampling: Sampling) -> tuple[str, list[str]]:
     """Return the grammar in Lark's notation, and descriptions of the parts of its schemas that are not enforced."""
     matcher, complaint = llguidance.LLMatcher, "cannot be used"
-    not_held: list[str] = []
+    unenforced: list[str] = []
     try:
         _check_size(sampling)
         if sampling.json_schema is not None:
-            given = {"x-guidance": JSON_OPTIONS, **parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)}
-            schema, not_held = _enforceable_schema(json.dumps(given))
+            with_options = {"x-guidance": JSON_OPTIONS, **parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)}
+            schema, unenforced = _enforceable_schema(json.dumps(with_options))
             lark = f"start: %json {schema}"
         elif sampling.regex is not None:
             if _LONE_BACKSLASH.search(sampling.regex):
@@ -139,10 +139,10 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
             if _GBNF_RULE.search(lark):
                 complaint = "is not valid GBNF"
                 lark = gbnf_to_lark(_with_groups(_ESCAPE.sub(_escaped, lark)))
-            for start, end in reversed([place for place, _ in _schemas(lark)]):
+            for start, end in reversed([span for span, _ in _schemas(lark)]):
                 schema, more = _enforceable_schema(lark[start:end])
-                lark, not_held = lark[:start] + schema + lark[end:], not_held + more
-        return lark + _NO_FORCING, not_held
+                lark, unenforced = lark[:start] + schema + lark[end:], unenforced + more
+        return lark + _NO_FORCING, unenforced
     except Exception as error:  # llguidance raises nothing more specific
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _error(sampling, complaint, reason) from None
@@ -151,16 +151,16 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
 @lru_cache(_MAX_KEPT)
 def _enforceable_schema(text: str) -> tuple[str, list[str]]:
     """Return a JSON schema for Lark's notation, and the keywords that are not enforced."""
-    given = parse_json(text, _MAX_SCHEMA_NESTING)
+    original = parse_json(text, _MAX_SCHEMA_NESTING)
     validate = llguidance.LLMatcher.validate_grammar_with_warnings
-    schema, not_held = enforceable_schema(given)
+    schema, unenforced = enforceable_schema(original)
     written = json.dumps(schema)
     is_wrong, messages = validate(f"start: %json {written}")
     if not is_wrong:
         if '"oneOf"' in text:  # some alternatives exclude each other only because objects are closed
-            messages += validate(f"start: %json {json.dumps(enforceable_schema(given, may_close=False)[0])}")[1]
-        not_held += [words for sign, words in _OF_LLGUIDANCE if any(sign in each for each in messages)]
-    return written, not_held
+            messages += validate(f"start: %json {json.dumps(enforceable_schema(original, may_close=False)[0])}")[1]
+        unenforced += [words for sign, words in _OF_LLGUIDANCE if any(sign in message for message in messages)]
+    return written, unenforced
 
 
 def _schemas(lark: str) -> Iterator[tuple[tuple[int, int], Any]]:
@@ -184,20 +184,20 @@ def _check_size(sampling: Sampling) -> None:
     lark = sampling.grammar or ""
     if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MAX_CHARACTERS:
         raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters: make it simpler")
-    operators = [found.lastindex for found in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
+    operators = [match.lastindex for match in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
     if 1 in operators and 2 in operators:
         raise ValueError("it has both & and ~, which may take forever to compile: use only one operator")
     n_rules, n_patterns, n_optional, is_combined = max(len(lark.splitlines()), lark.count("%json")), 0, 0, False
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or schemas: use fewer")
-    left: list[Any] = (
+    pending: list[Any] = (
         [parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)] if sampling.json_schema is not None else []
     )
-    left += [schema for _, schema in _schemas(lark)]
-    while left:
+    pending += [schema for _, schema in _schemas(lark)]
+    while pending:
         check_cancelled()
-        schema = left.pop()
-        left += schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+        schema = pending.pop()
+        pending += schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
         if isinstance(schema, dict):
             n_rules += "$ref" in schema
             n_optional = max(n_optional, _length(schema.get("properties")) - _length(schema.get("required")))
@@ -223,8 +223,8 @@ def _raise_if(complaint: str, sampling: Sampling) -> None:
         raise _error(sampling, "cannot be used", complaint)
 
 
-def _error(sampling: Sampling, what: str, why: str) -> GrammarError:
-    return GrammarError(Argument(str(sampling.grammar_kind)), f" {what}: {_line(why)}")
+def _error(sampling: Sampling, problem: str, reason: str) -> GrammarError:
+    return GrammarError(Argument(str(sampling.grammar_kind)), f" {problem}: {_line(reason)}")
 
 
 def _line(text: str) -> str:
@@ -252,9 +252,9 @@ class Grammars:
             prompt_ids: the prompt. If it ends with a tag that opens reasoning, the reasoning is not constrained.
             template: for an answer, the chat template. The model may start with a reasoning tag of the template.
         """
-        internal, not_held = _read(sampling)
-        for each in not_held:
-            warn(f"{sampling.grammar_kind}: {each}, which is not enforced")
+        internal, unenforced = _read(sampling)
+        for words in unenforced:
+            warn(f"{sampling.grammar_kind}: {words}, which is not enforced")
         with self._lock:
             matcher = self._kept.get(internal)
         if matcher is None:

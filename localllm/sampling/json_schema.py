@@ -38,7 +38,7 @@ _LISTS = ("allOf", "anyOf", "oneOf")
 _NAMED = ("properties", "patternProperties")
 
 #: Keywords that are not enforced, with values that allow everything.
-_NOT_HELD: dict[str, tuple[Any, ...]] = {
+_UNENFORCED: dict[str, tuple[Any, ...]] = {
     "not": (False,),
     "if": (),
     "contains": (True, {}),
@@ -75,20 +75,20 @@ def enforceable_schema(schema: Any, *, may_close: bool = True) -> tuple[Any, lis
     """
     reader = _Reader(schema)
     root, definitions = reader.read_all()
-    closing = _Closing(definitions, reader.not_held, reader.required_in_branches)
+    closing = _Closing(definitions, reader.unenforced, reader.required_in_branches)
     closing.loosen(root)
     if may_close:
         closing.close(root)
     if isinstance(root, dict) and definitions:
         root = {**root, "$defs": definitions}
-    return root, list(dict.fromkeys(reader.not_held))
+    return root, list(dict.fromkeys(reader.unenforced))
 
 
 class _Reader:
     """Rewrites a schema in the common form."""
 
     def __init__(self, root: Any) -> None:
-        self.not_held: list[str] = []
+        self.unenforced: list[str] = []
         self.required_in_branches: dict[int, list[str]] = {}  # names required by ``then`` etc., by id() of the schema
         self._root = root
         self._names: dict[int, str] = {}  # names of definitions, by id() of the target
@@ -104,21 +104,21 @@ class _Reader:
             name, schema, resource, base = self._unread.pop()
             definitions[name] = self._read(schema, resource, base)
         for node in definitions.values():
-            seen: set[str] = set()
+            visited: set[str] = set()
             while isinstance(node, dict) and (name := node.get("$ref", "")):
-                if name in seen:
+                if name in visited:
                     raise ValueError("a $ref refers to itself: remove the cycle")
-                seen.add(name)
+                visited.add(name)
                 node = definitions[name.removeprefix("#/$defs/")]
         return root, definitions
 
     def _find_addresses(self) -> None:
-        left: list[tuple[Any, Any, str]] = [(self._root, self._root, "")]
-        self._by_address[""] = left[0]
-        while left:
-            node, resource, base = left.pop()
+        pending: list[tuple[Any, Any, str]] = [(self._root, self._root, "")]
+        self._by_address[""] = pending[0]
+        while pending:
+            node, resource, base = pending.pop()
             if isinstance(node, list):
-                left += [(each, resource, base) for each in node]
+                pending += [(child, resource, base) for child in node]
             elif isinstance(node, dict):
                 resource, base = self._resource(node, resource, base)
                 self._by_address.setdefault(base, (node, resource, base))
@@ -126,7 +126,7 @@ class _Reader:
                     name = node.get(key)
                     if isinstance(name, str) and (key != "$id" or name.startswith("#")):
                         self._by_address.setdefault(f"{base}#{name.removeprefix('#')}", (node, resource, base))
-                left += [(each, resource, base) for each in node.values()]
+                pending += [(child, resource, base) for child in node.values()]
 
     @staticmethod
     def _resource(node: Node, resource: Any, base: str) -> tuple[Any, str]:
@@ -139,14 +139,14 @@ class _Reader:
         """Return the target of a reference, with its resource and address."""
         address, fragment = urldefrag(reference)
         fragment = unquote(fragment)
-        found: tuple[Any, Any, str] | None = (resource, resource, base)
+        target: tuple[Any, Any, str] | None = (resource, resource, base)
         if address:
             base = urljoin(base, address)
-            found = self._by_address.get(base)
-        if found is not None and fragment and not fragment.startswith("/"):
-            found = self._by_address.get(f"{base}#{fragment}")
-        elif found is not None:
-            node, resource, base = found
+            target = self._by_address.get(base)
+        if target is not None and fragment and not fragment.startswith("/"):
+            target = self._by_address.get(f"{base}#{fragment}")
+        elif target is not None:
+            node, resource, base = target
             for step in fragment.split("/")[1:]:
                 key: Any = step.replace("~1", "/").replace("~0", "~")
                 if isinstance(node, list) and key.isdecimal():
@@ -159,10 +159,10 @@ class _Reader:
                     resource, base = self._resource(node, resource, base)
             else:
                 return node, resource, base
-            found = None
-        if found is None:
+            target = None
+        if target is None:
             raise ValueError(f"the target of $ref {reference!r:.80} does not exist in the schema")
-        return found
+        return target
 
     def _reference(self, reference: str, resource: Any, base: str) -> str:
         node, resource, base = self._referred(reference, resource, base)
@@ -181,67 +181,71 @@ class _Reader:
         def read(value: Any) -> Any:
             return self._read(value, resource, base)
 
-        found: Node = {key: schema[key] for key in _DATA if key in schema}
+        converted: Node = {key: schema[key] for key in _DATA if key in schema}
         for key in _ONE:
             if key in schema:
-                found[key] = read(schema[key])
+                converted[key] = read(schema[key])
         for key in _LISTS:
             if key in schema:
-                found[key] = [read(each) for each in schema[key]] if isinstance(schema[key], list) else schema[key]
+                converted[key] = (
+                    [read(child) for child in schema[key]] if isinstance(schema[key], list) else schema[key]
+                )
         for key in _NAMED:
             if value := schema.get(key):  # some programs write [] for an empty object
-                found[key] = {name: read(each) for name, each in value.items()} if isinstance(value, dict) else value
+                converted[key] = (
+                    {name: read(child) for name, child in value.items()} if isinstance(value, dict) else value
+                )
         for key in ("$ref", "$dynamicRef", "$recursiveRef"):
             if isinstance(schema.get(key), str):
-                found["$ref"] = self._reference(schema[key], resource, base)
-        self._read_items(schema, found, read)
-        self._read_numbers(found)
-        self._read_text(schema, found)
-        self._read_properties(schema, found, read, (resource, base))
-        for key, allow_all in _NOT_HELD.items():
+                converted["$ref"] = self._reference(schema[key], resource, base)
+        self._read_items(schema, converted, read)
+        self._read_numbers(converted)
+        self._read_text(schema, converted)
+        self._read_properties(schema, converted, read, (resource, base))
+        for key, allow_all in _UNENFORCED.items():
             if key in schema and schema[key] not in allow_all:
-                self.not_held.append(key)
-        return found
+                self.unenforced.append(key)
+        return converted
 
-    def _read_items(self, schema: Node, found: Node, read: Any) -> None:
-        first, rest = schema.get("prefixItems"), schema.get("items")
+    def _read_items(self, schema: Node, converted: Node, read: Any) -> None:
+        first, following = schema.get("prefixItems"), schema.get("items")
         if isinstance(first, dict):  # like llama.cpp
-            first, found["items"] = None, read(first)
-        elif isinstance(rest, list):  # older drafts
-            first, rest = rest, schema.get("additionalItems", True)
-            found["items"] = read(rest)
+            first, converted["items"] = None, read(first)
+        elif isinstance(following, list):  # older drafts
+            first, following = following, schema.get("additionalItems", True)
+            converted["items"] = read(following)
         if first is not None:
-            found["prefixItems"] = [read(each) for each in first] if isinstance(first, list) else first
+            converted["prefixItems"] = [read(child) for child in first] if isinstance(first, list) else first
 
-    def _read_numbers(self, found: Node) -> None:
-        kinds = found.get("type")
+    def _read_numbers(self, converted: Node) -> None:
+        kinds = converted.get("type")
         if "any" in (kinds if isinstance(kinds, list) else [kinds]):
-            del found["type"]
-        for key, value in list(found.items()):
+            del converted["type"]
+        for key, value in list(converted.items()):
             if key.startswith("exclusive") and isinstance(value, bool):  # draft 4
-                del found[key]
-                limit = found.pop(key[9:].lower(), None) if value else None
+                del converted[key]
+                limit = converted.pop(key[9:].lower(), None) if value else None
                 if limit is not None:
-                    found[key] = value = limit
+                    converted[key] = value = limit
             if isinstance(value, float) and value.is_integer() and key.startswith(("min", "max")):
-                found[key] = value = int(value)
+                converted[key] = value = int(value)
             if key.endswith("imum") and not isinstance(value, bool) and isinstance(value, int | float):
                 is_low = key.lower().endswith("minimum")
                 if value < -_MAX_BOUND if is_low else value > _MAX_BOUND:
-                    found[key] = -_MAX_BOUND if is_low else _MAX_BOUND
+                    converted[key] = -_MAX_BOUND if is_low else _MAX_BOUND
 
-    def _read_text(self, schema: Node, found: Node) -> None:
+    def _read_text(self, schema: Node, converted: Node) -> None:
         kinds = schema.get("type", "string")
         if "format" in schema and "string" in (kinds if isinstance(kinds, list) else [kinds]):
             if schema["format"] in _FORMATS:
-                found["format"] = schema["format"]
+                converted["format"] = schema["format"]
             else:
-                self.not_held.append(f"format {schema['format']!r:.40}")
+                self.unenforced.append(f"format {schema['format']!r:.40}")
         if "pattern" in schema and (pattern := self._pattern(schema["pattern"])) is not None:
-            found["pattern"] = pattern
-        if isinstance(patterns := found.get("patternProperties"), dict):
-            held = [(self._pattern(pattern), each) for pattern, each in patterns.items()]
-            found["patternProperties"] = {pattern: each for pattern, each in held if pattern is not None}
+            converted["pattern"] = pattern
+        if isinstance(patterns := converted.get("patternProperties"), dict):
+            children = [(self._pattern(pattern), child) for pattern, child in patterns.items()]
+            converted["patternProperties"] = {pattern: child for pattern, child in children if pattern is not None}
 
     def _pattern(self, pattern: Any) -> Any:
         """Return a pattern for llguidance; None if the pattern is not enforced."""
@@ -258,56 +262,56 @@ class _Reader:
                     return pattern  # llguidance reports the error
                 wider = None
         if wider != translated or has_references:
-            self.not_held.append(f"pattern {pattern!r:.60}" + ("" if wider is None else " in full"))
+            self.unenforced.append(f"pattern {pattern!r:.60}" + ("" if wider is None else " in full"))
         return wider
 
-    def _read_properties(self, schema: Node, found: Node, read: Any, place: tuple[Any, str]) -> None:
+    def _read_properties(self, schema: Node, converted: Node, read: Any, scope: tuple[Any, str]) -> None:
         names = schema.get("propertyNames")
-        if isinstance(names, dict) and not {"properties", "patternProperties"} & found.keys():
-            held = read(names)
-            value = found.get("additionalProperties", True)
-            pattern = held.get("pattern")
-            if pattern is None and {"minLength", "maxLength"} & held.keys():
-                pattern = rf"^[\s\S]{{{held.get('minLength', 0)},{held.get('maxLength', '')}}}$"
-            if isinstance(listed := held.get("enum", [held.get("const")]), list) and listed != [None]:
-                found["properties"] = {name: value for name in listed if isinstance(name, str)}
-                found["additionalProperties"] = False
+        if isinstance(names, dict) and not {"properties", "patternProperties"} & converted.keys():
+            names_schema = read(names)
+            value = converted.get("additionalProperties", True)
+            pattern = names_schema.get("pattern")
+            if pattern is None and {"minLength", "maxLength"} & names_schema.keys():
+                pattern = rf"^[\s\S]{{{names_schema.get('minLength', 0)},{names_schema.get('maxLength', '')}}}$"
+            if isinstance(listed := names_schema.get("enum", [names_schema.get("const")]), list) and listed != [None]:
+                converted["properties"] = {name: value for name in listed if isinstance(name, str)}
+                converted["additionalProperties"] = False
                 schema.pop("propertyNames")
             elif isinstance(pattern, str):
-                found |= {"patternProperties": {pattern: value}, "additionalProperties": False}
+                converted |= {"patternProperties": {pattern: value}, "additionalProperties": False}
                 schema.pop("propertyNames")
         if schema.get("unevaluatedProperties") is False:
             schema.pop("unevaluatedProperties")
-            if {"$ref", *_LISTS} & found.keys():
-                found["unevaluatedProperties"] = False  # for closing
+            if {"$ref", *_LISTS} & converted.keys():
+                converted["unevaluatedProperties"] = False  # for closing
             else:
-                found.setdefault("additionalProperties", False)
-        if isinstance(found.get("required", []), bool):  # draft 3
-            del found["required"]
+                converted.setdefault("additionalProperties", False)
+        if isinstance(converted.get("required", []), bool):  # draft 3
+            del converted["required"]
         # Keywords that are not enforced may name further properties.
         more = [schema.get("then"), schema.get("else")]
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             more += schema[key].values() if isinstance(schema.get(key), dict) else ()
-        branches = self._branches([{"required": each} if isinstance(each, list) else each for each in more], *place)
+        branches = self._branches([{"required": item} if isinstance(item, list) else item for item in more], *scope)
         for name in dict.fromkeys(name for branch in branches for name in _names(branch)):
-            found.setdefault("properties", {}).setdefault(name, True)
+            converted.setdefault("properties", {}).setdefault(name, True)
         if required := [name for branch in branches for name in _required(branch)]:
-            self.required_in_branches[id(found)] = required
+            self.required_in_branches[id(converted)] = required
 
     def _branches(self, schemas: list[Any], resource: Any, base: str) -> list[Node]:
         """Return schemas that are not enforced, with all schemas that they refer to or combine."""
-        left, found, seen = [(each, resource, base) for each in schemas], list[Node](), set[int]()
-        for node, resource, base in left:
-            if not isinstance(node, dict) or id(node) in seen:
+        pending, branches, visited = [(schema, resource, base) for schema in schemas], list[Node](), set[int]()
+        for node, resource, base in pending:
+            if not isinstance(node, dict) or id(node) in visited:
                 continue
-            seen.add(id(node))
-            found.append(node)
+            visited.add(id(node))
+            branches.append(node)
             resource, base = self._resource(node, resource, base)
-            inner = [node.get("then"), node.get("else"), *(each for key in _LISTS for each in _listed(node, key))]
-            left += [(each, resource, base) for each in inner]
+            inner = [node.get("then"), node.get("else"), *(schema for key in _LISTS for schema in _listed(node, key))]
+            pending += [(schema, resource, base) for schema in inner]
             if isinstance(reference := node.get("$ref"), str):
-                left.append(self._referred(reference, resource, base))
-        return found
+                pending.append(self._referred(reference, resource, base))
+        return branches
 
 
 @lru_cache(1024)
@@ -318,47 +322,47 @@ def _is_enforced(pattern: str) -> bool:
 
 def _without_look(pattern: str) -> str:
     """Return a regular expression without look-arounds and word boundaries. It matches everything that it matched."""
-    kept, place, skipped = [], 0, 0  # skipped: depth of parentheses in a look-around
-    for found in re.finditer(rf"{_LOOK.pattern}|[()]", pattern, re.DOTALL):
-        text = found[0]
+    pieces, position, skipped = [], 0, 0  # skipped: depth of parentheses in a look-around
+    for match in re.finditer(rf"{_LOOK.pattern}|[()]", pattern, re.DOTALL):
+        text = match[0]
         if skipped:
             skipped += text.startswith("(") - (text == ")")
-            place = found.end()
+            position = match.end()
         elif text in (r"\b", r"\B") or text.startswith(("(?=", "(?!", "(?<=", "(?<!")):
-            kept.append(pattern[place : found.start()])
-            place, skipped = found.end(), int(text.startswith("("))
-    return "".join([*kept, pattern[place:]])
+            pieces.append(pattern[position : match.start()])
+            position, skipped = match.end(), int(text.startswith("("))
+    return "".join([*pieces, pattern[position:]])
 
 
 class _Closing:
     """Closes objects, unless that excludes a property that a combined schema names or requires."""
 
     def __init__(
-        self, definitions: dict[str, Any], not_held: list[str], required_in_branches: dict[int, list[str]]
+        self, definitions: dict[str, Any], unenforced: list[str], required_in_branches: dict[int, list[str]]
     ) -> None:
         self._definitions = definitions
         self._required_in_branches = required_in_branches  # by id() of the schema with ``then``, ``else`` etc.
-        self._not_held = not_held
-        self._left: list[Any] = []
+        self._unenforced = unenforced
+        self._pending: list[Any] = []
         self._open: set[int] = set()  # schemas that are combined with others
         self._plans: list[tuple[Node, list[tuple[Node, list[str]]]]] = []
 
     def close(self, root: Any) -> None:
-        self._left = [root]
-        seen: set[int] = set()
-        while self._left:
+        self._pending = [root]
+        visited: set[int] = set()
+        while self._pending:
             check_cancelled()
-            node = self._left.pop()
-            if isinstance(node, dict) and id(node) not in seen:
-                seen.add(id(node))
+            node = self._pending.pop()
+            if isinstance(node, dict) and id(node) not in visited:
+                visited.add(id(node))
                 self._visit(node)
         closed: set[int] = set()
         for owner, plan in self._plans:
             if id(owner) not in self._open:
                 closed.add(id(owner))
                 for node, names in plan:
-                    known = node.get("properties", {})
-                    node["properties"] = {**known, **{name: True for name in names if name not in known}}
+                    properties = node.get("properties", {})
+                    node["properties"] = {**properties, **{name: True for name in names if name not in properties}}
                     node["additionalProperties"] = False
         for node in [root, *self._definitions.values()]:
             self._forget_marks(node, closed)
@@ -369,14 +373,14 @@ class _Closing:
         By the standard no value matches both schemas. Their authors mean ``unevaluatedProperties``.
         """
         groups: list[list[tuple[Node, _Choices]]] = [[(root, {})]] if isinstance(root, dict) else []
-        seen: set[frozenset[int]] = set()
-        while groups and len(seen) < _MAX_GROUPS:
+        visited: set[frozenset[int]] = set()
+        while groups and len(visited) < _MAX_GROUPS:
             check_cancelled()
             group = self._with_siblings(groups.pop())
             key = frozenset(id(node) for node, _ in group)
-            if key in seen:
+            if key in visited:
                 continue
-            seen.add(key)
+            visited.add(key)
             required = [
                 (name, choices)
                 for node, choices in group
@@ -384,122 +388,129 @@ class _Closing:
             ]
             for node, choices in group:
                 if node.get("additionalProperties") is False and "patternProperties" not in node:
-                    known = node.get("properties", {})
-                    if any(name not in known and _may_combine(choices, others) for name, others in required):
+                    properties = node.get("properties", {})
+                    if any(
+                        name not in properties and _may_combine(choices, other_choices)
+                        for name, other_choices in required
+                    ):
                         del node["additionalProperties"]
-                        self._not_held.append("additionalProperties, which forbids a property that is also required")
-            places: dict[str, list[tuple[Node, _Choices]]] = {}
+                        self._unenforced.append(
+                            "additionalProperties, which forbids a property that is also required"
+                        )
+            locations: dict[str, list[tuple[Node, _Choices]]] = {}
             for node, choices in group:
-                for place, child in _children(node):
+                for location, child in _children(node):
                     if isinstance(child, dict):
-                        places.setdefault(place, []).append((child, choices))
-            groups += places.values()
+                        locations.setdefault(location, []).append((child, choices))
+            groups += locations.values()
 
     def _with_siblings(self, group: list[tuple[Node, _Choices]]) -> list[tuple[Node, _Choices]]:
         """Return all schemas that apply to the same value, each with its alternatives."""
-        found, seen, left = list[tuple[Node, _Choices]](), set[int](), group.copy()
-        for node, choices in left:
-            if not isinstance(node, dict) or id(node) in seen:
+        members, visited, pending = list[tuple[Node, _Choices]](), set[int](), group.copy()
+        for node, choices in pending:
+            if not isinstance(node, dict) or id(node) in visited:
                 continue
-            seen.add(id(node))
-            found.append((node, choices))
+            visited.add(id(node))
+            members.append((node, choices))
             if "$ref" in node:
-                left.append((self._definitions[node["$ref"].removeprefix("#/$defs/")], choices))
-            left += [(each, choices) for each in _listed(node, "allOf")]
+                pending.append((self._definitions[node["$ref"].removeprefix("#/$defs/")], choices))
+            pending += [(schema, choices) for schema in _listed(node, "allOf")]
             for key in ("anyOf", "oneOf"):
                 alternatives = _listed(node, key)
-                left += [(each, {**choices, id(alternatives): n}) for n, each in enumerate(alternatives)]
-        return found
+                pending += [(schema, {**choices, id(alternatives): n}) for n, schema in enumerate(alternatives)]
+        return members
 
     def _forget_marks(self, node: Any, closed: set[int]) -> None:
         if isinstance(node, dict):
             if "unevaluatedProperties" in node:
                 del node["unevaluatedProperties"]
                 if id(node) not in closed:
-                    self._not_held.append("unevaluatedProperties")
-            for _, each in _children(node):
-                self._forget_marks(each, closed)
+                    self._unenforced.append("unevaluatedProperties")
+            for _, child in _children(node):
+                self._forget_marks(child, closed)
             for key in _LISTS:
-                for each in _listed(node, key):
-                    self._forget_marks(each, closed)
+                for child in _listed(node, key):
+                    self._forget_marks(child, closed)
 
     def _siblings(self, node: Node) -> list[Node]:
         """Return the schemas that apply to the same value as ``node``."""
-        found = [each for key in _LISTS for each in _listed(node, key)]
+        siblings = [sibling for key in _LISTS for sibling in _listed(node, key)]
         if "$ref" in node:
-            found.append(self._definitions[node["$ref"].removeprefix("#/$defs/")])
-        return [each for each in found if isinstance(each, dict)]
+            siblings.append(self._definitions[node["$ref"].removeprefix("#/$defs/")])
+        return [sibling for sibling in siblings if isinstance(sibling, dict)]
 
     def _parts(self, node: Node, *, alternatives: bool = True) -> list[Node]:
-        parts, seen = [node], {id(node)}
-        for part in parts:
+        members, visited = [node], {id(node)}
+        for member in members:
             if not alternatives:
-                part = {key: value for key, value in part.items() if key not in ("anyOf", "oneOf")}
-            for each in self._siblings(part):
-                if id(each) not in seen:
-                    seen.add(id(each))
-                    parts.append(each)
-        return parts
+                member = {key: value for key, value in member.items() if key not in ("anyOf", "oneOf")}
+            for sibling in self._siblings(member):
+                if id(sibling) not in visited:
+                    visited.add(id(sibling))
+                    members.append(sibling)
+        return members
 
     def _visit(self, node: Node) -> None:
-        beside = self._siblings(node)
+        siblings = self._siblings(node)
         n_kinds = sum(key in node for key in (*_LISTS, "$ref")) + max(len(_listed(node, "allOf")) - 1, 0)
         if n_kinds > 1 or (n_kinds and not node.keys().isdisjoint((*_OBJECT, "items", "prefixItems"))):
             self._visit_combined(node)
             return
-        self._left += [*beside, *(each for _, each in _children(node))]
-        known = node.get("properties")
-        is_named = isinstance(known, dict) and known.keys() >= set(_required(node))
-        if is_named and not beside and not _SAYS_ITSELF & node.keys():
+        self._pending += [*siblings, *(child for _, child in _children(node))]
+        properties = node.get("properties")
+        is_named = isinstance(properties, dict) and properties.keys() >= set(_required(node))
+        if is_named and not siblings and not _SAYS_ITSELF & node.keys():
             self._plans.append((node, [(node, [])]))
 
     def _visit_combined(self, node: Node) -> None:
-        parts = self._parts(node)
-        self._open |= {id(part) for part in parts[1:]}
-        is_shared = any({"additionalProperties", "patternProperties"} & part.keys() for part in parts)
-        counts = Counter(place for part in parts for place in {place for place, _ in _children(part)})
-        for place, each in (each for part in parts for each in _children(part)):
-            if counts[place] > 1 or (is_shared and place != "items"):
-                self._keep_open(each)
+        members = self._parts(node)
+        self._open |= {id(member) for member in members[1:]}
+        is_shared = any({"additionalProperties", "patternProperties"} & member.keys() for member in members)
+        counts = Counter(
+            location for member in members for location in {location for location, _ in _children(member)}
+        )
+        for location, child in (pair for member in members for pair in _children(member)):
+            if counts[location] > 1 or (is_shared and location != "items"):
+                self._keep_open(child)
             else:
-                self._left.append(each)
-        if not any(_SAYS_ITSELF & part.keys() for part in parts):
+                self._pending.append(child)
+        if not any(_SAYS_ITSELF & member.keys() for member in members):
             plan: list[tuple[Node, list[str]]] = []
             self._distribute(node, [], plan)
-            known = {name for part in parts for name in part.get("properties", {})}
-            if "unevaluatedProperties" in node and any(name not in known for p in parts for name in _required(p)):
-                self._not_held.append("unevaluatedProperties, which forbids a property that is also required")
+            names = {name for member in members for name in member.get("properties", {})}
+            if "unevaluatedProperties" in node and any(name not in names for p in members for name in _required(p)):
+                self._unenforced.append("unevaluatedProperties, which forbids a property that is also required")
             if any(names or "unevaluatedProperties" in node for _, names in plan):
                 self._plans.append((node, plan))
 
     def _distribute(self, node: Node, names: list[str], plan: list[tuple[Node, list[str]]]) -> None:
         """Plan the closing of each alternative of a schema, with ``names`` from schemas combined with it."""
-        parts = self._parts(node, alternatives=False)
-        if any({"const", "enum"} & part.keys() for part in parts):
+        members = self._parts(node, alternatives=False)
+        if any({"const", "enum"} & member.keys() for member in members):
             return
-        names = [*names, *(name for part in parts for name in _names(part))]
-        alternatives = [(part, key) for part in parts for key in ("anyOf", "oneOf") if _listed(part, key)]
+        names = [*names, *(name for member in members for name in _names(member))]
+        alternatives = [(member, key) for member in members for key in ("anyOf", "oneOf") if _listed(member, key)]
         if len(alternatives) == 1 and alternatives[0][0] is node:
-            for each in _listed(node, alternatives[0][1]):
-                if isinstance(each, dict):
-                    self._distribute(each, names, plan)
+            for alternative in _listed(node, alternatives[0][1]):
+                if isinstance(alternative, dict):
+                    self._distribute(alternative, names, plan)
             return
         if alternatives:
-            names += [name for part in self._parts(node) for name in _names(part)]
+            names += [name for member in self._parts(node) for name in _names(member)]
         plan.append((node, list(dict.fromkeys(names))))
 
     def _keep_open(self, node: Any) -> None:
-        left = [node]
-        while left:
-            node = left.pop()
+        pending = [node]
+        while pending:
+            node = pending.pop()
             if isinstance(node, dict) and id(node) not in self._open:
                 self._open.add(id(node))
-                left += [*self._siblings(node), *(each for _, each in _children(node))]
+                pending += [*self._siblings(node), *(child for _, child in _children(node))]
 
 
-def _may_combine(choices: _Choices, others: _Choices) -> bool:
+def _may_combine(choices: _Choices, other_choices: _Choices) -> bool:
     """Return whether two schemas can apply to the same value: they are not different alternatives."""
-    return all(others.get(alternatives, n) == n for alternatives, n in choices.items())
+    return all(other_choices.get(alternatives, n) == n for alternatives, n in choices.items())
 
 
 def _listed(node: Node, key: str) -> list[Any]:
@@ -512,8 +523,8 @@ def _required(node: Node) -> list[str]:
 
 
 def _names(node: Node) -> list[str]:
-    known = node.get("properties")
-    return [*(known if isinstance(known, dict) else ()), *_required(node)]
+    properties = node.get("properties")
+    return [*(properties if isinstance(properties, dict) else ()), *_required(node)]
 
 
 def _children(node: Node) -> Iterator[tuple[str, Any]]:
@@ -521,7 +532,7 @@ def _children(node: Node) -> Iterator[tuple[str, Any]]:
     for key in _NAMED:
         value = node.get(key)
         if isinstance(value, dict):
-            yield from ((f"{key} {name}", each) for name, each in value.items())
-    yield from (("items", each) for each in [node.get("items"), *_listed(node, "prefixItems")] if each is not None)
+            yield from ((f"{key} {name}", child) for name, child in value.items())
+    yield from (("items", child) for child in [node.get("items"), *_listed(node, "prefixItems")] if child is not None)
     if "additionalProperties" in node:
         yield "additionalProperties", node["additionalProperties"]

@@ -87,7 +87,7 @@ class RepetitionPenalties:
 
     def __call__(self, logits: Logits) -> Logits:
         size = len(self._counts)
-        ids, counts = (np.fromiter(each, np.int64, size) for each in (self._counts.keys(), self._counts.values()))
+        ids, counts = (np.fromiter(values, np.int64, size) for values in (self._counts.keys(), self._counts.values()))
         strengths = {"repeat": self._repeat, "presence": self._presence, "frequency": self._frequency}
         return penalize(logits, ids, counts, **strengths)
 
@@ -130,14 +130,14 @@ def suffix_match_lengths(ids: IntArray) -> npt.NDArray[np.int32]:
     backward = ids[::-1].tolist()
     n = len(backward)
     z = [0] * n
-    left = right = 0
+    start = end = 0
     for k in range(1, n):
-        match = min(right - k, z[k - left]) if k < right else 0
+        match = min(end - k, z[k - start]) if k < end else 0
         while k + match < n and backward[match] == backward[k + match]:
             match += 1
         z[k] = match
-        if k + match > right:
-            left, right = k, k + match
+        if k + match > end:
+            start, end = k, k + match
     return np.array(z[:0:-1], np.int32)
 
 
@@ -208,5 +208,5 @@ class DryPenalty:
         np.maximum.at(longest, inverse, lengths[repeated])
         if self._breakers is None:
             return ids, longest
-        kept = [i for i, id_ in enumerate(ids.tolist()) if not self._breakers.within(id_)]
-        return ids[kept], longest[kept]
+        penalized = [i for i, id_ in enumerate(ids.tolist()) if not self._breakers.within(id_)]
+        return ids[penalized], longest[penalized]

@@ -73,8 +73,8 @@ class _Processor:
         if not isinstance(result, np.ndarray):
             raise UsageError(f"{name} returned {type(result).__name__} instead of a float32 array")
         if result.shape != logits.shape or result.dtype != np.float32:
-            got = f"{result.dtype} of shape {result.shape}"
-            raise UsageError(f"{name} returned {got}, but must return float32 of shape {logits.shape}")
+            returned = f"{result.dtype} of shape {result.shape}"
+            raise UsageError(f"{name} returned {returned}, but must return float32 of shape {logits.shape}")
         _highest_logit(result, UsageError, f"{name} returned logits that", "correct the function")
         return result
 
@@ -184,26 +184,26 @@ class Sampler:
         raw: Logits = np.asarray(logits, dtype=np.float32)
         if raw.shape != self._ids.shape:
             raise UsageError(f"logits of shape {raw.shape} given to a sampler for {len(self._ids):,} tokens")
-        chosen = _highest_logit(raw, ModelError, *_MODELS)
+        chosen_id = _highest_logit(raw, ModelError, *_MODELS)
         adjusted = raw
         for adjust in self._adjustments:
             adjusted = adjust(adjusted)
         if self._adjustments:
-            chosen = _highest_logit(adjusted, UsageError, *_ADJUSTED)
+            chosen_id = _highest_logit(adjusted, UsageError, *_ADJUSTED)
         drawn_among: Candidates | None = None
         # Samplers with state must draw only from allowed tokens.
         if self._choose is not None and not (self._constraint and self.sampling.draws_depend):
-            chosen, drawn_among = self._choose(Candidates(self._ids, adjusted))
-        if self._constraint is not None and (self.sampling.draws_depend or not self._constraint.allows(chosen)):
+            chosen_id, drawn_among = self._choose(Candidates(self._ids, adjusted))
+        if self._constraint is not None and (self.sampling.draws_depend or not self._constraint.allows(chosen_id)):
             allowed = self._constraint.masked(adjusted)
-            chosen = _highest_logit(allowed, UsageError, *_ADJUSTED)
+            chosen_id = _highest_logit(allowed, UsageError, *_ADJUSTED)
             if self._choose is not None:
-                chosen, drawn_among = self._choose(Candidates(self._ids, allowed))
+                chosen_id, drawn_among = self._choose(Candidates(self._ids, allowed))
         if self.sampling.logprobs is None:
-            return Choice(chosen)
+            return Choice(chosen_id)
         if not self.sampling.post_sampling_probs:
-            return _with_logprobs(raw, chosen, self.sampling.logprobs)
-        return _drawn(drawn_among, chosen, self.sampling.logprobs)
+            return _with_logprobs(raw, chosen_id, self.sampling.logprobs)
+        return _drawn(drawn_among, chosen_id, self.sampling.logprobs)
 
     def among(self, ids: IntArray, logits: Logits) -> Choice:
         """Choose the next token from at least the `n_enough` largest logits, with the same result as from all logits.
@@ -215,13 +215,13 @@ class Sampler:
         """
         order = np.argsort(ids)
         ids, logits = ids[order], logits[order]
-        chosen = _highest_logit(logits, ModelError, *_MODELS, ids)
+        chosen_id = _highest_logit(logits, ModelError, *_MODELS, ids)
         if biases := self.sampling.logit_bias:
             added = np.array([biases.get(id_, 0.0) for id_ in ids.tolist()])
             with np.errstate(over="ignore"):
                 logits = (logits + added).astype(np.float32)
-            chosen = _highest_logit(logits, UsageError, *_ADJUSTED, ids)
-        return Choice(chosen if self._choose is None else self._choose(Candidates(ids, logits))[0])
+            chosen_id = _highest_logit(logits, UsageError, *_ADJUSTED, ids)
+        return Choice(chosen_id if self._choose is None else self._choose(Candidates(ids, logits))[0])
 
     def accept(self, id_: int) -> None:
         """Append a token to the history that penalties, DRY and processors use."""
@@ -254,24 +254,24 @@ def _n_enough(sampling: Sampling, n_vocab: int) -> int:
     return n if n <= n_vocab else 0
 
 
-def _with_logprobs(logits: Logits, chosen: int, n_top: int) -> Choice:
+def _with_logprobs(logits: Logits, chosen_id: int, n_top: int) -> Choice:
     total = steps.relative_weights(logits).sum(dtype=np.float64)
     log_total = float(logits.max()) + math.log(total)
     top = steps.highest(logits, n_top).tolist() if n_top else []
     likeliest = tuple((id_, float(logits[id_]) - log_total) for id_ in top)
-    return Choice(chosen, float(logits[chosen]) - log_total, likeliest)
+    return Choice(chosen_id, float(logits[chosen_id]) - log_total, likeliest)
 
 
-def _drawn(among: Candidates | None, chosen: int, n_top: int) -> Choice:
+def _drawn(among: Candidates | None, chosen_id: int, n_top: int) -> Choice:
     """Return a choice with probabilities among its candidates. None: there was only one candidate."""
     if among is None:
-        return Choice(chosen, 0.0, ((chosen, 0.0),) if n_top else ())
+        return Choice(chosen_id, 0.0, ((chosen_id, 0.0),) if n_top else ())
     weights = steps.relative_weights(among.logits)
     with np.errstate(divide="ignore"):
         logprobs = np.log(weights / weights.sum(dtype=np.float64))
     order = steps.highest(logprobs, n_top) if n_top else ()
-    own = logprobs[np.flatnonzero(among.ids == chosen)[0]]
-    return Choice(chosen, float(own), tuple((int(among.ids[i]), float(logprobs[i])) for i in order))
+    logprob = logprobs[np.flatnonzero(among.ids == chosen_id)[0]]
+    return Choice(chosen_id, float(logprob), tuple((int(among.ids[i]), float(logprobs[i])) for i in order))
 
 
 def make_sampler(

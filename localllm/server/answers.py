@@ -7,11 +7,12 @@ or complete `Reply` objects.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -87,11 +88,14 @@ class ThinkingFields(msgspec.Struct):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    #: Names of fields in errors, by the library's names.
+    FIELDS: ClassVar = {"template_variables": "chat_template_kwargs"}
+
     def template_variables(self) -> dict[str, Any]:
         """Return the variables of the chat template; the most explicit field decides."""
         reasoning, thinking = self.reasoning, self.thinking
-        kind = thinking.type if isinstance(thinking, Thinking) else thinking
-        efforts: list[bool | str | None] = [self.think, kind]
+        switch = thinking.type if isinstance(thinking, Thinking) else thinking
+        efforts: list[bool | str | None] = [self.think, switch]
         if isinstance(reasoning, Reasoning):
             efforts += [reasoning.effort, reasoning.enabled]
         else:
@@ -115,7 +119,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    _fields = [(name, each.kind.json | None, None) for name, each in _OPTIONS.items()]
+    _fields = [(name, option.kind.json | None, None) for name, option in _OPTIONS.items()]
     _Options = msgspec.defstruct("_Options", _fields, bases=(ThinkingFields,))
 
 
@@ -152,8 +156,8 @@ class GenerationFields(_Options):
     def options(self, **more: Any) -> dict[str, Any]:
         options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         guided = StructuredOutputs(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        held = (self.structured_outputs or guided).options()
-        options |= {name: value for name, value in held.items() if value is not None}
+        constraints = (self.structured_outputs or guided).options()
+        options |= {name: value for name, value in constraints.items() if value is not None}
         # llama.cpp accepts negative numbers for "off" and "unset".
         for name in ("temperature", "top_k"):
             if name in options:
@@ -185,7 +189,7 @@ class GenerationJob:
     must_call: bool = False  # whether the reply must be a tool call
     hosted_tools: Sequence[str] = ()  # tools that only a provider's server can run
     variables: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
-    begun: Message | None = None  # start of the reply, sent by the client
+    reply_start: Message | None = None  # start of the reply, sent by the client
     n: int = 1  # replies per prompt
     one_call: bool = False  # whether a reply may contain only one call
     special: bool = False  # whether to parse names of control tokens in ``prompts``
@@ -214,11 +218,17 @@ class GenerationJob:
             "messages": messages,
             "tools": tools or None,
             "template_variables": self.variables,
-            "reply_prefix": _reply_prefix(self.begun, llm, messages, tools, self.variables),
+            "reply_prefix": _reply_prefix(self.reply_start, llm, messages, tools, self.variables),
         }
 
     def prompt_ids(self, llm: LLM) -> list[int]:
         return llm.tokenize_chat(**self.chat_arguments(llm))
+
+    def with_system(self, text: str) -> GenerationJob:
+        """Return the job with a system message, unless it is no chat or starts with one."""
+        if not text or not self.messages or self.messages[0].role in ("system", "developer"):
+            return self
+        return replace(self, messages=[Message("system", (text,)), *self.messages])
 
 
 @dataclass
@@ -385,6 +395,16 @@ class PendingReplies:
         return sorted(replies, key=lambda reply: reply.index)
 
 
+@contextlib.contextmanager
+def closed_on_error(pending: PendingReplies) -> Iterator[None]:
+    """Close the replies if the block fails."""
+    try:
+        yield
+    except BaseException:
+        pending.close()
+        raise
+
+
 def stopping() -> HTTPError:
     return HTTPError(503, "the server is stopping: send the request again later", "stopping")
 
@@ -396,23 +416,23 @@ def constrain(options: dict[str, Any], schema: object) -> None:
     options["json_schema"] = {"type": "object"} if schema is None else schema
 
 
-def constrain_to_format(options: dict[str, Any], name: str, kind: str, schema: object) -> None:
+def constrain_to_format(options: dict[str, Any], name: str, format_type: str, schema: object) -> None:
     """Makes a reply follow a format of OpenAI's APIs, which is given in the field ``name``."""
-    if kind not in ("text", "json_object", "json_schema"):
-        raise HTTPError(400, f"{name} is {kind!r:.40}, but must be text, json_object or json_schema")
-    if kind != "text":
+    if format_type not in ("text", "json_object", "json_schema"):
+        raise HTTPError(400, f"{name} is {format_type!r:.40}, but must be text, json_object or json_schema")
+    if format_type != "text":
         constrain(options, schema)
 
 
 def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> dict[str, Any]:
     """Return the fields of a `GenerationJob` for tools.  For a forced call, adds its schema to ``options``."""
-    chosen = choose_tools(tools, choice)
-    if chosen.forced:
-        constrain(options, _call_schema(chosen.forced))
-    return {"tools": chosen.offered, "must_call": bool(chosen.forced)}
+    selection = choose_tools(tools, choice)
+    if selection.forced:
+        constrain(options, _call_schema(selection.forced))
+    return {"tools": selection.offered, "must_call": bool(selection.forced)}
 
 
-def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], Message | None]:
+def split_reply_start(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], Message | None]:
     """Split an unfinished reply of the assistant off the end of the messages.
 
     ``goes_on``: whether the model continues the last message.  None: if it is the assistant's, as in llama.cpp's
@@ -425,15 +445,15 @@ def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[l
 
 
 def _reply_prefix(
-    begun: Message | None, llm: LLM, messages: list[Message], tools: Tools, given: dict[str, Any]
+    reply_start: Message | None, llm: LLM, messages: list[Message], tools: Tools, request_variables: dict[str, Any]
 ) -> str:
-    """Return the start of the reply, formatted to follow the rendered template; empty without ``begun``."""
-    if begun is None:
+    """Return the start of the reply, formatted to follow the rendered template; empty without ``reply_start``."""
+    if reply_start is None:
         return ""
     texts = [replace(message, parts=(message.text,)) for message in messages]
-    variables: dict[str, Any] = llm.template_variables | checked_variables(given)
+    variables: dict[str, Any] = llm.template_variables | checked_variables(request_variables)
     prompt = llm.chat_template.render(texts, tools=tools or None, **variables)
-    return thinking.begun(prompt, begun.reasoning, begun.text)
+    return thinking.reply_prefix(prompt, reply_start.reasoning, reply_start.text)
 
 
 @dataclass(frozen=True)
@@ -460,7 +480,7 @@ class PromptObject(msgspec.Struct):
         """Return the prompt's text.  Rejects images and audio."""
         parts = self.content or ()
         if self.multimodal_data or any(not isinstance(part.get("text"), str) for part in parts):
-            raise HTTPError(400, "a prompt has pictures or sounds, but this API reads text only here")
+            raise HTTPError(400, "a prompt has images or audio, but this endpoint accepts only text")
         if self.prompt_string is None and self.content is None:
             raise HTTPError(400, "a prompt has no text: give it as prompt_string, or as parts under content")
         return (self.prompt_string or "") + "".join(part["text"] for part in parts)
@@ -470,20 +490,20 @@ class PromptObject(msgspec.Struct):
 Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 
-def prompts_of(given: Prompts, *, may_see: bool = False) -> list[Any]:
+def prompts_of(value: Prompts, *, may_see: bool = False) -> list[Any]:
     """Return the prompts of a field; each is a `Prompt` or a `MediaPrompt`."""
-    if isinstance(given, list) and any(isinstance(each, int) for each in given):
-        return [[_plain_prompt(each, False) if isinstance(each, PromptObject) else each for each in given]]
-    prompts: list[Any] = given if isinstance(given, list) else [given]
-    return [_plain_prompt(each, may_see) if isinstance(each, PromptObject) else each for each in prompts]
+    if isinstance(value, list) and any(isinstance(item, int) for item in value):
+        return [[_plain_prompt(item, False) if isinstance(item, PromptObject) else item for item in value]]
+    prompts: list[Any] = value if isinstance(value, list) else [value]
+    return [_plain_prompt(prompt, may_see) if isinstance(prompt, PromptObject) else prompt for prompt in prompts]
 
 
-def _plain_prompt(given: PromptObject, may_see: bool) -> str | MediaPrompt:
-    if not (may_see and given.multimodal_data):
-        return given.text
-    files = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(given.multimodal_data))
+def _plain_prompt(prompt: PromptObject, may_see: bool) -> str | MediaPrompt:
+    if not (may_see and prompt.multimodal_data):
+        return prompt.text
+    files = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(prompt.multimodal_data))
     media = (Media(file, where=f"multimodal_data[{i}]", kind=kind_of(file)) for i, file in enumerate(files))
-    return MediaPrompt(given.prompt_string or "", tuple(media))
+    return MediaPrompt(prompt.prompt_string or "", tuple(media))
 
 
 def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:
@@ -491,17 +511,17 @@ def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     ids: list[int] = []
-    for number, part in enumerate(prompt):
-        ids += [part] if isinstance(part, int) else llm.tokenize(part, add_special=not number, parse_special=True)
+    for number, item in enumerate(prompt):
+        ids += [item] if isinstance(item, int) else llm.tokenize(item, add_special=not number, parse_special=True)
     return ids
 
 
-def infill_tokens(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
-    """Return the tokens of a prompt to fill in the text between ``before`` and ``after``, starting with ``begun``."""
+def infill_tokens(llm: LLM, before: str, after: str, start: str = "") -> list[int]:
+    """Return the tokens of a prompt to fill in the text between ``before`` and ``after``, starting with ``start``."""
     tokenizer = llm.tokenizer
     for names in _FILL_IN:
         ids = [tokenizer.encode(name, add_special=False, parse_special=True) for name in names]
-        if all(len(each) == 1 and tokenizer.is_special(each[0]) for each in ids):
-            prefix, suffix, middle = (tokenizer.encode(text, add_special=False) for text in (before, after, begun))
+        if all(len(token_ids) == 1 and tokenizer.is_special(token_ids[0]) for token_ids in ids):
+            prefix, suffix, middle = (tokenizer.encode(text, add_special=False) for text in (before, after, start))
             return tokenizer.with_bos([*ids[0], *prefix, *ids[1], *suffix, *ids[2], *middle])
     raise HTTPError(400, "this model cannot fill in text: its vocabulary has no tokens for it, leave the suffix out")

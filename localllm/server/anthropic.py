@@ -24,7 +24,7 @@ from localllm.server.answers import (
     Reply,
     constrain,
     offer_tools,
-    split_begun,
+    split_reply_start,
 )
 from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
@@ -79,10 +79,10 @@ def _job(body: MessagesRequest) -> GenerationJob:
     hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
     effort: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
     variables = effort | body.template_variables()
-    messages, begun = split_begun(_messages(body))
+    messages, reply_start = split_reply_start(_messages(body))
     more = offer_tools(options, tools, body.tool_choice)
     more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use")), "hosted_tools": hosted}
-    return GenerationJob(body.model, options, messages=messages, variables=variables, begun=begun, **more)
+    return GenerationJob(body.model, options, messages=messages, variables=variables, reply_start=reply_start, **more)
 
 
 def _messages(body: MessagesRequest) -> list[Message]:
@@ -95,23 +95,23 @@ def _messages(body: MessagesRequest) -> list[Message]:
     for number, message in enumerate(body.messages):
         content = message.get("content")
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        said: dict[str, Any] = {"role": message.get("role"), "content": [], "tool_calls": []}
+        converted: dict[str, Any] = {"role": message.get("role"), "content": [], "tool_calls": []}
         n_results = 0
         for block in blocks:
-            kind = block.get("type") if isinstance(block, dict) else None
-            if kind == "tool_result":
+            block_type = block.get("type") if isinstance(block, dict) else None
+            if block_type == "tool_result":
                 result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "is_error": block.get("is_error")}
-                found = block.get("content")
-                parts = [_part(number, each) for each in found] if isinstance(found, list) else found
-                messages.append(read_message(number, {**result, "content": parts}))
+                output = block.get("content")
+                output_parts = [_part(number, item) for item in output] if isinstance(output, list) else output
+                messages.append(read_message(number, {**result, "content": output_parts}))
                 n_results += 1
-            elif kind == "tool_use":
+            elif block_type == "tool_use":
                 function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-                said["tool_calls"].append({"id": block.get("id"), "function": function})
-            elif kind != "redacted_thinking":
-                said["content"].append(_part(number, block))
-        if said["content"] or said["tool_calls"] or not n_results:
-            messages.append(read_message(number, said))
+                converted["tool_calls"].append({"id": block.get("id"), "function": function})
+            elif block_type != "redacted_thinking":
+                converted["content"].append(_part(number, block))
+        if converted["content"] or converted["tool_calls"] or not n_results:
+            messages.append(read_message(number, converted))
     return messages
 
 
@@ -168,8 +168,8 @@ async def messages(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response({**_head(pending), "content": writer.content, **_end(reply), "usage": _usage(reply.usage)})
 
 
-def _line(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
+def _line(event_type: str, **fields: Any) -> bytes:
+    return event({"type": event_type, **fields}, event_type)
 
 
 def _end(reply: Reply) -> dict[str, Any]:
@@ -203,22 +203,24 @@ class _MessageWriter:
                 id_ = "toolu_" + call.id.removeprefix("call_")
                 return self._begin({"type": "tool_use", "id": id_, "name": call.name, "input": {}})
             return self._delta("input_json_delta", "partial_json", call.arguments) if call.arguments else []
-        kind, text = ("thinking", chunk.reasoning) if chunk.reasoning else ("text", chunk.text)
+        block_type, text = ("thinking", chunk.reasoning) if chunk.reasoning else ("text", chunk.text)
         if not text:
             return []
-        begun = []
-        if not self.content or self.content[-1]["type"] != kind:
-            begun = self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
-        self.content[-1][kind] += text
-        return [*begun, *self._delta(f"{kind}_delta", kind, text)]
+        start_lines = []
+        if not self.content or self.content[-1]["type"] != block_type:
+            start_lines = self._begin(
+                {"type": block_type, block_type: "", **({"signature": ""} if block_type == "thinking" else {})}
+            )
+        self.content[-1][block_type] += text
+        return [*start_lines, *self._delta(f"{block_type}_delta", block_type, text)]
 
     def _begin(self, block: dict[str, Any]) -> list[bytes]:
-        ended = self._end()
+        end_lines = self._end()
         self.content.append(block)
-        return [*ended, _line("content_block_start", index=len(self.content) - 1, content_block=block)]
+        return [*end_lines, _line("content_block_start", index=len(self.content) - 1, content_block=block)]
 
-    def _delta(self, kind: str, name: str, text: str) -> list[bytes]:
-        delta = {"type": kind, name: text}
+    def _delta(self, delta_type: str, name: str, text: str) -> list[bytes]:
+        delta = {"type": delta_type, name: text}
         return [_line("content_block_delta", index=len(self.content) - 1, delta=delta)]
 
     def _end(self) -> list[bytes]:
@@ -227,4 +229,5 @@ class _MessageWriter:
 
 async def count_tokens(request: Request, dispatcher: Dispatcher) -> Response:
     job = await dispatcher.read(request, _job, await decode(request, MessagesRequest))
-    return json_response({"input_tokens": len(await dispatcher.with_model(request, job.model, job.prompt_ids))})
+    n_tokens = len(await dispatcher.with_chat(request, job, GenerationJob.prompt_ids))
+    return json_response({"input_tokens": n_tokens})

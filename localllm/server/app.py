@@ -108,9 +108,9 @@ _RESPONSES = {"200": {"description": "done"}, "default": {"description": "an err
 
 def description() -> dict[str, Any]:
     """Return the server's endpoints in OpenAPI 3.1 format."""
-    taken = dict.fromkeys(body for *_, body in _ENDPOINTS if body is not None)
-    schemas, components = msgspec.json.schema_components(taken, ref_template="#/components/schemas/{name}")
-    schema_of = dict(zip(taken, schemas, strict=True))
+    bodies = dict.fromkeys(body for *_, body in _ENDPOINTS if body is not None)
+    schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for method, names, endpoint, body in _ENDPOINTS:
         for name in () if endpoint is _refuse_change else names:
@@ -119,8 +119,8 @@ def description() -> dict[str, Any]:
             if body is not None:
                 operation["requestBody"] = {"content": {"application/json": {"schema": schema_of[body]}}}
             if parameters := re.findall(r"{(\w+)}", path):
-                kind = {"in": "path", "required": True, "schema": {"type": "string"}}
-                operation["parameters"] = [{"name": each, **kind} for each in parameters]
+                location = {"in": "path", "required": True, "schema": {"type": "string"}}
+                operation["parameters"] = [{"name": parameter, **location} for parameter in parameters]
             paths.setdefault(path, {})[method.lower()] = operation
     info = {"title": "localllm serve", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}

@@ -13,18 +13,22 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 
 from localllm.cancellation import check_cancelled
 from localllm.nesting import NestingError, check_nesting
 from localllm.server.http import LONG_REQUEST, HTTPError, cancel_on_disconnect, too_large
-from localllm.server.image_urls import fetch_pictures, picture_addresses
+from localllm.server.image_urls import fetch_images, image_addresses
 
 _T = TypeVar("_T")
 
 #: Limits of one JSON body.  The parser holds the interpreter's lock, which running replies need: at these limits for
-#: about half a second.  A value takes up to 100 bytes of memory, a container or a string with its key up to 300.
-MAX_VALUES, MAX_TEXTS, MAX_BYTES_OUTSIDE_STRINGS = 1_500_000, 1 << 18, 12 << 20
+#: about a tenth of a second.  A value takes up to 100 bytes of memory, a container or a string with its key 300.
+MAX_VALUES, MAX_TEXTS, MAX_BYTES_OUTSIDE_STRINGS = 1 << 19, 1 << 17, 12 << 20
+
+#: Digits of a number that every body may have.  Converting a number takes quadratic time.
+MAX_DIGITS = 100
 
 #: Limits of one form: parts, and bytes of a part's header or of the Content-Type, whose parser takes quadratic time.
 MAX_PARTS, MAX_HEADER = 100, 2048
@@ -33,8 +37,8 @@ MAX_PARTS, MAX_HEADER = 100, 2048
 _CHUNK = 1 << 20
 
 
-async def decode(request: Request, kind: type[_T]) -> _T:
-    """Return a request's body as ``kind``, read by `tolerant`: JSON, or a form.  An empty body is ``{}``.
+async def decode(request: Request, body_type: type[_T]) -> _T:
+    """Return a request's body as ``body_type``, read by `tolerant`: JSON, or a form.  An empty body is ``{}``.
 
     Long bodies, forms and compressed bodies are read in another thread.
     """
@@ -44,7 +48,7 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     packing = request.headers.get("content-encoding", "identity").lower()
     is_long = len(body) > LONG_REQUEST or packing != "identity" or is_form
     request.state.ignored = ignored = list[str]()
-    request.state.fields = _field_names(kind)  # type: ignore[arg-type]  # a class can be hashed
+    request.state.fields = _field_names(body_type)  # type: ignore[arg-type]  # a class can be hashed
 
     async def read(work: Callable[..., Any], *args: Any) -> Any:
         return await request.state.read_long(request, _with_pause, work, *args) if is_long else work(*args)
@@ -52,9 +56,11 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     try:
         value, n_bytes = await read(_decoded, body, packing, request.state.max_body, form)
         if hosts := request.state.image_hosts:
-            places = await read(picture_addresses, value)
-            await cancel_on_disconnect(request, fetch_pictures(places, hosts, request.state.max_body))
-        converted: _T = await read(lambda: msgspec.convert(tolerant(value, kind, ignored), kind, strict=not is_form))
+            places = await read(image_addresses, value)
+            await cancel_on_disconnect(request, fetch_images(places, hosts, request.state.max_body))
+        converted: _T = await read(
+            lambda: msgspec.convert(tolerant(value, body_type, ignored), body_type, strict=not is_form)
+        )
     except NestingError as error:
         raise msgspec.DecodeError(str(error)) from None
     except UnicodeDecodeError:
@@ -107,7 +113,9 @@ def _check_json(body: bytes) -> None:
         # A string lasts from its opening quote to the byte before the closing one.
         in_strings = np.logical_xor.accumulate(chunk == ord('"')) ^ in_string
         in_string = in_strings[-1]
-        counts = np.bincount(chunk[~in_strings], minlength=256)
+        outside = chunk[~in_strings]
+        _check_digits(outside)
+        counts = np.bincount(outside, minlength=256)
         n_outside += int(counts.sum())
         n_values += int(counts[ord(",")])
         n_texts += int(counts[[ord('"'), ord("["), ord("{")]].sum())
@@ -117,6 +125,13 @@ def _check_json(body: bytes) -> None:
                 f"the body has too many values: send up to {MAX_VALUES:,} values, {MAX_TEXTS:,} strings, arrays and "
                 f"objects, and {MAX_BYTES_OUTSIDE_STRINGS >> 20} MiB outside of strings in one request",
             )
+
+
+def _check_digits(text: NDArray[np.uint8]) -> None:
+    """Raise HTTPError if a number has ``2 * MAX_DIGITS`` digits, so that they fill a row of `MAX_DIGITS` bytes."""
+    rows = text[: len(text) // MAX_DIGITS * MAX_DIGITS].reshape(-1, MAX_DIGITS) - ord("0")  # other bytes are above 9
+    if (rows.max(axis=1) < 10).any():
+        raise HTTPError(400, f"a number of the body has more than {MAX_DIGITS} digits: send it as a string")
 
 
 def _form_fields(body: bytes, content_type: str) -> dict[str, Any]:
@@ -163,35 +178,39 @@ def _unpacked(body: bytes, packing: str, limit: int) -> bytes:
     return unpacked
 
 
-def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
-    """Return a JSON value for ``kind``, a type that msgspec reads.
+def tolerant(value: Any, annotation: Any, ignored: list[str]) -> Any:
+    """Return a JSON value for ``annotation``, a type that msgspec reads.
 
     Fields that are null are absent, and 2.0 becomes 2 for integers.  ``ignored`` takes the names of unknown fields.
     """
     if type(value) not in _CHANGED:
         return value
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    alternatives = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if isinstance(value, float):
-        return int(value) if int in kinds and float not in kinds and value.is_integer() else value
+        return int(value) if int in alternatives and float not in alternatives and value.is_integer() else value
     if isinstance(value, list):
         check_cancelled()
-        kinds_within = [get_args(each) for each in kinds if get_origin(each) in (list, tuple)]
-        if not kinds_within or kinds_within[0] == (Any,):
+        item_types = [get_args(kind) for kind in alternatives if get_origin(kind) in (list, tuple)]
+        if not item_types or item_types[0] == (Any,):
             return value
-        within = chain(kinds_within[0], repeat(kinds_within[0][-1]))
-        pairs = zip(value, within, strict=False)
-        return [tolerant(each, of, ignored) if type(each) in _CHANGED else each for each, of in pairs]
-    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+        types_of_items = chain(item_types[0], repeat(item_types[0][-1]))
+        pairs = zip(value, types_of_items, strict=False)
+        return [tolerant(item, item_type, ignored) if type(item) in _CHANGED else item for item, item_type in pairs]
+    structs = list(filter(_is_struct, alternatives))
     if not isinstance(value, dict) or not structs:
         return value
     types = _field_types(structs[0])
     read = {}
-    for name, each in value.items():
-        if name in types and each is not None:
-            read[name] = tolerant(each, types[name], ignored)
-        elif each is not None and name not in _HARMLESS:
+    for name, item in value.items():
+        if name in types and item is not None:
+            read[name] = tolerant(item, types[name], ignored)
+        elif item is not None and name not in _HARMLESS:
             ignored.append(name)
     return read
+
+
+def _is_struct(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
 
 
 #: Types of values that `tolerant` may change.
@@ -199,20 +218,20 @@ _CHANGED = frozenset((float, list, dict))
 
 
 @cache
-def _field_names(kind: Any) -> dict[str, str]:
+def _field_names(annotation: Any) -> dict[str, str]:
     """Return the JSON names of fields by attribute names, including fields of nested structs."""
     names: dict[str, str] = {}
-    for each in msgspec.structs.fields(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else ():
-        names[each.name] = each.encode_name
-        for within in get_args(each.type):
+    for field in msgspec.structs.fields(annotation) if _is_struct(annotation) else ():
+        names[field.name] = field.encode_name
+        for within in get_args(field.type):
             for name, inner in _field_names(within).items():
-                names.setdefault(name, f"{each.encode_name}.{inner}")
-    return names | getattr(kind, "FIELDS", {})
+                names.setdefault(name, f"{field.encode_name}.{inner}")
+    return names | getattr(annotation, "FIELDS", {})
 
 
 @cache
 def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    return {each.encode_name: each.type for each in msgspec.structs.fields(struct)}
+    return {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
 
 
 #: Unsupported fields that are ignored without a warning, because replies do not depend on them.

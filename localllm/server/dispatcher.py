@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from starlette.requests import Request
 
 from localllm.cancellation import cancellable, check_cancelled
 from localllm.chat.tool_choice import calls_grammar
-from localllm.errors import ClosedError
+from localllm.errors import Argument, ClosedError, UsageError
 from localllm.generation.completion import Stream
 from localllm.llm import LLM
 from localllm.server.answers import (
@@ -38,16 +37,31 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+#: Longest string that is read as a token id.
+_MAX_DIGITS = 20
+
+#: Limits of ``logit_bias``: entries, and characters of all strings that are not token ids.
+MAX_BIASES, MAX_BIAS_CHARACTERS = 1 << 15, 1 << 16
+
 #: Maximum number of characters of a prompt per token of the context.
 MAX_CHARACTERS = 256
 
 
-def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bool]]) -> dict[int, float]:
+def _biases(llm: LLM, entries: dict[str, float] | list[tuple[int | str, float | bool]]) -> dict[int, float]:
     """Return the biases by token id.  As in llama.cpp, a key is a token id, or a string for all its tokens."""
+    if len(entries) > MAX_BIASES:
+        raise UsageError(Argument("logit_bias"), f" has {len(entries):,} entries: send up to {MAX_BIASES:,}")
     biases: dict[int, float] = {}
-    for key, bias in given.items() if isinstance(given, Mapping) else given:
-        is_number = isinstance(key, int) or re.fullmatch(r"\s*\d+\s*", key)
-        ids = [int(key)] if is_number else llm.tokenize(str(key), add_special=False)
+    n_characters = 0
+    for key, bias in entries.items() if isinstance(entries, Mapping) else entries:
+        if isinstance(key, int) or (len(key) <= _MAX_DIGITS and key.strip().isdecimal()):
+            ids = [int(key)]
+        else:
+            n_characters += len(key)
+            if n_characters > MAX_BIAS_CHARACTERS:
+                words = f" has strings of more than {MAX_BIAS_CHARACTERS:,} characters together: send shorter ones"
+                raise UsageError(Argument("logit_bias"), words)
+            ids = llm.tokenize(key, add_special=False)
         biases |= dict.fromkeys(ids, float("-inf") if bias is False else float(bias))
     return biases
 
@@ -71,7 +85,8 @@ class Dispatcher:
         self._model_threads = ThreadPoolExecutor(4, "localllm-model")
         self._long_threads = ThreadPoolExecutor(2, "localllm-long")
         self._body_thread = ThreadPoolExecutor(1, "localllm-body")
-        self._works: set[asyncio.Future[Any]] = set()
+        # Running work, and whether it may finish when the server stops
+        self._works: dict[asyncio.Future[Any], bool] = {}
 
     async def begin(self, job: GenerationJob, request: Request) -> PendingReplies:
         """Submits a request.  Its headers may set the priority and timeout, unless its fields do."""
@@ -94,7 +109,7 @@ class Dispatcher:
             load_s = time.perf_counter() - began
             try:
                 threads = self._threads_for(request, self._threads)
-                streams = await self._run(request, threads, _submit, job, llm, client)
+                streams = await self._run(request, threads, _submit, job.with_system(served.system), llm, client)
                 break
             except ClosedError:  # the model was unloaded before the call
                 self.models.release(served)
@@ -111,15 +126,25 @@ class Dispatcher:
         """Calls ``work`` with a model in another thread, and returns the result."""
         served, llm = await self.models.acquire(name)
         try:
-            return await self._run(request, self._threads_for(request, self._model_threads), work, llm)
+            threads = self._threads_for(request, self._model_threads)
+            return await self._run(request, threads, work, llm, may_finish=True)
         finally:
             self.models.release(served)
+
+    async def with_chat(self, request: Request, job: GenerationJob, work: Callable[[GenerationJob, LLM], Any]) -> Any:
+        """Calls ``work`` with a chat and its model in another thread, and returns the result."""
+        job = job.with_system(self.models.find(job.model).system)
+        return await self.with_model(request, job.model, partial(work, job))
 
     async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
         """Calls ``work`` with a request's fields, in another thread if the request is long."""
         if request.state.n_bytes <= LONG_REQUEST:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
+
+    async def convert(self, request: Request, work: Callable[[], _T]) -> _T:
+        """Call ``work``, which converts a long reply to JSON, in another thread."""
+        return await self._run(request, self._model_threads, work, may_finish=True)
 
     async def read_body(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
         """Call ``work`` with a long body in another thread, which reads one body at a time."""
@@ -128,8 +153,18 @@ class Dispatcher:
     def _threads_for(self, request: Request, threads: ThreadPoolExecutor) -> ThreadPoolExecutor:
         return self._long_threads if request.state.n_bytes > LONG_REQUEST else threads
 
-    async def _run(self, request: Request, threads: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> _T:
-        """Runs ``work`` in another thread.  It is cancelled when the client disconnects or the server stops."""
+    async def _run(
+        self,
+        request: Request,
+        threads: ThreadPoolExecutor,
+        work: Callable[..., _T],
+        *args: Any,
+        may_finish: bool = False,
+    ) -> _T:
+        """Runs ``work`` in another thread.  It is cancelled when the client disconnects or the server stops.
+
+        ``may_finish``: cancel it only at the end of the grace period, like running replies.
+        """
         if self.is_cut:
             raise stopping()
         is_over = threading.Event()
@@ -140,16 +175,16 @@ class Dispatcher:
                 return work(*args)
 
         future = asyncio.get_running_loop().run_in_executor(threads, call)
-        self._works.add(future)
+        self._works[future] = may_finish
         try:
             return await cancel_on_disconnect(request, future)
         except asyncio.CancelledError:
-            if self.is_cut:
+            if self.is_cut or (self.is_stopping and not may_finish):
                 raise stopping() from None
             raise
         finally:
             is_over.set()
-            self._works.discard(future)
+            del self._works[future]
 
     def stop(self, *, at_once: bool) -> None:
         """Rejects new requests.  With ``at_once`` also ends running replies."""
@@ -158,8 +193,9 @@ class Dispatcher:
             self.is_cut = True
             for pending in list(self.active.values()):
                 pending.stop()
-            for work in list(self._works):
-                work.cancel()
+        for future, may_finish in list(self._works.items()):
+            if at_once or not may_finish:
+                future.cancel()
 
     def close(self) -> None:
         for threads in (self._threads, self._model_threads, self._long_threads, self._body_thread):
@@ -179,7 +215,7 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
     if job.messages is None:
         for prompt in job.prompts:
             _check_length(prompt.text if isinstance(prompt, MediaPrompt) else prompt, llm.info.context)
-        begins = [partial(_stream, llm, each, parse_special=job.special) for each in job.prompts]
+        begins = [partial(_stream, llm, prompt, parse_special=job.special) for prompt in job.prompts]
     else:
         template = llm.chat_template.used_for({"tools": job.tools}).source
         is_strict = any(tool["function"].get("strict") for tool in job.tools)
@@ -205,9 +241,9 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
 
 def _check_length(prompt: Prompt, context: int) -> None:
     """Rejects a prompt that is much too long before it is tokenized, which would take seconds."""
-    kind, most = ("characters", MAX_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
+    unit, most = ("characters", MAX_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > most:
-        size = f"{len(prompt):,} {kind}, which exceeds the available context size of {context:,} tokens"
+        size = f"{len(prompt):,} {unit}, which exceeds the available context size of {context:,} tokens"
         raise HTTPError(400, f"the prompt has {size}: shorten it", "context_length_exceeded")
 
 

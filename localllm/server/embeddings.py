@@ -32,10 +32,10 @@ class EmbeddingsRequest(msgspec.Struct):
     truncate: bool = False
 
     def texts(self) -> list[Prompt]:
-        given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
-        if given is None:
-            raise HTTPError(400, "input is missing: it is a text, or a list of texts")
-        texts = prompts_of(given)
+        prompts = next((field for field in (self.input, self.content, self.prompt) if field is not None), None)
+        if prompts is None:
+            raise HTTPError(400, "input is missing: give a string, or a list of strings")
+        texts = prompts_of(prompts)
         if not texts and not isinstance(self, OllamaEmbedRequest):  # Ollama returns no vectors for no texts
             raise HTTPError(400, "input is an empty list: give at least one text")
         return texts
@@ -91,6 +91,14 @@ async def _in_steps(
     return await cancel_on_disconnect(request, steps())
 
 
+def _array(values: NDArray[np.float32]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(values.tolist()))
+
+
+def _base64(values: NDArray[np.float32]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(values.astype("<f4").tobytes()))  # msgspec writes bytes as base64
+
+
 async def _vectors(
     request: Request,
     dispatcher: Dispatcher,
@@ -98,13 +106,14 @@ async def _vectors(
     per_token: bool | None = False,
     *,
     normalizes_tokens: bool = True,
-) -> tuple[list[NDArray[np.float32]], int]:
-    """Return one row per text, or one row per token with ``per_token``, and the total number of tokens.
+    write: Callable[[NDArray[np.float32]], msgspec.Raw] = _array,
+) -> tuple[list[msgspec.Raw], int]:
+    """Return one vector per text, or one row per token with ``per_token``, as JSON, and the total number of tokens.
 
-    ``per_token`` None selects the model's default.
+    ``per_token`` None selects the model's default.  ``write`` converts a vector to JSON, in another thread.
     """
 
-    def work(texts: list[Any], llm: LLM) -> tuple[Sequence[NDArray[np.float32]], int]:
+    def work(texts: list[Any], llm: LLM) -> tuple[list[msgspec.Raw], int]:
         texts = [join_prompt(llm, text) for text in texts]
         vectors: Sequence[NDArray[np.float32]]
         if llm.is_late if per_token is None else per_token:
@@ -113,9 +122,11 @@ async def _vectors(
             )
         else:
             vectors = [*llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)]
-        return vectors, sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
+        n_tokens = sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
+        return [write(vector) for vector in vectors], n_tokens
 
-    return await _in_steps(request, dispatcher, body.model, body.texts(), work)
+    texts = await dispatcher.read(request, body.texts)
+    return await _in_steps(request, dispatcher, body.model, texts, work)
 
 
 def _about(dispatcher: Dispatcher, name: str | None, n_tokens: int) -> dict[str, Any]:
@@ -125,13 +136,9 @@ def _about(dispatcher: Dispatcher, name: str | None, n_tokens: int) -> dict[str,
 
 async def openai(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, EmbeddingsRequest)
-    vectors, n_tokens = await _vectors(request, dispatcher, body)
-
-    def written(vector: NDArray[np.float32]) -> Any:
-        # msgspec writes bytes as base64.
-        return vector.astype("<f4").tobytes() if body.encoding_format == "base64" else vector.tolist()
-
-    data = [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
+    write = _base64 if body.encoding_format == "base64" else _array
+    vectors, n_tokens = await _vectors(request, dispatcher, body, write=write)
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
     return json_response({"object": "list", "data": data, **_about(dispatcher, body.model, n_tokens)})
 
 
@@ -141,15 +148,19 @@ async def llamacpp(request: Request, dispatcher: Dispatcher) -> Response:
     For a model of late interaction these are unnormalized token vectors, as with llama-server's ``--pooling none``.
     """
     body = await decode(request, EmbeddingsRequest)
-    vectors, _ = await _vectors(request, dispatcher, body, None, normalizes_tokens=False)
-    return json_response([{"index": i, "embedding": np.atleast_2d(v).tolist()} for i, v in enumerate(vectors)])
+
+    def write(vector: NDArray[np.float32]) -> msgspec.Raw:
+        return _array(np.atleast_2d(vector))
+
+    vectors, _ = await _vectors(request, dispatcher, body, None, normalizes_tokens=False, write=write)
+    return json_response([{"index": i, "embedding": vector} for i, vector in enumerate(vectors)])
 
 
 async def vllm(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, PoolingRequest)
     per_token = None if body.task is None else body.task == "token_embed"
     vectors, n_tokens = await _vectors(request, dispatcher, body, per_token)
-    data = [{"index": i, "object": "pooling", "data": each.tolist()} for i, each in enumerate(vectors)]
+    data = [{"index": i, "object": "pooling", "data": vector} for i, vector in enumerate(vectors)]
     head = {"object": "list", "created": int(time.time()), **_about(dispatcher, body.model, n_tokens)}
     return json_response({**head, "data": data})
 
@@ -159,21 +170,22 @@ async def ollama(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, OllamaEmbedRequest)
     vectors, n_tokens = await _vectors(request, dispatcher, body)
     if request.url.path.endswith("/embeddings"):  # the older path, for a single text
-        return json_response({"embedding": vectors[0].tolist() if vectors else []})
+        return json_response({"embedding": vectors[0] if vectors else []})
     took = {"total_duration": time.perf_counter_ns() - began, "prompt_eval_count": n_tokens}
     model = dispatcher.models.find(body.model).name
-    return json_response({"model": model, "embeddings": [vector.tolist() for vector in vectors], **took})
+    return json_response({"model": model, "embeddings": vectors, **took})
 
 
 async def rerank(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, RerankRequest)
     documents = body.texts if body.documents is None else body.documents
     if documents is None:
-        raise HTTPError(400, "documents is missing: it is a list of texts")
-    texts = [each if isinstance(each, str) else each.get("text", "") for each in documents]
+        raise HTTPError(400, "documents is missing: give a list of strings")
+    texts = [document if isinstance(document, str) else document.get("text", "") for document in documents]
 
     def work(texts: list[str], llm: LLM) -> tuple[list[float], int]:
-        return [float(each) for each in llm.rerank(body.query, texts)], sum(len(llm.tokenize(each)) for each in texts)
+        scores = list(map(float, llm.rerank(body.query, texts)))
+        return scores, sum(len(llm.tokenize(text)) for text in texts)
 
     scores, n_tokens = await _in_steps(request, dispatcher, body.model, texts, work)
     n_tokens += await dispatcher.with_model(request, body.model, lambda llm: len(llm.tokenize(body.query)))
@@ -182,5 +194,5 @@ async def rerank(request: Request, dispatcher: Dispatcher) -> Response:
         return json_response([{"index": i, "score": scores[i]} for i in best])
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
     if body.return_documents:
-        results = [{**each, "document": {"text": texts[each["index"]]}} for each in results]
+        results = [{**result, "document": {"text": texts[result["index"]]}} for result in results]
     return json_response({"object": "list", **_about(dispatcher, body.model, n_tokens), "results": results})

@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import itertools
 import re
 import socket
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -44,6 +45,9 @@ _ABSOLUTE = re.compile(r"(?<![\w.~])(?:~|[A-Za-z]:)?[/\\](?:[^/\\\s]+[/\\])+")
 
 #: Minimum size of a long request, in bytes.
 LONG_REQUEST = 256 << 10
+
+#: Values of a long list that are encoded at once.
+_ENCODED_AT_ONCE = 1000
 
 #: Seconds between pings in an idle stream, for example while a long prompt is evaluated.
 PING_S = 10.0
@@ -122,14 +126,16 @@ class HTTPError(LocalLLMError):
 
     def body(self, path: str) -> dict[str, Any]:
         """Return the error in the format of the path's API."""
-        kind = _TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        error_type = _TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         if path.startswith("/v1/messages"):
-            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+            return {"type": "error", "error": {"type": error_type, "message": str(self)}}
         if path.startswith("/api/"):
             return {"error": str(self)}
         if self.code == "context_length_exceeded":  # OpenAI's code, and llama.cpp's type
-            kind = "exceed_context_size_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code, **self.more}}
+            error_type = "exceed_context_size_error"
+        return {
+            "error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code, **self.more}
+        }
 
     def response(self, path: str) -> Response:
         headers = {"Retry-After": "2"} if self.status in (429, 503) else {}
@@ -151,6 +157,13 @@ def json_bytes(value: Any) -> bytes:
         if char in data:
             data = data.replace(char, escape)
     return data
+
+
+def json_list(values: Iterable[Any]) -> msgspec.Raw:
+    """Return a list as JSON.  It is encoded in chunks, because encoding holds the interpreter's lock."""
+    values = iter(values)
+    chunks = iter(lambda: list(itertools.islice(values, _ENCODED_AT_ONCE)), [])
+    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(chunk)[1:-1] for chunk in chunks) + b"]")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -178,8 +191,8 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[_T]) -> _T:
             raise ClientDisconnect
         return task.result()
     finally:
-        for each in (task, gone):
-            each.cancel()
+        for future in (task, gone):
+            future.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
@@ -214,13 +227,13 @@ class EventStream(Response):
         self._putting, self._since = False, time.monotonic()  # whether a piece is being sent, and since when
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.ensure_future(each) for each in (self._send(send), self._watch(send), _disconnect(receive))]
+        tasks = [asyncio.ensure_future(work) for work in (self._send(send), self._watch(send), _disconnect(receive))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._close()
-            for each in tasks:
-                each.cancel()
+            for task in tasks:
+                task.cancel()
             errors = await asyncio.gather(*tasks, return_exceptions=True)
         # An OSError means that the client has disconnected or does not read, so no error can be sent.
         for error in errors:
@@ -252,9 +265,9 @@ class EventStream(Response):
         """
         while True:
             limit = self.send_timeout_s if self._putting else PING_S
-            left = self._since + limit - time.monotonic()
-            if left > 0:
-                await asyncio.sleep(min(left, self.send_timeout_s, PING_S))
+            remaining = self._since + limit - time.monotonic()
+            if remaining > 0:
+                await asyncio.sleep(min(remaining, self.send_timeout_s, PING_S))
             elif self._putting:
                 raise TimeoutError
             else:
@@ -335,8 +348,8 @@ class Guard:
             if len(scope["path"]) > 1 and scope["path"].endswith("/"):
                 scope["path"] = scope["path"].rstrip("/") or "/"
             limits = {"max_body": self._limits.max_body, "image_hosts": self._limits.image_hosts}
-            given = {"client": self._client(scope, headers), "n_bytes": 0, **limits}
-            scope["state"] = {**scope["state"], **given}
+            state = {"client": self._client(scope, headers), "n_bytes": 0, **limits}
+            scope["state"] = {**scope["state"], **state}
             await self._app(scope, self._bounded(headers, receive), sending)
         except Exception as error:
             if started:
@@ -390,11 +403,11 @@ class Guard:
         if not self._keys:
             return str((scope.get("client") or ("",))[0])
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest = hashlib.sha256(given.encode("latin-1")).digest()
+        api_key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = hashlib.sha256(api_key.encode("latin-1")).digest()
         # Compare all keys, so that the time does not depend on which key matches.
-        found = [hmac.compare_digest(digest, key) for key in self._keys]
-        if not any(found):
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if not any(matches):
             if scope["path"] in _OPEN_PATHS:
                 return ""
             raise HTTPError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")

@@ -23,21 +23,22 @@ _MAX_FETCHED = 32
 Place = tuple[dict[str, Any], str]
 
 
-def picture_addresses(body: object) -> list[Place]:
+def image_addresses(body: object) -> list[Place]:
     """Return the places of URLs of images in a request of any API."""
     return [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
 
 
-async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_bytes: int) -> None:
+async def fetch_images(places: Sequence[Place], hosts: Sequence[str], max_bytes: int) -> None:
     """Replace the URLs at ``places`` by data URLs.
 
     Args:
-        places: as `picture_addresses` returns them.
+        places: as `image_addresses` returns them.
         hosts: allowed hosts, in the form of `localllm.web.fetch`.
-        max_bytes: limit for all pictures together.
+        max_bytes: limit for all images together.
     """
     if len(places) > _MAX_FETCHED:
-        raise UsageError(f"{len(places)} pictures are to be fetched; up to {_MAX_FETCHED} are: send data URLs")
+        words = f"{len(places)} images have a web address, but up to {_MAX_FETCHED} are fetched: send data URLs"
+        raise UsageError(words)
     end = time.monotonic() + MAX_SECONDS  # of all images
     for holder, key in places:
         address = holder[key]
@@ -45,11 +46,11 @@ async def fetch_pictures(places: Sequence[Place], hosts: Sequence[str], max_byte
             page = await _fetched(address, max_bytes + 1, hosts, end - time.monotonic())
         except (OSError, UsageError, ValueError, HTTPException) as error:
             reason = str(error) or "it takes too long"  # asyncio's TimeoutError has no text
-            words = f"the picture at {address!r:.200} cannot be fetched ({reason:.200}): send it as a data URL"
+            words = f"the image at {address!r:.200} cannot be fetched ({reason:.200}): send it as a data URL"
             raise UsageError(words) from None
         max_bytes -= len(page.data)
         if max_bytes < 0:
-            raise UsageError(f"the picture at {address!r:.200} is too large: send a smaller one")
+            raise UsageError(f"the image at {address!r:.200} is too large: send a smaller one")
         holder[key] = f"data:;base64,{base64.b64encode(page.data).decode()}"
 
 
@@ -77,15 +78,15 @@ def _places(value: object) -> Iterator[Place]:
     pending = [value]
     while pending:
         check_cancelled()
-        each = pending.pop()
-        if isinstance(each, list):
-            pending += reversed(each)
-        elif isinstance(each, dict):
-            if each.get("type") not in IMAGE_TYPES:
-                pending += each.values()
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += reversed(node)
+        elif isinstance(node, dict):
+            if node.get("type") not in IMAGE_TYPES:
+                pending += node.values()
                 continue
             for key in IMAGE_KEYS:
-                given = each.get(key)
-                holder, name = (given, "url") if isinstance(given, dict) else (each, key)
+                image = node.get(key)
+                holder, name = (image, "url") if isinstance(image, dict) else (node, key)
                 if isinstance(holder.get(name), str):
                     yield holder, name

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -44,11 +44,11 @@ from localllm.server.answers import (
     infill_tokens,
     offer_tools,
     prompts_of,
-    split_begun,
+    split_reply_start,
 )
-from localllm.server.bodies import MAX_VALUES, decode
+from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher, adapter_scales
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
+from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_list, json_response
 from localllm.server.models import ServedModel
 from localllm.server.openai import (
     checked_logprobs,
@@ -62,7 +62,13 @@ from localllm.tokenizer import Tokenizer
 from localllm.version import __version__
 
 #: Period of the speed metrics, for their help texts.
-_SINCE = "since this was last asked for"
+_SINCE = "since the last request of the metrics"
+
+#: Maximum number of characters that a request tokenizes.
+MAX_CONTENT = 1_500_000
+
+#: Maximum number of fields that a request selects.
+_MAX_FIELDS = 100
 
 #: Valid file names of saved prompts.
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
@@ -70,7 +76,7 @@ _FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
 
 async def health(request: Request, dispatcher: Dispatcher) -> Response:
     served = dispatcher.models.served.values()
-    loading = {each.name: each.load_progress for each in served if each.load_progress is not None}
+    loading = {model.name: model.load_progress for model in served if model.load_progress is not None}
     more = {"loading": loading} if loading else {}
     if dispatcher.is_stopping:
         return json_response({"status": "stopping"}, 503)
@@ -115,15 +121,17 @@ def described(llm: LLM) -> dict[str, Any]:
 
 def _settings(llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a request; -1 means unset."""
-    given = llm.with_defaults(options)
-    values = {name: getattr(given.sampling, name) for name, option in declared(Sampling).items() if option.kind.json}
+    checked = llm.with_defaults(options)
+    values = {
+        name: getattr(checked.sampling, name) for name, option in declared(Sampling).items() if option.kind.json
+    }
     values = {name: value for name, value in values.items() if value is not None}
-    n_predict = -1 if given.max_tokens is None else given.max_tokens
-    biases = {id_: bias if math.isfinite(bias) else None for id_, bias in given.sampling.logit_bias.items()}
-    if given.ignore_eos:
+    n_predict = -1 if checked.max_tokens is None else checked.max_tokens
+    biases = {id_: bias if math.isfinite(bias) else None for id_, bias in checked.sampling.logit_bias.items()}
+    if checked.ignore_eos:
         biases |= dict.fromkeys(llm.tokenizer.eog_ids)
     values["logit_bias"] = [{"token": id_, "bias": bias} for id_, bias in biases.items()]
-    return {"seed": -1, **values, "n_predict": n_predict, "stop": given.stop, "stream": False}
+    return {"seed": -1, **values, "n_predict": n_predict, "stop": checked.stop, "stream": False}
 
 
 def _token_text(tokenizer: Tokenizer, id_: int | None) -> str:
@@ -139,7 +147,9 @@ async def slots(request: Request, dispatcher: Dispatcher) -> Response:
         if served.llm is None:
             continue
         slot = {"model": served.name, "n_ctx": served.llm.info.context}
-        streams = [(a.number, each) for a in dispatcher.active.values() if a.served is served for each in a.streams]
+        streams = [
+            (a.number, stream) for a in dispatcher.active.values() if a.served is served for stream in a.streams
+        ]
         for number, stream in streams:
             usage = stream.usage
             counts = {"n_prompt_tokens": usage.prompt_tokens, "n_cached_tokens": usage.cached_tokens}
@@ -170,9 +180,9 @@ async def slot(request: Request, dispatcher: Dispatcher) -> Response:
     if not _FILE_NAME.fullmatch(body.filename):
         raise HTTPError(400, "filename must be a name of letters, digits, '-', '_' and '.', without folders")
     path, begin = dispatcher.models.prompts / body.filename, time.perf_counter()
-    done = LLM.save_prompts if action == "save" else LLM.load_prompts
+    operation = LLM.save_prompts if action == "save" else LLM.load_prompts
     try:
-        n = await dispatcher.with_model(request, body.model, lambda llm: done(llm, path))
+        n = await dispatcher.with_model(request, body.model, lambda llm: operation(llm, path))
     except (PromptCacheError, OutputError) as error:
         status = 400 if isinstance(error, PromptCacheError) else 507
         raise HTTPError(status, str(error).replace(path_text(path.parent) + os.sep, "")) from error
@@ -186,9 +196,9 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
     """Return counters in Prometheus' text format.  A model's counters restart at 0 when it is loaded again."""
     rows: dict[str, list[str]] = {}
 
-    def add(name: str, kind: str, help: str, value: float, model: str = "") -> None:
+    def add(name: str, metric_type: str, help: str, value: float, model: str = "") -> None:
         label = f'{{model="{model}"}}' if model and len(dispatcher.models.served) > 1 else ""
-        head = [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
+        head = [f"# HELP {name} {help}", f"# TYPE {name} {metric_type}"]
         rows.setdefault(name, head).append(f"{name}{label} {value:.10g}")
 
     for served in dispatcher.models.served.values():
@@ -200,9 +210,14 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
         n_waiting, per_step = 0 if llm is None else llm.n_waiting, counts.in_steps / (counts.steps or 1)
         counts = replace(counts)  # the engine's thread keeps counting
         rates, served.told_counts = _rates(served.told_counts, counts), counts
-        for name, kind, help, value in (
-            ("llamacpp:prompt_tokens_total", "counter", "tokens of prompts evaluated", counts.prompt_tokens),
-            ("llamacpp:prompt_tokens_cached_total", "counter", "those found in the cache", counts.cached_tokens),
+        for name, metric_type, help, value in (
+            ("llamacpp:prompt_tokens_total", "counter", "prompt tokens evaluated", counts.prompt_tokens),
+            (
+                "llamacpp:prompt_tokens_cached_total",
+                "counter",
+                "prompt tokens found in the cache",
+                counts.cached_tokens,
+            ),
             ("llamacpp:tokens_predicted_total", "counter", "tokens generated", counts.generated_tokens),
             ("llamacpp:n_decode_total", "counter", "steps", counts.steps),
             ("llamacpp:prompt_seconds_total", "counter", "seconds of evaluating prompts", counts.prefill_s),
@@ -210,19 +225,24 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
             ("llamacpp:n_tokens_max", "counter", "tokens of the longest sequence", counts.longest),
             ("llamacpp:spec_decode_num_drafts_total", "counter", "steps with drafts", counts.draft_steps),
             ("llamacpp:spec_decode_num_draft_tokens_total", "counter", "tokens drafted", counts.drafted),
-            ("llamacpp:spec_decode_num_accepted_tokens_total", "counter", "those accepted", counts.accepted),
+            ("llamacpp:spec_decode_num_accepted_tokens_total", "counter", "drafted tokens accepted", counts.accepted),
             ("llamacpp:n_busy_slots_per_decode", "gauge", "requests in a step", per_step),
-            ("llamacpp:prompt_tokens_seconds", "gauge", f"tokens of prompts a second, {_SINCE}", rates[0]),
-            ("llamacpp:predicted_tokens_seconds", "gauge", f"tokens generated a second, {_SINCE}", rates[1]),
-            ("llamacpp:requests_processing", "gauge", "requests at work", counts.running),
-            ("llamacpp:requests_deferred", "gauge", "requests that wait", n_waiting),
+            ("llamacpp:prompt_tokens_seconds", "gauge", f"prompt tokens per second {_SINCE}", rates[0]),
+            ("llamacpp:predicted_tokens_seconds", "gauge", f"tokens generated per second {_SINCE}", rates[1]),
+            ("llamacpp:requests_processing", "gauge", "requests running", counts.running),
+            ("llamacpp:requests_deferred", "gauge", "requests queued", n_waiting),
             ("localllm_step_seconds_total", "counter", "seconds of steps", counts.step_s),
             ("localllm_requests_total", "counter", "requests ended", counts.ended),
-            ("localllm_pictures_encoded_total", "counter", "pictures encoded", counts.encoded),
-            ("localllm_preemptions_total", "counter", "requests that had to make room", counts.preempted),
+            ("localllm_pictures_encoded_total", "counter", "images and audio clips encoded", counts.encoded),
+            (
+                "localllm_preemptions_total",
+                "counter",
+                "requests preempted because the cache was full",
+                counts.preempted,
+            ),
             ("localllm_cache_usage_ratio", "gauge", "cache in use", counts.n_pages_used / max(1, counts.n_pages)),
         ):
-            add(name, kind, help, value, label)
+            add(name, metric_type, help, value, label)
     add("localllm_model_loads_total", "counter", "models loaded", dispatcher.models.n_loads)
     text = "".join(f"{line}\n" for lines in rows.values() for line in lines)
     response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
@@ -265,16 +285,17 @@ class TemplateRequest(ThinkingFields, kw_only=True):
 
 async def tokenize(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TokenizeRequest)
-    if len(body.content) > MAX_VALUES:  # a list of millions of tokens would block running replies
+    if len(body.content) > MAX_CONTENT:
         raise HTTPError(
-            413, f"content has {len(body.content):,} characters: send up to {MAX_VALUES:,} in one request"
+            413, f"content has {len(body.content):,} characters: send up to {MAX_CONTENT:,} in one request"
         )
 
-    def work(llm: LLM) -> list[Any]:
+    def work(llm: LLM) -> msgspec.Raw:
         ids = llm.tokenize(body.content, body.add_special, body.parse_special)
         if not body.with_pieces:
-            return list(ids)
-        return [{"id": id_, "piece": _piece(llm.tokenizer.token_bytes(id_, special=True))} for id_ in ids]
+            return json_list(ids)
+        pieces = (_piece(llm.tokenizer.token_bytes(id_, special=True)) for id_ in ids)
+        return json_list({"id": id_, "piece": piece} for id_, piece in zip(ids, pieces, strict=True))
 
     return json_response({"tokens": await dispatcher.with_model(request, body.model, work)})
 
@@ -297,20 +318,20 @@ async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TemplateRequest)
     goes_on = None if body.add_generation_prompt else False
     read = partial(read_messages, body.messages)
-    messages, begun = split_begun(await dispatcher.read(request, read), goes_on)
+    messages, reply_start = split_reply_start(await dispatcher.read(request, read), goes_on)
     variables = body.template_variables()
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
     tools = offer_tools({}, body.tools, None)
-    job = GenerationJob(body.model, {}, messages=messages, variables=variables, begun=begun, **tools)
+    job = GenerationJob(body.model, {}, messages=messages, variables=variables, reply_start=reply_start, **tools)
 
-    def work(llm: LLM) -> str:
-        given = job.chat_arguments(llm)
-        variables: dict[str, Any] = llm.template_variables | checked_variables(given["template_variables"])
-        text = llm.chat_template.render(given["messages"], tools=given["tools"], **variables)
-        return text + str(given["reply_prefix"])
+    def work(job: GenerationJob, llm: LLM) -> str:
+        arguments = job.chat_arguments(llm)
+        variables: dict[str, Any] = llm.template_variables | checked_variables(arguments["template_variables"])
+        text = llm.chat_template.render(arguments["messages"], tools=arguments["tools"], **variables)
+        return text + str(arguments["reply_prefix"])
 
-    return json_response({"prompt": await dispatcher.with_model(request, body.model, work)})
+    return json_response({"prompt": await dispatcher.with_chat(request, job, work)})
 
 
 async def lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
@@ -354,15 +375,16 @@ class InfillRequest(_CompletionFields, kw_only=True):
 async def completion(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, CompletionRequest)
     if body.prompt == []:
-        raise HTTPError(400, "prompt has no tokens: give a text, or ids of tokens")
-    return await _complete(request, dispatcher, body, prompts_of(body.prompt, may_see=True))
+        raise HTTPError(400, "prompt is an empty list: give a string, or token ids")
+    prompts = await dispatcher.read(request, partial(prompts_of, body.prompt, may_see=True))
+    return await _complete(request, dispatcher, body, prompts)
 
 
 async def infill(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, InfillRequest)
     prompt = body.prompt if isinstance(body.prompt, str) else ""
-    extra = "".join(each.get("text", "") + "\n" for each in body.input_extra or [])
-    work = partial(infill_tokens, before=extra + body.input_prefix, after=body.input_suffix, begun=prompt)
+    extra = "".join(file.get("text", "") + "\n" for file in body.input_extra or [])
+    work = partial(infill_tokens, before=extra + body.input_prefix, after=body.input_suffix, start=prompt)
     return await _complete(request, dispatcher, body, [await dispatcher.with_model(request, body.model, work)])
 
 
@@ -371,6 +393,8 @@ async def _complete(
 ) -> Response:
     if len(prompts) > MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")
+    if (n_fields := len(body.response_fields or ())) > _MAX_FIELDS:
+        raise HTTPError(400, f"response_fields has {n_fields:,} names: send up to {_MAX_FIELDS}")
     logprobs = checked_logprobs(body.n_probs) or None
     options = await dispatcher.read(request, partial(body.options, logprobs=logprobs))
     job = GenerationJob(
@@ -382,11 +406,22 @@ async def _complete(
         tells_timings=body.timings_per_token,
     )
     pending = await dispatcher.begin(job, request)
+    end = partial(_end, pending, body, _settings(pending.llm, job.options))
     if body.stream:
-        return EventStream(pending.lines(partial(_lines, pending, body)), pending.close, path=request.url.path)
+        lines = pending.lines(partial(_lines, pending, body, end))
+        return EventStream(lines, pending.close, path=request.url.path)
     with closing(pending):
         replies = await cancel_on_disconnect(request, pending.read())
-    results = [_chosen(body, _end(pending, reply, body) | {"content": reply.text}) for reply in replies]
+
+    def convert() -> list[dict[str, Any]]:
+        rows = []
+        for reply in replies:
+            probabilities = _probabilities(pending.llm, reply.logprobs, bool(body.post_sampling_probs))
+            more = {name: json_list(values) for name, values in probabilities.items()}
+            rows.append(_chosen(body, {**end(reply), "content": reply.text, **more}))
+        return rows
+
+    results = convert() if logprobs is None else await dispatcher.convert(request, convert)
     return json_response(results if len(results) > 1 else results[0])
 
 
@@ -394,17 +429,23 @@ def _chosen(body: _CompletionFields, result: dict[str, Any]) -> dict[str, Any]:
     """Return the requested fields, or all fields.  "a/b" is field b of a."""
     if not body.response_fields:
         return result
-    chosen = {}
+    selected = {}
     for path in body.response_fields:
         value: Any = result
         for name in path.split("/"):
             value = value.get(name, msgspec.UNSET) if isinstance(value, dict) else msgspec.UNSET
         if value is not msgspec.UNSET:
-            chosen[path] = value
-    return chosen
+            selected[path] = value
+    return selected
 
 
-def _lines(pending: PendingReplies, body: _CompletionFields, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+def _lines(
+    pending: PendingReplies,
+    body: _CompletionFields,
+    end: Callable[[Reply], dict[str, Any]],
+    reply: Reply,
+    chunk: Chunk,
+) -> Iterator[bytes]:
     head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
     if chunk.n_evaluated is not None:
         yield event({**head, **progress_json(pending, chunk)})
@@ -412,7 +453,7 @@ def _lines(pending: PendingReplies, body: _CompletionFields, reply: Reply, chunk
         probabilities = _probabilities(pending.llm, chunk.logprobs or (), bool(body.post_sampling_probs))
         yield event({**head, **probabilities, **timings_so_far(pending, reply)})
     if chunk.finish_reason is not None:
-        yield event(_chosen(body, _end(pending, reply, body)))
+        yield event(_chosen(body, end(reply)))
 
 
 def _probabilities(llm: LLM, choices: Sequence[Choice], are_drawn: bool) -> dict[str, Any]:
@@ -433,7 +474,7 @@ def _drawn_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
     return {"token": token["token"], "prob": math.exp(token["logprob"]), "bytes": token["bytes"]}
 
 
-def _end(pending: PendingReplies, reply: Reply, body: _CompletionFields) -> dict[str, Any]:
+def _end(pending: PendingReplies, body: _CompletionFields, settings: dict[str, Any], reply: Reply) -> dict[str, Any]:
     stream = pending.streams[reply.index]
     wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # it may be long
     stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
@@ -451,8 +492,7 @@ def _end(pending: PendingReplies, reply: Reply, body: _CompletionFields) -> dict
         "tokens_evaluated": reply.usage.prompt_tokens,
         "tokens_cached": reply.usage.cached_tokens,
         "truncated": reply.usage.total_tokens >= pending.llm.info.context,
-        "generation_settings": _settings(pending.llm, pending.job.options),
+        "generation_settings": settings,
         "timings": timings_json(reply),
-        **_probabilities(pending.llm, reply.logprobs, bool(body.post_sampling_probs)),
         **warnings_json(reply),
     }

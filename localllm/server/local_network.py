@@ -30,8 +30,10 @@ def lan_address() -> str | None:
 
     states = psutil.net_if_stats()
     rows = [row for name, rows in psutil.net_if_addrs().items() if states[name].isup for row in rows]
-    found = [ipaddress.ip_address(row.address) for row in rows if row.family == socket.AF_INET]
-    return next((str(each) for each in found if not each.is_loopback and not each.is_link_local), None)
+    addresses = [ipaddress.ip_address(row.address) for row in rows if row.family == socket.AF_INET]
+    return next(
+        (str(address) for address in addresses if not address.is_loopback and not address.is_link_local), None
+    )
 
 
 def lan_key() -> str:

@@ -27,13 +27,15 @@ Loader = Callable[[str | None, LoadProgress], LLM]
 
 
 class Preset(NamedTuple):
-    """A model with its source, a function that loads it, and aliases."""
+    """A model's source and options; see `ServedModel`."""
 
     source: str | None
     load: Loader
     ttl_s: float | None = None
     aliases: Sequence[str] = ()
     adapters: Mapping[str, float] = MappingProxyType({})  # scale by adapter path
+    tags: Sequence[str] = ()
+    system: str = ""
 
 
 class UnknownModelError(LocalLLMError):
@@ -65,6 +67,7 @@ class ServedModel:
     # aliases: further names in requests; tags: words in lists
     aliases: Sequence[str] = ()
     tags: Sequence[str] = ()
+    system: str = ""  # system message of chats that do not start with one
     # scale by adapter path, for requests without ``lora``
     adapters: dict[str, float] = field(default_factory=dict)
     props: dict[str, Any] = field(default_factory=dict)  # contents of ``/props`` while the model is not loaded
@@ -124,15 +127,15 @@ class Models:
         aliases = sorted(aliases)
         self.served: dict[str, ServedModel] = {}  # by name; the first is the default
         self._by_key: dict[str, ServedModel] = {}
-        for name, each in sources.items():
-            if isinstance(each, Preset):
-                own_ttl_s = ttl_s if each.ttl_s is None else each.ttl_s
-                model = ServedModel(name, each.source, own_ttl_s, preset=each, aliases=each.aliases)
-                model.adapters = dict(each.adapters)
+        for name, source in sources.items():
+            if isinstance(source, Preset):
+                own_ttl_s = ttl_s if source.ttl_s is None else source.ttl_s
+                model = ServedModel(name, source.source, own_ttl_s, preset=source, adapters=dict(source.adapters))
+                model.aliases, model.tags, model.system = source.aliases, source.tags, source.system
             else:
-                model = ServedModel(name, each, ttl_s, adapters=dict(adapters or {}))
+                model = ServedModel(name, source, ttl_s, adapters=dict(adapters or {}))
             if not self.served:
-                model.tags = tuple(tags)
+                model.tags = (*tags, *model.tags)
                 if aliases:
                     model.name, model.aliases = aliases[0], (*aliases, *model.aliases)
             self.served[model.name] = model
@@ -156,14 +159,14 @@ class Models:
         first = next(iter(self.served.values()))
         if not name:
             return first
-        found = self._by_key.get(_key(name), first if self._takes_any_name else None)
-        if found is None:
+        model = self._by_key.get(_key(name), first if self._takes_any_name else None)
+        if model is None:
             names = ", ".join(list(self.served)[:5]) + (", …" if len(self.served) > 5 else "")
             raise UnknownModelError(
                 f"there is no model {name!r:.80} here, but {names}: name one of them, or give the first this name "
                 "with serve --alias"
             )
-        return found
+        return model
 
     def has(self, name: str | None) -> bool:
         """Return whether a model has exactly this name."""
@@ -212,19 +215,19 @@ class Models:
                     self.n_loads += 1
                     break
                 except NotEnoughMemoryError:
-                    idle = [each for each in self.served.values() if each.llm is not None and not each.n_users]
+                    idle = [model for model in self.served.values() if model.llm is not None and not model.n_users]
                     if not idle:
                         raise
-                    await self._unload(min(idle, key=lambda each: each.used_at))
+                    await self._unload(min(idle, key=lambda model: model.used_at))
         except Exception as error:
             self.log(f"{served.name} cannot be loaded: {error}")
-            kind: type[LoadError] = LoadError
+            error_type: type[LoadError] = LoadError
             if isinstance(error, NotEnoughMemoryError):
-                if any(each.llm is not None for each in self.served.values()):
+                if any(model.llm is not None for model in self.served.values()):
                     raise  # the model may fit after the requests of other models have ended
-                kind = TooLargeError
+                error_type = TooLargeError
             why = error.args if isinstance(error, LocalLLMError) else ("the server's log says why",)
-            raise kind(f"the model {served.name} cannot be loaded: ", *why) from error
+            raise error_type(f"the model {served.name} cannot be loaded: ", *why) from error
         finally:
             served.load_progress = None
         self.log(f"loaded {served.name}")
@@ -236,12 +239,12 @@ class Models:
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    def _report(self, served: ServedModel, stage: str, done: int, total: int) -> None:
+    def _report(self, served: ServedModel, stage: str, n_done: int, total: int) -> None:
         """Set the progress of loading (`localllm.loading.progress.LoadProgress`)."""
         if self.is_closed:
             raise ClosedError("the server is stopping: send the request again later")
         if stage == "weights":
-            served.load_progress = done / max(1, total)
+            served.load_progress = n_done / max(1, total)
 
     def _load_prompts(self, served: ServedModel) -> None:
         if self.prompts is None or served.llm is None:
@@ -273,8 +276,8 @@ class Models:
             served.last_counts = llm.counts
             await self._in_thread(self._save_prompts, served, llm)
             await self._in_thread(llm.close)
-            own = None if served.preset is None else served.preset.ttl_s
-            served.ttl_s = self._ttl_s if own is None else own
+            preset_ttl_s = None if served.preset is None else served.preset.ttl_s
+            served.ttl_s = self._ttl_s if preset_ttl_s is None else preset_ttl_s
             self.log(f"unloaded {served.name}")
 
     async def unload_expired(self) -> float:

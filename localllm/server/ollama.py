@@ -33,7 +33,7 @@ from localllm.server.answers import (
     constrain,
     infill_tokens,
     offer_tools,
-    split_begun,
+    split_reply_start,
 )
 from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
@@ -88,12 +88,12 @@ async def chat(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, OllamaRequest)
 
     def message(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        said: dict[str, Any] = {"role": "assistant", "content": text}
+        fields: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
-            said["thinking"] = thinking
+            fields["thinking"] = thinking
         if calls:
-            said["tool_calls"] = [{"function": {"name": call.name, "arguments": call.values}} for call in calls]
-        return {"message": said}
+            fields["tool_calls"] = [{"function": {"name": call.name, "arguments": call.values}} for call in calls]
+        return {"message": fields}
 
     if not body.messages:
         return await _load_only(body, dispatcher, message)
@@ -102,24 +102,25 @@ async def chat(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 def _chat_job(body: OllamaRequest) -> GenerationJob:
-    messages, begun = split_begun([_message(number, each) for number, each in enumerate(body.messages or ())])
-    return _job(body, messages=messages, begun=begun)
+    messages = [_message(number, message) for number, message in enumerate(body.messages or ())]
+    messages, reply_start = split_reply_start(messages)
+    return _job(body, messages=messages, reply_start=reply_start)
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:
-    given = {key: value for key, value in message.items() if key != "images"}
-    if given.get("content") is None and not given.get("tool_calls"):
-        given["content"] = ""  # as in Ollama
-    read = read_message(number, given)
+    fields = {key: value for key, value in message.items() if key != "images"}
+    if fields.get("content") is None and not fields.get("tool_calls"):
+        fields["content"] = ""  # as in Ollama
+    read = read_message(number, fields)
     return replace(read, parts=(*_images(f"message {number}", message.get("images")), *read.parts))
 
 
-def _images(where: str, given: object) -> list[Media]:
+def _images(location: str, images: object) -> list[Media]:
     """Return images in base64, which precede the text."""
-    if given is not None and not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
-        raise HTTPError(400, f"images of {where} must be a list of texts in base64")
-    name = f"the picture of {where}"
-    return [Media(decoded(each.rpartition(",")[2], name), where=name) for each in given or ()]
+    if images is not None and not (isinstance(images, list) and all(isinstance(image, str) for image in images)):
+        raise HTTPError(400, f"images of {location} must be a list of strings in base64")
+    name = f"the image of {location}"
+    return [Media(decoded(image.rpartition(",")[2], name), where=name) for image in images or ()]
 
 
 async def generate(request: Request, dispatcher: Dispatcher) -> Response:
@@ -180,12 +181,12 @@ async def _respond(
     _keep(pending.served, keep_alive)
     if body.stream:
         lines, path = pending.lines(partial(_lines, pending, shape, bool(body.messages))), request.url.path
-        kind = "application/x-ndjson"
-        return EventStream(lines, pending.close, path=path, media_type=kind, encode_error=_line, ping=b"")
+        media_type = "application/x-ndjson"
+        return EventStream(lines, pending.close, path=path, media_type=media_type, encode_error=_line, ping=b"")
     with closing(pending):
         (reply,) = await cancel_on_disconnect(request, pending.read())
-    said = shape(reply.text, reply.thinking, reply.calls)
-    return json_response({**_head(pending), **said, **_end(pending, reply, bool(body.messages))})
+    fields = shape(reply.text, reply.thinking, reply.calls)
+    return json_response({**_head(pending), **fields, **_end(pending, reply, bool(body.messages))})
 
 
 def _lines(pending: PendingReplies, shape: _Shape, is_chat: bool, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
@@ -250,10 +251,10 @@ def _seconds(keep_alive: str | float | None) -> float | None:
     if keep_alive is None or isinstance(keep_alive, int | float):
         return None if keep_alive is None else math.inf if keep_alive < 0 else float(keep_alive)
     length = keep_alive.removeprefix("+") if keep_alive.startswith("+") else keep_alive.removeprefix("-")
-    parts = re.findall(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)", length)
-    if length != "0" and ("".join(number + unit for number, unit in parts) != length or not parts):
+    amounts = re.findall(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)", length)
+    if length != "0" and ("".join(number + unit for number, unit in amounts) != length or not amounts):
         raise HTTPError(400, f"keep_alive is {keep_alive!r:.40}, but must be a number of seconds, or as 5m or 1h30m")
-    return math.inf if keep_alive.startswith("-") else sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return math.inf if keep_alive.startswith("-") else sum(float(number) * _UNITS[unit] for number, unit in amounts)
 
 
 def _keep(served: ServedModel, keep_alive: float | None) -> None:
@@ -291,20 +292,20 @@ def _described(served: ServedModel) -> dict[str, Any]:
 
 
 async def tags(request: Request, dispatcher: Dispatcher) -> Response:
-    return json_response({"models": [_described(each) for each in await dispatcher.models.listed()]})
+    return json_response({"models": [_described(model) for model in await dispatcher.models.listed()]})
 
 
 async def running(request: Request, dispatcher: Dispatcher) -> Response:
     models = []
-    for each in await dispatcher.models.listed():
-        if each.llm is not None or each.load_progress is not None:
-            left = each.expires_s
+    for model in await dispatcher.models.listed():
+        if model.llm is not None or model.load_progress is not None:
+            remaining_s = _NEVER_S if model.expires_s is None else model.expires_s
             # Ollama reports a date in 100 years for "never".
-            expires = datetime.now(UTC) + timedelta(seconds=min(_NEVER_S, _NEVER_S if left is None else left))
-            info = None if each.llm is None else each.llm.info
+            expires = datetime.now(UTC) + timedelta(seconds=min(_NEVER_S, remaining_s))
+            info = None if model.llm is None else model.llm.info
             sizes = (0, 0) if info is None else (info.gpu_bytes, info.context)
             now = {"expires_at": expires.isoformat(), "size_vram": sizes[0], "context_length": sizes[1]}
-            models.append({**_described(each), **now, "load_progress": each.load_progress})
+            models.append({**_described(model), **now, "load_progress": model.load_progress})
     return json_response({"models": models})
 
 
@@ -328,7 +329,7 @@ async def show(request: Request, dispatcher: Dispatcher) -> Response:
     shown = await dispatcher.with_model(request, name, work)
     await dispatcher.models.listed()
     served = dispatcher.models.find(name)
-    fixed = {"modelfile": "", "parameters": "", "license": ""}
+    fixed = {"modelfile": "", "parameters": "", "license": "", "system": served.system}
     return json_response({**fixed, **shown, "details": _details(served), "modified_at": _now()})
 
 
@@ -337,8 +338,8 @@ async def pull(request: Request, dispatcher: Dispatcher) -> Response:
     name = body.model or body.name
     if not dispatcher.models.has(name):
         raise HTTPError(403, "requests download nothing: run localllm pull where the server runs, and start it again")
-    done = {"status": "success"}
-    return Response(_line(done), media_type="application/x-ndjson") if body.stream else json_response(done)
+    status = {"status": "success"}
+    return Response(_line(status), media_type="application/x-ndjson") if body.stream else json_response(status)
 
 
 async def version(request: Request, dispatcher: Dispatcher) -> Response:

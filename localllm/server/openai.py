@@ -30,16 +30,17 @@ from localllm.server.answers import (
     Prompt,
     Prompts,
     Reply,
+    closed_on_error,
     constrain_to_format,
     infill_tokens,
     join_prompt,
     offer_tools,
     prompts_of,
-    split_begun,
+    split_reply_start,
 )
 from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import DONE, EventStream, HTTPError, cancel_on_disconnect, event, json_response
+from localllm.server.http import DONE, EventStream, HTTPError, cancel_on_disconnect, event, json_list, json_response
 from localllm.server.models import ServedModel
 from localllm.tokenizer.stream import TextOffsets
 from localllm.version import __version__
@@ -100,12 +101,12 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
         raise HTTPError(400, "continue_final_message and add_generation_prompt contradict each other: leave one out")
     if goes_on is None and body.add_generation_prompt:
         goes_on = False
-    messages, begun = split_begun(read_messages(body.messages), goes_on)
+    messages, reply_start = split_reply_start(read_messages(body.messages), goes_on)
     return GenerationJob(
         body.model,
         options,
         messages=messages,
-        begun=begun,
+        reply_start=reply_start,
         **offer_tools(options, body.tools, body.tool_choice),
         variables=body.template_variables(),
         n=1 if body.n is None else body.n,
@@ -210,23 +211,22 @@ def token_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
     return {"token": llm.tokenizer.token_label(id_), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def tokens_json(llm: LLM, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    """Return the sampled tokens with the likeliest tokens at their positions."""
-    return [
-        {**token_json(llm, c.id, c.logprob), "top_logprobs": [token_json(llm, id_, p) for id_, p in c.top]}
-        for c in choices
-    ]
+def tokens_json(llm: LLM, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+    """Yield the sampled tokens with the likeliest tokens at their positions."""
+    for c in choices:
+        top = [token_json(llm, id_, logprob) for id_, logprob in c.top]
+        yield {**token_json(llm, c.id, c.logprob), "top_logprobs": top}
 
 
 def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
-    return {"content": tokens_json(llm, choices), "refusal": None}
+    return {"content": json_list(tokens_json(llm, choices)), "refusal": None}
 
 
 class _Head:
-    def __init__(self, prefix: str, kind: str, pending: PendingReplies) -> None:
+    def __init__(self, prefix: str, object_name: str, pending: PendingReplies) -> None:
         self._fields = {
             "id": new_id(prefix),
-            "object": kind,
+            "object": object_name,
             "created": int(time.time()),
             "model": pending.served.name,
             "system_fingerprint": f"build-localllm-{__version__}",
@@ -252,11 +252,16 @@ async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response
     with closing(pending):
         replies = await cancel_on_disconnect(request, pending.read())
     head = _Head("chatcmpl-", "chat.completion", pending)
-    choices: list[dict[str, Any]] = []
-    for reply in replies:
-        logprobs = _chat_logprobs(pending.llm, reply.logprobs) if body.logprobs else None
-        choice = {"index": reply.index, "message": _chat_message(reply), "logprobs": logprobs}
-        choices.append({**choice, "finish_reason": finish_reason(reply)})
+
+    def convert() -> list[dict[str, Any]]:
+        choices = []
+        for reply in replies:
+            logprobs = _chat_logprobs(pending.llm, reply.logprobs) if body.logprobs else None
+            choice = {"index": reply.index, "message": _chat_message(reply), "logprobs": logprobs}
+            choices.append({**choice, "finish_reason": finish_reason(reply)})
+        return choices
+
+    choices = await dispatcher.convert(request, convert) if body.logprobs else convert()
     verbose = {"__verbose": {"prompt": pending.prompt_text(0)}} if body.verbose else {}
     return json_response(head.json(choices, **_totals(replies), **verbose))
 
@@ -308,8 +313,8 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
     if call is None:
         return {"reasoning_content": chunk.reasoning} if chunk.reasoning else {"content": chunk.text}
     if call.begins:
-        begun = call_json(ToolCall(call.name, call.arguments, call.id))
-        return {"tool_calls": [{"index": call.index, **begun}]}
+        start = call_json(ToolCall(call.name, call.arguments, call.id))
+        return {"tool_calls": [{"index": call.index, **start}]}
     function = {"arguments": call.arguments}
     return {"tool_calls": [{"index": call.index, "function": function}]} if call.arguments else {}
 
@@ -320,7 +325,7 @@ async def chat_input_tokens(request: Request, dispatcher: Dispatcher) -> Respons
 
 
 async def count_input(request: Request, dispatcher: Dispatcher, job: GenerationJob) -> Response:
-    n_tokens = len(await dispatcher.with_model(request, job.model, job.prompt_ids))
+    n_tokens = len(await dispatcher.with_chat(request, job, GenerationJob.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
@@ -329,42 +334,50 @@ async def count_input(request: Request, dispatcher: Dispatcher, job: GenerationJ
 
 async def completions(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, CompletionRequest)
-    prompts = prompts_of(body.prompt)
+    prompts = await dispatcher.read(request, prompts_of, body.prompt)
     if not 1 <= len(prompts) <= MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has from 1 to {MAX_REPLIES}")
     n = 1 if body.n is None else body.n
     options = await dispatcher.read(request, partial(body.options, logprobs=checked_logprobs(body.logprobs)))
     if body.suffix:
         if not all(isinstance(prompt, str) for prompt in prompts):
-            raise HTTPError(400, "suffix needs a prompt that is a text")
+            raise HTTPError(400, "suffix needs a prompt that is a string")
         filled = [partial(infill_tokens, before=str(prompt), after=body.suffix) for prompt in prompts]
         prompts = [await dispatcher.with_model(request, body.model, work) for work in filled]
     pending = await dispatcher.begin(GenerationJob(body.model, options, prompts=prompts, n=n, special=True), request)
-    try:
-        echoes = [await _echo(request, dispatcher, body, pending, prompt) for prompt in prompts] if body.echo else []
-    except BaseException:
-        pending.close()
-        raise
     head, n_replies = _Head("cmpl-", "text_completion", pending), range(len(pending.streams))
     offsets = [TextOffsets(pending.llm.tokenizer) for _ in n_replies]
+    with closed_on_error(pending):
+        echoes = [await _echo(request, dispatcher, body, pending, prompt) for prompt in prompts] if body.echo else []
     if body.stream:
 
-        def write(index: int, text: str, chosen: Sequence[Choice], reason: str | None = None) -> dict[str, Any]:
-            logprobs = _logprobs(pending.llm, chosen, offsets[index]) if chosen else None
+        def write(index: int, text: str, sampled: Sequence[Choice], reason: str | None = None) -> dict[str, Any]:
+            logprobs = _logprobs(pending.llm, sampled, offsets[index]) if sampled else None
             return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
-        begin = [event(write(index, *echoes[index // n])) for index in n_replies if echoes]
-        lines = pending.lines(partial(_completion_lines, write), begin, partial(_end_lines, head, body))
+        def begin() -> list[bytes]:
+            return [event(write(index, *echoes[index // n])) for index in n_replies if echoes]
+
+        with closed_on_error(pending):
+            first = begin() if body.logprobs is None or not echoes else await dispatcher.convert(request, begin)
+        lines = pending.lines(partial(_completion_lines, write), first, partial(_end_lines, head, body))
         return EventStream(lines, pending.close, path=request.url.path)
     with closing(pending):
         replies = await cancel_on_disconnect(request, pending.read())
-    choices: list[dict[str, Any]] = []
-    for reply in replies:
-        echo, before = echoes[reply.index // n] if echoes else ("", [])
-        chosen = [*before, *reply.logprobs]
-        logprobs = None if body.logprobs is None else _logprobs(pending.llm, chosen, offsets[reply.index])
-        choice = {"index": reply.index, "text": echo + reply.text, "logprobs": logprobs}
-        choices.append({**choice, "finish_reason": finish_reason(reply)})
+
+    def convert() -> list[dict[str, Any]]:
+        choices = []
+        for reply in replies:
+            echo, before = echoes[reply.index // n] if echoes else ("", [])
+            sampled = [*before, *reply.logprobs]
+            logprobs = None if body.logprobs is None else _logprobs(pending.llm, sampled, offsets[reply.index])
+            if logprobs is not None:
+                logprobs["top_logprobs"] = json_list(logprobs["top_logprobs"])
+            choice = {"index": reply.index, "text": echo + reply.text, "logprobs": logprobs}
+            choices.append({**choice, "finish_reason": finish_reason(reply)})
+        return choices
+
+    choices = convert() if body.logprobs is None else await dispatcher.convert(request, convert)
     return json_response(head.json(choices, **_totals(replies)))
 
 
@@ -412,8 +425,8 @@ def _completion_lines(write: Callable[..., dict[str, Any]], reply: Reply, chunk:
 
 async def models(request: Request, dispatcher: Dispatcher) -> Response:
     listed = await dispatcher.models.listed()
-    own = [{"name": each.name, "model": each.name, "capabilities": _capabilities(each)} for each in listed]
-    return json_response({"object": "list", "data": [model_json(each) for each in listed], "models": own})
+    described = [{"name": model.name, "model": model.name, "capabilities": _capabilities(model)} for model in listed]
+    return json_response({"object": "list", "data": [model_json(model) for model in listed], "models": described})
 
 
 def _capabilities(served: ServedModel) -> list[str]:
@@ -433,11 +446,11 @@ async def model(request: Request, dispatcher: Dispatcher) -> Response:
 async def lm_studio_models(request: Request, dispatcher: Dispatcher) -> Response:
     """List the models in LM Studio's format (https://lmstudio.ai/docs/developer/rest/endpoints)."""
     rows = []
-    for each in await dispatcher.models.listed():
-        llm, details = each.llm, each.details
+    for model in await dispatcher.models.listed():
+        llm, details = model.llm, model.details
         rows.append(
             {
-                "id": each.name,
+                "id": model.name,
                 "object": "model",
                 "type": "embeddings" if llm is not None and not llm.writes_text else "llm",
                 "publisher": "localllm",

@@ -30,7 +30,7 @@ from localllm.server.answers import (
     Reply,
     constrain_to_format,
     offer_tools,
-    split_begun,
+    split_reply_start,
 )
 from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
@@ -97,16 +97,16 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
         if getattr(body, name):
             raise HTTPError(400, f"{name} needs OpenAI's own server: send all that the model is to read instead")
     if body.input is None and not before:
-        raise HTTPError(400, "input is missing: give a text or a list of items, or go on with previous_response_id")
+        raise HTTPError(400, "input is missing: give a string, a list of items, or previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
-    messages, begun = split_begun([*before, *_messages(items)])
+    messages, reply_start = split_reply_start([*before, *_messages(items)])
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
     return GenerationJob(
         body.model,
         options,
         messages=messages,
-        begun=begun,
+        reply_start=reply_start,
         **offer_tools(options, tools, body.tool_choice),
         hosted_tools=hosted,
         variables=body.template_variables(),
@@ -120,22 +120,22 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
     """Convert items to messages.  Consecutive reasoning, text and tool calls become one assistant message."""
     messages: list[Message] = []
     for number, item in enumerate(items):
-        kind = item.get("type") or "message"
-        if kind == "message":
+        item_type = item.get("type") or "message"
+        if item_type == "message":
             message = read_message(number, {"role": item.get("role"), "content": item.get("content")})
-        elif kind == "function_call":
+        elif item_type == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             calls = read_calls(number, [{"id": item.get("call_id"), "function": function}])
             message = Message("assistant", calls=calls)
-        elif kind == "function_call_output":
+        elif item_type == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             message = read_message(number, result)
-        elif kind == "reasoning":
+        elif item_type == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
             message = Message("assistant", reasoning=reasoning)
         else:
-            raise HTTPError(400, f"input {number} is of type {kind!r:.40}, which is not available here")
+            raise HTTPError(400, f"input {number} is of type {item_type!r:.40}, which is not available here")
         last = messages[-1] if messages else message
         goes_on = bool(message.calls) or not (last.parts or last.calls)
         if messages and goes_on and last.role == message.role == "assistant":
@@ -161,11 +161,11 @@ async def responses(request: Request, dispatcher: Dispatcher) -> Response:
     def keep(reply: Reply) -> None:
         if body.store is not False:
             messages = list(pending.job.messages or [])[1 if body.instructions else 0 :]
-            begun = pending.job.begun or Message("assistant")
-            text, thinking = begun.text + reply.text, begun.reasoning + reply.thinking
-            said = Message("assistant", (text,) if text else (), reasoning=thinking, calls=tuple(reply.calls))
+            reply_start = pending.job.reply_start or Message("assistant")
+            text, thinking = reply_start.text + reply.text, reply_start.reasoning + reply.thinking
+            answer = Message("assistant", (text,) if text else (), reasoning=thinking, calls=tuple(reply.calls))
             response = writer.response
-            dispatcher.responses.put(response["id"], StoredResponse(client, [*messages, said], response))
+            dispatcher.responses.put(response["id"], StoredResponse(client, [*messages, answer], response))
 
     def lines(reply: Reply, chunk: Chunk) -> Iterator[bytes]:
         for name, fields in writer.events(reply, chunk):
@@ -191,10 +191,10 @@ async def input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
 
 async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
     """List the input messages of a response as items."""
-    kept = dispatcher.responses.get(request.path_params["id"], request.state.client)
+    stored = dispatcher.responses.get(request.path_params["id"], request.state.client)
     data = [
-        {"id": f"msg_{kept.response['id'].removeprefix('resp_')}_{number}", **item}
-        for number, item in enumerate(item for message in kept.conversation[:-1] for item in _items(message))
+        {"id": f"msg_{stored.response['id'].removeprefix('resp_')}_{number}", **item}
+        for number, item in enumerate(item for message in stored.conversation[:-1] for item in _items(message))
     ]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": data, **ends, "has_more": False})
@@ -210,8 +210,8 @@ def _media(media: Media) -> dict[str, Any]:
 
 def _items(message: Message) -> Iterator[dict[str, Any]]:
     """Convert a message to items, the inverse of `_messages`."""
-    kind = "output_text" if message.role == "assistant" else "input_text"
-    content = [{"type": kind, "text": part} if isinstance(part, str) else _media(part) for part in message.parts]
+    text_type = "output_text" if message.role == "assistant" else "input_text"
+    content = [{"type": text_type, "text": part} if isinstance(part, str) else _media(part) for part in message.parts]
     if message.role == "tool":
         output = content if message.media else message.text
         yield {"type": "function_call_output", "call_id": message.call_id, "output": output}
@@ -301,59 +301,63 @@ class _ResponseWriter:
             return [("response.in_progress", {"response": self.response, **progress})]
         if chunk.call is not None:
             return self._call(chunk.call)
-        kind = "reasoning" if chunk.reasoning else "message"
+        item_type = "reasoning" if chunk.reasoning else "message"
         text = chunk.reasoning or chunk.text
         if not text:
             self._waiting += chunk.logprobs or ()
             return []
-        begun: list[tuple[str, dict[str, Any]]] = []
-        if self._open is None or self._open["type"] != kind:
-            begun = [*self._close(), *self._begin(kind)]
+        start_events: list[tuple[str, dict[str, Any]]] = []
+        if self._open is None or self._open["type"] != item_type:
+            start_events = [*self._close(), *self._begin(item_type)]
         assert self._open is not None
-        said = self._open["content"][0]
-        said["text"] += text
+        content = self._open["content"][0]
+        content["text"] += text
         more = timings_so_far(self._respond, reply)
-        if kind == "message":
+        if item_type == "message":
             more["logprobs"] = self._logprobs(chunk)
-            said["logprobs"] += more["logprobs"]
-        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
-        return [*begun, (name, {**self._place(), "content_index": 0, "delta": text, **more})]
+            content["logprobs"] += more["logprobs"]
+        name = "response.output_text.delta" if item_type == "message" else "response.reasoning_text.delta"
+        return [*start_events, (name, {**self._position(), "content_index": 0, "delta": text, **more})]
 
     def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Return log-probabilities of a chunk's tokens, and of earlier tokens that produced no text."""
         choices, self._waiting = (*self._waiting, *(chunk.logprobs or ())), ()
-        return tokens_json(self._respond.llm, choices)
+        return list(tokens_json(self._respond.llm, choices))
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         assert self._open is not None
         return {"item_id": self._open["id"], "output_index": len(self._output)}
 
-    def _begin(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
-        if kind == "reasoning":
+    def _begin(self, item_type: str) -> list[tuple[str, dict[str, Any]]]:
+        if item_type == "reasoning":
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            item = {"id": new_id("rs_"), "type": kind, "summary": [], "content": [part], "status": "in_progress"}
+            item = {"id": new_id("rs_"), "type": item_type, "summary": [], "content": [part], "status": "in_progress"}
         else:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item = {"id": new_id("msg_"), "type": kind, "role": "assistant", "content": [part]}
+            item = {"id": new_id("msg_"), "type": item_type, "role": "assistant", "content": [part]}
             item["status"] = "in_progress"
         self._open = item
         added = {"output_index": len(self._output), "item": {**item, "content": []}}
-        begun = {**self._place(), "content_index": 0, "part": deepcopy(part)}  # the part may grow before it is sent
-        return [("response.output_item.added", added), ("response.content_part.added", begun)]
+        part_added = {
+            **self._position(),
+            "content_index": 0,
+            "part": deepcopy(part),
+        }  # the part may grow before it is sent
+        return [("response.output_item.added", added), ("response.content_part.added", part_added)]
 
     def _close(self, status: str = "completed") -> list[tuple[str, dict[str, Any]]]:
         if self._open is None:
             return []
-        item, place = self._open, self._place()
+        item, position = self._open, self._position()
         item["status"] = status
         part = item["content"][0]
         is_text = item["type"] == "message"
         name = "response.output_text.done" if is_text else "response.reasoning_text.done"
         more: dict[str, Any] = {"logprobs": part["logprobs"]} if is_text else {}
-        done = {**place, "content_index": 0, "text": part["text"], **more}
+        text_done = {**position, "content_index": 0, "text": part["text"], **more}
         events = [
-            (name, done),
-            ("response.content_part.done", {**place, "content_index": 0, "part": part}),
+            (name, text_done),
+            ("response.content_part.done", {**position, "content_index": 0, "part": part}),
             ("response.output_item.done", {"output_index": len(self._output), "item": item}),
         ]
         self._output.append(item)
@@ -361,19 +365,19 @@ class _ResponseWriter:
         return events
 
     def _call(self, call: CallDelta | ToolCall) -> list[tuple[str, dict[str, Any]]]:
-        ended = self._close() if isinstance(call, CallDelta) and call.begins else []
+        end_events = self._close() if isinstance(call, CallDelta) and call.begins else []
         index = len(self._output)
         item = {"id": "fc_" + call.id.removeprefix("call_"), "type": "function_call", "call_id": call.id}
         item |= {"name": call.name, "arguments": call.arguments, "status": "in_progress"}
-        place = {"item_id": item["id"], "output_index": index}
+        position = {"item_id": item["id"], "output_index": index}
         if isinstance(call, CallDelta):
             if call.begins:
-                return [*ended, ("response.output_item.added", {"output_index": index, "item": item})]
-            return [("response.function_call_arguments.delta", {**place, "delta": call.arguments})]
+                return [*end_events, ("response.output_item.added", {"output_index": index, "item": item})]
+            return [("response.function_call_arguments.delta", {**position, "delta": call.arguments})]
         item["status"] = "completed" if call.is_whole else "incomplete"
         self._output.append(item)
-        whole = {**place, "name": call.name, "arguments": call.arguments}
+        fields = {**position, "name": call.name, "arguments": call.arguments}
         return [
-            ("response.function_call_arguments.done", whole),
+            ("response.function_call_arguments.done", fields),
             ("response.output_item.done", {"output_index": index, "item": item}),
         ]

@@ -40,11 +40,11 @@ class Stats:
         from rich.console import Console
         from rich.live import Live
 
-        ended = threading.Event()
+        has_ended = threading.Event()
         with Live(self.table(models), console=Console(stderr=True), auto_refresh=False) as live:
 
             def show() -> None:
-                while not ended.wait(1.0):
+                while not has_ended.wait(1.0):
                     live.update(self.table(models), refresh=True)
 
             thread = threading.Thread(target=show, name="localllm-stats", daemon=True)
@@ -52,7 +52,7 @@ class Stats:
             try:
                 yield
             finally:
-                ended.set()
+                has_ended.set()
                 thread.join()
 
     def table(self, models: Models) -> Table:

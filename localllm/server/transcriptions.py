@@ -37,9 +37,9 @@ def _job(body: TranscriptionRequest) -> GenerationJob:
     if body.response_format not in ("json", "text"):
         raise HTTPError(400, f"response_format is {body.response_format!r:.40}, but json and text are known here")
     instruction = f"{body.prompt} (language: {body.language})" if body.language else body.prompt
-    sound = Media(body.file, where="the sound in file", kind="audio")
+    audio = Media(body.file, where="the audio in file", kind="audio")
     options = {"temperature": 0, **body.options()}
-    messages = [Message("user", (sound, instruction))]
+    messages = [Message("user", (audio, instruction))]
     return GenerationJob(body.model, options, messages=messages, variables=body.template_variables())
 
 
@@ -60,15 +60,15 @@ class _Transcript:
     """Yields the pieces of a transcript, without the language at the start."""
 
     def __init__(self) -> None:
-        self._text, self._n_told = "", 0
+        self._text, self._n_sent = "", 0
 
     def add(self, text: str, is_last: bool) -> str:
         self._text += text
         begin = "language "
         if not is_last and _TEXT_BEGINS not in self._text and (self._text + begin).startswith(begin):
             return ""
-        told, self._n_told = self._n_told, len(whole := _transcript(self._text))
-        return whole[told:]
+        start, self._n_sent = self._n_sent, len(transcript := _transcript(self._text))
+        return transcript[start:]
 
 
 def _transcript(text: str) -> str:

@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localllm.errors import UsageError, path_text
+from localllm.regular_file import refuse_named_pipe
 from localllm.server.app import App
 
 #: Connections above which silent ones are closed, and other open files of the process.
@@ -43,11 +44,11 @@ def connection_limit() -> int:
         return MAX_CONNECTIONS
     import resource
 
-    wanted = MAX_CONNECTIONS + _ENDING + OTHER_FILES
+    needed = MAX_CONNECTIONS + _ENDING + OTHER_FILES
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
+    if limit != resource.RLIM_INFINITY and limit < needed:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
             return MAX_CONNECTIONS
         return max(8, min(MAX_CONNECTIONS, limit - _ENDING - OTHER_FILES))
     return MAX_CONNECTIONS
@@ -94,10 +95,10 @@ class _Connection(H11Protocol):
         self._unparsed = b""
         self._heard_at = self.loop.time()
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_S, transport.close)
-        others = [each for each in self.connections if each is not self and not each.transport.is_closing()]
-        silent = [each for each in others if isinstance(each, _Connection) and each._waits_for_client]
+        connections = [each for each in self.connections if each is not self and not each.transport.is_closing()]
+        silent = [each for each in connections if isinstance(each, _Connection) and each._waits_for_client]
         limit = (self.config.limit_concurrency or MAX_CONNECTIONS + _ENDING) - _ENDING
-        if len(others) + 1 >= limit and silent:  # if no connection is silent, uvicorn answers 503
+        if len(connections) + 1 >= limit and silent:  # if no connection is silent, uvicorn answers 503
             longest = min(silent, key=lambda each: each._heard_at)
             longest.transport.abort()
             self.connections.discard(longest)  # uvicorn counts connections before it sees the close
@@ -174,6 +175,9 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=math.ceil(grace_s) + _LAST_WORDS_S,
         )
         try:
+            for path in tls:
+                if path is not None:
+                    refuse_named_pipe(path)
             config.load()
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             files = " and ".join(path_text(path) for path in tls if path is not None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ RATE = 16_000
 MAX_SECONDS = 3600
 #: Accepted formats, by libsndfile's names. Its other formats are not in practical use and are rejected.
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
+#: Most chunks of a WAV file before its data.
+_MAX_CHUNKS = 100
 #: Number of values that are decoded at once.
 _BLOCK = 1 << 20
 #: Samples between the starts of two frames of a spectrogram, and samples per frame.
@@ -69,7 +72,7 @@ def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decod
     except (ImportError, OSError):  # OSError: libsndfile is missing
         raise UsageError('sounds need the packages soundfile and soxr: pip install "localllm[audio]"') from None
     try:
-        stream = open_regular(source) if isinstance(source, str) else io.BytesIO(source)
+        stream = _opened(source)
     except OSError as error:
         raise reading_error(where, error) from None
     try:
@@ -96,6 +99,34 @@ def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decod
         words = f"{where} cannot be read ({reason!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
         raise UsageError(words) from error
     return isolation.Decoded({}, np.concatenate(parts))
+
+
+def _opened(source: str | bytes | bytearray) -> Any:
+    """Return an open file.  If the header of a WAV file has no length, the data last until the end of the file."""
+    file: Any = open_regular(source) if isinstance(source, str) else io.BytesIO(source)
+    n_bytes = file.seek(0, os.SEEK_END)
+    if (position := _missing_length(file)) is not None:
+        if isinstance(source, str):
+            with file:
+                file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writing changes only the copy
+        file.seek(position)
+        file.write(min(n_bytes - position - 4, 0xFFFFFFF0).to_bytes(4, "little"))
+    file.seek(0)
+    return file
+
+
+def _missing_length(file: BinaryIO) -> int | None:
+    """Return the position of the length of a WAV file's data if a program that wrote to a pipe left it 0 or -1."""
+    file.seek(0)
+    head, position = file.read(12), 12
+    for _ in range(_MAX_CHUNKS if head[:4] == b"RIFF" and head[8:] == b"WAVE" else 0):
+        file.seek(position)
+        chunk = file.read(8)
+        length = int.from_bytes(chunk[4:], "little")
+        if chunk[:4] == b"data" and len(chunk) == 8:
+            return position + 4 if length in (0, 0xFFFFFFFF) else None
+        position += 8 + length + length % 2
+    return None
 
 
 def mel_filters(n_mels: int) -> NDArray[np.float64]:

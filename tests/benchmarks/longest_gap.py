@@ -59,6 +59,10 @@ def chat(messages: list[Body]) -> tuple[str, Body]:
     return "/v1/chat/completions", {"messages": messages, "max_tokens": 4}
 
 
+def variables(n: int) -> Body:
+    return {"messages": turns(1), "max_tokens": 4, "chat_template_kwargs": {f"v{i}": i for i in range(n)}}
+
+
 def turns(n: int) -> list[Body]:
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": f"Message {i}."} for i in range(n)]
 
@@ -83,6 +87,20 @@ ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
     "prompts: save": lambda: ("/slots/0?action=save", {"filename": "saved"}),
     "prompts: restore": lambda: ("/slots/0?action=restore", {"filename": "saved"}),
     "body: 16 MB": lambda: ("/tokenize", {"content": "", "more": [1] * 8_000_000}),
+    "body: 500,000 token ids": lambda: completion(prompt=[1] * 500_000),
+    "body: 1.4 million token ids": lambda: completion(prompt=[1] * 1_400_000),
+    "body: text of 500,000 ids": lambda: ("/detokenize", {"tokens": [300] * 500_000}),
+    "body: numbers of 4,000 digits": lambda: ("/tokenize", {"content": "", "more": [10**3999] * 2500}),
+    "body: 200,000 variables": lambda: ("/v1/chat/completions", variables(200_000)),
+    "body: 20,000 variables": lambda: ("/v1/chat/completions", variables(20_000)),
+    "body: 20,000 messages of Anthropic": lambda: ("/v1/messages", {"messages": turns(20_001), "max_tokens": 4}),
+    "biases: 250,000": lambda: completion(logit_bias=[[i % 500, 0.5] for i in range(250_000)]),
+    "biases: 30,000": lambda: completion(logit_bias=[[i % 500, 0.5] for i in range(30_000)]),
+    "biases: long strings": lambda: completion(logit_bias=[[letters(12_000), 0.5] for _ in range(2000)]),
+    "biases: 30,000 strings": lambda: completion(logit_bias=[[f"{i}x"[:2], 0.5] for i in range(30_000)]),
+    "schema: 3,000 oneOf": lambda: completion(
+        json_schema={"oneOf": [objects(1, are_required=True) for _ in range(3000)]}
+    ),
 }
 
 

@@ -572,7 +572,7 @@ def test_what_else_cannot_be_done(llm: Llama) -> None:
             call("text")
     with pytest.raises(NotAvailableError, match="logits_all=True"):
         llm.scores  # noqa: B018
-    with pytest.raises(UsageError, match="chat_handler is 7, but must be an encoder of pictures"):
+    with pytest.raises(UsageError, match="chat_handler is 7, but must be an image encoder"):
         Llama("missing.gguf", chat_handler=7)  # type: ignore[arg-type]
     for bad in ({"temprature": 1}, {"stream_options": {}}):
         with pytest.raises(TypeError, match="unexpected keyword argument"):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from localllm.errors import UsageError
+from localllm.files import read_text
 from localllm.regular_file import open_regular, read_regular
+from tests.helpers.command_line import run_main
 
 pytestmark = pytest.mark.posix(reason="links need rights on Windows, which has no named pipes")
 
@@ -52,3 +57,61 @@ def test_links_of_the_hubs_cache_lead_to_its_blobs(tmp_path: Path) -> None:
     (snapshot / "b").symlink_to("../../../secret")
     with pytest.raises(OSError, match="copy that file"):
         read_regular(snapshot / "b", 9, folder=snapshot)
+
+
+def test_named_pipes_are_refused_but_not_pipes_that_are_open(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=r"pipe cannot be read \(it is a named pipe\)"):
+        read_text(tmp_path / "pipe")
+    reading, writing = os.pipe()
+    os.write(writing, b"text")
+    os.close(writing)
+    assert read_text(f"/dev/fd/{reading}") == "text"
+    os.close(reading)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Path]:
+    """A named pipe with a writer that waits for a reader and writes nothing, so that no fault waits forever."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=lambda: open(path, "wb").close(), daemon=True)
+    writer.start()
+    yield path
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "serve --models PIPE",
+        "serve -m PIPE",
+        "serve -m demo --mmproj PIPE",
+        "serve -m demo --lora PIPE",
+        "serve -m demo --api-key-file PIPE --port 0",
+        "serve -m demo --ssl-key-file PIPE --ssl-cert-file PIPE --port 0",
+        "serve -m demo --chat-template-file PIPE",
+        "generate -f PIPE",
+        "generate -p a -jf PIPE",
+        "generate -p a --grammar-file PIPE",
+        "generate -p a --image PIPE",
+        "generate -p a --audio PIPE",
+        "generate -p a --draft-model PIPE",
+        "evaluate -f PIPE",
+        "evaluate --base-logits PIPE",
+        "evaluate --choices PIPE",
+        "imatrix demo -f PIPE",
+        "imatrix demo -f pyproject.toml --in-file PIPE",
+        "quantize demo NEW Q4_0 --imatrix PIPE",
+        "embed -f PIPE",
+        "convert PIPE",
+        "merge demo NEW --lora PIPE",
+    ],
+)
+def test_no_command_waits_for_a_named_pipe(
+    pipe: Path, line: str, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    words = [word.replace("PIPE", str(pipe)).replace("NEW", str(tmp_path / "new")) for word in line.split()]
+    error = run_main(capfdbinary, *words).error()
+    assert "it is a named pipe" in error or "not a regular file" in error

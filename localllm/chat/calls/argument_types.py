@@ -55,15 +55,15 @@ class ArgumentTypes:
     @property
     def names(self) -> list[str]:
         """Arguments named by the schema or a schema that it is combined with, in order."""
-        schemas, names, seen = [self._root], dict[str, None](), set[int]()
+        schemas, names, visited = [self._root], dict[str, None](), set[int]()
         for schema in schemas:
-            if not isinstance(schema, Mapping) or id(schema) in seen:
+            if not isinstance(schema, Mapping) or id(schema) in visited:
                 continue
-            seen.add(id(schema))
+            visited.add(id(schema))
             properties = schema.get("properties")
             names |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
             inner = [self._target(schema), *(schema.get(key) for key in ("if", "then", "else"))]
-            schemas += inner + [each for key in ("allOf", "anyOf", "oneOf") for each in _listed(schema, key)]
+            schemas += inner + [item for key in ("allOf", "anyOf", "oneOf") for item in _listed(schema, key)]
         return list(names)
 
     def of(self, *path: str) -> frozenset[str]:
@@ -90,16 +90,16 @@ class ArgumentTypes:
         self, schema: Mapping[str, Any], path: Path, with_additional: bool, depth: int
     ) -> frozenset[str] | None:
         def types_of(schemas: list[Any], path: Path = path) -> list[frozenset[str] | None]:
-            return [self._types(each, path, with_additional, depth) for each in schemas]
+            return [self._types(alternative, path, with_additional, depth) for alternative in schemas]
 
-        own = [_own_types(schema)] if not path else types_of(_parts(schema, path[0], with_additional), path[1:])
+        own_types = [_own_types(schema)] if not path else types_of(_parts(schema, path[0], with_additional), path[1:])
         alternatives = (
             *(_listed(schema, key) for key in ("anyOf", "oneOf")),
             [schema.get(key) for key in ("if", "then", "else")],
         )
         return _narrowed(
             [
-                *own,
+                *own_types,
                 *types_of([self._target(schema), *_listed(schema, "allOf")]),
                 *(_joined(types_of(schemas)) for schemas in alternatives),
             ]
@@ -124,8 +124,8 @@ class ArgumentTypes:
 
 def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
     """Types that a schema's own keywords allow; None if they specify none."""
-    named = schema.get("type")
-    types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+    declared = schema.get("type")
+    types = {name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)}
     if "integer" in types:
         types.add("number")
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -142,15 +142,15 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
 def _parts(schema: Mapping[str, Any], name: str, with_additional: bool) -> list[Any]:
     """Schemas of a property, or of the items of a list."""
     properties, patterns = schema.get("properties"), schema.get("patternProperties")
-    parts = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
-    for pattern, part in patterns.items() if isinstance(patterns, Mapping) else ():
+    schemas = [properties[name]] if isinstance(properties, Mapping) and name in properties else []
+    for pattern, pattern_schema in patterns.items() if isinstance(patterns, Mapping) else ():
         if _may_match(str(pattern), name):
-            parts.append(part)
-    if not parts and isinstance(schema.get("items"), Mapping):
-        parts.append(schema["items"])
-    if not parts and with_additional:
-        parts += [schema.get("additionalProperties"), schema.get("unevaluatedProperties")]
-    return parts
+            schemas.append(pattern_schema)
+    if not schemas and isinstance(schema.get("items"), Mapping):
+        schemas.append(schema["items"])
+    if not schemas and with_additional:
+        schemas += [schema.get("additionalProperties"), schema.get("unevaluatedProperties")]
+    return schemas
 
 
 def _may_match(pattern: str, name: str) -> bool:
@@ -176,11 +176,11 @@ def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 def _joined(alternatives: list[frozenset[str] | None]) -> frozenset[str] | None:
     """Types of any alternative. Alternatives that specify none are ignored."""
-    types: frozenset[str] = frozenset().union(*(each for each in alternatives if each is not None))
+    types: frozenset[str] = frozenset().union(*(each_types for each_types in alternatives if each_types is not None))
     return types or None
 
 
 def _narrowed(conditions: list[frozenset[str] | None]) -> frozenset[str] | None:
     """Types that all conditions allow. Types of any condition if the conditions exclude each other."""
-    types = [each for each in conditions if each is not None]
+    types = [condition for condition in conditions if condition is not None]
     return frozenset.intersection(*types) or _joined(conditions) if types else None

@@ -284,17 +284,17 @@ FORMATS = {
 
 _ALL = tuple(FORMATS.values())
 #: Opening tags and their closing tags; a tag that is its own closing tag ends at the next one or with the reply.
-TAGS = {each.opening or each.tag_of_head: each.end for each in reversed(_ALL) if not each.is_bare}
+TAGS = {format_.opening or format_.tag_of_head: format_.end for format_ in reversed(_ALL) if not format_.is_bare}
 #: Opening tags that are a part of the call.
-TAGS_IN_CALLS = {each.tag_of_head for each in _ALL} - {""}
+TAGS_IN_CALLS = {format_.tag_of_head for format_ in _ALL} - {""}
 #: Opening tags that also end reasoning.
-CONTROL_TAGS = tuple(dict.fromkeys(each.opening for each in _ALL if each.is_control))
+CONTROL_TAGS = tuple(dict.fromkeys(format_.opening for format_ in _ALL if format_.is_control))
 #: The format whose calls have the tool's name as their only key.
 NAMED_TAG = FORMATS["apertus"].opening
 #: Starts of calls that have tags.
-BEGINNINGS = tuple(dict.fromkeys(each.before_name for each in _ALL if each.before_name))
+BEGINNINGS = tuple(dict.fromkeys(format_.before_name for format_ in _ALL if format_.before_name))
 #: Ends of calls, without JSON's brackets.
-_TAILS = [each.tail.strip().removeprefix("```") for each in _ALL if each.tail.strip() not in ("", "}")]
+_TAILS = [format_.tail.strip().removeprefix("```") for format_ in _ALL if format_.tail.strip() not in ("", "}")]
 ENDS = tuple(dict.fromkeys([*_TAILS, "```python", "```", "<|tool_call_end|>"]))
 #: Formats of arguments between tags, by the first tag.
-TAGGED = {each.arguments.key_tag: each.arguments for each in _ALL if isinstance(each.arguments, TaggedArguments)}
+TAGGED = {f.arguments.key_tag: f.arguments for f in _ALL if isinstance(f.arguments, TaggedArguments)}

@@ -86,9 +86,9 @@ class JSONReader:
 
     def fork(self) -> Self:
         """Return a copy that reads on independently."""
-        other = copy.copy(self)
-        other._open = self._open.copy()
-        return other
+        reader = copy.copy(self)
+        reader._open = self._open.copy()
+        return reader
 
     def read(self, text: str, at: int, end: int, *, stop: int = 0, pause: int = 0, is_whole: bool) -> tuple[str, int]:
         """Return the certain part of the JSON of ``text[at:end]``, and the position after it.
@@ -123,18 +123,18 @@ class JSONReader:
             self.quote, self._expects = "", ":" if self._is_key else ","
         return string_end + self._missing_value() + "".join(reversed(self._open[depth:]))
 
-    def cut(self, rest: str) -> str:
+    def cut(self, text: str) -> str:
         """Return the JSON of the characters after the last certain one, for a reply that was cut off there."""
-        if self.depth > self._max_depth or TOKEN_QUOTE.startswith(rest):
+        if self.depth > self._max_depth or TOKEN_QUOTE.startswith(text):
             return ""
         if self.quote:
-            return '"' if rest.startswith(self.quote) else rest
-        if self._expects == "key" and _BARE_KEY.match(rest):
-            return self._separator + json.dumps(rest, ensure_ascii=False)[:-1]
-        if self._expects != "value" or not rest.strip():
+            return '"' if text.startswith(self.quote) else text
+        if self._expects == "key" and _BARE_KEY.match(text):
+            return self._separator + json.dumps(text, ensure_ascii=False)[:-1]
+        if self._expects != "value" or not text.strip():
             return ""
-        word = PYTHON_WORDS.get(rest, rest)
-        return self._separator + (word if PARTIAL_WORD.fullmatch(word) else json.dumps(rest, ensure_ascii=False)[:-1])
+        word = PYTHON_WORDS.get(text, text)
+        return self._separator + (word if PARTIAL_WORD.fullmatch(word) else json.dumps(text, ensure_ascii=False)[:-1])
 
     @property
     def _bracket(self) -> str:
@@ -198,14 +198,14 @@ class JSONReader:
         if escape is None:  # the last character of the text
             self.n_repairs += 1
             return "\\\\", 1
-        other, code = escape["other"], escape["code"]
+        character, code = escape["other"], escape["code"]
         if code is not None and 0xD800 <= int(code, 16) <= 0xDFFF:
             self.n_repairs += 1
             return "\\ufffd", len(escape[0])
-        if other is None or other in '"\\/bfnrt':
+        if character is None or character in '"\\/bfnrt':
             return escape[0], len(escape[0])
-        self.n_repairs += other != "'"
-        return json.dumps(other if other == "'" else escape[0], ensure_ascii=False)[1:-1], len(escape[0])
+        self.n_repairs += character != "'"
+        return json.dumps(character if character == "'" else escape[0], ensure_ascii=False)[1:-1], len(escape[0])
 
     def _ends_string(self, text: str, at: int, end: int, is_whole: bool) -> bool | None:
         """Whether a quotation mark before ``at`` ends a string; None if more text is needed."""
@@ -347,11 +347,11 @@ class JSONReader:
         for mark in _BARE_VALUE_END[self._bracket].finditer(text, at + self._n_scanned, end):
             if mark[0] in "}]" or (mark[0] == "," and self._bracket == "]"):
                 return mark.start()
-            place = _space_end(text, mark.end(), end)
-            if place - mark.end() >= _LONGEST_SPACE:
+            position = _space_end(text, mark.end(), end)
+            if position - mark.end() >= _LONGEST_SPACE:
                 return mark.start()
-            is_end = text[place : place + 1] in ("}", "]", '"', "'") if place < end else is_whole or None
-            is_end = is_end or (self._is_key_at(text, place, end, is_whole) if place < end else is_end)
+            is_end = text[position : position + 1] in ("}", "]", '"', "'") if position < end else is_whole or None
+            is_end = is_end or (self._is_key_at(text, position, end, is_whole) if position < end else is_end)
             if is_end is None:
                 self._n_scanned = mark.start() - at
                 return None

@@ -30,9 +30,10 @@ def tool_name(written: str, names: Collection[str]) -> str:
 
 def _literal(text: str) -> str:
     """Pattern of a part of a tag."""
-    parts = re.split(r"(\s+|\{id\})", text)
+    pieces = re.split(r"(\s+|\{id\})", text)
     return "".join(
-        r"\s*" if part.isspace() else r"[^<\[\n]{0,256}+" if part == "{id}" else re.escape(part) for part in parts
+        r"\s*" if piece.isspace() else r"[^<\[\n]{0,256}+" if piece == "{id}" else re.escape(piece)
+        for piece in pieces
     )
 
 
@@ -58,10 +59,12 @@ def _head(format_: Format, end: str) -> str:
     has_parentheses = isinstance(format_.arguments, PythonArguments)
     name = r"[\w.-]" if has_parentheses else r"[^\n<>\"'{}()\[\]]" if before else r"[^\s<>\"'{}()\[\]]"
     # "function<｜tool▁sep｜>" precedes the name in another format, so "function" is not the name.
-    longer = {other.head.partition("{name}")[0].removeprefix(before) for other in FORMATS.values() if before}
-    rests = [rest for rest in longer if rest and any(f.head.startswith(before + rest) for f in FORMATS.values())]
-    other = "".join(rf"(?!{re.escape(rest)}\s*(?:\Z|[^{{\s]))" for rest in rests if rest != "functions.")
-    pattern = rf"{_literal(before)}\s*{other}(?P<name>{name}{{1,256}}+)\s*"
+    longer = {f.head.partition("{name}")[0].removeprefix(before) for f in FORMATS.values() if before}
+    suffixes = [
+        suffix for suffix in longer if suffix and any(f.head.startswith(before + suffix) for f in FORMATS.values())
+    ]
+    lookahead = "".join(rf"(?!{re.escape(suffix)}\s*(?:\Z|[^{{\s]))" for suffix in suffixes if suffix != "functions.")
+    pattern = rf"{_literal(before)}\s*{lookahead}(?P<name>{name}{{1,256}}+)\s*"
     if isinstance(format_.arguments, TaggedArguments) and not after:
         return pattern + rf"(?={re.escape(format_.arguments.key_tag)})"
     if after:
@@ -70,7 +73,7 @@ def _head(format_: Format, end: str) -> str:
 
 
 def _heads(end: str) -> list[re.Pattern[str]]:
-    formats = [each for each in FORMATS.values() if not each.is_bare and not each.head.startswith('{"')]
+    formats = [format_ for format_ in FORMATS.values() if not format_.is_bare and not format_.head.startswith('{"')]
     return [re.compile(pattern) for pattern in dict.fromkeys(_head(format_, end) for format_ in formats)]
 
 

@@ -28,44 +28,44 @@ class _JSONWords(ast.NodeTransformer):
 def read_python(source: Source, call: Call) -> Reading:
     """Read the arguments of a Python call. Each argument is emitted once it is complete."""
     source.take(1)
-    arguments, parts = _Arguments(call), list[str]()
+    arguments, pieces = _Arguments(call), list[str]()
     quote, brackets = "", 0
     while True:
         pattern = _CHARACTERS[quote[0]] if quote else _CODE
         code = pattern.match(source.text, source.at)
         assert code is not None
-        parts.append(source.take(len(code[0])))
-        rest = source.text[source.at : source.at + 3]
-        mark = rest[:1]
+        pieces.append(source.take(len(code[0])))
+        following = source.text[source.at : source.at + 3]
+        mark = following[:1]
         # A string has one or three quotation marks at each end; an escape has two characters.
         needed = quote or (mark * 3 if mark and mark in "\"'" else "")
-        is_partial = not rest or rest == "\\" or (len(rest) < len(needed) and needed.startswith(rest))
+        is_partial = following in ("", "\\") or (len(following) < len(needed) and needed.startswith(following))
         if is_partial and (yield from source.wait()):
             continue
-        if not rest:
+        if not following:
             break
         if mark == ")" and not quote and not brackets:
             source.take(1)
             break
-        n = 2 if quote and mark == "\\" else len(quote) if quote and rest.startswith(quote) else 1
+        n = 2 if quote and mark == "\\" else len(quote) if quote and following.startswith(quote) else 1
         if quote:
-            quote = "" if mark != "\\" and rest.startswith(quote) else quote
+            quote = "" if mark != "\\" and following.startswith(quote) else quote
         elif mark in "\"'":
-            quote = needed if rest == needed else mark
+            quote = needed if following == needed else mark
             n = len(quote)
         elif mark == "," and not brackets:
             source.take(1)
-            arguments.add("".join(parts))
-            parts = []
+            arguments.add("".join(pieces))
+            pieces = []
             continue
         elif mark != ",":
             brackets = max(0, brackets + (1 if mark in "([{" else -1))
-        parts.append(source.take(n))
-    if not rest and source.is_cut:
+        pieces.append(source.take(n))
+    if not following and source.is_cut:
         return
-    arguments.add("".join(parts))
+    arguments.add("".join(pieces))
     call.close_object()
-    if not rest:
+    if not following:
         call.problem = "its arguments are not closed"
 
 
@@ -83,7 +83,7 @@ class _Arguments:
             self._call.problem = "its arguments have no names"
             return
         name = self._names[0] if keyword is None else keyword[1]
-        self._names = [each for each in self._names if each != name]
+        self._names = [argument for argument in self._names if argument != name]
         value = text[0 if keyword is None else keyword.end() :].strip()
         literal = _literal(value)
         self._call.add_value(name, self._call.value_json(value, name) if literal is None else literal)

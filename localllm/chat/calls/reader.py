@@ -28,7 +28,7 @@ from localllm.chat.calls.tagged import read_nested, read_tagged
 from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import n_open
 
-_MARK = next(each.arguments.mark for each in FORMATS.values() if isinstance(each.arguments, NestedArguments))
+_MARK = next(format_.arguments.mark for format_ in FORMATS.values() if isinstance(format_.arguments, NestedArguments))
 #: A mark, or the start of one at the end of the text; its first character may also be the end of a list.
 _PARTIAL_MARK = "|".join([re.escape(_MARK), *(rf"{re.escape(_MARK[:n])}\Z" for n in range(2, len(_MARK)))])
 _BETWEEN = re.compile(rf"(?:(?!{_PARTIAL_MARK})[\s\[\]}},;]|{'|'.join(map(re.escape, ENDS))})*")
@@ -121,12 +121,12 @@ class CallReader:
                 return None
             if text.startswith("{", at):
                 return at - source.at
-            rest = text[at : at + _LONGEST_HEAD]
+            following = text[at : at + _LONGEST_HEAD]
             if not closing and at < len(text):
                 head = BARE_HEAD.match(text, at)
                 if head is not None and (not has_call or head["name"] in self.parameters):
                     return head
-                is_partial = self.may_be_bare(rest) or any(tag.startswith(rest) for tag in (_MARK, *ENDS))
+                is_partial = self.may_be_bare(following) or any(tag.startswith(following) for tag in (_MARK, *ENDS))
                 if is_partial and (yield from source.wait()):
                     continue
                 source.at = at
@@ -135,9 +135,9 @@ class CallReader:
             head = next(filter(None, (head.match(text, at) for head in heads)), None) or self._name_alone(at)
             if head is not None:
                 return head
-            is_closing = has_call and any(tag.startswith(rest) for tag in (closing, *ENDS))
+            is_closing = has_call and any(tag.startswith(following) for tag in (closing, *ENDS))
             n_held = 0 if source.is_whole else n_open(text[max(source.at, len(text) - 50) :], tuple(TAGS))
-            if len(rest) == _LONGEST_HEAD or (
+            if len(following) == _LONGEST_HEAD or (
                 closing and text.find(closing, source.at + n_searched, len(text) - n_held) >= 0
             ):
                 raise MalformedError("it is written in no known way")
@@ -151,7 +151,7 @@ class CallReader:
     def may_be_bare(self, text: str) -> bool:
         """Whether text may be the start of a call of an offered tool without tags."""
         name = text.removeprefix("[").strip()
-        return bool(PARTIAL_BARE.fullmatch(text)) and any(each.startswith(name) for each in self.parameters)
+        return bool(PARTIAL_BARE.fullmatch(text)) and any(tool.startswith(name) for tool in self.parameters)
 
     def _name_alone(self, at: int) -> re.Match[str] | None:
         """A call that is only a name, before a tag or the end of the reply."""
@@ -292,9 +292,9 @@ class CallReader:
             if before_tag is None and not is_whole:
                 end -= n_open(text[max(source.at, end - 50) :], tags)
             out, at = reader.read(text, source.at, end, stop=stop, pause=pause, is_whole=is_whole)
-            taken = source.take(at - source.at)
+            consumed = source.take(at - source.at)
             if is_undecided:
-                self._undecided.append(taken)
+                self._undecided.append(consumed)
             is_paused = bool(pause) and reader.depth == pause and out.endswith(("{", "["))
             if before_tag is None:
                 add(out)
@@ -302,7 +302,7 @@ class CallReader:
                     return "closed" if reader.has_closed else "paused", reader
             else:
                 withheld.append(out)
-                text_after_tag.append(taken)
+                text_after_tag.append(consumed)
                 if reader.n_repairs > before_tag.n_repairs:
                     break
                 if reader.has_closed:

@@ -151,4 +151,8 @@ class Call:
 def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Schemas of the arguments by tool name, from tools as OpenAI's API describes them."""
     functions = [tool.get("function", tool) for tool in tools]
-    return {str(each.get("name")): each.get("parameters") for each in functions if isinstance(each, Mapping)}
+    return {
+        str(function.get("name")): function.get("parameters")
+        for function in functions
+        if isinstance(function, Mapping)
+    }

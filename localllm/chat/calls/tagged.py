@@ -35,7 +35,7 @@ def read_tagged(source: Source, call: Call, closing: str) -> Reading:
             continue
         if text.startswith(ends, at):
             break
-        may_continue = any(each.startswith(text[at : at + len(each)]) for each in (*KEYS, *ends))
+        may_continue = any(tag_start.startswith(text[at : at + len(tag_start)]) for tag_start in (*KEYS, *ends))
         if may_continue and len(text) - at < _LONGEST_TAG and (yield from source.wait()):
             continue
         if source.is_cut and may_continue:
@@ -169,12 +169,12 @@ class _Value:
 
     def _cut(self) -> None:
         """Emit the start of a value that was cut off."""
-        rest = self._source.take(len(self._source.rest))
-        rest = rest[: len(rest) - n_open(rest, self._tags)].removesuffix("\n")
+        text = self._source.take(len(self._source.rest))
+        text = text[: len(text) - n_open(text, self._tags)].removesuffix("\n")
         if self._is_emitted:
-            self._call.add(json.dumps(rest, ensure_ascii=False)[1:-1])
+            self._call.add(json.dumps(text, ensure_ascii=False)[1:-1])
             return
-        value = ("".join(self._parts) + rest).removeprefix(_CDATA[0])
+        value = ("".join(self._parts) + text).removeprefix(_CDATA[0])
         is_string = self._is_string or (self._is_string is None and "string" in self._types)
         if is_string or not (PARTIAL_WORD.fullmatch(value) or repaired(value, max_repairs=1)):
             value = json.dumps(value, ensure_ascii=False)[:-1]
@@ -182,23 +182,23 @@ class _Value:
 
     def _verdict(self, mark: re.Match[str]) -> bool | None:
         """Whether the value ends at a tag, or before an opening tag at the tentative end; None to wait for text."""
-        text, rest = self._source.text, self._source.text[mark.end() : mark.end() + 2 * _LONGEST_TAG]
+        text, following = self._source.text, self._source.text[mark.end() : mark.end() + 2 * _LONGEST_TAG]
         if mark.lastgroup == "end":
-            return _any_begins(rest, _confirming(self._tag, self._closing))
+            return _any_begins(following, _confirming(self._tag, self._closing))
         if mark.lastgroup == "call_end":
-            return _any_begins(rest, tuple((beginning,) for beginning in BEGINNINGS))
+            return _any_begins(following, tuple((beginning,) for beginning in BEGINNINGS))
         if mark.lastgroup == "key":
             key = KEYS[self._tag].match(text, mark.start(), mark.end() + _LONGEST_TAG)
             if key is None:
                 last_tag = ">" if "=" in self._arguments.begin else self._arguments.begin.strip().rpartition("<")[2]
-                return None if len(rest) < _LONGEST_TAG and last_tag not in rest else False
-            name, known = key["key"].strip(), self._call.types.names
-            is_possible = name in known if known else text[mark.start() - 1 : mark.start()] == "\n"
+                return None if len(following) < _LONGEST_TAG and last_tag not in following else False
+            name, names = key["key"].strip(), self._call.types.names
+            is_possible = name in names if names else text[mark.start() - 1 : mark.start()] == "\n"
             return is_possible and name not in self._names
         if mark.lastgroup == "opening" and self._tentative is not None:
-            if any(head.match(rest.lstrip()) for head in HEADS):
+            if any(head.match(following.lstrip()) for head in HEADS):
                 return True
-            return None if len(rest) < _LONGEST_TAG and not self._source.is_whole else False
+            return None if len(following) < _LONGEST_TAG and not self._source.is_whole else False
         return False
 
 
@@ -207,7 +207,7 @@ def _confirming(tag: str, closing: str) -> tuple[tuple[str, ...], ...]:
     """Sequences of tags that confirm the end of a value before them."""
     after_call = (*BEGINNINGS, *((closing,) if closing else ()))
     ends = [(end, then) for end in _ENDS_OF_CALLS for then in after_call]
-    return ((tag,), *((each,) for each in (*after_call, *TAGS)), *ends)
+    return ((tag,), *((after,) for after in (*after_call, *TAGS)), *ends)
 
 
 def _any_begins(text: str, sequences: tuple[tuple[str, ...], ...]) -> bool | None:

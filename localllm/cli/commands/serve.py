@@ -93,13 +93,14 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
 
     def own_arguments(name: str, section: Mapping[str, Any]) -> argparse.Namespace:
         own = deepcopy(as_given)
-        own.aliases, own.ttl = [], None
+        own.aliases, own.tags, own.ttl = [], [], None
         apply_preset(parser_of("serve"), own, section, name)
         return own
 
     def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
         own = own_arguments(name, section)
-        aliases = list(own.aliases)
+        listed: dict[str, Any] = {"aliases": _split_commas(own.aliases), "tags": _split_commas(own.tags)}
+        listed["system"] = section.get("system", "")
         try:
             chat_template(own)
             _, own_load = _loader(own, stats)
@@ -108,8 +109,8 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
             if is_again or len(presets) == 1:
                 raise
             warn(f"the model {name} is not available: {error}")
-            return Preset(section["model"], partial(load_again, name, section), own.ttl, aliases)
-        return Preset(source, own_load, own.ttl, aliases, _adapters(own))
+            return Preset(section["model"], partial(load_again, name, section), own.ttl, **listed)
+        return Preset(source, own_load, own.ttl, adapters=_adapters(own), **listed)
 
     def load_again(name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress) -> LLM:
         """Load a model whose preset was not usable when the server started."""
@@ -171,7 +172,7 @@ def _ollama(
         except LocalLLMError as error:
             warn(f"the options of Ollama's model {name} are ignored: {error}")
             loader = load
-        presets[name] = Preset(str(models[name].path), loader, None, aliases)
+        presets[name] = Preset(str(models[name].path), loader, aliases=aliases, system=options.get("system", ""))
     return presets
 
 

@@ -11,13 +11,14 @@ const server = {
   get key() { return stored("key") ?? ""; },
   set key(value) { store("key", value || null); },
 
-  // `path` is relative to the page, which a proxy may serve under a path of its own.
+  // `path` is relative to the page.  A proxy may serve the page at another path, with or without a slash at the end.
   async fetch(path, body, signal) {
     const headers = this.key ? {Authorization: `Bearer ${this.key}`} : {};
     if (body) headers["Content-Type"] = "application/json";
     let reply;
     try {
-      reply = await fetch(path, {method: body ? "POST" : "GET", headers, signal, ...(body && {body: JSON.stringify(body)})});
+      const folder = location.pathname.endsWith("/") ? "" : `${location.pathname}/`;
+      reply = await fetch(folder + path, {method: body ? "POST" : "GET", headers, signal, ...(body && {body: JSON.stringify(body)})});
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new ServerError("The server does not answer. Is it still running?");

@@ -330,7 +330,7 @@ def hostile_templates(every: int = 1) -> Iterator[tuple[str, str, str]]:
 
 
 def main(budget: int = sandbox.BUDGET, every: int = 1) -> None:
-    sandbox._Meter.left = budget
+    sandbox._Meter.remaining = budget
     n_characters = 5_000_000 * budget // sandbox.BUDGET
     times: dict[str, float] = {}
     problems: list[str] = []

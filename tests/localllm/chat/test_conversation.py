@@ -142,7 +142,7 @@ def test_what_was_thought_is_read_under_each_of_its_names() -> None:
     [
         (said("assistant", "", tool_calls="f"), "tool_calls of message 0 is not a list"),
         (said("assistant", "", tool_calls=[{"id": "a"}]), "a tool call of message 0 has no function with a name"),
-        (said("tool", "", tool_call_id=5), "tool_call_id of message 0 is 5, but must be a text"),
+        (said("tool", "", tool_call_id=5), "tool_call_id of message 0 is 5, but must be a string"),
         (said("user", [5]), "a part of message 0 has no text: write"),
     ],
 )

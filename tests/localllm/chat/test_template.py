@@ -58,8 +58,8 @@ def test_variables_reach_the_template() -> None:
             r"message 1 \(role 'assistant'\) has no 'content'",
         ),
         ([{"role": "user", "content": None}], r"message 0 \(role 'user'\) has no 'content'"),
-        ([{"role": "user", "content": 5}], "neither text nor a list"),
-        ([{"role": "user", "content": b"x"}], "neither text nor a list"),
+        ([{"role": "user", "content": 5}], "neither a string nor a list"),
+        ([{"role": "user", "content": b"x"}], "neither a string nor a list"),
         ([{"role": "user", "content": "x", "extra": object()}], "messages holds a object"),
     ],
 )
@@ -185,10 +185,10 @@ def test_parts_of_text_are_joined_and_others_refused(source: str) -> None:
     assert template.render([{"role": "user", "content": ["a", parts[1]]}]) == joined
     for part, words in (
         ({"type": "video"}, "message 0 has a part of type 'video'"),
-        ({"type": "input_audio"}, "the sound of message 0 is missing"),
-        ({"type": "input_audio", "input_audio": {"data": "eA=="}}, "there are sounds in these messages"),
+        ({"type": "input_audio"}, "the audio of message 0 is missing"),
+        ({"type": "input_audio", "input_audio": {"data": "eA=="}}, "these messages have audio"),
         (5, "a part of message 0 has no text"),
-        ({"type": "image_url", "image_url": {"url": "data:,x"}}, "there are pictures in these messages"),
+        ({"type": "image_url", "image_url": {"url": "data:,x"}}, "these messages have images"),
     ):
         with pytest.raises(ValueError, match=f"^{words}") as raised:
             template.render([{"role": "user", "content": [*parts, part]}])

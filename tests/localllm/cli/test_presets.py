@@ -104,6 +104,18 @@ def test_what_is_wrong_with_a_file_is_said(path: Path, text: str, message: str) 
         read_presets(path)
 
 
+FILES = ("model", "mmproj", "mm", "md", "draft-model", "model_draft", "chat_template_file", "jf", "grammar-file")
+
+
+@pytest.mark.parametrize("key", FILES)
+def test_files_are_those_of_the_folder_of_the_presets(path: Path, key: str) -> None:
+    names = {"style.gguf": path.parent / "style.gguf", "a=b": path.parent / "a=b", "elsewhere.gguf": "elsewhere.gguf"}
+    (path.parent / "a=b").touch()
+    for name, expected in names.items():
+        path.write_text(f'[a]\n{key} = "{name}"\n', encoding="utf-8")
+        assert read_presets(path) == {"a": {"model": "a"} | {key: str(expected)}}
+
+
 def test_a_name_that_no_file_can_have_stays_as_it_is(path: Path) -> None:
     for name in ("a" * 4000, "a\0b"):
         path.write_text(f"[a]\nmodel = {json.dumps(name)}\n", encoding="utf-8")

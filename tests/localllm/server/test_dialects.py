@@ -22,7 +22,7 @@ from localllm.llm import LLM
 from localllm.loading.load import load_file
 from localllm.options.declared import LoadOptions
 from localllm.server import anthropic, llamacpp, ollama, openai, responses
-from localllm.server.answers import GenerationJob, split_begun
+from localllm.server.answers import GenerationJob, split_reply_start
 from localllm.server.http import HTTPError
 from tests.helpers.http_server import Serving, serving
 
@@ -186,7 +186,7 @@ OLLAMA: dict[str, Any] = {
 
 
 def library(messages: Any, **_: Any) -> tuple[list[Message], str]:
-    return with_text(*split_begun(read_messages(messages)))
+    return with_text(*split_reply_start(read_messages(messages)))
 
 
 def with_text(messages: list[Message], begun: Message | None) -> tuple[list[Message], str]:
@@ -194,7 +194,7 @@ def with_text(messages: list[Message], begun: Message | None) -> tuple[list[Mess
 
 
 def of_job(job: GenerationJob) -> tuple[list[Message], str]:
-    return with_text(job.messages or [], job.begun)
+    return with_text(job.messages or [], job.reply_start)
 
 
 def chat(messages: Any, **more: Any) -> tuple[list[Message], str]:
@@ -212,7 +212,7 @@ def response(messages: Any, **more: Any) -> tuple[list[Message], str]:
 
 
 def llama(messages: Any, **_: Any) -> tuple[list[Message], str]:
-    return with_text(*split_begun([ollama._message(i, each) for i, each in enumerate(messages)]))
+    return with_text(*split_reply_start([ollama._message(i, each) for i, each in enumerate(messages)]))
 
 
 DIALECTS: dict[str, tuple[Callable[..., tuple[list[Message], str]], Mapping[str, Any]]] = {
@@ -270,7 +270,7 @@ def test_servers_open_no_files_and_no_addresses(dialect: str, given: Any, words:
         {"type": "input_image", "image_url": given},
         {"type": "image", "source": {"type": "url", "url": given}},
     ):
-        with pytest.raises(TemplateError, match=f"^the picture of message 0 .*{words}"):
+        with pytest.raises(TemplateError, match=f"^the image of message 0 .*{words}"):
             read([{"role": "user", "content": [part]}])
 
 

@@ -163,7 +163,7 @@ def test_texts_as_objects_and_among_tokens(server: Serving) -> None:
     ("path", "body", "said"),
     [
         ("/v1/embeddings", {}, "input is missing"),
-        ("/v1/embeddings", {"input": [{"prompt_string": "a", "multimodal_data": ["aGk="]}]}, "reads text only"),
+        ("/v1/embeddings", {"input": [{"prompt_string": "a", "multimodal_data": ["aGk="]}]}, "accepts only text"),
         ("/v1/embeddings", {"input": []}, "an empty list"),
         ("/v1/embeddings", {"input": {"a": 1}}, "prompt_string"),
         ("/v1/embeddings", {"input": [10**30]}, ""),

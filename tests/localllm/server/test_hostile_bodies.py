@@ -19,7 +19,9 @@ from localllm.options.declared import Sampling
 from localllm.sampling.grammar import check_grammar
 from localllm.server import bodies
 from localllm.server.bodies import MAX_BYTES_OUTSIDE_STRINGS, MAX_TEXTS, MAX_VALUES, _decoded
+from localllm.server.dispatcher import MAX_BIASES
 from localllm.server.http import HTTPError
+from localllm.server.llamacpp import MAX_CONTENT
 from tests.helpers.http_server import Serving
 
 #: Seconds that no attack may take: each takes less than one on an idle machine.
@@ -60,7 +62,8 @@ ATTACKS: dict[str, tuple[bytes, dict[str, str], int]] = {
     "arrays in arrays": (b"[" * 5_000_000, JSON, 413),
     "arrays in arrays, but few": (b"[" * 200_000, JSON, 400),
     "white space": (b"[" + b" " * 30_000_000 + b"]", JSON, 413),
-    "a number": (b"[" + b"9" * 30_000_000 + b"]", JSON, 413),
+    "a number": (b"[" + b"9" * 30_000_000 + b"]", JSON, 400),
+    "numbers of many digits": (b"[" + (b"9" * 4000 + b",") * 2500 + b"1]", JSON, 400),
     "numbers that are slow to read": (b"[" + b"2.2250738585072011e-308," * 400_000 + b"1]", JSON, 400),
     "text after gzip": (gzip.compress(b"x" * 30_000_000) * 2, GZIP, 413),
 }
@@ -89,7 +92,8 @@ def test_a_body_that_costs_much_is_refused_soon(server: Serving, attack: str) ->
         (json.dumps("[{," * 9_000_000), False),
         (json.dumps('"[{,' * 6_000_000), False),
         (json.dumps("\\[{," * 6_000_000), False),
-        (json.dumps(['\\"', "\\", '"\\'] * 80_000), False),
+        (json.dumps(['\\"', "\\", '"\\'] * 40_000), False),
+        ("[" + f"{10**98}," * 9000 + "1]", False),
     ],
 )
 def test_values_are_counted_outside_of_strings(body: str, is_refused: bool) -> None:
@@ -143,7 +147,7 @@ def test_other_bodies_wait_for_no_client_that_has_gone(server: Serving, monkeypa
 
 
 def test_a_text_of_millions_of_tokens_is_refused(server: Serving) -> None:
-    for n, status in ((MAX_VALUES // 100, 200), (MAX_VALUES + 1, 413)):
+    for n, status in ((MAX_CONTENT // 100, 200), (MAX_CONTENT + 1, 413)):
         assert httpx.post(f"{server.url}/tokenize", json={"content": " " * n}, timeout=LIMIT).status_code == status
 
 
@@ -198,9 +202,41 @@ def test_data_urls_of_many_signs_are_read_or_refused_soon() -> None:
 
 
 def test_pictures_by_address_are_found_in_a_thread_that_can_be_stopped() -> None:
-    from localllm.server.image_urls import picture_addresses
+    from localllm.server.image_urls import image_addresses
 
     body: Any = {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "https://example.org/a"}}]}]}
-    assert [holder[key] for holder, key in picture_addresses(body)] == ["https://example.org/a"]
+    assert [holder[key] for holder, key in image_addresses(body)] == ["https://example.org/a"]
     with cancellable(lambda: True), pytest.raises(CancelledError):
-        picture_addresses(body)
+        image_addresses(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "message"),
+    [
+        ("/completion", "logit_bias", [[1, 0.5]] * (MAX_BIASES + 1), "has 32,769 entries: send up to 32,768"),
+        ("/completion", "logit_bias", [["a" * 1000, 0.5]] * 66, "has strings of more than 65,536 characters"),
+        ("/completion", "response_fields", ["content"] * 101, "has 101 names: send up to 100"),
+        (
+            "/v1/chat/completions",
+            "chat_template_kwargs",
+            {f"v{i}": i for i in range(1001)},
+            "has 1,001 names: give up to 1,000",
+        ),
+    ],
+)
+def test_a_field_of_too_many_values_is_refused(
+    server: Serving, path: str, field: str, value: Any, message: str
+) -> None:
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "n_predict": 1}
+    reply = httpx.post(server.url + path, json=body | {field: value}, timeout=LIMIT)
+    assert reply.status_code == 400
+    assert f"{field} {message}" in reply.json()["error"]["message"]
+
+
+def test_biases_up_to_the_limit_are_used(server: Serving) -> None:
+    biases = [[i % 400, -0.5] for i in range(MAX_BIASES - 2)] + [["a b", 1.0], ["9" * 30, 2.0]]
+    body = {"prompt": ["a", "b"], "n_predict": 1, "logit_bias": biases, "temperature": 0}
+    replies = httpx.post(f"{server.url}/completion", json=body, timeout=LIMIT).json()
+    shown = [reply["generation_settings"]["logit_bias"] for reply in replies]
+    assert shown[0] == shown[1]
+    assert len(shown[0]) > 400

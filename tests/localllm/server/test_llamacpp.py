@@ -83,7 +83,7 @@ def test_parts_of_characters_are_told_apart_in_every_list_of_likely_tokens(serve
     assert chat is not None
     assert [*completion["top_logprobs"][0]] == texts
     for rows in (
-        openai.tokens_json(llm, [choice]),
+        [*openai.tokens_json(llm, [choice])],
         llamacpp._probabilities(llm, [choice], False)["completion_probabilities"],
         chat["content"],
     ):

@@ -12,9 +12,9 @@ import pytest
 
 from localllm.errors import GGUFError, NotEnoughMemoryError
 from localllm.server.http import HTTPError
-from localllm.server.models import LoadError, Models, TooLargeError, UnknownModelError
+from localllm.server.models import LoadError, Models, Preset, TooLargeError, UnknownModelError
 from tests.helpers.engines import eventually
-from tests.helpers.http_server import Serving, demo, serving
+from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, serving
 
 
 class FakeLLM:
@@ -187,3 +187,34 @@ def test_the_first_model_may_be_loaded_at_once() -> None:
         while server.models.served["demo"].llm is None:
             assert time.monotonic() < end
             time.sleep(0.02)
+
+
+def test_the_system_message_of_a_model_is_the_default_of_its_chats() -> None:
+    source: Any = Preset(None, demo(chat_template=TOOLS_TEMPLATE), system="Be brief.")
+    hello = [{"role": "user", "content": "Hello!"}]
+    own = [{"role": "system", "content": "Be brief.\nPlease!"}, *hello]
+    brief, long = (
+        "system: Be brief.\nuser: Hello!\nassistant:",
+        "system: Be brief.\nPlease!\nuser: Hello!\nassistant:",
+    )
+    with serving(demo(), sources={"demo": source}) as server:
+
+        def post(path: str, **body: Any) -> Any:
+            return httpx.post(server.url + path, json={"max_tokens": 1, **body}, timeout=60).json()
+
+        n_tokens = len(post("/tokenize", content=brief, add_special=True)["tokens"])
+        for messages, prompt in ((hello, brief), (own, long)):
+            assert post("/apply-template", messages=messages)["prompt"] == prompt
+            reply = post("/v1/chat/completions", messages=messages, verbose=True)
+            assert reply["__verbose"]["prompt"].endswith(prompt)
+        assert post("/v1/messages/count_tokens", messages=hello) == {"input_tokens": n_tokens}
+        assert post("/v1/messages", messages=hello)["usage"]["input_tokens"] <= n_tokens
+        options = {"stream": False, "options": {"num_predict": 1}}
+        assert post("/api/chat", messages=hello, **options)["prompt_eval_count"] == n_tokens
+        assert post("/api/generate", prompt="Hello!", **options)["prompt_eval_count"] == n_tokens
+        assert post("/api/generate", prompt="Hello!", system="Be", **options)["prompt_eval_count"] < n_tokens
+        assert post("/api/show", model="demo")["system"] == "Be brief."
+        first = post("/v1/responses", input="Hello!", max_output_tokens=1)
+        items = httpx.get(f"{server.url}/v1/responses/{first['id']}/input_items").json()["data"]
+        assert [item["role"] for item in items] == ["user"]
+        assert post("/v1/chat/completions", messages=[])["error"]["message"].startswith("there are no messages")

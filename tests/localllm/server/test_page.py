@@ -635,7 +635,7 @@ def test_the_edit_box_sends_with_the_key_of_the_composer(page: Any) -> None:
 
 
 class Prefixed(BaseHTTPRequestHandler):
-    """A reverse proxy that serves the server under /llm/."""
+    """A reverse proxy that serves the server at /llm and below."""
 
     port = 0
 
@@ -643,14 +643,14 @@ class Prefixed(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if not self.path.startswith("/llm/"):
+        if not f"{self.path}/".startswith("/llm/"):
             self.send_error(404)
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
         connection = HTTPConnection("127.0.0.1", self.port)
         names = ("Accept", "Content-Type")
         headers = {name: self.headers[name] for name in names if name in self.headers}
-        connection.request(self.command, self.path.removeprefix("/llm"), body, headers)
+        connection.request(self.command, self.path.removeprefix("/llm") or "/", body, headers)
         reply = connection.getresponse()
         data = reply.read()
         connection.close()
@@ -665,12 +665,13 @@ class Prefixed(BaseHTTPRequestHandler):
     do_POST = do_GET
 
 
-def test_the_page_works_behind_a_path_prefix(open_page: Open, actor: Serving) -> None:
+@pytest.mark.parametrize("path", ["/llm/", "/llm"])
+def test_the_page_works_behind_a_path_prefix(open_page: Open, actor: Serving, path: str) -> None:
     handler = type("Handler", (Prefixed,), {"port": actor.port})
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     try:
-        page = open_page(f"http://127.0.0.1:{proxy.server_port}/llm/")
+        page = open_page(f"http://127.0.0.1:{proxy.server_port}{path}")
         ask(page, "Hi", 1)
         page.get_by_text("turn 1.").wait_for()
         ask(page, "thought", 2)

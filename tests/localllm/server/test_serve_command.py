@@ -31,6 +31,7 @@ from tests.helpers.command_line import Outcome, command, environment, run_main, 
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import demo, serving
 from tests.helpers.tiny_models import config, random_weights, write_gguf
+from tests.localllm.catalog.test_listing import in_ollama, with_layers
 
 PAGE = ROOT / "docs" / "serve.md"
 
@@ -110,21 +111,36 @@ def test_the_qr_code_is_drawn_on_terminals(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_models_have_options_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "models.toml").write_text(
-        '[short]\nmodel = "demo"\nmax_tokens = 3\nalias = ["gpt-4o"]\nttl = 60\ncontext = 512\n[demo]\n'
+        '[short]\nmodel = "demo"\nmax_tokens = 3\nalias = ["gpt-4o"]\ntags = ["small", "fast"]\n'
+        "ttl = 60\ncontext = 512\n[demo]\n"
     )
-    with started("-q", "--port", 0, "--models", tmp_path / "models.toml", "--temp", 0) as (_, url):
+    with started("-q", "--port", 0, "--models", tmp_path / "models.toml", "--temp", 0, "--tags", "main") as (_, url):
         counts = {}
         for name in ("gpt-4o", "demo"):
             body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
             response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
             counts[response["model"]] = response["usage"]["completion_tokens"]
         assert counts["short"] == 3 < counts["demo"]
-        listed = {each["id"]: each["meta"]["n_ctx"] for each in httpx.get(f"{url}/v1/models").json()["data"]}
-        assert listed == {"short": 512, "demo": 1024}
+        models = httpx.get(f"{url}/v1/models").json()["data"]
+        assert {model["id"]: model["meta"]["n_ctx"] for model in models} == {"short": 512, "demo": 1024}
+        assert {model["id"]: model["tags"] for model in models} == {"short": ["main", "small", "fast"], "demo": []}
         running = {
             each["model"].removesuffix(":latest"): each for each in httpx.get(f"{url}/api/ps").json()["models"]
         }
         assert running["short"]["expires_at"] < running["demo"]["expires_at"]
+
+
+def test_a_model_of_ollama_has_its_system_message(tmp_path: Path) -> None:
+    path = in_ollama(tmp_path, "registry.ollama.ai/library/tiny/latest")
+    shutil.copy(ROOT / "localllm" / "data" / "demo.gguf", path)
+    with_layers(tmp_path, "registry.ollama.ai/library/tiny/brief", path, system="Be brief.")
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    for flags in ((), ("-m", "tiny:brief")):
+        line = ("-q", "--port", 0, "--chat-template", template, *flags)
+        with started(*line, OLLAMA_MODELS=tmp_path, LOCALLLM_CONFIG=tmp_path / "config.toml") as (_, url):
+            body = {"model": "tiny:brief", "messages": [{"role": "user", "content": "hi"}]}
+            reply = httpx.post(f"{url}/apply-template", json=body, timeout=300).json()
+            assert reply["prompt"] == "system: Be brief.\nuser: hi\n"
 
 
 def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_path: Path) -> None:

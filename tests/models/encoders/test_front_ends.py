@@ -219,7 +219,7 @@ def test_multimodal_data_and_what_the_server_says_of_itself(server: Serving, llm
     for bad, words in (
         ({"prompt": {**prompt, "multimodal_data": ["%"]}}, "multimodal_data[0] is not in base64"),
         ({"prompt": {**prompt, "prompt_string": "<__media__><__media__>"}}, "has 1 pictures, but the prompt has"),
-        ({"prompt": [1, prompt]}, "reads text only here"),
+        ({"prompt": [1, prompt]}, "accepts only text"),
     ):
         refused = httpx.post(f"{server.url}/completion", json=bad)
         assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True)
@@ -307,7 +307,7 @@ def test_slow_hosts_stop_nothing(server: Serving, beginning: bytes, monkeypatch:
         assert ended.acquire(timeout=30)
         monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.5)
         errors = [answer.json()["error"]["message"] for answer in clients.map(post, 8 * [url])]
-        assert all(f"the picture at '{url}' cannot be fetched (" in error and "()" not in error for error in errors)
+        assert all(f"the image at '{url}' cannot be fetched (" in error and "()" not in error for error in errors)
         for _ in errors:
             assert ended.acquire(timeout=30)
 
@@ -398,7 +398,7 @@ def test_models_and_templates_without_a_place_for_pictures_refuse(files: Path) -
     with pytest.raises(ModelError, match="is for Gemma 3, but the model is of the architecture 'llama'"):
         localllm.load(mmproj=files / "mmproj.gguf")  # of the demo model
     deaf = localllm.load(files / "model.gguf", device="reference", context=64, chat_template=template)
-    with deaf, pytest.raises(TemplateError, match="has no place for pictures"):
+    with deaf, pytest.raises(TemplateError, match="has no place for images"):
         deaf.chat(messages(picture(8, 8)))
 
 

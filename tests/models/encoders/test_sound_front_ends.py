@@ -76,6 +76,19 @@ def test_flac_files_of_unknown_or_too_long_length_are_read(n_samples: int) -> No
     np.testing.assert_array_equal(decoded, expected)
 
 
+@pytest.mark.parametrize("length", [0, 0xFFFFFFFF])
+def test_wav_files_without_a_length_are_read_to_their_end(length: int, tmp_path: Path) -> None:
+    """Programs that write WAV to a pipe cannot know the length."""
+    data = file_of(sound(0.1))
+    expected = open_sound(data)
+    position = data.index(b"data") + 4
+    data = data[:position] + length.to_bytes(4, "little") + data[position + 4 :]
+    (tmp_path / "a.wav").write_bytes(data)
+    for source in (data, tmp_path / "a.wav"):
+        np.testing.assert_array_equal(open_sound(source), expected)
+    assert (tmp_path / "a.wav").read_bytes() == data
+
+
 def test_errors_of_sounds_have_no_addresses_of_objects() -> None:
     with pytest.raises(UsageError, match=r"cannot be read \(Format not recognised\.\)"):
         open_sound(b"no sound")
@@ -177,7 +190,7 @@ def test_models_and_templates_without_a_place_for_sounds_refuse(llm: LLM, files:
         deaf.chat(messages(sound(0.1)))
     with (
         localllm.load(files / "model.gguf", chat_template="{{ messages[0].role }}", **load) as mute,
-        pytest.raises(TemplateError, match="has no place for sounds"),
+        pytest.raises(TemplateError, match="has no place for audio"),
     ):
         mute.chat(messages(sound(0.1)))
     with pytest.raises(UsageError, match="audio has 1 sounds, but the prompt has <__media__> 2 times"):
@@ -218,7 +231,7 @@ def test_official_clients_send_sounds(server: Serving, llm: LLM) -> None:
         other = create(file=("a.wav", wav), language="de", prompt="What\r\n is it", temperature=0.5)
         with pytest.raises(openai.BadRequestError, match="response_format is 'srt', but json and text"):
             create(file=("a.wav", wav), response_format="srt")
-        with pytest.raises(openai.BadRequestError, match="the sound in file cannot be read"):
+        with pytest.raises(openai.BadRequestError, match="the audio in file cannot be read"):
             create(file=("a.wav", wav[:20]))
     expected = llm.chat(messages(wav, "Transcribe audio to text"), max_tokens=4, temperature=0).text
     assert chat.choices[0].message.content == answer.output_text == heard.text == text.rstrip("\n") == expected
@@ -263,7 +276,7 @@ def test_multimodal_data_and_what_the_server_says_of_itself(server: Serving, llm
             "file",
         ),
         (b'{"file": "%"}', "application/json", "file"),
-        (b'{"file": "eA=="}', "application/json", "the sound in file cannot be read"),
+        (b'{"file": "eA=="}', "application/json", "the audio in file cannot be read"),
     ],
 )
 def test_bad_forms_are_refused(server: Serving, content: bytes, kind: str, words: str) -> None:
