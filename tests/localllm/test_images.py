@@ -1,4 +1,4 @@
-"""Prompts with pictures in the library: what reads ids reads those of the text alone."""
+"""Prompts with images in the library: functions that return ids return the ids of the text only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import localllm
 from localllm import Sampling
 from localllm.chat.reply import ReplyParser
 from localllm.engine.engine import Engine, EngineLoop
-from localllm.engine.media import Embeddings, PreparedMedia, PromptMedia, MediaTokens
+from localllm.engine.media import Embeddings, MediaTokens, PreparedMedia, PromptMedia
 from localllm.engine.runner import ModelRunner
 from localllm.gguf import GGUFFile
 from localllm.kernels.reference import ReferenceBackend
