@@ -1,7 +1,7 @@
-"""Writes what is written from declarations: ``python -m tests.cli_reference``.
+"""Write the generated files: ``python -m tests.cli_reference``.
 
-These are docs/cli.md, from the commands, and the keywords of sampling in localllm/options/keywords.py, from the table
-of options.
+These are docs/cli.md, from the commands, and the keywords for sampling in localllm/options/keywords.py, from the
+table of options.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ shells report as 130.
 
 Row = tuple[str, str]
 
-#: What stands in the file of keywords before those that are written, and behind them.
+#: Text of the keywords file before and after the generated part.
 _BEGIN, _END = '"""The settings of `localllm.Sampling`, which describes them."""\n\n', "\n\n@describes"
 
 
 def reference() -> str:
-    """The whole file."""
+    """Return the whole file."""
     lines = [HEAD, *_table("flag", "what it does", _rows(main_parser()._actions))]
     seen: dict[str, list[Row]] = {}
     for name in command_names():
@@ -59,14 +59,14 @@ def reference() -> str:
 
 
 def keywords() -> str:
-    """The whole file of keywords, with those of sampling as the table declares them."""
+    """Return the whole file of keywords, with the sampling options from the table."""
     before, rest = KEYWORDS.read_text("utf-8").split(_BEGIN)
     types = "\n".join(f"    {name}: {Sampling.__annotations__[name]}" for name in declared(Sampling))
     return f"{before}{_BEGIN}{types}\n{rest[rest.index(_END) :]}"
 
 
 def _command(command: Parser, seen: dict[str, list[Row]]) -> Iterator[str]:
-    """Usage, groups of flags, and details; a group that is in ``seen``, those of commands before, is only named."""
+    """Return usage, groups of flags, and details; groups already in ``seen`` are only named."""
     yield f"    {command.format_usage().removeprefix('usage: ').strip()}"
     yield ""
     yield str(command.description)
@@ -100,7 +100,7 @@ def _rows(actions: Iterable[argparse.Action]) -> Iterator[Row]:
 
 
 def _by_meaning(names: Mapping[str, str]) -> list[Row]:
-    """A row for each meaning, with all names that have it."""
+    """Return one row per option, with all its names."""
     return [
         (", ".join(f"`{name}`" for name, other in names.items() if other == meaning), meaning)
         for meaning in dict.fromkeys(names.values())
@@ -108,7 +108,7 @@ def _by_meaning(names: Mapping[str, str]) -> list[Row]:
 
 
 def _table(left: str, right: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Markdown; of the left cells, which are code, and the right ones, which are text, only what a table must."""
+    """Return a Markdown table; escapes only characters that are special in code (left) and text (right) cells."""
     yield f"| {left} | {right} |"
     yield "|---|---|"
     for code, text in rows:

@@ -1,5 +1,4 @@
-"""Tests do not see the settings of whoever runs them; none fails for being slow; those marked ``ci`` run where CI is
-set."""
+"""Tests ignore the user's settings, have no time limits, and run tests marked ``ci`` only if CI is set."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from localllm.options.settings import CONFIG_VARIABLE
 from tests.helpers.windows import keep_files_in_use
 from tests.helpers.windows import windows as windows
 
-# NumPy, which is imported after this, then computes in the calling thread: with threads of its own it hangs where a
-# process is forked meanwhile, as some tests do.
+# Make NumPy, which is imported later, compute in the calling thread: with threads, it hangs if another thread forks
+# the process during a computation, as some tests do.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ[CONFIG_VARIABLE] = str(Path(__file__).with_name("no-settings.toml"))
 
@@ -32,7 +31,7 @@ settings.load_profile("no deadline")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: many tests wait for a process, a socket or a screen."""
+    """Return one more than the number of processors: many tests wait for a process, a socket or a screen."""
     return (os.cpu_count() or 1) + 1
 
 
@@ -42,7 +41,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         return (yield)
     except OSError as error:
         if getattr(error, "winerror", None) == 1314:  # ERROR_PRIVILEGE_NOT_HELD
-            pytest.skip("this user may not make symlinks")
+            pytest.skip("this user cannot create symbolic links")
         raise
 
 
@@ -56,11 +55,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def no_models_in_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is listed does not depend on the packages installed beside localllm."""
+    """Make listings independent of the packages installed next to localllm."""
     monkeypatch.setattr("localllm.catalog.other_programs.import_path", list)
 
 
 @pytest.fixture(autouse=system == "win32")
 def files_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a run of the tests as on Windows."""
+    """Simulate Windows' file locks if the tests run as on Windows."""
     keep_files_in_use(monkeypatch)

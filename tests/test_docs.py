@@ -1,4 +1,4 @@
-"""The README and docs/ are true: commands and programs in them run, links lead somewhere, cli.md is the parser's."""
+"""Check the README and docs/: commands and programs run, links are valid, cli.md matches the parser."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ DEMO = ROOT / "localllm" / "data" / "demo.gguf"
 ORIGINAL = ROOT / "tests" / "data" / "demo-f16.gguf"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-#: What the README's one model from the hub is called, and its file there.
+#: Name of the README's model on the hub, and its file there.
 HUB_MODEL, HUB_FILE = "Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf"
 
-#: How lines begin that are not run here, and what runs them, or why nothing does.
+#: Prefixes of command lines that are not run here, and what runs them, or the reason why nothing does.
 NOT_RUN = {
     "python3 -m venv": ".ci/run does",
     ".venv/bin/pip": ".ci/run does",
-    "pip install": ".ci/run does, or a registry would be asked",
-    "python -m pytest": "this is a run of it",
-    "python -m tests.": "takes hours, or a compiler of CUDA: .ci/run has registers, and a test below the texts",
-    "localllm chat": "does not end: tests/tui, and the README's below",
-    "localllm merge": "takes an adapter: tests/localllm/loading/test_adapters.py",
+    "pip install": ".ci/run does; it needs a package registry",
+    "python -m pytest": "runs this test",
+    "python -m tests.": "takes hours, or needs a CUDA compiler: .ci/run and a test below run parts",
+    "localllm chat": "does not end: tests/tui; the README's command runs below",
+    "localllm merge": "needs an adapter: tests/localllm/loading/test_adapters.py",
     "localllm serve": "does not end: tests/localllm/server/test_serve_command.py",
     "cp ": "a fixture has the file",
     "pyinstaller": "tests/localllm/integrations/test_pyinstaller.py, in .ci/run",
-    "python -m nuitka": "takes a C compiler: run by hand",
+    "python -m nuitka": "needs a C compiler: run by hand",
     "ray start": "tests/localllm/integrations/test_ray.py starts a cluster, where Ray is installed",
     "serve run": "tests/localllm/integrations/test_ray.py, where Ray is installed",
     "llm -m": "tests/localllm/integrations/test_llm_plugin.py, in .ci/run",
 }
 
-#: Pages whose commands and programs have tests of their own, and where these are.
+#: Pages whose commands and programs have separate tests, and the files with those tests.
 OWN_TESTS = {
     "serve.md": "tests/localllm/server/test_serve_command.py",
     "add-a-command.md": "tests/test_worked_examples.py",
@@ -62,7 +62,7 @@ OWN_TESTS = {
     "add-an-operation.md": "tests/test_worked_examples.py",
 }
 
-#: What else stands in fences than commands, programs and their output, and what reads it.
+#: Fences with other content than commands, programs and their output, and what reads them.
 OTHER_FENCES = {
     ("add-a-weight-format.md", "diff"): "tests/test_worked_examples.py",
     ("add-an-api-field.md", "diff"): "tests/test_worked_examples.py",
@@ -71,14 +71,14 @@ OTHER_FENCES = {
     ("debug-a-wrong-reply.md", "diff"): "tests/test_worked_examples.py",
     ("chat.md", "toml"): "tests/tui/test_terminal.py writes such settings",
     ("serve.md", "toml"): "tests/localllm/server/test_serve_command.py",
-    ("library.md", "py"): "takes a model or a program that is not here",
+    ("library.md", "py"): "needs a model or a program that is not available",
     ("images.md", "py"): "needs a model with image input: tests/models/encoders/test_seeing.py",
     ("audio.md", "py"): "needs a model with audio input: tests/models/encoders/test_hearing.py",
     ("many-machines.md", "haproxy"): "tests/localllm/integrations/test_haproxy.py",
-    ("many-machines.md", "py"): "takes a cluster: tests/localllm/integrations/test_ray.py",
+    ("many-machines.md", "py"): "needs a cluster: tests/localllm/integrations/test_ray.py",
 }
 
-#: Pages whose commands use what earlier ones have written.
+#: Pages whose commands use the output of earlier ones.
 IN_ORDER = ("smaller-models.md",)
 
 
@@ -88,7 +88,7 @@ def blocks(language: str) -> list[tuple[Path, str]]:
 
 
 def lines_of(pages: list[Path]) -> list[tuple[str, str]]:
-    """The command lines of pages, with the name of theirs."""
+    """Return the command lines of pages, each with the name of its page."""
     found = []
     for page in pages:
         for name, text in FENCE.findall(page.read_text("utf-8")):
@@ -98,11 +98,11 @@ def lines_of(pages: list[Path]) -> list[tuple[str, str]]:
 
 
 def lines() -> list[tuple[str, str]]:
-    """Those of the pages that have no tests of their own."""
+    """Return the command lines of the pages without separate tests."""
     return lines_of([page for page in PAGES if page.name not in OWN_TESTS])
 
 
-def test_what_is_not_run_is_there_and_tests_name_their_pages() -> None:
+def test_skipped_commands_exist_and_tests_name_their_pages() -> None:
     every = [line for _, line in lines_of(PAGES)]
     assert not [prefix for prefix in NOT_RUN if not any(line.startswith(prefix) for line in every)]
     for page, path in OWN_TESTS.items():
@@ -110,7 +110,7 @@ def test_what_is_not_run_is_there_and_tests_name_their_pages() -> None:
     for path in re.findall(r"tests/[\w/]+\.py", " ".join([*NOT_RUN.values(), *OTHER_FENCES.values()])):
         assert (ROOT / path).exists(), path
     fences = {(page.name, name) for page in PAGES for name, _ in FENCE.findall(page.read_text("utf-8"))}
-    # cli.md has usages there, which the parser writes.
+    # cli.md has usages in such fences, which the parser writes.
     plain = [
         text
         for page in PAGES
@@ -121,7 +121,7 @@ def test_what_is_not_run_is_there_and_tests_name_their_pages() -> None:
     plain += texts
     assert not re.findall(r"^(?:localllm|pip|python) ", "".join(plain), re.MULTILINE)
     assert {each for each in fences if each[1] not in ("sh", "python", "text", "")} == OTHER_FENCES.keys()
-    # A fence in a list, or in a quotation, would not be found above; nor would a program that is called a text.
+    # `FENCE` does not match a fence in a list or a quotation, nor a program marked as text.
     for page in PAGES:
         text = page.read_text("utf-8")
         assert text.count("```") == 2 * len(FENCE.findall(text)), page.name
@@ -143,7 +143,7 @@ def test_a_command_that_is_not_run_can_be_read(line: str) -> None:
     parser_of(name).parse_args(words)
 
 
-def test_the_tests_own_programs_are_there_with_their_flags(tmp_path: Path) -> None:
+def test_programs_of_the_tests_exist_with_their_flags(tmp_path: Path) -> None:
     named = set()
     for page in PAGES:
         text = page.read_text("utf-8").replace("\\\n", " ")
@@ -164,7 +164,7 @@ def test_the_tests_own_programs_are_there_with_their_flags(tmp_path: Path) -> No
     assert len(done.stdout) > 10_000
 
 
-def test_extras_that_are_named_are_there() -> None:
+def test_named_extras_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     for page in PAGES:
         for names in re.findall(r"(?:localllm|\.)\[([\w,]+)\]", page.read_text("utf-8")):
@@ -174,7 +174,7 @@ def test_extras_that_are_named_are_there() -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "add-a-command.md"], ids=lambda page: page.name
 )
-def test_commands_in_sentences_are_there_with_their_flags(page: Path) -> None:
+def test_commands_in_sentences_exist_with_their_flags(page: Path) -> None:
     for line in re.findall(r"`(?:\w+=\S+ )?localllm ([a-z][^`]*)`", page.read_text("utf-8")):
         name, *words = line.split()
         name = {"help": "doctor", "service": "serve"}.get(name, command_aliases().get(name, name))
@@ -189,7 +189,7 @@ def test_all_encoders_are_in_the_table() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the models that the pages name, beside a hub that has the one that they pull."""
+    """A folder with the models that the pages name, and a hub with the model that they pull."""
     for name in ("model.gguf", "small.gguf"):
         shutil.copy(DEMO, tmp_path / name)
     shutil.copy(ORIGINAL, tmp_path / "f16.gguf")
@@ -214,7 +214,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    """Runs a command line of localllm, which may be behind an ``echo`` and a pipe; or of Python."""
+    """Run a command line of localllm, possibly with a piped ``echo``, or of Python."""
     said, words = b"", shlex.split(line, comments=True)
     if words[0] == "python":
         subprocess.run([sys.executable, *words[1:]], check=True)
@@ -227,7 +227,7 @@ def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPat
     assert (outcome.code, "warning" in outcome.err) == (0, False), (line, outcome.err)
 
 
-@pytest.mark.filterwarnings("ignore:the model was trained on")  # the demo model stands for larger ones
+@pytest.mark.filterwarnings("ignore:the model was trained on")  # the demo model stands in for larger ones
 @pytest.mark.parametrize(
     "line",
     [line for page, line in lines() if page not in IN_ORDER and not line.startswith(tuple(NOT_RUN))],
@@ -239,7 +239,7 @@ def test_a_command(
     run(capfdbinary, monkeypatch, line)
 
 
-@pytest.mark.ci  # which quantises a dozen times
+@pytest.mark.ci  # quantises a dozen times
 @pytest.mark.parametrize("page", IN_ORDER)
 def test_the_commands_of_a_page(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, page: str
@@ -250,7 +250,7 @@ def test_the_commands_of_a_page(
         run(capfdbinary, monkeypatch, line)
 
 
-def test_a_model_is_pulled_and_talked_with(
+def test_a_model_is_pulled_and_used_in_a_chat(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     [(_, pull), (_, chat)] = [each for each in lines() if HUB_MODEL in each[1]]
@@ -260,10 +260,10 @@ def test_a_model_is_pulled_and_talked_with(
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in blocks("python")}), ids=lambda page: page.name)
 def test_the_programs_of_a_page(folder: Path, page: Path) -> None:
-    """One after the other, as later ones use what earlier ones have made."""
+    """Run all programs in order, because later ones use the results of earlier ones."""
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the chat template .* does not use tools")  # as the page says
+        warnings.filterwarnings("ignore", "the chat template .* does not use tools")  # as the page explains
         for number, (_, program) in enumerate(block for block in blocks("python") if block[0] == page):
             exec(compile(program, f"{page.name}, block {number}", "exec"), names)
     if "llm" in names:
@@ -271,7 +271,7 @@ def test_the_programs_of_a_page(folder: Path, page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
@@ -289,7 +289,7 @@ def test_source_files_that_are_named_exist(page: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_reference_of_the_command_line_is_the_parsers() -> None:
+def test_the_command_line_reference_matches_the_parser() -> None:
     assert cli_reference.PATH.read_text("utf-8") == cli_reference.reference(), "run python -m tests.cli_reference"
     assert cli_reference.KEYWORDS.read_text("utf-8") == cli_reference.keywords(), "run python -m tests.cli_reference"
 

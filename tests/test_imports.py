@@ -1,4 +1,4 @@
-"""Imports go one way, in no circle: quant <- kernels <- models <- library <- server <- chat <- command line."""
+"""Imports go one way and have no cycles: quant <- kernels <- models <- library <- server <- chat <- command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.data import ROOT
 
-#: Lowest first.  A module imports from its own layer and from lower ones.
+#: Lowest first.  A module imports from its layer and from lower layers.
 LAYERS = (
     "localllm.quant",
     "localllm.kernels",
@@ -23,29 +23,29 @@ LAYERS = (
     "localllm.integrations",
 )
 
-#: Packages whose folders stand beside localllm's.
+#: Packages whose folders are next to localllm's folder.
 FOLDERS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm.tui")
 
-#: What every layer may import.
+#: Modules that every layer may import.
 FOUNDATION = {"localllm.cancellation", "localllm.errors", "localllm.parallel", "localllm.regular_file"}
 
-#: Where a program begins stands above all layers.
+#: Program entry points, which are above all layers.
 ENTRANCES = {"localllm.__main__"}
 
 
 def layer(module: str) -> int:
-    """The number of the layer that a module is in, counted from the lowest."""
+    """Return the number of a module's layer, counted from the lowest."""
     inner = [i for i, name in enumerate(LAYERS) if name != "localllm" and (module + ".").startswith(name + ".")]
     return inner[0] if inner else LAYERS.index("localllm")
 
 
 def package(module: str) -> str:
-    """The package directly below localllm that a module is in, or the module itself."""
+    """Return the package directly below localllm that contains a module, or the module itself."""
     return ".".join(module.split(".")[:2])
 
 
 def sources() -> dict[str, Path]:
-    """The file of every module, by its name."""
+    """Return the file of every module, by module name."""
     folders = {name: ROOT / name.rpartition(".")[2] for name in FOLDERS}
     found = {
         ".".join((name, *path.relative_to(folder).with_suffix("").parts)): path
@@ -65,7 +65,7 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 def imports(tree: ast.AST, modules: set[str], *, for_types: bool = True) -> Iterator[str]:
-    """Modules of localllm that a file imports anywhere, also inside functions; and for type checkers."""
+    """Yield the modules of localllm that a file imports, including imports in functions and for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "localllm")
@@ -83,7 +83,7 @@ SOURCES = sources()
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
 
-def check_no_circle(imported: Mapping[str, set[str]]) -> None:
+def check_no_cycle(imported: Mapping[str, set[str]]) -> None:
     try:
         TopologicalSorter(imported).prepare()
     except CycleError as error:
@@ -110,20 +110,20 @@ def test_foundations_import_only_each_other() -> None:
     assert {other for name in FOUNDATION for other in imports(TREES[name], set(SOURCES))} <= FOUNDATION
 
 
-def test_packages_import_in_no_circle() -> None:
+def test_packages_have_no_import_cycle() -> None:
     imported: dict[str, set[str]] = {}
     for name, tree in TREES.items():
         others = {package(other) for other in imports(tree, set(SOURCES))}
         imported.setdefault(package(name), set()).update(others - {package(name)})
-    check_no_circle(imported)
+    check_no_cycle(imported)
 
 
-def test_modules_import_in_no_circle() -> None:
-    """Within a package, type checkers may read one."""
-    check_no_circle({name: {*imports(tree, set(SOURCES), for_types=False)} - {name} for name, tree in TREES.items()})
+def test_modules_have_no_import_cycle() -> None:
+    """Imports for type checkers may form a cycle within a package."""
+    check_no_cycle({name: {*imports(tree, set(SOURCES), for_types=False)} - {name} for name, tree in TREES.items()})
 
 
-def test_an_import_upwards_is_found() -> None:
+def test_detects_an_upward_import() -> None:
     tree = ast.parse("def f():\n    from localllm.models import registry, x\n    import localllm.cli.main\n")
     assert set(imports(tree, set(SOURCES))) == {
         "localllm.models.registry",
@@ -132,6 +132,6 @@ def test_an_import_upwards_is_found() -> None:
     }
 
 
-def test_a_circle_is_found() -> None:
+def test_detects_a_cycle() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"a <- b <- a|b <- a <- b"):
-        check_no_circle({"a": {"b"}, "b": {"a"}})
+        check_no_cycle({"a": {"b"}, "b": {"a"}})

@@ -1,4 +1,4 @@
-"""The wheel holds what the folders hold, and nothing else."""
+"""The wheel contains exactly the files of the folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOMS = ("kernels", "models", "quant", "tui")
 
 
 def test_a_checkout_without_symlinks_runs(tmp_path: Path) -> None:
-    """As on Windows, where git may write them as files that hold their targets' names, and end lines with CR LF."""
+    """On Windows, git may write symbolic links as files that contain the link's target, and end lines with CR LF."""
     if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True, check=False).returncode:
         pytest.skip("not a git checkout")
     checkout = tmp_path / "checkout"
@@ -57,13 +57,13 @@ def test_dependencies_exclude_versions_with_known_vulnerabilities() -> None:
 
 
 def sources(folder: Path, prefix: str) -> dict[str, bytes]:
-    """The files of a package, as a wheel names them; rglob does not follow the links to the rooms."""
+    """Return the files of a package by their names in a wheel; rglob does not follow the links to other folders."""
     files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {f"{prefix}/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
 
 
 def build(kind: str, folder: Path, into: Path) -> str:
-    """The name of a wheel, or of a source distribution, that is built of a folder."""
+    """Build a wheel or a source distribution from a folder and return its name."""
     code = f"import sys; from hatchling.build import build_{kind}; print(build_{kind}(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(into)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()[-1]
@@ -72,7 +72,7 @@ def build(kind: str, folder: Path, into: Path) -> str:
 def test_a_source_distribution_gives_the_same_wheel(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     with tarfile.open(tmp_path / build("sdist", ROOT, tmp_path)) as archive:
-        archive.extraction_filter = lambda member, path: member  # which Python 3.11.2 ignores, and 3.12 warns without
+        archive.extraction_filter = lambda member, path: member  # Python 3.11.2 ignores this; 3.12 warns without it
         archive.extractall(tmp_path)
     names = []
     for source in (ROOT, tmp_path / f"localllm-{__version__}"):
@@ -82,8 +82,8 @@ def test_a_source_distribution_gives_the_same_wheel(tmp_path: Path) -> None:
     assert "localllm/models/llama.py" in names[1]
 
 
-def test_the_container_serves_as_a_user_without_home_and_tells_its_health(tmp_path: Path) -> None:
-    """What ``Containerfile`` starts, in this environment."""
+def test_the_container_serves_as_a_user_without_home_and_reports_its_health(tmp_path: Path) -> None:
+    """Run the commands of ``Containerfile`` in this environment."""
     text = (ROOT / "Containerfile").read_text().replace("\\\n", "")
     entry, health = (json.loads(re.search(rf"{word}.*?(\[.*\])", text)[1]) for word in ("ENTRYPOINT", "HEALTHCHECK"))  # type: ignore[index]
     copied = {path.name for path in ROOT.iterdir()} & {
@@ -110,7 +110,7 @@ def test_the_container_serves_as_a_user_without_home_and_tells_its_health(tmp_pa
 
 
 def test_a_wheel_has_the_sources_and_no_stale_file(tmp_path: Path) -> None:
-    """Whatever an earlier build left behind, such as a module that was deleted since."""
+    """The wheel omits files of earlier builds, such as modules deleted since."""
     pytest.importorskip("hatchling")
     checkout = tmp_path / "checkout"
     left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", "tests", ".*", "build", "dist")

@@ -1,4 +1,4 @@
-"""The worked examples of the docs are what stands in the source, and work."""
+"""The worked examples of the docs match the source and work."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def apply(diff: str, root: Path) -> None:
-    """Makes the edit of a block whose first line names the file, and whose lines begin with a space, - or +."""
+    """Apply a diff whose first line names the file, and whose other lines start with a space, - or +."""
     header, *lines = diff.splitlines()
     path = root / header.removeprefix("--- ")
     before, after = ("".join(f"{x[1:]}\n" for x in lines if not x or x[0] in kinds) for kinds in (" -", " +"))
     text = path.read_text("utf-8")
-    assert text.count(before) == 1, f"{header}: what the edit replaces must stand there once:\n{before}"
+    assert text.count(before) == 1, f"{header}: the replaced text must occur exactly once:\n{before}"
     path.write_text(text.replace(before, after), "utf-8")
 
 
@@ -56,7 +56,7 @@ def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
             assert re.search(rf"{backend}[\w-]*-{case}-activation=hard_swish\] PASSED", done.stdout), done.stdout
 
 
-#: Uses the example's option from everywhere: with so high a bound only the likeliest token is left.
+#: Uses the example's option in every front end: with such a high bound only the likeliest token is left.
 OPTION = """
 import json, os, subprocess, sys
 import httpx
@@ -91,7 +91,7 @@ print("done")
 """
 
 
-def test_the_new_option_of_the_docs_is_everywhere(tmp_path: Path) -> None:
+def test_the_new_option_of_the_docs_works_in_every_front_end(tmp_path: Path) -> None:
     copy_source(tmp_path)
     edits = blocks("add-an-option.md", "diff")
     assert len({edit.splitlines()[0] for edit in edits}) == 2
@@ -234,6 +234,6 @@ def test_the_page_of_models_has_the_architectures_of_the_registry() -> None:
     for (name, architecture), row in zip(sorted(ARCHITECTURES.items()), table.splitlines(), strict=True):
         named = re.escape(f"| `{name}` | {architecture.models} |")
         numbers = r"\de-0[4-9] \| \de-0[3-9]"
-        assert re.fullmatch(rf"{named} {numbers} \| (yes|–) \|", row), f"write {row} anew: see above the table"
+        assert re.fullmatch(rf"{named} {numbers} \| (yes|–) \|", row), f"replace {row} (see above the table)"
     assert {tiny.architecture for tiny in (TINY | ENCODERS).values()} == set(ARCHITECTURES), "tests/models/tiny.py"
     assert f"[{len(ARCHITECTURES)} architectures](docs/models.md)" in (ROOT / "README.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Machine code as text: the innermost loops of a kernel, and what they keep in memory for want of registers."""
+"""Machine code as text: the innermost loops of a kernel and their register spills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localllm.kernels.cpu.compiler import Variant, assembly
 ARM_LINUX, X86_LINUX = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 
 _VECTOR = re.compile(r"%[xyz]mm\d+|\b[vqdsbh]\d+\b")
-#: A place in the frame.  Loops address the memory of `stack` by a register of its own, or with an index.
+#: A stack address.  Loops address the memory of `stack` through a separate register, or with an index.
 _FRAME = re.compile(r"(?<![\w,])-?\d*\(%r[sb]p\)|\[(sp|x29)[],]")
 _MULTIPLY = re.compile(r"vfn?m(add|sub)|v?mulps|fml[as]\b")
 
@@ -42,7 +42,6 @@ def loops_of(v: Variant) -> list[list[str]]:
 
 
 def vector_instructions(loop: Sequence[str]) -> list[str]:
-    """Return the instructions that use a vector register."""
     return [line for line in loop if _VECTOR.search(line)]
 
 
@@ -57,5 +56,5 @@ def spills(loop: Sequence[str]) -> list[str]:
 
 
 def spilled(loop: Sequence[str]) -> list[str]:
-    """Return the spills that store a vector.  A load may be an operand of a product, and costs nothing then."""
+    """Return the spills that store a vector.  A load costs nothing as an operand of a product."""
     return [line for line in spills(loop) if re.match(r"v?mov\w*\s+%|st[rp]\b", line)]

@@ -1,4 +1,4 @@
-"""A backend that computes after it was called, as a GPU does, for the tests of pipelining."""
+"""A backend that computes asynchronously, as a GPU does, for the tests of pipelining."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localllm.kernels.reference import ReferenceBackend
 
 @dataclass(frozen=True)
 class LaterOutput(Output):
-    """What a step will end with, in an array of its own; the next step of the kind waits for it on its thread."""
+    """Output of a pending step, with a private array; the next step waits for it on its thread."""
 
     future: Future[NDArray[np.float32]]
 
@@ -30,7 +30,7 @@ class LaterStep(Step):
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         if hidden is not None and not isinstance(hidden, LaterOutput):
-            hidden = HostOutput(hidden.rows().copy())  # which will be overwritten
+            hidden = HostOutput(hidden.rows().copy())  # the caller overwrites these rows
 
         def compute() -> NDArray[np.float32]:
             self.backend.before(batch)
@@ -40,7 +40,7 @@ class LaterStep(Step):
 
 
 class AsynchronousBackend(ReferenceBackend):
-    """The reference, on a thread of its own.
+    """Reference backend that computes on a separate thread.
 
     Attributes:
         before: called on that thread with each batch before it is computed.

@@ -1,4 +1,4 @@
-"""The backends that the tests of operations run on.  A new one joins by one more entry."""
+"""Backends for the tests of operations.  To test a new backend, add an entry to `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Backend:
     """A backend under test.
 
     Attributes:
-        make: makes its operations.
+        make: creates the backend's operations.
         spoil: fills every key and value of a cache with NaN.
-        head_dims: the sizes of heads to try; all of them where kernels need not be compiled for each.
+        head_dims: head sizes to test.  Backends that compile a kernel for each size list only a few.
         scaled_head_dims: the same for a cache whose values have scales.
-        large_head_dim: the largest, tried with soft-cap and sinks.
-        is_exact: whether linear operations compute with activations as they are, not rounded to eight bits.
-        half_error: of products with float16 weights, in units of the sum of magnitudes.
-        table_error: of rows of an embedding table whose format kernels do not read.
-        attention_error: of attention over values of about 1.
-        is_slow: whether it is to be spared what is long and tests little more.
+        large_head_dim: the largest size, tested with soft-cap and sinks.
+        is_exact: whether linear operations use unrounded activations instead of 8-bit ones.
+        half_error: error bound of products with float16 weights, in units of the sum of magnitudes.
+        table_error: error bound of embedding rows in a format that kernels cannot read.
+        attention_error: error bound of attention over values of about 1.
+        is_slow: whether to skip long tests that check little more.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Backend:
     is_slow: bool = False
 
 
-#: CUDA's attention rounds weights to float16, by 2**-11 of each at most, and adds up in float32, as FlashAttention.
+#: CUDA attention, like FlashAttention, rounds weights to float16 (by at most 2**-11 each) and sums in float32.
 ATTENTION_ERROR = 5e-4
 
 ALL_HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
@@ -62,7 +62,7 @@ def _spoil_reference(cache: Any) -> None:
 
 
 def _spoil_cpu(cache: Any) -> None:
-    """What pads a head is never written: it stays zero, and kernels rely on that."""
+    """Spoil everything except head padding, which stays zero: kernels rely on that."""
     for layer, parts in cache.blocks().items():
         kept = cache.layers[layer]
         for i, (blocks, layout, dim) in enumerate(
@@ -79,19 +79,19 @@ def _spoil_cpu(cache: Any) -> None:
 
 
 def shared_by_threads(ops: CPUOps) -> CPUOps:
-    """The same, with even the smallest step shared by its threads."""
+    """Make threads share even the smallest step."""
     ops.backend.small_step = 0
     return ops
 
 
 def _cpu(target: Target) -> Backend:
-    """With sizes of heads that are padded, fill vectors, and fill an odd number of them: others run the same code."""
+    """Return a backend with head sizes that need padding, fill vectors, or fill an odd number of vectors."""
     make = lambda: shared_by_threads(CPUOps(threads=2, isa=target.name))  # noqa: E731
     return Backend(f"cpu-{target.name}", make, _spoil_cpu, (8, 16, 80), (8, 80), 256)
 
 
 def _spoil_cuda(cache: Any) -> None:
-    """As `_spoil_cpu`: NaN in halves, and in scales."""
+    """Set float16 values and scales to NaN; see `_spoil_cpu`."""
     for layer, layout in cache.layouts.items():
         kept = layout.cache
         for i, dim in enumerate((kept.key_dim,) if kept.values_in_keys else (kept.key_dim, kept.value_dim)):
@@ -105,18 +105,18 @@ def _spoil_cuda(cache: Any) -> None:
 
 
 def emulated_cuda(driver: EmulatedDriver | None = None, device: int = 0) -> CUDABackend:
-    """The CUDA backend in the harness; products take few rows at once, because g++ is long over more."""
+    """Return the emulated CUDA backend.  Products take few rows at once, because g++ compiles larger tiles slowly."""
     return CUDABackend(driver or EmulatedDriver(), device, compiles_ahead=False, tile_rows=(32,), chunk_bytes=1 << 16)
 
 
 def no_harness() -> str | None:
-    """Why the CUDA backend does not run in the harness here, or None."""
+    """Return why the CUDA backend cannot be emulated on this machine, or None if it can."""
     return nvrtc.missing() or build.missing()
 
 
 def _cuda() -> Iterator[Backend]:
-    """The CUDA backend, in the harness with heads of few sizes, and on a real device."""
-    # Activations are rounded to float16 too, and scales of tables that are repacked.
+    """Yield the CUDA backend: emulated with few head sizes, and on a real device if available."""
+    # Activations and the scales of repacked tables are rounded to float16 too.
     error = 2**-11
     if no_harness() is None:
         emulated = lambda: Ops(emulated_cuda())  # noqa: E731
@@ -139,6 +139,6 @@ BACKENDS = [
     *_cuda(),
 ]
 NARROW = [target for target in OTHERS if not target.wide]
-#: The CPU backend for other instruction sets, on which less is tried, since kernels are compiled for each: the best
-#: one with narrower vectors, and the one that every processor has.
+#: The CPU backend for other instruction sets: the best with narrower vectors, and the baseline.  These run fewer
+#: tests, because kernels are compiled for each.
 OTHER_CPUS = [_cpu(target) for target in dict.fromkeys((NARROW[:1] if BEST.wide else []) + NARROW[-1:])]

@@ -1,4 +1,4 @@
-"""Random blocks of every format with scales as real files have them, and what they mean."""
+"""Random blocks of every format, with realistic scales, and their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localllm.quant.types import GGMLType
 
 T = GGMLType
 
-#: Where the float16 fields of a block stand, in bytes; written down apart from the code under test.
+#: Byte offsets of the float16 fields in a block, independent of the code under test.
 F16_FIELDS: dict[GGMLType, tuple[int, ...]] = {
     T.F16: (0,),
     T.Q4_0: (0,),
@@ -43,17 +43,17 @@ F16_FIELDS: dict[GGMLType, tuple[int, ...]] = {
     T.IQ4_XS: (0,),
 }
 
-#: Formats that have a kernel each, if those with look-up tables, which differ in the numbers only, count as one.
+#: Formats with a kernel each.  All look-up table formats count as one, because only their tables differ.
 KERNEL_FORMATS = [t for t in FORMATS if repack_target(t) is t] + [T.IQ2_XS]
 
 
 def has_own_kernel(type: GGMLType) -> bool:
-    """Whether one of `KERNEL_FORMATS` is read like it.  Kernels of others, which take a second to compile, only CI
-    needs."""
+    """Return whether the format shares a kernel with `KERNEL_FORMATS`.  Other kernels take a second to compile and
+    run only in CI."""
     return repack_target(type) in map(repack_target, KERNEL_FORMATS)
 
 
-#: For each format of integers a scale with which all its values are integers: its unit.
+#: Scale that makes all values of an integer format integers.
 UNITS: dict[GGMLType, float] = {
     **{t: 1.0 for t in F16_FIELDS if t is not T.F16},
     T.IQ2_XXS: 8.0,
@@ -70,9 +70,9 @@ UNITS: dict[GGMLType, float] = {
 def random_rows(
     type: KernelType, n: int, k: int, *, scales: Sequence[float] = (), seed: int = 0
 ) -> NDArray[np.uint8]:
-    """Rows uint8 [n, row_bytes] of k columns: any codes, and scales near 0.02 or, where given, among ``scales``.
+    """Return rows uint8 [n, row_bytes] of k columns, with random codes, and scales near 0.02 or from ``scales``.
 
-    Scales given for MXFP4 and NVFP4 must be powers of two.
+    ``scales`` for MXFP4 and NVFP4 must be powers of two.
     """
     rng = np.random.default_rng(seed)
     size = block_size(type)
@@ -84,7 +84,7 @@ def random_rows(
 def set_scales(
     blocks: NDArray[np.uint8], type: KernelType, scales: Sequence[float], rng: np.random.Generator
 ) -> None:
-    """Sets every scale in blocks [n_blocks, block_bytes], or every value in the floats; see `random_rows`."""
+    """Set every scale in blocks [n_blocks, block_bytes], or every value of a float format; see `random_rows`."""
     count = len(blocks)
 
     def chosen(*shape: int) -> NDArray[Any]:
@@ -103,7 +103,7 @@ def set_scales(
     elif type is T.NVFP4:
         codes = [8 * (7 + int(np.log2(s))) for s in scales] or range(30, 90)
         blocks[:, :4] = rng.choice(codes, (count, 4))
-    elif type is T.IQ1_M:  # the scale's digits are the upper four bits of the last four words
+    elif type is T.IQ1_M:  # the scale's bits are the upper four bits of the last four words
         bits = chosen(count).astype(np.float16).view(np.uint16)
         for digit in range(4):
             byte = blocks[:, 48 + 2 * digit + 1]
@@ -114,23 +114,23 @@ def set_scales(
 
 
 def _write(blocks: NDArray[np.uint8], offset: int, values: NDArray[Any]) -> None:
-    """Puts one value into each block, ``offset`` bytes from its beginning."""
+    """Write one value into each block at byte ``offset``."""
     raw = np.ascontiguousarray(values).reshape(-1, 1).view(np.uint8)
     blocks[:, offset : offset + raw.shape[1]] = raw
 
 
 def three_bit_codes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Codes [..., 32] of bytes [..., 12], whose first 24 are bits 0 to 2 and 3 to 5 of each."""
+    """Unpack codes [..., 32] from bytes [..., 12], whose low and middle three bits are the first 24 codes."""
     rest, top = packed[..., :8] >> 6, packed[..., 8:] >> 6
     last = [rest[..., :4] | (top & 1) << 2, rest[..., 4:] | top >> 1 << 2]
     return np.concatenate([packed & 7, packed >> 3 & 7, *last], axis=-1)
 
 
 def gguf_values(rows: NDArray[np.uint8], type: GGMLType) -> NDArray[np.float32]:
-    """The values of rows [..., row_bytes], by the gguf package, or where it has no decoder by GGML's rule.
+    """Decode rows [..., row_bytes] with the gguf package, or by GGML's definition if the package has no decoder.
 
     Raises:
-        NotImplementedError: neither knows the type.
+        NotImplementedError: the type is unknown to both.
     """
     if type not in (T.Q1_0, T.Q2_0):
         values: NDArray[np.float32] = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(type))
@@ -145,7 +145,7 @@ def gguf_values(rows: NDArray[np.uint8], type: GGMLType) -> NDArray[np.float32]:
 
 
 def values_of(rows: NDArray[np.uint8], type: KernelType) -> NDArray[np.float64]:
-    """The values of rows, by the gguf package, or for the kernels' own formats by their definition."""
+    """Decode rows with the gguf package, or by definition for the kernels' private formats."""
     with np.errstate(all="ignore"):
         if not isinstance(type, LUTType):
             return np.asarray(gguf_values(rows, type), np.float64)

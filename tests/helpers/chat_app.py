@@ -1,4 +1,4 @@
-"""The chat app with a fake model, for tests: what is on its screen, and waiting for it."""
+"""The chat app with a fake model, for tests: its screen, keys, and waiting for events."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from localllm.tui.storage.chats import Store
 from localllm.tui.widgets.message import MessageView
 from tests.helpers.fake_chat import FakeModel, Reply
 
-#: Seconds that something may take on a slow machine.
+#: Seconds to wait for an event on a slow machine.
 LIMIT = 60.0
 
 
 def not_drawing() -> None:
-    """Fails on the thread that draws, which must not wait for anything; in tests that is the main one."""
-    assert threading.current_thread() is not threading.main_thread(), "the thread that draws does heavy work"
+    """Fail on the drawing thread (the main thread in tests), which must never block."""
+    assert threading.current_thread() is not threading.main_thread(), "heavy work on the drawing thread"
 
 
 class Steps(threading.Event):
-    """A gate that opens for so many tokens, or with `set` for all."""
+    """A gate that opens for n tokens with `allow`, or for all with `set`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Steps(threading.Event):
 
 
 class AppModel(FakeModel):
-    """A model that works on no thread that draws."""
+    """A model that must not be used on the drawing thread."""
 
     def tokenize(self, text: str, add_special: bool = True) -> list[int]:
         not_drawing()
@@ -62,7 +62,7 @@ class AppModel(FakeModel):
 
 
 class AppStore(Store):
-    """A store in memory that is used on no thread that draws, once the app runs."""
+    """A store in memory.  While the app runs, it must not be used on the drawing thread."""
 
     watched = False
 
@@ -75,13 +75,13 @@ class AppStore(Store):
 
 
 def setup(model: AppModel, store: Store | None = None, **fields: Any) -> Setup:
-    """What an app is built of that talks with a model."""
+    """Return the setup of an app that talks to ``model``."""
     given: dict[str, Any] = {"load": lambda name, progress: model, "memory": lambda: 812_000_000, **fields}
     return Setup(AppStore(None) if store is None else store, **given)
 
 
 def talk(*texts: str, title: str = "") -> Conversation:
-    """A chat in which somebody and a model said things in turn."""
+    """Return a chat with alternating messages of the user and the model."""
     conversation = Conversation(title=title)
     for i, text in enumerate(texts):
         conversation.add("assistant" if i % 2 else "user", text)
@@ -89,7 +89,7 @@ def talk(*texts: str, title: str = "") -> Conversation:
 
 
 def keeping(*chats: tuple[str, ...], replies: Sequence[Reply] = ()) -> Setup:
-    """What an app is built of whose store has chats, titled as they begin; the last one is open."""
+    """Return a setup whose store contains chats, each titled with its first message.  The last chat is open."""
     store = AppStore(None)
     conversation = Conversation()
     for texts in chats:
@@ -99,14 +99,14 @@ def keeping(*chats: tuple[str, ...], replies: Sequence[Reply] = ()) -> Setup:
 
 
 def screen_text(app: App[Any]) -> str:
-    """What is on the screen, without colours."""
-    # The compositor is what Textual's own screenshots are made of.
+    """Return the text on the screen, without colours."""
+    # Textual's screenshots use the compositor too.
     return "\n".join(strip.text.rstrip() for strip in app.screen._compositor.render_strips())
 
 
 @dataclass
 class Chat:
-    """An app that runs, and somebody who sits before it."""
+    """A running app and its user."""
 
     app: ChatApp
     pilot: Pilot[int]
@@ -117,7 +117,7 @@ class Chat:
 
     @property
     def notices(self) -> list[str]:
-        """What was told in notifications that are there still."""
+        """Messages of the notifications that are still visible."""
         return [notification.message for notification in self.app._notifications]
 
     @property
@@ -126,51 +126,51 @@ class Chat:
 
     @property
     def model_is_settled(self) -> bool:
-        """Whether no model is to be loaded, or being loaded."""
+        """Whether no model is loading or about to load."""
         return self.app._chat.models.state in ("loaded", "none")
 
     async def press(self, *keys: str) -> None:
-        """Presses keys, and waits till they have been handled."""
-        # Textual's own way waits after every key for a processor that does nothing, on a busy machine a second.
+        """Press keys and wait until they have been handled."""
+        # Textual's `Pilot.press` waits after every key for an idle processor: a second on a busy machine.
         for key in keys:
             self.app.post_message(_key(key))
         await self._handled()
 
     def hit(self, *keys: str) -> None:
-        """Presses keys all at once, faster than the screen follows; see `press`."""
+        """Press all keys at once, faster than the screen updates; see `press`."""
         press(self.app, *keys)
 
     async def type(self, text: str) -> None:
-        """Types a text where the cursor is; pasted, which is quicker, and does the same."""
+        """Enter a text at the cursor.  Pastes it, which is faster than typing and has the same effect."""
         assert self.app.screen.focused is not None
         self.app.post_message(Paste(text))
         await self._handled()
 
     async def say(self, text: str) -> None:
-        """Types a message, and sends it."""
+        """Type a message and send it."""
         assert self.app.screen.focused is not None
         self.app.post_message(Paste(text))
         await self.press("enter")
 
     async def ask(self, text: str) -> None:
-        """Says something, and waits for the reply."""
+        """Send a message and wait for the reply."""
         n = len(self.app._chat.session.conversation)
         await self.say(text)
         await self.until(lambda: len(self.app._chat.session.conversation) >= n + 2)
         await self.rest()
 
     async def _handled(self) -> None:
-        """Waits until keys have had their effect, and it is drawn."""
+        """Wait until all keys have taken effect and the screen is drawn."""
         taken = asyncio.Event()
-        self.app.call_later(taken.set)  # behind the keys
+        self.app.call_later(taken.set)  # after the keys
         await asyncio.wait_for(taken.wait(), LIMIT)
         while (task := self.app.keys._task) is not None and not task.done():
             _, late = await asyncio.wait([task], timeout=LIMIT)
-            assert not late, f"the keys have no end:\n{self.screen}"
+            assert not late, f"the keys were never handled:\n{self.screen}"
         await self.pilot.pause(0)
 
     async def rest(self) -> None:
-        """Waits until nothing is generated, and all of it is drawn."""
+        """Wait until generation has ended and the screen is drawn."""
         await self.until(lambda: self.app._chat.turn is None and self.model_is_settled)
         for worker in list(self.app.workers):
             if worker.group in ("turn", "command", "step", "suggestions"):
@@ -188,20 +188,20 @@ class Chat:
             return
         end = asyncio.get_running_loop().time() + LIMIT
         while not condition():
-            assert asyncio.get_running_loop().time() < end, f"there is not {what}:\n{self.screen}\n{self.notices}"
+            assert asyncio.get_running_loop().time() < end, f"timeout: {what}:\n{self.screen}\n{self.notices}"
             await asyncio.sleep(0.01)
         await self.pilot.pause(0)
 
 
 def press(app: App[Any], *keys: str) -> None:
-    """Presses keys, and waits for nothing; what is not the name of a key is typed."""
+    """Press keys without waiting.  Strings that are not key names are typed character by character."""
     for key in keys:
         for each in [key] if key in set(Keys) else key:
             app.post_message(_key(each))
 
 
 def _key(name: str) -> Key:
-    """A key by its name, or the character on it."""
+    """Return the event of a key, given by its name or its character."""
     name = _character_to_key(name) if len(name) == 1 else name
     try:
         return Key(name, unicodedata.lookup(_get_unicode_name_from_key(REPLACED_KEYS.get(name, name))))
@@ -213,11 +213,11 @@ def _key(name: str) -> Key:
 async def starting(
     app: ChatApp, size: tuple[int, int] = (80, 24), *, notifications: bool = False
 ) -> AsyncIterator[Chat]:
-    """An app that has just begun."""
+    """Run an app that has just started."""
     async with app.run_test(size=size, notifications=notifications) as pilot:
         try:
             yield Chat(app, pilot)
-        except BaseException:  # a reply that waits for the test would keep the failure from being told
+        except BaseException:  # a reply that waits for the test would hide the failure
             if app._chat.turn is not None:
                 app._chat.turn.stop()
             raise
@@ -228,7 +228,7 @@ async def starting(
 async def chatting(
     built: Setup, size: tuple[int, int] = (80, 24), *, notifications: bool = False
 ) -> AsyncIterator[Chat]:
-    """An app whose model is loaded; ``notifications`` are drawn if it is so said."""
+    """Run an app whose model is loaded; ``notifications`` draws them."""
     async with starting(ChatApp(built), size, notifications=notifications) as chat:
         if isinstance(built.store, AppStore):
             built.store.watched = True
@@ -240,5 +240,5 @@ async def chatting(
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Runs a test, which takes `LIMIT` seconds several times at most."""
+    """Run a test with a time limit of several times `LIMIT`."""
     asyncio.run(asyncio.wait_for(test, 4 * LIMIT))

@@ -1,4 +1,4 @@
-"""The JSON schema of exported chats, made from the types that the terminal's chat reads them with.
+"""The JSON schema of exported chats, generated from the types with which the terminal's chat reads them.
 
 ``python -m tests.helpers.chat_schema`` writes it to ``localllm/server/page/chat_schema.js``, for the page.
 """
@@ -20,10 +20,10 @@ from localllm.tui.chat.conversation import Message
 
 PATH = Path(page.__file__).with_name("chat_schema.js")
 
-#: Larger bounds are those of floating-point numbers.
+#: Larger bounds are bounds of floating-point numbers.
 _LARGEST = 1 << 64
 
-#: Settings of a chat that are not sampling settings, and those whose bounds are not two numbers.
+#: Settings of a chat that are not sampling settings, and settings without two numeric bounds.
 _OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "max_tokens": {"type": "integer", "minimum": 0},
     "stop": {"type": "array", "items": {"type": "string", "minLength": 1}},
@@ -38,7 +38,7 @@ _OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 def chat_schema() -> dict[str, Any]:
     (chat, message), components = msgspec.json.schema_components([export.Exported, Message])
     definitions = {name: _plain(schema) for name, schema in components.items()}
-    definitions["Message"]["required"] = ["id", "role", "text"]  # what the others default to is in `to_message`
+    definitions["Message"]["required"] = ["id", "role", "text"]  # `to_message` has defaults for the other fields
     definitions["Exported"]["properties"]["messages"] = {"type": "array", "items": message}
     settings = {"type": "object", "properties": _settings(), "additionalProperties": False}
     definitions["Exported"]["properties"]["settings"] = {"anyOf": [{"type": "null"}, settings]}
@@ -46,7 +46,7 @@ def chat_schema() -> dict[str, Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """Return a schema without titles, defaults and descriptions, which check nothing."""
+    """Return a schema without titles, defaults and descriptions, which validate nothing."""
     if isinstance(schema, list):
         return [_plain(part) for part in schema]
     if not isinstance(schema, dict):

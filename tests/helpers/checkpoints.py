@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors files written by hand, and a tokenizer."""
+"""Hugging Face folders: a tokenizer, and safetensors files written byte by byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32",
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any] | tuple[str, NDArray[Any]]]) -> Path:
-    """Arrays, or types of the format and their bits; uint16 is bfloat16."""
+    """Write a safetensors file of arrays, or of (type, bits) pairs; uint16 means bfloat16."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, given in tensors.items():
@@ -32,7 +32,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[Any] | tuple[str
 
 
 def write_tokenizer(folder: Path, n_vocab: int) -> None:
-    """The tokenizer of `tiny_models.spm_vocabulary`, as sentencepiece has it."""
+    """Write `tiny_models.spm_vocabulary` as a SentencePiece tokenizer."""
     keys = tiny_models.spm_vocabulary(n_vocab)
     for name in ("scores", "token_type"):
         keys[f"tokenizer.ggml.{name}"] = np.array(keys[f"tokenizer.ggml.{name}"])
@@ -48,12 +48,12 @@ def write_checkpoint(
     without: str | None = None,
     **changes: Any,
 ) -> Path:
-    """A tiny random model of `tiny_models`.
+    """Write a tiny random model of `tiny_models`.
 
     Args:
-        tensors: further tensors, or others in place of those that it has.
-        without: a tensor that it lacks.
-        changes: in config.json.
+        tensors: extra tensors, or replacements for existing ones.
+        without: name of a tensor to omit.
+        changes: changes to config.json.
     """
     settings = tiny_models.config(model_type, **{"bos_token_id": 1, "eos_token_id": 2} | changes)
     weights = dict(tiny_models.random_weights(settings)) | dict(tensors or {})
@@ -65,7 +65,7 @@ def write_checkpoint(
 
 
 def bytes_field(message: bytes, wanted: int) -> bytes:
-    """The first field of a number, of those of a protocol buffer's message that are bytes."""
+    """Return the first field with number ``wanted`` and a value of bytes, from a protocol buffer's message."""
     at = 0
 
     def varint() -> int:
@@ -79,7 +79,7 @@ def bytes_field(message: bytes, wanted: int) -> bytes:
 
     while True:
         number, kind = divmod(varint(), 8)
-        n = varint() if kind in (0, 2) else 4  # the other kind of a model's fields is float32
+        n = varint() if kind in (0, 2) else 4  # float32, the only other wire type in a model
         n = n if kind else 0
         if (number, kind) == (wanted, 2):
             return message[at : at + n]

@@ -1,4 +1,4 @@
-"""Runs the command ``localllm``: inside this process, or as a program of its own."""
+"""Run the command ``localllm`` inside this process or as a separate program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from localllm.cli.main import main
 from tests.helpers.data import ROOT
 
-#: Seconds after which a command that has not ended is killed: long enough to compile all kernels on a slow machine.
+#: Seconds before a command is killed: long enough to compile all kernels on a slow machine.
 LIMIT = 300.0
 
 
@@ -26,14 +26,14 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: exit code, and what it wrote, decoded from UTF-8."""
+    """Result of a command: exit code and output, decoded from UTF-8."""
 
     code: int
     out: str
     err: str
 
     def error(self) -> str:
-        """The one line that says what went wrong; fails if there is anything beside it."""
+        """Return the single line of the error message; fails if the command wrote anything else."""
         assert not self.out
         assert "Traceback" not in self.err
         lines = self.err.splitlines()
@@ -44,7 +44,6 @@ class Outcome:
 
 
 def run_main(capfdbinary: pytest.CaptureFixture[bytes], *arguments: object) -> Outcome:
-    """Runs a command line in this process."""
     capfdbinary.readouterr()
     code = main([str(argument) for argument in arguments])
     out, err = capfdbinary.readouterr()
@@ -56,9 +55,9 @@ def command(*arguments: object) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment for a process of its own; ``PYTHONWARNINGS`` and the like are not handed on.
+    """Return the environment of a child process, without ``PYTHONWARNINGS`` and similar variables.
 
-    Nor is a terminal's size: GNU readline writes one into the environment, and a terminal of the test's has its own.
+    It also omits the terminal size: GNU readline exports it, and a test's terminal sets its own.
     """
     left_out = ("PYTHON", "LOCALLLM_", "COLUMNS", "LINES")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
@@ -74,9 +73,9 @@ def run_process(
     prefix: Sequence[str] = (),
     **options: Any,
 ) -> Outcome:
-    """Runs a command line in a process of its own, with nothing on stdin unless something is given.
+    """Run a command line in a child process, without stdin unless ``stdin`` is passed.
 
-    ``prefix`` is a command that runs the one which follows it.
+    ``prefix`` is a command that runs the command line, such as ``nice``.
     """
     given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -94,10 +93,10 @@ def run_process(
 
 @contextmanager
 def running(arguments: Sequence[object], *, env: dict[str, str] | None = None, **streams: Any) -> Iterator[Process]:
-    """A command line in a process of its own, which is killed at the block's end, or after `LIMIT` seconds: then
-    whoever waits for it, or reads what it writes, goes on.
+    """Run a command line in a child process, killed at the end of the block or after `LIMIT` seconds, so that no
+    reader waits forever.
 
-    Ctrl-C reaches it, even where the tests run in the background of a script and ignore it.
+    Ctrl-C reaches it even if the tests run in the background of a script and ignore it.
     """
     with _default_interrupts():
         process = subprocess.Popen(command(*arguments), cwd=ROOT, env=env or environment(), **streams)
@@ -113,7 +112,7 @@ def running(arguments: Sequence[object], *, env: dict[str, str] | None = None, *
 
 @contextmanager
 def _default_interrupts() -> Iterator[None]:
-    """A program inherits that SIGINT is ignored, but not a handler: it begins with what the system does."""
+    """Restore the default SIGINT handler while a child starts: children inherit an ignored signal, but no handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -122,7 +121,7 @@ def _default_interrupts() -> Iterator[None]:
 
 
 def run_on_terminal(arguments: Sequence[object]) -> tuple[int, str]:
-    """Runs a command line with a terminal as stdin, stdout and stderr; exit code, and what was on the screen."""
+    """Run a command line with a terminal as stdin, stdout and stderr; return the exit code and the screen."""
     with on_terminal(arguments, COLUMNS="80") as (process, master):
         screen = read_all(master)
         return process.wait(), screen.decode()
@@ -130,7 +129,7 @@ def run_on_terminal(arguments: Sequence[object]) -> tuple[int, str]:
 
 @contextmanager
 def on_terminal(arguments: Sequence[object], **variables: str) -> Iterator[tuple[Process, int]]:
-    """A command with a terminal of its own as stdin, stdout and stderr, and the terminal's other end."""
+    """Run a command with a new terminal as stdin, stdout and stderr; yield the process and the master end."""
     master, slave = os.openpty()
     try:
         with running(
@@ -148,7 +147,7 @@ def on_terminal(arguments: Sequence[object], **variables: str) -> Iterator[tuple
 
 
 def read_all(descriptor: int) -> bytes:
-    """What a terminal shows until its last program ends, which Linux reports as an error."""
+    """Return a terminal's output until its last program ends, which Linux reports as an error."""
     data = b""
     while True:
         try:

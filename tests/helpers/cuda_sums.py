@@ -1,6 +1,6 @@
-"""What CUDA kernels compute, written down a second time in numpy, addition by addition, so that every bit is known.
+"""A second implementation of the CUDA kernels' arithmetic in numpy, addition by addition, so that every bit is known.
 
-It follows kernels/cuda/dots.cuh: chunks of whole tiles, in them blocks of 32 columns one after the other.
+It follows kernels/cuda/dots.cuh: chunks of whole tiles, each processed in blocks of 32 columns, in order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ F = np.float32
 
 
 def fma(a: Floats, b: Floats, c: Floats) -> Floats:
-    """a * b + c with one rounding, to float32.
+    """Return a * b + c as float32, rounded once.
 
-    In float64 the product is exact and the sum is rounded to odd (Boldo & Melquiond, 2008), so that rounding it once
-    more, to float32, gives what one rounding would.
+    In float64 the product is exact and the sum is rounded to odd (Boldo & Melquiond, 2008), so that the final
+    rounding to float32 gives the correctly rounded result.
     """
     product, addend = a.astype(np.float64) * b, np.asarray(c, np.float64)
-    with np.errstate(invalid="ignore"):  # where something is infinite there is no error to look at
+    with np.errstate(invalid="ignore"):  # infinite values have no error term
         total = product + addend
         virtual = total - product
         error = (product - (total - virtual)) + (addend - virtual)
@@ -45,7 +45,7 @@ def fma(a: Floats, b: Floats, c: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Activations:
-    """Rows rounded to eight bits: codes [T, blocks, 32], scales d [T, blocks]."""
+    """Round rows to eight bits: codes [T, blocks, 32], scales d [T, blocks]."""
 
     codes: Ints
     d: Floats
@@ -58,7 +58,7 @@ class Activations:
 
 
 def quantised(x: Floats) -> Activations:
-    """As kernels/cpu/elementwise.py does it."""
+    """Round activations with the operations of kernels/cpu/elementwise.py."""
     runs = x.reshape(len(x), -1, 32)
     largest = np.abs(runs).max(axis=2)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -69,7 +69,7 @@ def quantised(x: Floats) -> Activations:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of an integer format: codes [n, blocks, 32] to multiply with, scales and minima [n, blocks, halves]."""
+    """Unpacked rows of an integer format: codes [n, blocks, 32], scales and minima [n, blocks, halves]."""
 
     codes: Ints
     d: Floats
@@ -77,7 +77,7 @@ class Blocks:
 
 
 def blocks_of(rows: NDArray[np.uint8], type: KernelType) -> Blocks:
-    """Takes rows uint8 [n, row_bytes] apart."""
+    """Unpack rows uint8 [n, row_bytes]."""
     n = len(rows)
     if isinstance(type, LUTType) or type is GGMLType.IQ4_NL:
         table = np.array(type.table if isinstance(type, LUTType) else IQ4_VALUES, np.int64)
@@ -101,14 +101,14 @@ def blocks_of(rows: NDArray[np.uint8], type: KernelType) -> Blocks:
 
 
 def chunks(n_in: int, columns: int, most: int = 16) -> list[range]:
-    """The tiles of each chunk."""
+    """Return the tiles of each chunk."""
     n = -(-n_in // columns)
     count = min(most, n)
     return [range(i * n // count, (i + 1) * n // count) for i in range(count)]
 
 
 def product(rows: NDArray[np.uint8], type: KernelType, x: Floats) -> Floats:
-    """x [T, k] times rows [n, k] of an integer format: float32 [T, n], bit for bit."""
+    """Multiply x [T, k] by rows [n, k] of an integer format: float32 [T, n], bit for bit."""
     w, inputs = blocks_of(rows, type), quantised(x)
     total = np.zeros((len(x), len(rows)), F)
     in_tile = tile_columns(type) // 32
@@ -141,7 +141,7 @@ def _add_block(acc: Floats, w: Blocks, x: Activations, b: int) -> Floats:
 
 
 def float_product(w: Floats, x: Floats) -> Floats:
-    """The same for float32 weights [n, k]: column by column."""
+    """The same for float32 weights [n, k], column by column."""
     total = np.zeros((len(x), len(w)), F)
     for tiles in chunks(x.shape[1], 128):
         acc = np.zeros_like(total)

@@ -1,4 +1,4 @@
-"""Where tests find what does not ship with the project."""
+"""Paths of test data that is not part of the project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def shared_data(relative: str) -> Path:
-    """The path of a real file under ``../shared/data``; skips the test where it is not there."""
+    """Return the path of a file in ``../shared/data``; skip the test if it does not exist."""
     path = ROOT.parent / "shared" / "data" / relative
     if not path.exists():
         pytest.skip(f"needs {relative} in ../shared/data")

@@ -1,4 +1,4 @@
-"""The devices that tests of the whole way run on."""
+"""Devices for end-to-end tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all drafters are held to: their drafts, recorded, and texts that are the same with and without them."""
+"""Checks for all drafters: recorded drafts, and equal text with and without drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True
 
 
 class Round(NamedTuple):
-    """One round of drafts."""
+    """One round of drafting."""
 
     tokens: list[int]  # the text before it
     ids: list[int]  # the drafts
@@ -24,7 +24,7 @@ class Round(NamedTuple):
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, drafter: type[Any], step: str) -> list[Round]:
-    """The rounds to come of all drafters of a class, whose steps are that method of their runner."""
+    """Record the future rounds of every drafter of a class; ``step`` names the runner's method for its steps."""
     found: list[Round] = []
     draft = drafter._draft
 
@@ -48,8 +48,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch, drafter: type[Any], step: str) -> 
 
 
 def check_texts(llm: LLM, most: Iterable[int]) -> int:
-    """Texts with drafts, at most so many at once, are those without: greedy, sampled, cut, in turns of a chat and
-    side by side.  The number of drafts that were accepted."""
+    """Check that drafts do not change the text: greedy, sampled, after a cut, in chat turns and in parallel requests.
+
+    Returns the number of accepted drafts.
+    """
     chat, n_accepted = PROMPT, 0
     for turn in range(4):
         llm.forget() if turn == 1 else None
@@ -64,7 +66,7 @@ def check_texts(llm: LLM, most: Iterable[int]) -> int:
             n_accepted += done.drafts.accepted
             done = llm.generate(chat, max_tokens=20, temperature=1.0, seed=turn, draft_always=True)
             assert done.ids == sampled.ids
-        # The first is cut, and goes on otherwise; later ones are turns of a chat.
+        # The first turn changes the end of the prompt; later turns extend the chat.
         chat = [*chat[:20], 5, 6, 7] if turn == 0 else [*chat, *expected.ids[:20], 5, 6, 7]
     prompts = [PROMPT[:n] for n in (3, 20, 41)]
     alone = [llm.generate(prompt, **GREEDY, speculate=None).ids for prompt in prompts]

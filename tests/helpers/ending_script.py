@@ -1,4 +1,4 @@
-"""What the scripts of tests/localllm/test_ending.py begin with: ``from tests.helpers.ending_script import *``."""
+"""Preamble of the scripts in tests/localllm/test_ending.py: ``from tests.helpers.ending_script import *``."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ __all__ = [
 DEMO = str(demo_path())
 NUMBERS = {"type": "array", "items": {"type": "integer"}}
 
-# The demo model's steps go to the workers, as a large model's do.
+# Use worker threads for the demo model's steps, as a large model does.
 CPUBackend.small_step = 0
 
 
 def step() -> None:
-    """The script's last step: it should end within a second of it."""
+    """Print the time of the script's last step; the process should exit within a second."""
     os.write(1, f"step {time.monotonic()}\n".encode())
 
 
@@ -60,7 +60,7 @@ def load(**options: Any) -> LLM:
 
 
 def busy(llm: LLM, n: int = 3) -> list[Stream]:
-    """Streams that go on for seconds whether anybody reads them or not; returns when steps are being evaluated."""
+    """Start streams that run for seconds without a reader; return once steps are being evaluated."""
     streams = [llm.stream("Once upon a time " * i, ignore_eos=True) for i in range(1, n + 1)]
     for stream in streams:
         stream.deliver_at_end()
@@ -71,12 +71,12 @@ def busy(llm: LLM, n: int = 3) -> list[Stream]:
 
 
 def write(llm: LLM) -> int:
-    """A short text; returns how many tokens it has."""
+    """Generate a short text and return its number of tokens."""
     return len(llm.generate("Hello", max_tokens=5, ignore_eos=True).ids)
 
 
 def fill(stream: Stream) -> Stream:
-    """Waits until the stream has paused, as nobody reads it."""
+    """Wait until the stream pauses because it has no reader."""
     next(stream)
     while not stream._output.is_full:
         time.sleep(0.001)
@@ -84,7 +84,7 @@ def fill(stream: Stream) -> Stream:
 
 
 def refused(use: Callable[[], object]) -> None:
-    """Uses a model, and prints which error that gives."""
+    """Call ``use`` and print its result or the name of the exception."""
     try:
         print("got", use(), flush=True)
     except Exception as error:
@@ -92,7 +92,7 @@ def refused(use: Callable[[], object]) -> None:
 
 
 def run(task: Callable[[], Awaitable[Any]]) -> Any:
-    """What a coroutine function returns, in an event loop of its own."""
+    """Run a coroutine function in a new event loop and return its result."""
 
     async def main() -> Any:
         return await task()
@@ -101,15 +101,15 @@ def run(task: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def quiet() -> None:
-    """An exception ends the script as ever, but without its traceback."""
+    """Suppress the traceback of the exception that ends the script."""
     sys.excepthook = lambda *_: None
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C comes in the middle of this; the script ends with it."""
+    """Send Ctrl-C to this process during the block; the script ends with it."""
     quiet()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the suite runs it is perhaps ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the test run may ignore the signal
     try:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         yield
@@ -119,7 +119,7 @@ def interruptible() -> Iterator[None]:
 
 
 def ctrl_c() -> NoReturn:
-    """Raises KeyboardInterrupt, as Ctrl-C does."""
+    """Raise KeyboardInterrupt through a real Ctrl-C."""
     with interruptible():
         while True:
             time.sleep(1)

@@ -1,4 +1,4 @@
-"""Looks into an engine whose thread runs."""
+"""Inspect an engine while its thread runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def in_engine(model: LLM | Engine, look: Callable[[EngineLoop], _T]) -> _T:
-    """What a function returns that the engine's thread calls, between two steps."""
+    """Call a function on the engine's thread between two steps and return its result."""
     engine = model._opened() if isinstance(model, LLM) else model
     found: queue.SimpleQueue[_T] = queue.SimpleQueue()
     engine._inbox.put(lambda loop: found.put(look(loop)))
@@ -22,12 +22,12 @@ def in_engine(model: LLM | Engine, look: Callable[[EngineLoop], _T]) -> _T:
 
 
 def n_requests(model: LLM | Engine) -> int:
-    """Requests that wait or run."""
+    """Return the number of waiting and running requests."""
     return in_engine(model, lambda loop: len(loop._scheduler.requests))
 
 
 def eventually(condition: Callable[[], object], seconds: float = 60) -> bool:
-    """Whether a condition comes true, which only another thread can make true."""
+    """Wait until another thread makes a condition true; return whether it did."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

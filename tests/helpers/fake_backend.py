@@ -1,7 +1,7 @@
-"""A backend whose logits tell which tokens the cache held: any fault of paging or batching changes them.
+"""A backend whose logits identify the tokens in the cache: any fault of paging or batching changes them.
 
-Its "keys" are the token ids themselves.  The logits of a token are a function of all ids from its sequence's
-beginning up to it, read back through the block table (`logits_after`).
+Its "keys" are the token ids themselves.  The logits of a token are a function of all ids of its sequence up to
+that token, read through the block table (`logits_after`).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ PAGE_SIZE = 4
 
 
 def logits_after(ids: Sequence[int]) -> NDArray[np.float32]:
-    """The logits [N_VOCAB] that follow ``ids``."""
+    """Return the logits [N_VOCAB] that follow ``ids``."""
     seed = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()[:8]
     return np.random.default_rng(int.from_bytes(seed, "little")).standard_normal(N_VOCAB, np.float32)
 
 
 def greedy_after(ids: Sequence[int], n: int) -> list[int]:
-    """The ``n`` tokens that greedy decoding adds to ``ids``."""
+    """Return the ``n`` tokens that greedy decoding appends to ``ids``."""
     ids = list(ids)
     for _ in range(n):
         ids.append(int(logits_after(ids).argmax()))
     return ids[-n:] if n else []
 
 
-#: Numbers that a state of `FakeCache` takes where it is read: how many ids there are, and those.
+#: Size of a serialised `FakeCache` state, in numbers: the number of ids, then the ids.
 _STATE_SIZE = 256
 
 
 class FakeCache:
-    """Pages of ids; -1 where nothing was written.  States are the ids that they have seen."""
+    """Pages of ids; -1 marks unwritten entries.  A state is the list of ids that it has processed."""
 
     def __init__(self, n_pages: int | tuple[int, ...], windows: Sequence[int | None] = (None,), n_states: int = 0):
         self.page_size, self.windows, self.n_states = PAGE_SIZE, windows, n_states
@@ -55,7 +55,7 @@ class FakeCache:
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """Those in the pages of all tokens."""
+        """Pages of the first group, which holds all tokens."""
         return self.groups[0]
 
     def copy(self, group: int | None, source: int, target: int) -> None:
@@ -81,7 +81,7 @@ class FakeCache:
             self.groups[group][number] = ids
 
     def put(self, tables: Sequence[Sequence[int]], state: int, first: int, ids: Sequence[int]) -> None:
-        """What a step does with the tokens of a sequence from position ``first`` on."""
+        """Append the tokens of a sequence from position ``first``, as a step does."""
         for group, table in zip(self.groups, tables, strict=True):
             for position, id_ in enumerate(ids, first):
                 group[table[position // PAGE_SIZE], position % PAGE_SIZE] = id_
@@ -89,7 +89,7 @@ class FakeCache:
             self.states[state] = [*(self.states[state] if first else []), *ids]
 
     def get(self, tables: Sequence[Sequence[int]], state: int, n_tokens: int) -> list[int]:
-        """The tokens of a sequence; what is kept of them in windows and states must be the same."""
+        """Return the tokens of a sequence; checks that windows and states hold the same tokens."""
         all_ids, *others = (
             [int(group[table[p // PAGE_SIZE], p % PAGE_SIZE]) for p in range(first, n_tokens)]
             for group, table, first in zip(self.groups, tables, self.first_seen(n_tokens), strict=True)
@@ -100,18 +100,18 @@ class FakeCache:
         return all_ids
 
     def first_seen(self, n_tokens: int) -> list[int]:
-        """Of each group the first position that the token behind ``n_tokens`` sees."""
+        """Return, for each group, the first position that the token after ``n_tokens`` attends to."""
         return [0 if window is None else max(0, n_tokens + 1 - window) for window in self.windows]
 
 
 class FakeStep(Step):
-    """As much of a backend as an engine uses.
+    """The parts of a backend that an engine uses.
 
     Attributes:
-        batches: every batch that was run.
-        chosen: for each of them how many of the largest logits were asked for, 0 for all, and of which rows all.
+        batches: every batch, in order.
+        chosen: per batch, the number of largest logits requested (0: all), and the rows requested in full.
         before_step: called with each batch before it is run; may raise.
-        chooses_ahead: what the largest logits of the last two batches chose is kept.
+        chooses_ahead: whether the choices of the last two batches are stored.
     """
 
     weights = ()
@@ -123,7 +123,7 @@ class FakeStep(Step):
         self.before_step: Callable[[Batch], None] = lambda batch: None
         self.cache = cache
         self.max_top_k, self._max_tokens, self._ids = max_top_k, max_tokens, np.zeros(0, np.int32)
-        # Reused, as a backend may.
+        # A backend may reuse these buffers.
         self._own, self._other = np.empty((2, max_outputs, N_VOCAB), np.float32)
 
     def run(self, batch: Batch, hidden: Output | None = None) -> FakeLogits:
@@ -150,7 +150,7 @@ class FakeStep(Step):
 
 @dataclass(frozen=True)
 class FakeLogits(HostOutput):
-    """Logits that note how many of them are asked for."""
+    """Logits that record the number of requested values."""
 
     chosen: list[tuple[int, list[int]]]
     ids: NDArray[np.int32]
@@ -165,7 +165,7 @@ class FakeLogits(HostOutput):
 
 
 def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:
-    """Appends the batch to the cache; the ids up to and with each of its tokens."""
+    """Append the batch to the cache; return the ids up to and including each new token."""
     n_sequences = len(batch.kv_lengths)
     assert batch.query_starts[0] == 0
     assert batch.query_starts[-1] == len(batch.ids)

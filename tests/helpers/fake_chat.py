@@ -1,4 +1,4 @@
-"""A model for tests of the chat: it replies what it is told to, in tokens that are words."""
+"""A fake model for chat tests: it returns scripted replies, with words as tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from localllm.tui.chat.events import Event, Turn
 
 Messages = Sequence[Mapping[str, object]]
 
-#: A reply, or what makes one of the messages that the model got.
+#: A reply, or a function that creates one from the messages.
 Reply = str | Exception | Callable[[Messages], str]
 
 
 def play(
     act: Callable[..., None], *arguments: object, watch: Callable[[Event, Turn], None] = lambda event, turn: None
 ) -> list[Event]:
-    """The events of a method of a session that generates; ``watch`` gets each of them as it comes."""
+    """Run a session method that generates and return its events; ``watch`` also receives each event immediately."""
     events: list[Event] = []
 
     def emit(event: Event) -> None:
@@ -39,12 +39,11 @@ def play(
 
 
 def leaves(conversation: Conversation) -> list[Message]:
-    """The last message of every branch, oldest first."""
     return [message for message in conversation.messages if not conversation.children(message.id)]
 
 
 def words(text: str) -> list[str]:
-    """The tokens of a text: words with the white space before them."""
+    """Split a text into tokens: words with their leading white space."""
     return re.findall(r"\s*\S+|\s+$", text)
 
 
@@ -59,7 +58,7 @@ class FakeInfo:
 
 @dataclass
 class FakeTemplate:
-    """``role: content`` lines; ``ending`` stands where the reply begins, without a tag where there is no thinking."""
+    """Renders ``role: content`` lines, then ``ending``, without its tag if thinking is disabled."""
 
     ending: str = "assistant:"
 
@@ -70,7 +69,7 @@ class FakeTemplate:
 
 @dataclass
 class Asked:
-    """What the model was asked."""
+    """A request that the model received."""
 
     messages: list[dict[str, object]]
     reply_prefix: str
@@ -84,12 +83,12 @@ class FakeModel:
     """A `localllm.tui.chat.context.ChatModel`.
 
     Attributes:
-        replies: one after the other; after the last one "ok" comes.  An exception is raised in the midst of a reply.
-        context: tokens that fit.
-        seconds: before every token.
-        gate: if it is given, every token waits for it to be set.
-        ending: what the prompt ends with.
-        asked: what it was asked, in order.
+        replies: scripted replies, in order; later replies are "ok".  An exception is raised in the middle of a reply.
+        context: context length in tokens.
+        seconds: delay before every token.
+        gate: if set, every token waits for this event.
+        ending: end of the rendered prompt.
+        asked: received requests, in order.
     """
 
     replies: list[Reply] = field(default_factory=list)
@@ -156,7 +155,7 @@ class FakeModel:
 
 
 class FakeStream:
-    """What is used of a `localllm.Stream`."""
+    """The parts of `localllm.Stream` that the chat uses."""
 
     def __init__(
         self, model: FakeModel, prompt: list[str], n_cached: int, text: str | Exception, request: CheckedOptions

@@ -1,4 +1,4 @@
-"""Work in a forked child, with what it raises brought back."""
+"""Run work in a forked child process and report its exceptions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def in_forked_child(work: Callable[[], object], timeout: float = 60) -> None:
-    """Does the work in a child; fails the test if it raises or takes more than ``timeout`` seconds."""
+    """Run the work in a child process; fails the test if it raises or takes more than ``timeout`` seconds."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the point of such tests
+        warnings.simplefilter("ignore", DeprecationWarning)  # the tests fork with running threads
         child = os.fork()
     if child == 0:
         try:

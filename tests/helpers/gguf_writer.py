@@ -1,7 +1,7 @@
-"""GGUF files for tests: well-formed ones through the gguf package, broken ones byte by byte.
+"""GGUF files for tests: valid files through the gguf package, broken files byte by byte.
 
-`write_gguf` is for tests that need a model file.  `RawGGUF` lays out the bytes itself, with every count,
-length, type and offset open to a lie; unless one is told it is a valid little-endian file.
+`write_gguf` is for tests that need a model file.  `RawGGUF` writes the bytes itself and can falsify every count,
+length, type and offset; by default it writes a valid little-endian file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TensorValue = np.ndarray | tuple[GGMLType, Sequence[int], bytes]
 
 @dataclass(frozen=True)
 class Typed:
-    """A metadata value whose GGUF type is to be this one and not the one `write_gguf` would choose."""
+    """A metadata value with an explicit GGUF type, where `write_gguf` would choose another one."""
 
     type: gguf.GGUFValueType
     value: Any
@@ -35,10 +35,10 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Te
     """Write a GGUF v3 file with the gguf package and return its path.
 
     Args:
-        metadata: bool, int (u32, or i32, u64, i64 where it does not fit), float (f32), str, bytes (an
+        metadata: bool, int (u32, or i32, u64, i64 if it does not fit), float (f32), str, bytes (an
             undecoded text), a non-empty list of one of these, a 1-d numeric array, or a `Typed`.
-            ``general.architecture`` and ``general.alignment`` mean what they mean in a file.
-        tensors: arrays of a dtype that GGUF has, in numpy's order, or (type, shape in numpy's order,
+            ``general.architecture`` and ``general.alignment`` set the file's architecture and alignment.
+        tensors: arrays of a dtype that GGUF supports, in numpy's order, or (type, shape in numpy's order,
             bytes of the blocks).
     """
     architecture = metadata.get("general.architecture")
@@ -114,18 +114,18 @@ def u64(value: int) -> bytes:
 
 
 def string(text: bytes | str, length: int | None = None) -> bytes:
-    """A GGUF string; ``length`` is what it claims where that is not the truth."""
+    """Encode a GGUF string; ``length`` overrides the stored length."""
     data = text.encode() if isinstance(text, str) else text
     return u64(len(data) if length is None else length) + data
 
 
 def array(element_type: int, elements: Sequence[bytes], length: int | None = None) -> bytes:
-    """A GGUF array of elements already laid out, without the value type 9 that stands before it in a key."""
+    """Encode a GGUF array of encoded elements, without the preceding value type 9."""
     return u32(element_type) + u64(len(elements) if length is None else length) + b"".join(elements)
 
 
 def key(name: bytes | str, value_type: int, value: bytes) -> bytes:
-    """A metadata key with a value already laid out."""
+    """Encode a metadata key with an encoded value."""
     return string(name) + u32(value_type) + value
 
 
@@ -134,11 +134,11 @@ ARCHITECTURE_KEY = key("general.architecture", 8, string("llama"))
 
 @dataclass
 class RawTensor:
-    """A tensor as the table and the data section have it; None is the truth.
+    """A tensor in the table and the data section; None means the correct value.
 
     Attributes:
         dims: in the file's order, columns first.
-        data: what stands in the data section, before padding.
+        data: bytes in the data section, before padding.
     """
 
     name: bytes | str
@@ -151,10 +151,10 @@ class RawTensor:
 
 @dataclass
 class RawGGUF:
-    """A GGUF file of which every field can be a lie; None is the truth.
+    """A GGUF file in which every field can be falsified; None means the correct value.
 
     Attributes:
-        keys: each made by `key`.
+        keys: results of `key`.
         tail: bytes after the data section.
     """
 

@@ -1,4 +1,4 @@
-"""Machines with GPUs, or without."""
+"""Simulated machines with and without GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.kernels.cuda.driver import Driver
 
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, found: Driver | DeviceError | None) -> None:
-    """Makes this a machine with such devices; with a driver that does not work; or without one."""
+    """Simulate these devices, a driver that does not work, or no driver."""
 
     def open_driver() -> Driver:
         if isinstance(found, DeviceError):

@@ -1,4 +1,4 @@
-"""Files that look like exported chats and are wrong, and the complaints of the terminal's chat."""
+"""Invalid files that resemble exported chats, and the errors that the terminal's chat reports for them."""
 
 from __future__ import annotations
 

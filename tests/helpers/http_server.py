@@ -1,4 +1,4 @@
-"""A server in a thread of this process, over the demo model, or over one that says what a test tells it to."""
+"""A server in a thread of this process, with the demo model or with scripted replies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from localllm.server.http import Limits
 from localllm.server.models import Loader, Models
 from localllm.server.uvicorn_server import Server, listen
 
-#: Reads tools, results of tools and thinking, as templates of large models do.
+#: Renders tools, tool results and thinking, as templates of large models do.
 TOOLS_TEMPLATE = (
     "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{{ '\\n' }}{% endif %}"
     "{% for message in messages %}"
@@ -35,12 +35,12 @@ TOOLS_TEMPLATE = (
 )
 
 
-#: A scripted reply with this end fails there.
+#: A scripted reply that ends with this string raises an error there.
 FAILS = "(fails)"
 
 
 def example(schema: dict[str, Any], root: dict[str, Any] | None = None) -> Any:
-    """A value that a JSON schema allows."""
+    """Return a value that is valid for a JSON schema."""
     root = root or schema
     if "$ref" in schema:
         return example(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
@@ -55,9 +55,9 @@ def example(schema: dict[str, Any], root: dict[str, Any] | None = None) -> Any:
 
 
 class ScriptedLLM(LLM):
-    """The demo model, whose tokens are those of what ``reply`` makes of a prompt, or an example of a schema.
+    """The demo model with forced output: ``reply`` of the prompt, or an example of the schema.
 
-    All else is as with any model: the engine evaluates the prompt and every token, and samples it.
+    The engine still evaluates the prompt and every token, and samples it, as with any model.
     """
 
     def __init__(self, reply: Callable[[str], str], options: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ class ScriptedLLM(LLM):
     def _start(self, ids: list[int], given: Any, **more: Any) -> Any:
         tokenizer = self.tokenizer
         text, schema = self._reply(tokenizer.decode(ids, special=True)), given.sampling.json_schema
-        if schema is not None:  # a call that is forced has no tags around it
+        if schema is not None:  # a forced call has no tags around it
             text = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
             text = text if text.startswith("{") else json.dumps(example(json.loads(schema)))
         script = tokenizer.encode(text, add_special=False, continuation=True) if text else []
@@ -87,14 +87,14 @@ class ScriptedLLM(LLM):
 
 
 def scripted(reply: Callable[[str], str] | str, **options: Any) -> Loader:
-    """Loads models that say what ``reply`` says."""
+    """Return a loader of models that answer with ``reply``."""
     answer = (lambda prompt: reply) if isinstance(reply, str) else reply
     given = {"device": "cpu", "threads": 1, "parallel": 4, "chat_template": TOOLS_TEMPLATE, **options}
     return lambda source, progress: ScriptedLLM(answer, given)
 
 
 def demo(**options: Any) -> Loader:
-    """Loads the demo model."""
+    """Return a loader of the demo model."""
     return lambda source, progress: LLM(
         load_file(LoadOptions(**{"device": "cpu", "threads": 1, "parallel": 4, **options}, progress=progress))
     )
@@ -102,7 +102,7 @@ def demo(**options: Any) -> Loader:
 
 @dataclass
 class Serving:
-    """A server at work."""
+    """A running server."""
 
     url: str
     port: int
@@ -110,12 +110,12 @@ class Serving:
     server: Server
 
     def wait_until_idle(self, seconds: float = 120.0) -> None:
-        """Waits until no request is at work."""
+        """Wait until no request is running."""
         end = time.monotonic() + seconds
         while self.app.dispatcher.active or any(
             each.llm and each.llm.counts.running for each in self.models.served.values()
         ):
-            assert time.monotonic() < end, "requests are still at work"
+            assert time.monotonic() < end, "requests are still running"
             time.sleep(0.01)
 
     @property
@@ -124,7 +124,7 @@ class Serving:
 
     @property
     def llm(self) -> LLM:
-        """The model "demo", which is loaded if no request has named it yet."""
+        """The model "demo", loaded on first use."""
         httpx.post(self.url + "/tokenize", json={"model": "demo", "content": ""}, timeout=120).raise_for_status()
         llm = self.models.served["demo"].llm
         assert llm is not None

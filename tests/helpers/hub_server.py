@@ -1,7 +1,8 @@
-"""A hub on localhost: the requests that huggingface_hub makes to list a repository and to fetch its files.
+"""A hub on localhost: answers huggingface_hub's requests to list a repository and to fetch its files.
 
-Written from that package's documentation of its cache and from the requests that it makes: ``/api/models/ORG/REPO``
-lists files with their hashes, and ``/ORG/REPO/resolve/REVISION/FILE`` has the bytes, by HEAD and by GET with a range.
+Written from that package's documentation of its cache and from the requests that it sends:
+``/api/models/ORG/REPO`` lists files with their hashes.  ``/ORG/REPO/resolve/REVISION/FILE`` returns the bytes, for
+HEAD and for GET with a range.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ class Repo:
     """A repository.
 
     Attributes:
-        files: by name.
-        small: those that are no LFS files.
-        refusal: what it answers to all requests, or to those for files: a status, and what the hub calls the error.
-        refuses_files: the refusal is for files alone, as that of a gated repository.
-        cuts: after how many bytes of an answer the connection ends, for the next answers in turn.
-        sent: bytes that are sent in place of a file's own.
-        has_ranges: whether a part of a file can be asked for.
-        tells_length: whether answers say how long they are.
-        busy: files, and "" for the list of them, whose first request is answered with status 429.
-        wait: what those answers say in Retry-After.
-        commit: the newest one.
-        waits: whether an answer's second half is held back for as long as the server runs.
+        files: contents by file name.
+        small: names of files without LFS.
+        refusal: status and error code of the hub for all requests, or only for files.
+        refuses_files: whether the refusal applies to files only, as for a gated repository.
+        cuts: numbers of bytes after which the connection of each next answer ends.
+        sent: bytes to send instead of a file's contents.
+        has_ranges: whether the hub supports range requests.
+        tells_length: whether answers state their length.
+        busy: files whose first request is answered with status 429; "" is the list of files.
+        wait: Retry-After of those answers.
+        commit: the newest commit.
+        waits: whether the second half of an answer is held back while the server runs.
     """
 
     files: dict[str, bytes]
@@ -65,7 +66,7 @@ class Repo:
 
 
 def git_hash(data: bytes) -> str:
-    """What git calls a file of these bytes."""
+    """Return git's hash of these bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -74,10 +75,10 @@ class HubServer:
     """A running hub.
 
     Attributes:
-        requests: those for files that it got, as method, file and range.
-        listings: what it answers for repositories, as it is.
-        endless: the repositories whose answer never ends, and its status.
-        n_endless: bytes that it sent of such answers.
+        requests: requests for files, as method, file and range.
+        listings: raw answers for repositories.
+        endless: repositories whose answer never ends, with its status.
+        n_endless: number of bytes sent in endless answers.
     """
 
     endpoint: str
@@ -90,13 +91,13 @@ class HubServer:
 
     @property
     def ranges(self) -> list[str | None]:
-        """The ranges that were asked for, one for each GET of a file."""
+        """Requested ranges, one for each GET of a file."""
         return [ask for method, _, ask in self.requests if method == "GET"]
 
 
 @contextmanager
 def hub_server() -> Iterator[HubServer]:
-    """Runs a hub for as long as the block lasts."""
+    """Run a hub during the block."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {}))
     hub = HubServer(f"http://127.0.0.1:{server.server_address[1]}")
     server.RequestHandlerClass.hub = hub  # type: ignore[attr-defined]
@@ -140,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def _endless(self, status: int) -> None:
-        """A reply that only ends when nobody listens any more."""
+        """Send a body until the client disconnects."""
         self.send_response(status)
         self.end_headers()
         with contextlib.suppress(OSError):
@@ -190,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_body(repo, data[start:])
 
     def _send_body(self, repo: Repo, body: bytes) -> None:
-        """Sends all, or what comes before the connection is cut."""
+        """Send the whole body, or the first bytes before the connection is cut."""
         if repo.waits:
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()

@@ -1,5 +1,5 @@
-"""A small made-up model with a layer of every kind: attention over all tokens, over a window, over latents, over
-another layer's cache and over entries of runs, and two recurrences."""
+"""A small artificial model with a layer of every kind: attention over all tokens, a window, latents, another
+layer's cache and entries of token groups, and two recurrences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def matrix(n_out: int, n_in: int, seed: int) -> Matrix:
     return Matrix(f32(random(n_out, n_in, seed=seed) / np.sqrt(n_in)))
 
 
-#: The same with axes, for what sees.
+#: The same with position axes, for models that see images.
 TURNED = replace(ROPE, axes=(0, 1, 2, 1))
 
 
@@ -53,7 +53,7 @@ def latent_attention(graph: Graph, x: Tensor, seed: int) -> Tensor:
 
 
 def attention_to_entries(graph: Graph, x: Tensor, seed: int) -> Tensor:
-    """To half a window, and to three entries of overlapping runs of four."""
+    """Return the context: half a window, and three entries of overlapping groups of four tokens."""
     dim = 2 * HEAD
     cache = graph.kv_cache(1, dim, values_in_keys=True, window=WINDOW)
     kept = graph.kv_cache(4, dim, values_in_keys=True, window=WINDOW, number=1)
@@ -99,7 +99,7 @@ LAYERS: list[Callable[[Graph, Tensor, int], Tensor]] = [
 ]
 
 
-#: What sees pictures: the first by axes, the second the tokens of one both ways.
+#: Models that see images: the first by position axes, the second with bidirectional attention among image tokens.
 SEEING: list[Callable[[Graph, Tensor, int], Tensor]] = [
     lambda graph, x, seed: attention(graph, x, seed, rope=TURNED),
     lambda graph, x, seed: attention(graph, x, seed, window=WINDOW, has_spans=True),
@@ -107,7 +107,7 @@ SEEING: list[Callable[[Graph, Tensor, int], Tensor]] = [
 
 
 def hybrid(*, sees: bool = False) -> Graph:
-    """With ``sees``, of layers without states that see pictures."""
+    """Return the model; with ``sees``, its layers see images and have no states."""
     graph, ones = Graph(), f32(np.ones(D))
     x = graph.add(ops.Embed(f32(random(N_VOCAB, D)), takes_rows=sees))
     for graph.layer, layer in enumerate(SEEING if sees else LAYERS):

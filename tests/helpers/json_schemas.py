@@ -1,6 +1,6 @@
 """JSON schemas in the manner of JSON Schema's documentation (https://json-schema.org/understanding-json-schema).
 
-Each keyword that grammars know stands alone and in combination.
+Each keyword that grammars support occurs alone and in combination.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _CHOICES: list[Schema] = [
     },
 ]
 
-#: Small schemas to put into others.
+#: Small schemas for use inside other schemas.
 _LEAVES: list[Schema] = [
     {"type": "integer"},
     {"type": "number", "minimum": 0, "maximum": 10},
@@ -154,7 +154,7 @@ def _references() -> Iterator[Schema]:
 
 _STRING, _SHORT = {"type": "string"}, {"type": "string", "maxLength": 12}
 
-#: What people ask models for.
+#: Typical schemas of users.
 _RECORDS: dict[str, tuple[Schema, list[str]]] = {
     "address": ({"street": _STRING, "city": _STRING, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}, ["city"]),
     "person": ({"name": _STRING, "age": {"type": "integer", "minimum": 0}, "email": {"format": "email"}}, ["name"]),

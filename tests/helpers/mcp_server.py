@@ -1,4 +1,4 @@
-"""An MCP server of the official package, over stdio: adds numbers, and is slow if it is asked to be."""
+"""An MCP server of the official package over stdio: it adds numbers, with an optional delay."""
 
 from __future__ import annotations
 

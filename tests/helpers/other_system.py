@@ -1,14 +1,15 @@
-"""Windows or macOS as far as Linux can simulate them, for a whole run of the tests.
+"""A simulation of Windows or macOS on Linux, as far as possible, for a whole test run.
 
     TEST_AS=win32 python -m pytest …
     TEST_AS=darwin python -m pytest …
 
-localllm, the tests, and the processes that they start then see modules without what Python lacks there (as typeshed,
-which comes with mypy, knows), another ``sys.platform`` and ``os.name``, and neither ``/proc`` nor ``/sys``.  Other
-packages see the system as it is.  On Windows text files are of code page 1252 with CR LF, names may not have its
-signs, links need rights, and what is open can neither be removed nor replaced (`tests.helpers.windows`).
+localllm, the tests and their child processes then see another ``sys.platform`` and ``os.name``, modules without the
+names that Python lacks there (according to typeshed, which mypy includes), and neither ``/proc`` nor ``/sys``.  Other
+packages see the real system.  On Windows, text files use code page 1252 with CR LF, reserved characters are invalid
+in names, symbolic links need privileges, and open files can neither be removed nor replaced
+(`tests.helpers.windows`).
 
-Each test that cannot run so is marked ``posix`` or ``linux``, or has a ``skipif``, with the reason.
+A test that cannot run this way is marked ``posix`` or ``linux``, or has a ``skipif``, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 SYSTEM, MISSING_NAMES = "TEST_AS", "TEST_AS_MISSING"
-#: Modules whose names differ among systems.
+#: Modules whose names differ between systems.
 MODULES = [
     "os",
     "sys",
@@ -58,7 +59,7 @@ _open, _import = io.open, builtins.__import__
 
 
 def locking(descriptor: int, mode: int, n_bytes: int) -> None:
-    """As `msvcrt.locking`; what it locks cannot be written through other descriptors, so it is no byte in use."""
+    """`msvcrt.locking`, for a byte after the end of the file: Windows prevents other writes to locked bytes."""
     import fcntl
 
     assert (mode, n_bytes) == (MSVCRT.LK_NBLCK, 1)
@@ -80,7 +81,7 @@ KERNEL32 = SimpleNamespace(
 
 
 def missing_names(module: str, platform: str) -> list[str] | None:
-    """What a module lacks on a system; None where the system lacks the module."""
+    """Return the names that a module lacks on a system, or None if the system lacks the module."""
     stubs = Path(importlib.util.find_spec("mypy").origin).parent / "typeshed" / "stdlib"  # type: ignore
     path = stubs / f"{module}.pyi"
     tree = ast.parse((path if path.exists() else stubs / module / "__init__.pyi").read_text())
@@ -106,7 +107,7 @@ def _names(body: list[ast.stmt], platform: str) -> set[str]:
 
 
 class Elsewhere:
-    """A module without some names, and with others; what is set or removed is so in the module itself, too."""
+    """A module with some names removed and others replaced; changes to other names also change the real module."""
 
     __slots__ = ("_missing", "_module", "_others")
 
@@ -116,7 +117,7 @@ class Elsewhere:
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """As monkeypatch reads it, to restore a name later."""
+        """Attributes, from which monkeypatch reads the value to restore."""
         found = {name: value for name, value in vars(self._module).items() if name not in self._missing}
         return found | self._others
 
@@ -152,9 +153,9 @@ _REAL = (__name__, "tests.helpers.windows", "tests.helpers.fork")
 
 
 def simulate(platform: str) -> None:
-    """Lets what is imported from now on see another system, here and in child processes."""
+    """Make future imports see another system, in this process and its children."""
     if MISSING_NAMES not in os.environ:
-        from localllm.kernels.code_cache import cache_root  # compiled kernels are the same: they are where they were
+        from localllm.kernels.code_cache import cache_root  # keep using the cache of compiled kernels
 
         os.environ["LOCALLLM_CACHE"] = str(cache_root() or "")
         for name in [name for name in sys.modules if name.partition(".")[0] == "localllm"]:
@@ -191,7 +192,7 @@ _C_LIBRARY = ctypes.CDLL(None)
 
 
 def _macos_library(name: str | None, *more: Any, **options: Any) -> Any:
-    """Linux's C library, in which no number of the system is known, and no other."""
+    """Return a C library without system properties; any other library is missing."""
     if name is None:
         return SimpleNamespace(usleep=_C_LIBRARY.usleep, sysctlbyname=lambda *_: -1)
     raise OSError(f"{name}: no such file")
@@ -216,7 +217,7 @@ def _opened(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = Non
 
 
 def _windows() -> dict[str, dict[str, Any]]:
-    """What modules have on Windows."""
+    """Return the replaced names of modules on Windows."""
     import asyncio
 
     create, signals = subprocess.Popen.__init__, asyncio.SelectorEventLoop

@@ -1,6 +1,6 @@
-"""The layout of packed weights on CUDA devices, written down a second time: in numpy, from codes and scales.
+"""A second implementation of the CUDA layout of packed weights, in numpy, from codes and scales.
 
-It follows the drawings in kernels/cuda/codes.cuh and kernels/cuda/formats.cuh; nothing of the kernels is used.
+It follows the drawings in kernels/cuda/codes.cuh and kernels/cuda/formats.cuh; it shares no code with the kernels.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = GGMLType
 Bytes = NDArray[np.uint8]
 
 FLOATS = (T.F32, T.F16, T.BF16)
-#: Bits of a code.
+#: Bits per code.
 BITS: dict[KernelType, int] = {T.Q4_0: 4, T.Q4_1: 4, T.Q5_0: 5, T.Q5_1: 5, T.Q8_0: 8, T.IQ4_NL: 4}
 K_BITS: dict[KernelType, int] = {T.Q2_K: 2, T.Q3_K: 3, T.Q4_K: 4, T.Q5_K: 5, T.Q6_K: 6}
-#: Where a K block has its scales, in bytes.
+#: Byte offsets of the scales in a K block.
 K_SCALES: dict[KernelType, list[int]] = {
     T.Q2_K: [*range(16), *range(80, 84)],
     T.Q3_K: list(range(96, 110)),
@@ -35,10 +35,10 @@ K_SCALES: dict[KernelType, list[int]] = {
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of an integer format, taken apart.
+    """Unpacked rows of an integer format.
 
     Attributes:
-        codes: uint8 [n, k], as they stand in the file.
+        codes: uint8 [n, k], unchanged from the file.
         scales: uint8 [n, tiles, scale bytes of a tile].
     """
 
@@ -47,7 +47,7 @@ class Rows:
 
 
 def bits_of(type: KernelType) -> int:
-    """Of a code."""
+    """Return the number of bits per code."""
     return type.bits if isinstance(type, LUTType) else K_BITS.get(type) or BITS[type]
 
 
@@ -56,13 +56,13 @@ def tile_columns(type: KernelType) -> int:
 
 
 def tile_bytes(type: KernelType) -> int:
-    """Of 32 rows; the bits a weight are the file's."""
+    """Return the bytes of 32 rows of a tile; the number of bits per weight equals the file's."""
     size = block_size(type)
     return 32 * tile_columns(type) // size.length * size.n_bytes
 
 
 def _codes(blocks: Bytes, type: KernelType) -> Bytes:
-    """uint8 [n_blocks, block_bytes] to uint8 [n_blocks, length]."""
+    """Unpack uint8 [n_blocks, block_bytes] to uint8 [n_blocks, length]."""
     known = FORMATS.get(type) if isinstance(type, GGMLType) else None
     if isinstance(known, PackableFormat) and type is not T.IQ4_NL:
         return known.unpack(blocks).codes.view(np.uint8)
@@ -73,7 +73,7 @@ def _codes(blocks: Bytes, type: KernelType) -> Bytes:
 
 
 def _rows(rows: Bytes, type: KernelType) -> Rows:
-    """Rows whose columns fill whole tiles."""
+    """Unpack rows whose columns fill whole tiles."""
     n, size = len(rows), block_size(type)
     blocks = rows.reshape(-1, size.n_bytes)
     codes = _codes(blocks, type).reshape(n, -1)
@@ -83,7 +83,7 @@ def _rows(rows: Bytes, type: KernelType) -> Rows:
 
 
 def _run(codes: Bytes, bits: int) -> Bytes:
-    """The units of 128 columns: codes [..., 128] to uint8 [..., bits, 16]."""
+    """Pack codes [..., 128] into units: uint8 [..., bits, 16]."""
     blocks = codes.reshape(*codes.shape[:-1], 4, 2, 16)  # block, half, column
     shape = codes.shape[:-1]
     if bits == 8:
@@ -108,7 +108,7 @@ def _run(codes: Bytes, bits: int) -> Bytes:
 
 
 def _units(n_bytes: int) -> list[int]:
-    """A row's scales in units as large as fit."""
+    """Split a row's scales into the largest possible units."""
     sizes = []
     while n_bytes:
         sizes.append(next(size for size in (16, 8, 4, 2) if size <= n_bytes))
@@ -117,7 +117,7 @@ def _units(n_bytes: int) -> list[int]:
 
 
 def _tiles(rows: Rows, type: KernelType) -> Bytes:
-    """uint8 [groups, tiles, tile bytes] of rows that fill whole groups."""
+    """Pack rows that fill whole groups: uint8 [groups, tiles, tile bytes]."""
     groups, columns = len(rows.codes) // 32, tile_columns(type)
     codes = rows.codes.reshape(groups, 32, -1, columns // 128, 128)
     runs = _run(codes, bits_of(type)).transpose(0, 2, 3, 4, 1, 5)  # group, tile, run, unit, row, byte
@@ -130,7 +130,7 @@ def _tiles(rows: Rows, type: KernelType) -> Bytes:
 
 
 def _float_tiles(values: NDArray[np.generic]) -> Bytes:
-    """uint8 [groups, tiles, tile bytes] of values of 16 or 32 bits [whole groups, whole tiles]."""
+    """Pack 16- or 32-bit values [whole groups, whole tiles]: uint8 [groups, tiles, tile bytes]."""
     groups = len(values) // 32
     if values.itemsize == 4:
         units = values.reshape(groups, 32, -1, 32, 4).transpose(0, 2, 3, 1, 4)
@@ -142,7 +142,7 @@ def _float_tiles(values: NDArray[np.generic]) -> Bytes:
 
 
 def pack(rows: Bytes, type: KernelType, n_in: int) -> Bytes:
-    """Rows uint8 [n, row_bytes] of ``n_in`` columns, packed: uint8 [groups, tiles, tile bytes]."""
+    """Pack rows uint8 [n, row_bytes] of ``n_in`` columns: uint8 [groups, tiles, tile bytes]."""
     n, size, columns = len(rows), block_size(type), tile_columns(type)
     k = -(-n_in // columns) * columns
     padded = np.zeros((-(-n // 32) * 32, k // size.length * size.n_bytes), np.uint8)
@@ -150,6 +150,6 @@ def pack(rows: Bytes, type: KernelType, n_in: int) -> Bytes:
     if type in FLOATS:
         return _float_tiles(padded.view("<u4" if type is T.F32 else "<u2"))
     tiles = _rows(padded, type)
-    # Codes that pad are zero as bytes, also where a code of zero stands for something else.
+    # Padding codes are zero bytes, even if code zero means another value.
     tiles.codes[n:], tiles.codes[:, n_in:] = 0, 0
     return _tiles(tiles, type)

@@ -1,6 +1,6 @@
-"""A decoder-only transformer in a page of numpy, straight from the papers, over Hugging Face's weights.
+"""A decoder-only transformer in a page of numpy, written from the papers, for Hugging Face's weights.
 
-One sequence, float64, no cache, no packing, nothing shared with the code under test.
+One sequence, float64, no cache, no packing, no code shared with the project.
 Sources: arXiv:2302.13971 (Llama), arXiv:2104.09864 (rotary positions), arXiv:2305.13245 (grouped queries),
 arXiv:2310.06825 (sliding window), arXiv:2401.04088 (mixture of experts).
 """
@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 def logits(config: Mapping[str, Any], weights: Mapping[str, NDArray[np.float32]], ids: Sequence[int]) -> Array:
-    """Logits [T, n_vocab] of ``ids`` [T]."""
+    """Return logits [T, n_vocab] of ``ids`` [T]."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     x = w["model.embed_tokens.weight"][list(ids)]
     for i in range(config["num_hidden_layers"]):
@@ -62,7 +62,7 @@ def _attention(config: Mapping[str, Any], layer: Mapping[str, Array], x: Array) 
 
 
 def _rotate(config: Mapping[str, Any], x: Array) -> Array:
-    """Heads [T, n, head_dim] as complex numbers, each turned by its own angle times its place."""
+    """Return heads [T, n, head_dim] as complex numbers, each rotated by its angle times its position."""
     half = x.shape[-1] // 2
     angles = np.arange(len(x))[:, None, None] * config["rope_theta"] ** (-np.arange(half) / half)
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)

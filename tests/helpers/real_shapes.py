@@ -1,9 +1,9 @@
-"""Random models in the shapes of current ones, made as real ones are: a checkpoint, converted and quantised.
+"""Random models with the shapes of current models, made from a checkpoint by conversion and quantisation.
 
     python -m tests.helpers.real_shapes qwen35-0.8b q4_k_m model.gguf
 
-Needs transformers (the extra ``reference``), whose configuration says which tensors there are.  Only the first layers
-are made up, a whole turn of the architecture's kinds; the others repeat them.  So a file is written in a minute.
+Needs transformers (the extra ``reference``), whose configurations define the tensors.  Only the first layers are
+random, one of each kind in the architecture; the other layers repeat them.  This writes a file in a minute.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
 from tests.models.tiny import random_values
 
-#: Values that are made up at a time; larger tensors repeat them.
+#: Number of random values generated at a time; larger tensors repeat them.
 _SLAB = 1 << 24
 
 
 @dataclass(frozen=True)
 class RealShape:
-    """A model, named after one of its size.
+    """Shape of a model, named after a real model.
 
     Attributes:
-        model_type: transformers' name of the architecture.
-        n_layers: of the model.
-        n_own: the first layers, which the others repeat.
-        config: transformers'.
+        model_type: the architecture's name in transformers.
+        n_layers: number of layers.
+        n_own: number of distinct layers; the other layers repeat them.
+        config: settings for transformers.
     """
 
     model_type: str
@@ -71,8 +71,7 @@ def _qwen35(width: int, n_ff: int, n_heads: int, n_value_heads: int) -> dict[str
     }
 
 
-#: DeepSeek's attention over latents and experts, cut to eight layers of a smaller width: 2.6 B parameters, of which a
-#: token takes 0.5 B.
+#: DeepSeek's latent attention and experts, reduced to eight narrower layers: 2.6 B parameters, 0.5 B active.
 _LATENT_EXPERTS: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -114,7 +113,7 @@ REAL_SHAPES = {
             "tie_word_embeddings": True,
         },
     ),
-    # 6.8 B parameters, of which a token takes 1.1 B.
+    # 6.8 B parameters, 1.1 B active.
     "qwen3moe-7b": RealShape(
         "qwen3_moe",
         16,
@@ -132,7 +131,7 @@ REAL_SHAPES = {
             "tie_word_embeddings": False,
         },
     ),
-    # Sparse attention, and the same shape dense.
+    # The same shape with sparse and with dense attention.
     "deepseek32-2.6b": RealShape(
         "deepseek_v32", 8, 1, _LATENT_EXPERTS | {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 2048}
     ),
@@ -157,7 +156,7 @@ REAL_SHAPES = {
 
 
 def real_shape_gguf(path: Path, shape: RealShape, file_type: str) -> Path:
-    """Writes a random model in a type of ``localllm quantize``."""
+    """Write a random model in a file type of ``localllm quantize``."""
     with TemporaryDirectory(dir=path.parent) as folder:
         short = Path(folder) / "short.gguf"
         for _ in run(plan(Checkpoint(_checkpoint(Path(folder) / "hf", shape)), short, file_type.upper())):
@@ -166,7 +165,7 @@ def real_shape_gguf(path: Path, shape: RealShape, file_type: str) -> Path:
 
 
 def _checkpoint(folder: Path, shape: RealShape) -> Path:
-    """A checkpoint of the first layers, in bfloat16."""
+    """Write a checkpoint of the first layers, in bfloat16."""
     import torch
     import transformers
 
@@ -176,7 +175,7 @@ def _checkpoint(folder: Path, shape: RealShape) -> Path:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if shape.model_type in ("qwen3_moe", "deepseek_v3", "deepseek_v32"):  # whose files have a matrix for each expert
+    if shape.model_type in ("qwen3_moe", "deepseek_v3", "deepseek_v32"):  # checkpoints with one matrix per expert
         shapes = dict(_split_experts(shapes))
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
@@ -210,9 +209,9 @@ def _split_experts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str,
 
 
 def _scale(name: str, config: Any, n_layers: int) -> float:
-    """Such that all layers together add about as much to the residual stream as the embedding, and logits are small:
-    rounding errors then stay nearly as small as in trained models.  Where the embedding is not the head too, it is
-    large, as Q6_K has no scales for what is small beside a common one.
+    """Return a scale with which all layers together add about as much to the residual stream as the embedding, and
+    logits are small.  Rounding errors then stay nearly as small as in trained models.  An embedding that is not also
+    the head is large, because Q6_K has no scales for values that are small relative to their neighbours.
     """
     if not config.tie_word_embeddings:
         return float((2 * n_layers) ** 0.5) if "embed_tokens" in name else 1.0
@@ -222,7 +221,7 @@ def _scale(name: str, config: Any, n_layers: int) -> float:
 
 
 def _random_bfloat16(rng: np.random.Generator, name: str, size: tuple[int, ...], scale: float) -> Iterator[bytes]:
-    """The bytes of a random tensor, times a scale."""
+    """Yield the bytes of a scaled random tensor."""
     n_rows = max(1, min(prod(size[:-1]), _SLAB // size[-1]))
     values = random_values(rng, name, size if len(size) == 1 else (n_rows, size[-1]), shifted=False)
     data = ((scale * values).astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes()
@@ -233,7 +232,7 @@ def _random_bfloat16(rng: np.random.Generator, name: str, size: tuple[int, ...],
 
 
 def _repeat_layers(path: Path, target: Path, n_layers: int) -> Path:
-    """Writes a model whose layers are those of another, over and over."""
+    """Write a model that repeats the layers of another."""
     with GGUFFile.open(path) as file:
         key = f"{file.architecture}.block_count"
         n_own = int(file.metadata[key])

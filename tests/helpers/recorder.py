@@ -1,4 +1,4 @@
-"""Backends as tests call them: operations are methods, and those that a forward function calls become a graph."""
+"""Adapters for tests: operations are methods, and calls in a forward function record a graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from localllm.kernels.split import MICRO_BATCH, SplitStep, page_size, part_footp
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What all layers keep: keys and values [heads, head size] of each token."""
+    """Shape of every layer's cache: keys and values [heads, head size] per token."""
 
     n_layers: int
     n_kv_heads: int
@@ -30,7 +30,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class Experts:
-    """The matrices of experts, [n_experts, n_out, n_in]."""
+    """Expert matrices [n_experts, n_out, n_in]."""
 
     weight: Weight
 
@@ -49,7 +49,7 @@ class Experts:
 
 @dataclass
 class RecordedCache:
-    """A cache that is asked for; there once a step was compiled with it."""
+    """A requested cache, allocated when a step is compiled with it."""
 
     shape: CacheShape
     n_pages: int
@@ -61,7 +61,7 @@ class RecordedCache:
 
 
 class Ops:
-    """Records operations; anything else is the backend's."""
+    """Records operations; other attributes are the backend's."""
 
     cache_type: CacheType | None = None
     rounds_floats = False
@@ -88,7 +88,7 @@ class Ops:
         return RecordedCache(shape, n_pages, self.backend.page_size)
 
     def record(self, forward: Callable[[], Any], shape: CacheShape) -> Graph:
-        """What a forward function does, in a model of so many layers."""
+        """Record the graph of a forward function, with a cache for each layer."""
         self._graph = graph = Graph(self.cache_type if self.cache_type and shape.type == "f16" else shape.type)
         graph.rounds_floats = self.rounds_floats
         for graph.layer in range(shape.n_layers):
@@ -151,7 +151,7 @@ class Ops:
 
 
 class CPUOps(Ops):
-    """The CPU; the arguments are the backend's."""
+    """The CPU backend; takes its arguments."""
 
     backend: CPUBackend
 
@@ -160,7 +160,7 @@ class CPUOps(Ops):
 
 
 class ReferenceOps(Ops):
-    """The reference, whose "f16" caches may hold float32."""
+    """The reference backend, whose "f16" caches may contain float32."""
 
     def __init__(self, f16_dtype: type = np.float16) -> None:
         super().__init__(ReferenceBackend())
@@ -168,7 +168,7 @@ class ReferenceOps(Ops):
 
 
 def backend_of(ops: Any) -> Backend:
-    """The backend that tests' operations are those of."""
+    """Return the backend of ``ops``."""
     backend: Backend = getattr(ops, "backend", ops)
     return backend
 
@@ -176,7 +176,7 @@ def backend_of(ops: Any) -> Backend:
 def compile_split(
     backends: Sequence[Any], layers: Sequence[range], graph: Graph, *, micro_batch: int = MICRO_BATCH, **sizes: Any
 ) -> SplitStep:
-    """A graph over several backends, each with a range of layers."""
+    """Compile a graph for several backends, each with a range of layers."""
     size, limits = page_size(backends), {"micro_batch": micro_batch, **sizes}
     parts = [part_footprint(*part, graph, size, **limits) for part in zip(backends, layers, strict=True)]
     limits.pop("n_states", None)
@@ -184,7 +184,7 @@ def compile_split(
 
 
 class SplitOps:
-    """Several backends with a range of layers each."""
+    """Several backends, each with a range of layers."""
 
     cache_type: CacheType | None = None
 

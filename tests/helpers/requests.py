@@ -1,4 +1,4 @@
-"""Requests without text, and an engine without a thread, whose steps a test takes one by one."""
+"""Requests without text, and an engine without a thread, which a test steps explicitly."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ GREEDY = Sampling(temperature=0)
 
 
 class Results:
-    """An output that keeps everything.
+    """An output that stores all results.
 
     Attributes:
-        choices: the tokens chosen.
-        rows: of logits.
-        n_done: how much of the prompt was evaluated, before the first step and after each.
-        error: what ended the request.
+        choices: the chosen tokens.
+        rows: rows of logits.
+        n_done: number of evaluated prompt tokens, before the first step and after each step.
+        error: the error that ended the request.
         is_full: set by the test.
         on_token: called with each id; returns whether the text is complete.
     """
@@ -77,18 +77,18 @@ def writing(
     output: Results | None = None,
     **options: Any,
 ) -> Request:
-    """A request to go on with a prompt."""
+    """Return a request to continue a prompt."""
     sampler = make_sampler(sampling, n_vocab, prompt_ids=[id_ for id_ in prompt if id_ >= 0])
     return Request(list(prompt), output or Results(), sampler=sampler, max_tokens=max_tokens, **options)
 
 
 def reading(ids: Sequence[int], first: int = 0, **options: Any) -> Request:
-    """A request for the logits from position ``first`` on."""
+    """Return a request for the logits from position ``first``."""
     return Request(list(ids), Results(), logits_from=first, **options)
 
 
 class SteppedEngine:
-    """An engine whose steps the test takes."""
+    """An engine that runs only the steps that the test requests."""
 
     def __init__(self, context: int = 64, *, runner: ModelRunner | None = None, **settings: Any) -> None:
         self.fake: FakeStep
@@ -105,25 +105,25 @@ class SteppedEngine:
             self.loop.add(request)
 
     def step(self, n: int = 1) -> bool:
-        """Takes steps; returns whether the last one had something to do."""
+        """Run n steps; return whether the last one had work."""
         return [self.loop.step() for _ in range(n)][-1]
 
     def run(self, *requests: Request, most: int = 5000) -> None:
-        """Submits requests, and takes steps until nothing is left to do."""
+        """Submit requests and run steps until no work is left."""
         self.submit(*requests)
         for _ in range(most):
             if not self.loop.step():
                 return
-        raise AssertionError(f"there is still something to do after {most} steps")
+        raise AssertionError(f"the engine still has work after {most} steps")
 
     @property
     def n_evaluated(self) -> int:
-        """Tokens that the backend has evaluated."""
+        """Number of tokens that the backend has evaluated."""
         return sum(len(batch.ids) for batch in self.fake.batches)
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each batch."""
+        """Number of tokens in each batch."""
         return [len(batch.ids) for batch in self.fake.batches]
 
     def check_all_pages_are_back(self) -> None:
@@ -132,7 +132,7 @@ class SteppedEngine:
 
 
 def finish(engine: Engine, request: Request, seconds: float = 60) -> Results:
-    """Submits a request and waits for its end."""
+    """Submit a request and wait for its end."""
     engine.submit(request)
     out = results(request)
     assert out.ended.wait(seconds)

@@ -1,4 +1,4 @@
-"""Runs a model over ragged batches without an engine: what the tests of models and kernels need."""
+"""Run a model on ragged batches without an engine, for the tests of models and kernels."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def make_batch(
     outputs: Sequence[int] | None = None,
     states: Sequence[int] | None = None,
 ) -> Batch:
-    """A batch of sequences, each given as (new ids, tokens already in the cache, pages).
+    """Create a batch of sequences, each given as (new ids, tokens already in the cache, pages).
 
-    ``outputs`` are the rows whose logits are wanted, by default all; ``states`` the slots of the sequences' recurrent
-    states, by default the first ones.
+    ``outputs`` are the rows whose logits are computed, by default all; ``states`` are the slots of the sequences'
+    recurrent states, by default the first slots.
     """
     lengths = [len(ids) for ids, _, _ in parts]
     tables = np.zeros((1, len(parts), max(len(pages) for _, _, pages in parts)), np.int32)
@@ -44,7 +44,7 @@ def make_batch(
 
 
 class Runner:
-    """A model in a file, loaded into a backend, with a cache of ``n_pages`` pages."""
+    """A model file loaded into a backend, with a cache of ``n_pages`` pages."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Runner:
         self.cache = self.step.cache
 
     def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:
-        """Logits [N, n_vocab] of one batch, as `make_batch`; a copy."""
+        """Return a copy of the logits [N, n_vocab] of one batch; see `make_batch`."""
         batch = make_batch(parts, outputs)
-        tables = np.repeat(batch.block_tables, len(self.cache.windows), axis=0)  # of all groups the same
+        tables = np.repeat(batch.block_tables, len(self.cache.windows), axis=0)  # all groups use the same tables
         return self.step(replace(batch, block_tables=tables)).copy()
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits [len(ids), n_vocab] of one sequence, prefilled at once."""
+        """Return logits [len(ids), n_vocab] of one sequence, evaluated in one batch."""
         return self.run((ids, 0, range(self.cache.n_pages[0])))

@@ -1,4 +1,4 @@
-"""Settings that use each part of the sampler."""
+"""Settings that cover every sampler."""
 
 from __future__ import annotations
 

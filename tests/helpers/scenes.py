@@ -1,4 +1,4 @@
-"""What is shown in snapshots and in the README's pictures: a chat with everything in it."""
+"""A chat with every element, for snapshots and for the README's screenshots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODELS = (
 
 
 def conversation() -> Conversation:
-    """Two turns, of which the first was edited, and the last reply was stopped."""
+    """Two turns; the first message was edited and the last reply was stopped."""
     chat = Conversation(id="scene", title="Why is the sky blue?")
     first = chat.add("user", "Why is the sky bleu?")
     chat.add("assistant", "Do you mean blue?", stats=Stats(12, 0, 5, 0.2, 31.0, "Qwen2.5 1.5B"))

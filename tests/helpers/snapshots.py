@@ -1,9 +1,9 @@
-"""What is on the app's screen as text, with its styles, to be compared with what was once found good.
+"""The app's screen as text with styles, compared with a stored snapshot.
 
-A snapshot has the characters, and below them a letter for the style of each.  Colours are in it with four bits a
-channel, so that what a new version of Textual rounds otherwise is no difference.
+A snapshot has the characters, and below them a letter for the style of each.  Colours have four bits per channel, so
+that a new version of Textual may round them differently.
 
-``LOCALLLM_SNAPSHOTS=update`` writes what is there now, in place of comparing: look at the difference in git then.
+``LOCALLLM_SNAPSHOTS=update`` writes the current screens instead of comparing them; review the difference in git.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from textual.app import App
 FOLDER = Path(__file__).parent.parent / "tui" / "snapshots"
 
 
-#: Whether snapshots are written, not compared with.
+#: Whether to write snapshots instead of comparing.
 UPDATES = os.environ.get("LOCALLLM_SNAPSHOTS") == "update"
 
 
 def read(name: str) -> str:
-    """The snapshot of a name."""
+    """Return a stored snapshot."""
     return (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def update(app: App[Any], name: str) -> None:
-    """Makes the screen the snapshot of a name."""
+    """Store the screen as a snapshot."""
     (FOLDER / f"{name}.txt").write_text(dump(app), encoding="utf-8")
 
 
 def dump(app: App[Any]) -> str:
-    """The screen: its characters, its styles, and what these are."""
+    """Return the screen: its characters, the style letter of each, and a legend."""
     letters: dict[str, str] = {}
     text: list[str] = []
     styles: list[str] = []

@@ -1,10 +1,10 @@
-"""Large random models for measurements: the shapes of real ones, every block format, written in seconds.
+"""Large random models for measurements: shapes of real models, every block format, written in seconds.
 
     python -m tests.helpers.synthetic llama-1.1b q4_0 model.gguf
 
-Blocks are made up in their quantised form: random codes under scales that give each matrix the standard deviation
-with which activations stay healthy through all layers.  The mixture of formats in a file is that of
-llama.cpp's quantiser, and the vocabulary is one that llama.cpp loads.
+Blocks are random in their quantised form: random codes, and scales that give each matrix a standard deviation with
+which activations keep their magnitude through all layers.  A file mixes formats as llama.cpp's quantiser does, and
+llama.cpp can load its vocabulary.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class FileType:
-    """What llama.cpp's quantiser writes under a name: its id, and the formats of most and of important tensors."""
+    """A file type of llama.cpp's quantiser: its id, and the formats of most tensors and of important tensors."""
 
     id: int
     base: GGMLType
@@ -87,7 +87,7 @@ FILE_TYPES = {
     "iq4_xs": FileType(30, GGMLType.IQ4_XS),
 }
 
-#: What llama.cpp takes where rows are no multiple of a K block's 256 values.
+#: llama.cpp's format for rows that are not a multiple of a K block's 256 values.
 _FALLBACK = {
     GGMLType.Q4_K: GGMLType.Q5_0,
     GGMLType.Q5_K: GGMLType.Q5_1,
@@ -97,7 +97,7 @@ _FALLBACK = {
 
 
 def gguf_bytes(shape: Shape, file_type: str) -> int:
-    """About the size of the file that `random_gguf` writes: that of its tensors."""
+    """Return the approximate size of the file that `random_gguf` writes: the bytes of its tensors."""
     kind = FILE_TYPES[file_type]
     return sum(
         BLOCK_SIZES[tensor_type(name, size, shape, kind)].row_bytes(math.prod(size))
@@ -106,12 +106,12 @@ def gguf_bytes(shape: Shape, file_type: str) -> int:
 
 
 def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0, *, repeat_layers: bool = False) -> Path:
-    """Writes a random model.  Memory stays near twice the largest tensor.
+    """Write a random model.  Uses about twice the memory of the largest tensor.
 
     Args:
         file_type: one of `FILE_TYPES`.
-        repeat_layers: whether tensors of one name, size and format are the same in all layers: written at the disk's
-            speed, while memory holds a layer.
+        repeat_layers: whether tensors of one name, size and format are equal in all layers.  Then writing is as fast
+            as the disk, and memory holds one layer.
     """
     kind = FILE_TYPES[file_type]
     types = {name: tensor_type(name, size, shape, kind) for name, size in tensor_shapes(shape)}
@@ -136,7 +136,7 @@ def random_gguf(path: Path, shape: Shape, file_type: str, seed: int = 0, *, repe
 
 
 def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor's name and shape, in the order of the file."""
+    """Return every tensor's name and shape, in the order of the file."""
     d, f, kv = shape.n_embd, shape.n_ff, shape.n_kv_heads * shape.head_dim
     yield "token_embd.weight", (shape.n_vocab, d)
     for i in range(shape.n_layers):
@@ -160,7 +160,7 @@ def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tensor_type(name: str, size: tuple[int, ...], shape: Shape, file_type: FileType) -> GGMLType:
-    """The format that llama.cpp's quantiser gives a tensor (``llama_tensor_get_type``)."""
+    """Return the format that llama.cpp's quantiser chooses for a tensor (``llama_tensor_get_type``)."""
     if len(size) == 1:
         return GGMLType.F32
     chosen = file_type.base
@@ -173,7 +173,7 @@ def tensor_type(name: str, size: tuple[int, ...], shape: Shape, file_type: FileT
 
 
 def _is_important(layer: int, n_layers: int) -> bool:
-    """The first and last eighth of the layers, and every third between (``use_more_bits``)."""
+    """Return whether a layer is in the first or last eighth, or every third between (``use_more_bits``)."""
     first = n_layers // 8
     return layer < first or layer >= 7 * n_layers // 8 or (layer - first) % 3 == 2
 
@@ -182,9 +182,9 @@ def _random_tensor(
     rng: np.random.Generator, name: str, size: tuple[int, ...], type: GGMLType, shape: Shape
 ) -> NDArray[Any]:
     if name == "output_norm.weight":
-        # Of both signs: where the head is the embedding, every token would else predict itself.
+        # Both signs: if the head is the embedding, every token would otherwise predict itself.
         values = _signed(rng, rng.uniform(0.8, 1.2, size))
-        # Where it is, its values are larger than a head's.
+        # A tied embedding has larger values than a separate head.
         factor = shape.n_embd**-0.5 / _deviation("token_embd.weight", size, shape) if shape.tied else 1.0
         return (factor * values).astype(np.float32)
     if name.endswith("norm.weight"):
@@ -195,21 +195,21 @@ def _random_tensor(
 
 
 def _deviation(name: str, size: tuple[int, ...], shape: Shape) -> float:
-    """Standard deviation of a matrix's values.
+    """Return the standard deviation of a matrix's values.
 
     All layers together add somewhat less to the residual stream than the embedding, so that rounding errors stay
-    nearly as small as in trained models.  The embedding is large, rather than what is added to it small: some formats
-    have no scales for deviations below a thousandth (a block's scale of Q6_K and IQ4_XS is that over 1,800).
+    nearly as small as in trained models.  The embedding is large instead of the layers being small, because some
+    formats cannot represent deviations below a thousandth (a scale in Q6_K and IQ4_XS is 1,800 times smaller).
     """
     if name == "token_embd.weight":
         return float((2 * shape.n_layers) ** 0.5)
-    unit = float(size[-1] ** -0.5)  # passes on the magnitude of what comes in
-    # Attention looks at a few tokens, not at all alike.
+    unit = float(size[-1] ** -0.5)  # keeps the magnitude of the input
+    # Attention focuses on a few tokens with very different weights.
     return 1.4 * unit if name.endswith(("attn_q.weight", "attn_k.weight")) else unit
 
 
 def random_blocks(rng: np.random.Generator, type: GGMLType, n_blocks: int, deviation: float) -> Blocks:
-    """Blocks [n_blocks, block_bytes] whose values have mean 0 and the given standard deviation."""
+    """Return blocks [n_blocks, block_bytes] whose values have mean 0 and the standard deviation ``deviation``."""
     size = BLOCK_SIZES[type]
     out = np.empty((n_blocks, size.n_bytes), np.uint8)
     step = (1 << 22) // size.n_bytes
@@ -227,14 +227,14 @@ def _put_half(chunk: Blocks, at: int, values: NDArray[Any]) -> None:
 
 
 def _scales(rng: np.random.Generator, n: int, deviation: float, mean_square: float) -> NDArray[np.float64]:
-    """Positive scales for codes of the given mean square; their own mean square is the rest of the variance."""
+    """Return positive scales for codes of the given mean square; they supply the rest of the variance."""
     spread: NDArray[np.float64] = rng.uniform(0.8, 1.2, n)
     spread *= deviation / math.sqrt(mean_square * (0.8**2 + 0.8 * 1.2 + 1.2**2) / 3)
     return spread
 
 
 def _signed(rng: np.random.Generator, scales: NDArray[Any]) -> NDArray[Any]:
-    """Scales of either sign, so that codes from -8 to 7 have the mean 0."""
+    """Return scales of both signs, so that codes from -8 to 7 have mean 0."""
     signed: NDArray[Any] = scales * rng.choice([-1, 1], len(scales))
     return signed
 
@@ -244,7 +244,7 @@ def _uniform_variance(n_codes: int) -> float:
 
 
 def _make_f16(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None:
-    # The random bytes choose from 65,536 normal values: much faster than a new one each.
+    # Random bytes select from 65,536 normal values, which is much faster than sampling each value.
     codes = chunk.view("<u2")
     codes[:] = (rng.standard_normal(1 << 16) * deviation).astype("<f2").view("<u2")[codes]
 
@@ -257,7 +257,7 @@ def _make_bf16(rng: np.random.Generator, chunk: Blocks, deviation: float) -> Non
 
 def _make_q8_0(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None:
     codes = chunk[:, 2:].view(np.int8)
-    np.maximum(codes, -127, out=codes)  # no quantiser makes -128
+    np.maximum(codes, -127, out=codes)  # quantisers never produce -128
     _put_half(chunk, 0, _scales(rng, len(chunk), deviation, _uniform_variance(255)))
 
 
@@ -308,7 +308,7 @@ def _make_q6_k(rng: np.random.Generator, chunk: Blocks, deviation: float) -> Non
 
 
 def _make_by_scale(type: GGMLType) -> Callable[[np.random.Generator, Blocks, float], None]:
-    """Codebooks: any codes and inner scales, and scales of either sign that give the values the deviation."""
+    """Codebook formats: random codes and inner scales, and scales of both signs that set the standard deviation."""
 
     def make(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None:
         some = chunk[:512].copy()
@@ -355,14 +355,14 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, file_type: FileType) ->
 
 
 def _add_spm_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
-    """3 special tokens, 256 bytes, and words of up to 4 letters, shorter ones first."""
+    """Return 3 special tokens, 256 bytes, and words of up to 4 letters, shorter words first."""
     letters = "etaoinshrdlucmfwygpbvkxqjz"
     words = ("".join(word) for n in (1, 2, 3, 4) for word in itertools.product(letters, repeat=n))
     pieces = itertools.chain(["▁"], (piece for word in words for piece in (word, f"▁{word}")))
     words_wanted = n_vocab - 259
     filler = list(itertools.islice(pieces, words_wanted))
     if len(filler) < words_wanted:
-        raise ValueError(f"a vocabulary of at most {259 + len(filler)} tokens can be made up")
+        raise ValueError(f"the vocabulary is limited to {259 + len(filler)} tokens")
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *filler])
@@ -376,7 +376,7 @@ def _add_spm_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
 
 
 def _add_bpe_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
-    """The byte alphabet, merges of 2 and then 3 bytes, and 3 special tokens and 290 unused ones, as Qwen 2.5's."""
+    """Return the byte alphabet, merges of 2 and 3 bytes, 3 special tokens and 290 unused ones, as in Qwen 2.5."""
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     unused = [f"[PAD{i}]" for i in range(290)] if n_vocab > 1000 else []
     n_merges = n_vocab - 256 - len(specials) - len(unused)
@@ -398,7 +398,7 @@ def _add_bpe_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
 
 
 def byte_alphabet() -> list[str]:
-    """GPT-2's printable character for each byte: its own where it has one, else one beyond 255."""
+    """Return GPT-2's printable character for each byte: the byte's own if printable, otherwise one above 255."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = itertools.count(256)
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""A terminal for tests: a program runs in it, keys are pressed, and what is on its screen is read."""
+"""A terminal for tests: runs a program, presses keys and reads the screen."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import psutil
 from tests.helpers.command_line import command, environment
 from tests.helpers.data import ROOT
 
-#: Seconds that something may take: kernels may have to be compiled first.
+#: Seconds to wait for an event: kernels may have to be compiled first.
 LIMIT = 120.0
 
 
 class Terminal:
-    """A terminal of tmux, with a server of its own."""
+    """A tmux terminal with a separate tmux server."""
 
     def __init__(self, folder: Path) -> None:
         self._socket = str(folder / "tmux")
@@ -32,7 +32,7 @@ class Terminal:
         return done.stdout.decode()
 
     def start(self, *arguments: str, program: Sequence[str] = ()) -> None:
-        """Runs a command line of localllm, or another program; the exit code is shown when it ends."""
+        """Run a localllm command line or another program; prints its exit code when it ends."""
         variables = environment(
             LOCALLLM_DATA=str(self._folder / "data"),
             LOCALLLM_CONFIG=str(self._folder / "config.toml"),
@@ -54,19 +54,19 @@ class Terminal:
         self.tmux("send-keys", *keys)
 
     def sees(self, *texts: str) -> str:
-        """Waits until all texts are on the screen."""
+        """Wait until all texts are on the screen."""
         return self.until(lambda screen: all(text in screen for text in texts), f"{texts}")
 
     def until(self, condition: Callable[[str], bool], what: str) -> str:
         end = time.monotonic() + LIMIT
         while not condition(screen := self.screen()):
-            assert time.monotonic() < end, f"there is not {what}:\n{screen}"
+            assert time.monotonic() < end, f"timeout: waiting for {what}:\n{screen}"
             assert "ended with" not in screen or "ended with" in what, screen
             time.sleep(0.1)
         return screen
 
     def kill(self) -> float:
-        """Kills what runs as ``kill -9`` does; returns when, in seconds since 1970."""
+        """Kill the program with SIGKILL; return the time in seconds since 1970."""
         shell = psutil.Process(int(self.tmux("display-message", "-p", "#{pane_pid}")))
         (program,) = shell.children()
         program.kill()

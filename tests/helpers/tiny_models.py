@@ -1,7 +1,7 @@
 """Tiny random models as GGUF files, from Hugging Face configurations and weights.
 
-Nothing here needs torch: a configuration is a dict as in ``config.json``, weights are numpy arrays under the
-names of Hugging Face's checkpoints.  So the same weights can be given to transformers and, as a GGUF file, to us.
+No torch is needed: a configuration is a dict with the contents of ``config.json``, and weights are numpy arrays with
+Hugging Face's names.  So transformers and this project (through a GGUF file) can load the same weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 Array = NDArray[np.float32]
 
-#: A width that is no multiple of any block or tile, heads in two groups, and an odd number of layers.
+#: A width that is not a multiple of any block or tile, two groups of heads, and an odd number of layers.
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-#: GGUF's name of a layer's tensor, by Hugging Face's.
+#: GGUF names of a layer's tensors, by Hugging Face name.
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -51,7 +51,7 @@ _LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }
-#: GGUF's names of architectures, where they are others.
+#: GGUF names of architectures with a different name.
 _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 _FILE_TYPES = {
@@ -69,7 +69,7 @@ _FILE_TYPES = {
 }
 
 
-#: What mixtures of experts have beside `CONFIG`.
+#: Additional settings of mixtures of experts.
 _MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True},
@@ -77,18 +77,18 @@ _MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
-    """`CONFIG` with changes, as the dict of a ``config.json``."""
+    """Return `CONFIG` with changes, as the dict of a ``config.json``."""
     return CONFIG | {"model_type": model_type} | _MIXTURES.get(model_type, {}) | changes
 
 
 def n_experts(config: Mapping[str, Any]) -> int:
-    """Of a layer; 0 where it is no mixture."""
+    """Return the number of experts per layer, 0 without experts."""
     n: int = config.get("num_local_experts") or config.get("num_experts") or 0
     return n
 
 
 def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]:
-    """Weights for ``config`` under Hugging Face's names: matrices as large as keeps activations near 1."""
+    """Return random weights for ``config`` with Hugging Face's names, scaled to keep activations near 1."""
     rng = np.random.default_rng(seed)
     weights: dict[str, Array] = {}
 
@@ -119,7 +119,7 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         norm(f"{layer}.post_attention_layernorm", d)
         if n := n_experts(config):
             f = config.get("moe_intermediate_size", f)
-            # So large that no choice is a close call.
+            # Large enough to avoid nearly equal choices.
             weights[f"{layer}.mlp.gate.weight"] = rng.normal(0, 5 * d**-0.5, (n, d)).astype(np.float32)
             up = rng.normal(0, d**-0.5, (n, 2 * f, d)).astype(np.float32)
             weights[f"{layer}.mlp.experts.gate_up_proj"] = up
@@ -142,11 +142,11 @@ def write_gguf(
     type: GGMLType = GGMLType.F32,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes Hugging Face weights as a GGUF file with a vocabulary, as llama.cpp's converter would.
+    """Write Hugging Face weights as a GGUF file with a vocabulary, like llama.cpp's converter.
 
     Args:
-        type: of the matrices.  Where their width is no multiple of its block length they are stored in float16.
-        metadata: keys to add or, with None, to leave out; see `write_file`.
+        type: type of the matrices.  Matrices whose width is not a multiple of its block length use float16.
+        metadata: keys to add, or to remove if the value is None; see `write_file`.
     """
     arch = gguf_architecture(config)
     tensors = {
@@ -165,8 +165,8 @@ def write_file(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[NDArray[Any], GGMLType]],
 ) -> Path:
-    """Writes a GGUF file of any metadata (int as uint32, or int32 where negative or in a list; float as float32)
-    and encoded tensors."""
+    """Write a GGUF file of metadata (int as uint32, negative or in lists as int32; float as float32) and encoded
+    tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         if value is not None:
@@ -183,13 +183,13 @@ def write_file(
 def _value_type(value: Any) -> gguf.GGUFValueType:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return gguf.GGUFValueType.UINT32
-    return gguf.GGUFValueType.get_type(value)  # int: INT32, which is also what arrays of integers have
+    return gguf.GGUFValueType.get_type(value)  # int: INT32, also in arrays
 
 
 def tiny_gguf(path: Path, model_type: str = "llama", *, type: GGMLType = GGMLType.F32, **changes: Any) -> Path:
-    """A tiny random model with a vocabulary of 300 tokens, which `localllm.load` can load.
+    """Write a tiny random model with a vocabulary of 300 tokens, which `localllm.load` can load.
 
-    For the K formats, whose blocks have 256 values, the widths are made such that every matrix has that format.
+    For the K formats, whose blocks have 256 values, the widths are chosen so that every matrix can use the format.
     """
     if BLOCK_SIZES[type].length == 256:
         changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} | changes
@@ -200,12 +200,12 @@ def tiny_gguf(path: Path, model_type: str = "llama", *, type: GGMLType = GGMLTyp
 
 
 def encode(array: Array, type: GGMLType) -> tuple[NDArray[Any], GGMLType]:
-    """A matrix as blocks of ``type``, or in float16 where its rows are no whole blocks; a vector in float32."""
+    """Encode a matrix as blocks of ``type``, or as float16 if its rows are not whole blocks; a vector as float32."""
     if array.ndim == 1 or type == GGMLType.F32:
         return array, GGMLType.F32
     if array.shape[-1] % BLOCK_SIZES[type].length:
         return array.astype(np.float16), GGMLType.F16
-    if type in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):  # which the gguf package cannot write
+    if type in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):  # types that the gguf package cannot write
         return quantize(array.reshape(-1, array.shape[-1]), type).reshape(*array.shape[:-1], -1), type
     return gguf.quants.quantize(array, gguf.GGMLQuantizationType(type)), type
 
@@ -216,7 +216,7 @@ def gguf_architecture(config: Mapping[str, Any]) -> str:
 
 
 def gguf_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that llama.cpp's converter writes for a ``config.json``."""
+    """Return the hyper-parameters that llama.cpp's converter writes for a ``config.json``."""
     arch = gguf_architecture(config)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     keys = {
@@ -255,7 +255,7 @@ def gguf_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gguf_tensors(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dict[str, Array]:
-    """Tensors under GGUF's names; for llama with the rows of query and key in the order of interleaved pairs."""
+    """Return tensors with GGUF's names; for llama, query and key rows are reordered to interleaved pairs."""
     n_heads, n_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     tensors: dict[str, Array] = {}
     for name, array in weights.items():
@@ -276,7 +276,7 @@ def gguf_tensors(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dic
 
 
 def _expert_tensors(name: str, array: Array) -> dict[str, Array]:
-    """Of all experts, the matrices for gate and up, which Hugging Face's code has in one; or those for down."""
+    """Return the gate and up matrices of all experts, which Hugging Face joins in one array; or the down matrices."""
     prefix = f"blk.{name.split('.')[2]}"
     if name.endswith("down_proj"):
         return {f"{prefix}.ffn_down_exps.weight": array}
@@ -293,13 +293,13 @@ def _gguf_name(stem: str) -> str:
 
 
 def interleave_pairs(array: Array, n_heads: int) -> Array:
-    """Reorders the rows [n_heads * head_dim] of each head from (0 … n/2 | n/2 … n) to (0, n/2, 1, n/2 + 1, …)."""
+    """Reorder rows [n_heads * head_dim] of each head from (0 … n/2 | n/2 … n) to (0, n/2, 1, n/2 + 1, …)."""
     halves = array.reshape(n_heads, 2, -1, *array.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
 
 
 def llama3_factors(config: Mapping[str, Any]) -> Array:
-    """What Llama 3.1 divides each rotary frequency by, which converters write into the file.
+    """Return Llama 3.1's divisors of the rotary frequencies, which converters write into the file.
 
     Source: Meta's llama-models, ``apply_scaling``.
     """
@@ -313,7 +313,7 @@ def llama3_factors(config: Mapping[str, Any]) -> Array:
 
 
 def spm_vocabulary(n_vocab: int) -> dict[str, Any]:
-    """A sentencepiece vocabulary: 3 special tokens, 256 bytes, then letters and a few words."""
+    """Return a SentencePiece vocabulary: 3 special tokens, 256 bytes, then letters and a few words."""
     pieces = [
         "▁",
         *"etaoinshrdlucmfwygpbvkxqjz",

@@ -1,4 +1,4 @@
-"""Small vocabularies for tests, in the shape of a GGUF file's metadata."""
+"""Small vocabularies for tests, in the format of a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
-# GPT-2's table, written down a second time: printable Latin-1 as it is, the other bytes from U+0100 on.
+# GPT-2's table, written independently: printable Latin-1 unchanged, the other bytes from U+0100.
 _PRINTABLE = [b for b in range(256) if chr(b).isprintable() and chr(b) not in " \xa0\xad" and b < 256]
 BYTE_CHARACTERS = [chr(b) if b in _PRINTABLE else chr(0x100 + b - sum(p < b for p in _PRINTABLE)) for b in range(256)]
 
 
 @functools.cache
 def real_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a file under ``../shared/data``, loaded once; skips the test where it is not there."""
+    """Return the tokenizer of a file in ``../shared/data``, loaded once; skips the test if the file is missing."""
     with GGUFFile.open(shared_data(name)) as file:
         return Tokenizer.from_gguf(file)
 
 
 @dataclass
 class FakeFile:
-    """Stands for an open GGUF file: tokenizers use nothing else of one."""
+    """An open GGUF file, with only the attributes that tokenizers use."""
 
     metadata: Mapping[str, Any]
     path: str = field(default="tiny.gguf")
@@ -44,7 +44,7 @@ def tokenizer_keys(**values: Any) -> dict[str, Any]:
 
 
 def spm_metadata(pieces: Sequence[tuple[str, float, int]], **changes: Any) -> dict[str, Any]:
-    """A SentencePiece vocabulary of (text, score, type), by default with the usual three in front."""
+    """Return a SentencePiece vocabulary of (text, score, type)."""
     texts, scores, types = zip(*pieces, strict=True)
     keys = tokenizer_keys(
         model="llama",
@@ -60,7 +60,7 @@ def spm_metadata(pieces: Sequence[tuple[str, float, int]], **changes: Any) -> di
 
 
 def tiny_spm_pieces(words: Iterable[tuple[str, float]] = ()) -> list[tuple[str, float, int]]:
-    """Unknown, BOS, EOS, 256 bytes, and ``words``."""
+    """Return the tokens for unknown, BOS, EOS, 256 bytes and ``words``."""
     return [
         ("<unk>", 0.0, UNKNOWN),
         ("<s>", 0.0, CONTROL),
@@ -75,7 +75,7 @@ def bpe_metadata(
     special: Sequence[tuple[str, int]] = (("<|endoftext|>", CONTROL),),
     **changes: Any,
 ) -> dict[str, Any]:
-    """A byte-level vocabulary: 256 bytes, what ``merges`` make, and ``special`` (text, type)."""
+    """Return a byte-level vocabulary: 256 bytes, the results of ``merges``, and ``special`` (text, type)."""
     words = list(dict.fromkeys(left + right for left, right in merges))
     tokens = [*BYTE_CHARACTERS, *words, *(text for text, _ in special)]
     types = [NORMAL] * (256 + len(words)) + [kind for _, kind in special]
@@ -91,13 +91,13 @@ def bpe_metadata(
 
 
 def _changed(keys: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``keys`` with some ``tokenizer.ggml`` ones replaced, or removed where the value is ``None``."""
+    """Return ``keys`` with some ``tokenizer.ggml`` keys replaced, or removed if the value is ``None``."""
     keys = {**keys, **tokenizer_keys(**changes)}
     return {key: value for key, value in keys.items() if value is not None}
 
 
 def train_sentencepiece(text: str, vocab_size: int) -> sentencepiece.SentencePieceProcessor:
-    """A real SentencePiece model of Llama's kind (BPE, byte fallback, identity), trained on ``text``."""
+    """Train a real SentencePiece model of Llama's type (BPE, byte fallback, identity) on ``text``."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text.splitlines()),
@@ -115,7 +115,7 @@ def train_sentencepiece(text: str, vocab_size: int) -> sentencepiece.SentencePie
 
 
 def sentencepiece_metadata(processor: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
-    """What a converter writes for a SentencePiece model."""
+    """Return the metadata that a converter writes for a SentencePiece model."""
     pieces = []
     for index in range(processor.vocab_size()):
         kind = NORMAL

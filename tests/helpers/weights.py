@@ -1,4 +1,4 @@
-"""Tensors as if from a file, and single operations of a backend run on them."""
+"""Tensors without a file, and functions to run single operations of a backend."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from localllm.quant.types import GGMLType
 from tests.helpers.recorder import CacheShape
 from tests.helpers.run_model import make_batch
 
-#: A cache for operations that use none.
+#: A cache for operations that do not use one.
 NO_CACHE = CacheShape(n_layers=1, n_kv_heads=1, head_dim=16)
 
 
 @dataclass(eq=False)
 class Tensor:
-    """A tensor as it lies in a file."""
+    """A tensor with the attributes of a file's tensor."""
 
     type: GGMLType
     shape: tuple[int, ...]
@@ -31,30 +31,29 @@ class Tensor:
 
 
 def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    """Normally distributed."""
+    """Return normally distributed values."""
     return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
 def f32(array: Any) -> Tensor:
-    """An array as a float32 tensor."""
     values = np.ascontiguousarray(array, "<f4")
     return Tensor(GGMLType.F32, values.shape, values.view(np.uint8))
 
 
 def blocks(rows: NDArray[np.uint8], type: GGMLType, n_in: int) -> Tensor:
-    """Rows of blocks as a matrix of ``n_in`` columns."""
+    """Return rows of blocks as a matrix of ``n_in`` columns."""
     return Tensor(type, (len(rows), n_in), rows)
 
 
 def one_sequence(n: int) -> Batch:
-    """The tokens 0 … n - 1, from the beginning, all of them outputs."""
+    """Return a batch of the tokens 0 … n - 1 at positions 0 … n - 1; all rows are outputs."""
     return make_batch([(range(n), 0, range(-(-n // 16)))])
 
 
 def run(
     ops: Any, forward: Callable[[], Any], batch: Batch, cache: Any = None, *, max_tokens: int = 0
 ) -> NDArray[np.float32]:
-    """What a forward pass gives for one batch, compiled for ``max_tokens`` or as many as the batch has; a copy."""
+    """Run a forward pass on one batch and return a copy; ``max_tokens`` defaults to the size of the batch."""
     n = max(max_tokens, len(batch.ids))
     step = ops.compile(forward, cache or ops.new_cache(NO_CACHE, 64), max_tokens=n, max_outputs=n)
     return step(batch).copy()

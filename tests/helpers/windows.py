@@ -1,7 +1,7 @@
-"""Windows as far as Linux can simulate it, for tests that ask for the fixture.
+"""A simulation of Windows on Linux, as far as possible, for tests that use the fixture.
 
-What is open or mapped can neither be removed nor renamed, localllm sees ``sys.platform`` as ``win32``, and functions
-that Windows lacks are not there.
+Open or mapped files can neither be removed nor renamed, localllm sees ``win32`` as ``sys.platform``, and functions
+that Windows lacks are missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers.other_system import KERNEL32, MSVCRT
 
-#: Functions that Windows lacks, or Python has not there.
+#: Functions missing on Windows or in Python for Windows.
 MISSING = (
     "killpg",
     "sysconf",
@@ -34,7 +34,7 @@ MISSING = (
 
 
 class Sys:
-    """The module `sys`, on another system."""
+    """The module `sys` with another platform."""
 
     def __init__(self, platform: str) -> None:
         self.platform = platform
@@ -44,14 +44,14 @@ class Sys:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
-    """Lets the modules of localllm that are loaded see another ``sys.platform``."""
+    """Make the loaded modules of localllm see another ``sys.platform``."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "localllm" and hasattr(module, "sys"):
             monkeypatch.setattr(module, "sys", Sys(platform))
 
 
 def in_use(path: str) -> bool:
-    """Whether this process has the file open, or mapped."""
+    """Return whether this process has the file open or mapped."""
     real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     if os.path.islink(real) or not os.path.isfile(real):
         return False
@@ -68,7 +68,7 @@ def in_use(path: str) -> bool:
 
 
 def refusing(function: Callable[..., Any], n_paths: int) -> Callable[..., Any]:
-    """A function of `os` that refuses files in use among its first arguments."""
+    """Wrap a function of `os` so that it refuses files in use among its first arguments."""
 
     def call(*paths: Any, **options: Any) -> Any:
         for path in paths[:n_paths] if "dir_fd" not in options else ():
@@ -80,7 +80,7 @@ def refusing(function: Callable[..., Any], n_paths: int) -> Callable[..., Any]:
 
 
 def keep_files_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets functions of `os`, and with them `pathlib`, refuse files in use as Windows does, and links."""
+    """Make functions of `os`, and thus `pathlib`, refuse files in use and symbolic links, as Windows does."""
 
     def refused(source: Any, target: Any, *_: Any, **__: Any) -> None:
         error = OSError(errno.EPERM, "A required privilege is not held by the client", os.fsdecode(target))

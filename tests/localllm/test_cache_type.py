@@ -1,4 +1,4 @@
-"""A KV cache of codes of 8, 5 or 4 bits in place of float16: less memory, nearly the same logits."""
+"""A KV cache of 8-, 5- or 4-bit codes instead of float16: less memory, nearly the same logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def in_ci(*types: CacheType) -> list[Any]:
-    """Types of which each takes seconds to compile kernels for."""
+    """Mark types whose kernels take seconds to compile."""
     return [pytest.param(type, marks=pytest.mark.ci) for type in types]
 
 
@@ -45,7 +45,7 @@ def logits(path: Path | None, device: str, cache_type: CacheType, ids: list[int]
 
 
 def check_logits(path: Path | None, device: str, ids: list[int], cache_type: CacheType = "q8_0") -> None:
-    """Those of all tokens within 1 %, or 20 % of the fewest bits, and not the same."""
+    """Compare all logits: within 1 %, or 20 % for the fewest bits, and not identical."""
     halves, scaled = (logits(path, device, type, ids) for type in ("f16", cache_type))
     bound = max({"f16": 0.0, "q8_0": 0.01, "q5_0": 0.1, "q4_0": 0.2}[type] for type in cache_type.split("/"))
     assert 0 < np.linalg.norm(scaled - halves) / np.linalg.norm(halves) < bound
@@ -65,7 +65,7 @@ def test_logits_of_the_demo_model(device: str, cache_type: CacheType) -> None:
 
 
 def test_logits_of_a_trained_model() -> None:
-    """Without the rounding of activations to eight bits, which turns any small difference into as much again."""
+    """Disable rounding of activations to eight bits, which would amplify any small difference."""
     path = shared_data("models/story656K/TinyStories-656K-Q8_0.gguf")
     with localllm.load(path, device="reference") as llm:
         ids = llm.tokenize("Once upon a time, there was a little girl. She liked to play outside in the park.")
@@ -81,8 +81,8 @@ def test_the_plan_counts_half_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["q8_0", *in_ci("q5_0", "q4_0", "f16/q4_0")])
-def test_decoding_continues_what_prefill_began(device: str, cache_type: CacheType) -> None:
-    """Single tokens, in a sequence that shares the pages of another, as if all were evaluated at once."""
+def test_decoding_continues_after_prefill(device: str, cache_type: CacheType) -> None:
+    """Single tokens, in a sequence that shares pages with another, equal a single evaluation of all tokens."""
     with load(None, device, cache_type) as llm:
         first = llm.generate("What is localllm?", max_tokens=40, temperature=0, ignore_eos=True)
         ids = llm.tokenize("What is localllm?")
@@ -94,8 +94,8 @@ def test_decoding_continues_what_prefill_began(device: str, cache_type: CacheTyp
 
 @pytest.mark.parametrize("cache_type", ["q5_0", "q8_0/q4_0"])
 @pytest.mark.parametrize("name", ["llama", "llama-window"])
-def test_a_saved_cache_goes_on_as_if_it_had_not_been(tmp_path: Path, name: str, cache_type: CacheType) -> None:
-    """Cut, shared and read back, with a window too; one of another type is refused."""
+def test_a_restored_cache_continues_like_the_original(tmp_path: Path, name: str, cache_type: CacheType) -> None:
+    """Cut, share and restore the cache, also with a window; a cache of another type is rejected."""
     path = tiny_gguf(tmp_path / "model.gguf", **ARCHITECTURES[name])
     ids = np.random.default_rng(1).integers(0, 300, 110).tolist()
     options: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -1,6 +1,6 @@
-"""Programs written for llama-cpp-python: what they do most, with one import changed, on the demo model.
+"""Common programs for llama-cpp-python, with one changed import, on the demo model.
 
-The dicts have the keys that llama-cpp-python 0.3.36 gives for the same calls.
+The dicts have the keys of llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def llm() -> Iterator[Llama]:
 
 
 def shape(value: Any) -> Any:
-    """The keys of dicts, and the types of what is in them."""
+    """Return the keys of dicts with the types of their values."""
     if isinstance(value, dict):
         return {key: shape(each) for key, each in value.items()}
     return [shape(each) for each in value[:1]] if isinstance(value, list) else type(value).__name__
@@ -87,7 +87,7 @@ def test_streamed_text_is_the_same_text(llm: Llama) -> None:
     assert shape(chunks[0]) == {**HEAD, "choices": [choice]}
 
 
-def test_what_might_become_a_stop_string_comes_at_the_end(llm: Llama) -> None:
+def test_a_possible_stop_string_is_delivered_at_the_end(llm: Llama) -> None:
     options: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
     text = llm("Once upon a time", **options)["choices"][0]["text"]
     chunks = list(llm("Once upon a time", stop=[f"{text[-1]}@@"], stream=True, **options))
@@ -96,7 +96,7 @@ def test_what_might_become_a_stop_string_comes_at_the_end(llm: Llama) -> None:
 
 
 @pytest.mark.parametrize("more", [{"echo": True}, {"suffix": " THE END"}, {"echo": True, "suffix": "!"}], ids=str)
-def test_what_stands_around_a_text_is_streamed_too(llm: Llama, more: dict[str, Any]) -> None:
+def test_echo_and_suffix_are_streamed_too(llm: Llama, more: dict[str, Any]) -> None:
     options = {"max_tokens": 5, "temperature": 0, **more}
     whole = llm("Once upon", **options)["choices"][0]["text"]
     assert "".join(each["choices"][0]["text"] for each in llm("Once upon", stream=True, **options)) == whole
@@ -171,7 +171,7 @@ def test_a_tool_that_the_model_calls_by_itself(llm: Llama) -> None:
     with pytest.warns(UserWarning, match="does not use tools"), pytest.warns(match="there is no tool 'rain'"):
         list(llm.create_chat_completion(QUESTION, tools=[TOOL], grammar=grammar, stream=True))
     [many] = llm.llm.generate_many([QUESTION], grammar=f"root ::= {json.dumps(f'<think>hm</think>{written}')}")
-    assert (many.reasoning, many.text) == ("hm", written)  # it was offered none
+    assert (many.reasoning, many.text) == ("hm", written)  # no tools were passed
     with pytest.warns(UserWarning, match="does not use tools"):
         called = llm.llm.chat(QUESTION, tools=[TOOL], grammar=f"root ::= {json.dumps(written)}").to_dict()
     assert called["tool_calls"] == [{"name": "weather", "arguments": {"city": "Oslo"}}]
@@ -241,7 +241,7 @@ def test_the_context_window() -> None:
     llm.close()
 
 
-def test_tokens_there_and_back(llm: Llama) -> None:
+def test_tokens_are_encoded_and_decoded(llm: Llama) -> None:
     tokens = llm.tokenize(b"Hello world")
     assert tokens[0] == llm.token_bos()
     assert tokens[1:] == llm.tokenize(b"Hello world", add_bos=False)
@@ -272,7 +272,7 @@ def test_state_saved_and_loaded(llm: Llama) -> None:
 
 
 def test_logprobs(llm: Llama) -> None:
-    """Of completions and of chats, whole and streamed: the same numbers, and those of the logits."""
+    """Completions and chats, complete and streamed, have the same logprobs, which match the logits."""
     options: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
     found = llm("Hello", logprobs=2, **options)["choices"][0]["logprobs"]
     chunks = list(llm("Hello", logprobs=2, stream=True, **options))
@@ -294,7 +294,7 @@ def test_logprobs(llm: Llama) -> None:
     assert [len(each["top_logprobs"]) for each in chat["content"]] == [2] * 4
 
 
-def test_options_mean_what_they_mean_there(llm: Llama) -> None:
+def test_options_have_llama_cpp_pythons_meaning(llm: Llama) -> None:
     def text(**options: Any) -> str:
         return str(llm("Once upon a time", **{"max_tokens": 12, **options})["choices"][0]["text"])
 
@@ -320,7 +320,7 @@ def log_softmax(rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_with_logprobs_tells_those_of_the_prompt(llm: Llama, stream: bool) -> None:
+def test_echo_with_logprobs_includes_those_of_the_prompt(llm: Llama, stream: bool) -> None:
     prompt = "Once upon a time"
     options: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
     if stream:
@@ -512,7 +512,7 @@ def test_leaving_a_stream_stops_it(llm: Llama) -> None:
         ("type_v", 7),
     ],
 )
-def test_what_the_constructor_cannot_do_is_said_before_loading(keyword: str, value: Any) -> None:
+def test_unsupported_arguments_of_the_constructor_fail_before_loading(keyword: str, value: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"{keyword} is .* but here ") as raised:
         Llama("missing.gguf", **{keyword: value})
     assert isinstance(raised.value, UsageError)
@@ -561,12 +561,12 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"tfs_z": 0.5}, "tfs_z is not available"),
     ],
 )
-def test_what_a_chat_cannot_do(llm: Llama, options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_of_a_chat(llm: Llama, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         llm.create_chat_completion(QUESTION, **options)
 
 
-def test_what_else_cannot_be_done(llm: Llama) -> None:
+def test_other_unsupported_features(llm: Llama) -> None:
     for call in (llm.embed, llm.create_embedding):
         with pytest.raises(UsageError, match="makes no vectors of texts"):
             call("text")
@@ -589,7 +589,7 @@ HANDLERS += ["Qwen25VL", "Gemma4"]
 
 
 @pytest.mark.parametrize("name", HANDLERS)
-def test_handlers_of_models_that_see_are_where_llama_cpp_python_has_them(name: str) -> None:
+def test_chat_handlers_have_llama_cpp_pythons_names(name: str) -> None:
     handler = getattr(llama_chat_format, f"{name}ChatHandler")
     assert handler is getattr(compat, f"{name}ChatHandler")
     assert handler(clip_model_path="mmproj.gguf").clip_model_path == "mmproj.gguf"

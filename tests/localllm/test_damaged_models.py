@@ -1,7 +1,7 @@
-"""Model files with flipped, cut, inserted and overwritten bytes, loaded and run: an error of ours, or a result.
+"""Load and run model files with flipped, cut, inserted and overwritten bytes: a typed error or a result.
 
-``LOCALLLM_FUZZ_CASES`` sets how many files of each format and device are tried, and ``LOCALLLM_FUZZ_SEED`` the first
-one's seed, for longer searches than that of every day.
+``LOCALLLM_FUZZ_CASES`` sets the number of files per format and device, and ``LOCALLLM_FUZZ_SEED`` the first seed, for
+longer searches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEED = int(os.environ.get("LOCALLLM_FUZZ_SEED", "0"))
 TYPES = (GGMLType.F32, GGMLType.Q8_0, GGMLType.Q4_K)
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
 
-#: Numbers at which things break.
+#: Values near common limits.
 ODD_NUMBERS = [
     *(struct.pack("<Q", n) for n in (0, 1, 2, 3, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)),
     *(struct.pack("<I", n) for n in (0, 1, 2, 3, 7, 8, 12, 64, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1)),
@@ -39,10 +39,10 @@ ODD_NUMBERS = [
 
 
 class Damage:
-    """Makes damaged files out of a whole one.
+    """Creates damaged files from a valid one.
 
     Attributes:
-        places: the parts of the file to be hit equally often, for most of its bytes are weights and tokens.
+        places: byte ranges that are changed equally often, because most of the file is weights and tokens.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class Damage:
     def make(self, rng: random.Random) -> bytes:
         data = bytearray(self.data)
         for _ in range(rng.choice((1, 1, 1, 2, 4))):
-            # An index may lie past what an earlier step cut off: slices then change nothing, or append.
+            # An index may be past the end after an earlier cut: slices then change nothing, or append.
             at = rng.choice(rng.choice(self.places))
             rng.choices(STEPS, weights=(6, 8, 1, 1, 1, 2))[0](data, at, rng)
         return bytes(data)
@@ -109,7 +109,7 @@ STEPS: list[Callable[[bytearray, int, random.Random], None]] = [
 
 @pytest.fixture(scope="module", params=TYPES, ids=lambda type: type.name)
 def damage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Damage:
-    """A model of one layer, in Q4_K with matrices of whole blocks."""
+    """Return a model of one layer, in Q4_K with matrices of whole blocks."""
     wide = {"hidden_size": 256, "intermediate_size": 256} if request.param is GGMLType.Q4_K else {"hidden_size": 32}
     settings = config(**({"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 280} | wide))
     keys = {"tokenizer.chat_template": TEMPLATE}
@@ -136,7 +136,7 @@ def test_damaged_models_give_our_errors_or_a_result(damage: Damage, device: str,
 
 
 def run(path: Path, device: str, rng: random.Random) -> bool:
-    """Loads a file and generates with it; whether it could be loaded."""
+    """Load a file and generate; return whether it loaded."""
     try:
         llm = localllm.load(path, device=device, threads=1, context=32)
     except LocalLLMError:

@@ -1,7 +1,7 @@
-"""The embedded demo model: a sound file, and answers that hold the facts.
+"""The embedded demo model: a valid file and correct answers.
 
-The file is read with the `gguf` package and run by a plain numpy forward written here, so that these tests
-judge the model and not the runtime; the last ones ask through localllm itself.
+The file is read with the `gguf` package and run by a separate numpy forward pass, so that these tests check the
+model and not the runtime.  The last tests use localllm.
 """
 
 import functools
@@ -24,7 +24,7 @@ from tests.helpers.data import ROOT
 DEMO = ROOT / "localllm" / "data" / "demo.gguf"
 Array = npt.NDArray[np.float32]
 
-# What a newcomer with the README open may ask, and the topic that the answer must hold the facts of.
+# Questions a reader of the README may ask, and the topic whose facts the answer must contain.
 QUESTIONS = {
     "what_is_localllm": "What is localllm?",
     "run_model": "How do I run a model?",
@@ -82,7 +82,7 @@ def token_ids() -> dict[str, int]:
 
 
 def encode(text: str) -> list[int]:
-    """Ids of plain text: characters, of which the best-scored neighbours are merged until none are left."""
+    """Return ids of plain text: characters, merged by best score until no pair is left."""
     scores = meta("tokenizer.ggml.scores")
     pieces = list(text.replace(" ", "▁"))
     while True:
@@ -198,7 +198,7 @@ def test_tensors_are_complete_and_finite() -> None:
 def test_the_model_knows_its_own_size() -> None:
     parameters = sum(values.size for values in weights().values())
     assert f"{parameters / 1e6:.1f} million" in topic_named("how_big").answers[0]
-    assert DEMO.stat().st_size < 5_000_000  # "under 5 megabytes", it says
+    assert DEMO.stat().st_size < 5_000_000  # the limit in the documentation
 
 
 def test_vocabulary_is_usable() -> None:
@@ -262,7 +262,7 @@ def test_localllm_agrees_with_plain_numpy(llm: LLM) -> None:
 
 @pytest.mark.parametrize("name", ["what_is_localllm", "run_model", "gpu", "unknown"])
 def test_the_weights_answer_in_plain_numpy(reference: LLM, name: str) -> None:
-    """What localllm chooses is what plain numpy chooses after every token before it."""
+    """Each token that localllm chooses is the plain numpy implementation's choice after the previous tokens."""
     reply = reference.chat([{"role": "user", "content": QUESTIONS[name]}], temperature=0.0, max_tokens=80)
     assert topic_named(name).accepts(reply.text), reply.text
     prompt = chat_ids(QUESTIONS[name])
@@ -287,7 +287,7 @@ def test_understands_phrasings_it_never_saw(llm: LLM) -> None:
     assert sum(right) >= 0.55 * len(right)
 
 
-def test_tells_a_story_to_its_end(llm: LLM) -> None:
+def test_writes_a_story_to_its_end(llm: LLM) -> None:
     request = [{"role": "user", "content": "Tell me a story about a dog."}]
     story = llm.chat(request, temperature=0.0, max_tokens=300)
     assert story.finish_reason == "stop"

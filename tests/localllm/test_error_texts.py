@@ -1,4 +1,4 @@
-"""Whatever texts a file holds, an error about it is one line of bounded length without control characters."""
+"""An error about texts in a file is one line of bounded length without control characters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.helpers.gguf_writer import RawGGUF, RawTensor, array, key, string
 from tests.helpers.vocabularies import FakeFile, bpe_metadata
 
 MOST = 300
-#: Of a file: short, so that the rest of a text is what counts.
+#: A short path, so that the rest of the message counts.
 NAME = "m\n\x1b.gguf"
-#: Control characters, line ends, a bidirectional override: at the beginning, in the middle and at the end.
+#: Control characters, line ends and a bidirectional override, at the start, in the middle and at the end.
 HOSTILE = "\x1b]0;x\x07\n\r\u2028\u202e " * 10_000 + "\x1b[2J\n"
-#: Names of a key and a tensor, as long as they may be.
+#: The longest allowed names of a key and a tensor.
 KEY, TENSOR = HOSTILE[:30_000], "\1" * 63
 
 Keys = dict[str, Any]
@@ -34,7 +34,7 @@ Tensors = dict[str, tuple[Any, GGMLType]]
 
 
 def model(kind: str) -> tuple[Keys, Tensors]:
-    """Metadata and tensors of a model that loads, with texts wherever a file can have some."""
+    """Return metadata and tensors of a valid model, with texts in every field that can have one."""
     settings = tiny_models.config(num_hidden_layers=1, hidden_size=32, intermediate_size=64, vocab_size=280)
     keys = tiny_models.gguf_metadata(settings) | {
         "general.name": "tiny",
@@ -53,7 +53,7 @@ def model(kind: str) -> tuple[Keys, Tensors]:
 
 
 def damaged(keys: Keys, tensors: Tensors) -> Iterator[tuple[str, str, Keys, Tensors]]:
-    """What was damaged, the architecture, metadata and tensors: for each text of the file."""
+    """Yield, for each text in the file: the damaged field, the architecture, metadata and tensors."""
     yield "architecture", HOSTILE, keys, tensors
     for name, value in keys.items():
         for other in (HOSTILE, HOSTILE.encode() + b"\xff", ["\x1b\n"] * 100, list(range(1000)), 1):
@@ -63,7 +63,7 @@ def damaged(keys: Keys, tensors: Tensors) -> Iterator[tuple[str, str, Keys, Tens
             yield f"{name} is hostile", "llama", keys | {name: HOSTILE}, tensors
         if isinstance(value, list) and isinstance(value[0], str):
             for i in {0, 1, 2, 3, len(value) // 2, len(value) - 1} & set(range(len(value))):
-                # Alone; with the space that merges have in the middle; and the same text as another.
+                # Alone, with the space of a merge in the middle, and equal to another text.
                 for changes in ({i: HOSTILE}, {i: f"a {'b' * 100_000}"}, {i: HOSTILE, i - 1: HOSTILE}):
                     changed = [changes.get(j, text) for j, text in enumerate(value)]
                     changed[-1] = changes.get(-1, changed[-1])

@@ -1,4 +1,4 @@
-"""Errors are data: each front end writes the sentence in its user's words."""
+"""Errors are data: each front end formats the message with its own names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localllm.errors import (
 from localllm.options.declared import in_flags
 
 
-def test_an_error_is_told_in_each_front_ends_words() -> None:
+def test_an_error_uses_each_front_ends_names() -> None:
     error = UsageError.of("top_k", -3, "a whole number of at least 0")
     assert str(error) == "top_k is -3, but must be a whole number of at least 0"
     assert error.worded(in_flags) == "--top-k is -3, but must be a whole number of at least 0"
@@ -26,15 +26,15 @@ def test_an_error_is_told_in_each_front_ends_words() -> None:
     assert UsageError("a sentence").argument is None
 
 
-def test_a_setting_is_named_in_place_of_the_flag_that_it_stands_for() -> None:
+def test_a_setting_is_named_instead_of_its_flag() -> None:
     error = UsageError(Argument("threads"), " is 0, with ", Argument("device", "cpu"))
     assert in_flags(Argument("threads"), {"threads": "the setting threads"}) == "the setting threads"
     assert error.worded(in_flags) == "-t is 0, with --device cpu"
     assert str(error) == "threads is 0, with device='cpu'"
 
 
-def test_what_is_no_argument_is_never_renamed() -> None:
-    """A user's words may look like an argument of the library."""
+def test_text_that_is_not_an_argument_is_never_renamed() -> None:
+    """Text of the user may resemble a parameter name of the library."""
     error = UsageError("the file 'device is here' cannot be read: context=4096")
     assert error.worded(in_flags) == str(error)
 

@@ -1,4 +1,4 @@
-"""Names that no file can have."""
+"""Invalid file names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from localllm import LLM, load
 from localllm.errors import LocalLLMError, OutputError
 from localllm.files import NewFile, check_is_new
 
-#: The end of a path that no file system takes.
+#: An invalid end of a path on every file system.
 NAMES = {"a NUL": "a\0b", "too long": "x" * 5000, "folders too long": "x/" * 5000 + "a", "not Unicode": "\ud800x"}
 
-#: What the library does with the name of a file.
+#: Functions of the library that accept a file name.
 CALLS: dict[str, Callable[[LLM, str], object]] = {
     "load": lambda llm, name: load(name),
     "load a Path": lambda llm, name: load(Path(name)),

@@ -1,4 +1,4 @@
-"""Models in forked children: those of the parent are refused at once, and the child may load its own."""
+"""Models in forked children: the parent's models are rejected at once, and a child can load its own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_engine_of_the_parent_is_refused_while_a_step_runs() -> None:
 
 
 def test_a_stream_of_the_parent_is_refused_in_the_child() -> None:
-    """Nothing will come; what came before the fork may still be read, and dropping it does no harm."""
+    """No further output comes; earlier output remains readable, and dropping the stream is harmless."""
     with localllm.load(device="reference", context=256) as llm:
         stream = llm.stream(PROMPT, ignore_eos=True)
         next(stream)

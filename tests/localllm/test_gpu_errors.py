@@ -1,4 +1,4 @@
-"""What goes wrong with GPUs, as users meet it: a typed error that says what to do, never a silent run on the CPU."""
+"""GPU failures that users may see: a typed error with a remedy, never a silent fallback to the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.gpus import have_gpus
 from tests.kernels.cuda.watched import KernellessDriver
 
 PROMPT = [5, 6, 7, 8]
-#: Room for `GPU_OVERHEAD_BYTES` and a tiny model.
+#: Memory for `GPU_OVERHEAD_BYTES` and a tiny model.
 ROOMY = 1 << 29
 
 
@@ -38,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Makes this a machine with such devices, and gives them."""
+    """Simulate a machine with these devices, and return them."""
 
     def make(driver: EmulatedDriver) -> EmulatedDriver:
         have_gpus(monkeypatch, driver)
@@ -49,7 +49,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Nothing is given back but with its last reference."""
+    """Memory is freed only with the last reference."""
     gc.collect()
     gc.disable()
     yield
@@ -64,7 +64,7 @@ def greedy(llm: localllm.LLM, n: int = 6) -> tuple[int, ...]:
     return llm.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True).ids
 
 
-# -- Nothing to run on ---------------------------------------------------------------------------------------------
+# -- No usable GPU ------------------------------------------------------------------------------------------------
 
 
 def fake_cupy(**changes: Any) -> Any:
@@ -109,7 +109,7 @@ PROPERTIES |= {"totalGlobalMem": ROOMY, "sharedMemPerBlockOptin": 48 << 10}
     ],
     ids=["no driver", "old driver", "no CuPy", "CuPy too new", "no GPU", "no NVRTC", "GPU too old"],
 )
-def test_what_is_missing_is_said(
+def test_missing_parts_are_named(
     cuda: Any,
     cupy: Any,
     words: str,
@@ -117,7 +117,7 @@ def test_what_is_missing_is_said(
     monkeypatch: pytest.MonkeyPatch,
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
-    """Who asks for a GPU is told and gets nothing else; who leaves it to localllm is told, and gets the CPU."""
+    """An explicit request for a GPU fails with an error; a default device reports the fault and uses the CPU."""
     monkeypatch.setattr(installation, "driver_cuda", lambda: cuda)
     if cupy is not None:
         monkeypatch.setattr(cupy_driver, "import_cupy", lambda: fake_cupy(**cupy))
@@ -129,7 +129,7 @@ def test_what_is_missing_is_said(
     outcome = run_main(capfdbinary, "generate", "-m", path, "-p", "the", "-n", 2, "--device", "cuda")
     assert (outcome.code, outcome.out) == (1, "")
     assert "--device" in outcome.error() or "CUDA" in outcome.error()
-    if cuda is None:  # nothing hints at a GPU
+    if cuda is None:  # no sign of a GPU
         load(path, device="auto").close()
         return
     with pytest.warns(UserWarning, match=f"the model runs on the CPU: .*{words}"), load(path, device="auto") as llm:
@@ -142,7 +142,7 @@ def test_what_is_missing_is_said(
 def test_a_plan_that_does_not_fit(
     gpus: Callable[..., Any], path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """Said before a byte is on the device, if somebody asked for it; else the CPU takes what does not fit, aloud."""
+    """A requested GPU is rejected before anything is allocated; by default the CPU takes the rest, with a warning."""
     driver = gpus(KernellessDriver(memory=(256 << 20) + 20_000_000))
     with pytest.raises(NotEnoughMemoryError, match=r"3 layers on GPUs need .* GB on cuda:0, which has .* GB free"):
         load(path, n_gpu_layers=3, context=4096)
@@ -156,8 +156,7 @@ def test_a_plan_that_does_not_fit(
 
 
 def test_memory_that_runs_out_while_loading(gpus: Callable[..., Any], path: Path, no_collector: None) -> None:
-    """Wherever it does, that is said with the numbers; all is given back, and a model can be loaded: even while the
-    error is being handled."""
+    """Every failure reports the numbers and frees all memory, so that a model can be loaded even in the handler."""
     driver = gpus(KernellessDriver(memory=ROOMY))
     driver.memories.fail_allocation = 1000
     load(path).close()
@@ -173,7 +172,7 @@ def test_memory_that_runs_out_while_loading(gpus: Callable[..., Any], path: Path
 
 
 def load_after_failure(driver: EmulatedDriver, path: Path, *, again: bool) -> str:
-    """What is said when a model cannot be loaded; while that is handled, all memory is free for another one."""
+    """Return the error of loading a model; while it is handled, all memory is free for another model."""
     try:
         load(path)
     except DeviceMemoryError as error:
@@ -198,8 +197,8 @@ def test_a_closed_model_gives_all_back(gpus: Callable[..., Any], path: Path, no_
         assert [driver.memory_info(i).free for i in range(2)] == [ROOMY] * 2
 
 
-def test_another_program_takes_the_memory_while_a_model_is_loaded(gpus: Callable[..., Any], path: Path) -> None:
-    """After the plan was made; the smaller model that is loaded then has room."""
+def test_another_program_allocates_memory_while_a_model_loads(gpus: Callable[..., Any], path: Path) -> None:
+    """Memory that disappears after planning; a smaller model then fits."""
     driver = gpus(KernellessDriver(memory=ROOMY))
     taken: list[Any] = []
 
@@ -216,7 +215,7 @@ def test_another_program_takes_the_memory_while_a_model_is_loaded(gpus: Callable
 
 
 class Failing(KernellessDriver):
-    """Whose next graph does not fit, if ``is_full``."""
+    """A device whose next graph does not fit if ``is_full``."""
 
     is_full = False
 
@@ -229,7 +228,7 @@ class Failing(KernellessDriver):
 
 
 def test_memory_that_runs_out_while_generating(gpus: Callable[..., Any], path: Path) -> None:
-    """For a step's graph: the next text is written nevertheless."""
+    """Memory for a step's graph is missing; the next text is still generated."""
     driver = gpus(Failing(memory=ROOMY))
     with load(path) as llm:
         driver.is_full = True
@@ -238,10 +237,10 @@ def test_memory_that_runs_out_while_generating(gpus: Callable[..., Any], path: P
         assert len(greedy(llm)) == 6
 
 
-def test_a_choice_of_tokens_takes_no_more_memory_of_the_device(
+def test_choosing_tokens_needs_no_additional_device_memory(
     gpus: Callable[..., Any], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was planned, and is there since the model was loaded; on the host what cannot be locked is said."""
+    """Planned memory is allocated when the model loads; a warning reports host memory that cannot be locked."""
     driver = gpus(KernellessDriver(memory=ROOMY))
     with load(path) as llm:
         before = driver.memory_info(0).free
@@ -272,7 +271,7 @@ def test_host_memory_that_cannot_be_locked(gpus: Callable[..., Any], path: Path)
 
 @pytest.mark.parametrize("after", [1, 7, 30])
 def test_a_device_that_is_lost(gpus: Callable[..., Any], path: Path, after: int) -> None:
-    """In the middle of a text: it is said then and ever after, and the model can be closed."""
+    """A failure during generation is reported then and on every later call, and the model can be closed."""
     driver = gpus(KernellessDriver(2, memory=ROOMY))
     with load(path, device="cuda:0") as llm:
         greedy(llm)
@@ -301,7 +300,7 @@ def test_a_device_that_is_lost_on_the_command_line(
 
 
 def test_devices_without_access_to_each_other(gpus: Callable[..., Any], path: Path) -> None:
-    """Hidden states go through the host then: no error, and nothing on the CPU."""
+    """Hidden states then move through the host: no error, and no layer on the CPU."""
     gpus(KernellessDriver(2, memory=ROOMY, peers=False))
     with load(path, tensor_split=(2, 1)) as llm:
         assert llm.info.device == "cuda:0 + cuda:1"

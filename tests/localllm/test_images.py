@@ -1,4 +1,4 @@
-"""Prompts with pictures in the library: what reads ids reads those of the text alone."""
+"""Prompts with images in the library: functions that return ids return the ids of the text only."""
 
 from __future__ import annotations
 

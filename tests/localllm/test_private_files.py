@@ -1,4 +1,4 @@
-"""Files with texts of users can be read by nobody else, whatever the umask."""
+"""Files with texts of users are readable only by their owner, whatever the umask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localllm.tui.chat.tools import Tool, Toolbox
 from localllm.tui.storage.chats import Store
 from localllm.tui.storage.prompt_history import PromptHistory, _rewrite
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no such rights")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="lacks POSIX permissions")
 
 
 def mode(path: Path) -> int:
@@ -26,7 +26,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture(autouse=True)
 def generous() -> Iterator[None]:
-    """A umask that lets everybody read and write."""
+    """Set a umask that allows everybody to read and write."""
     before = os.umask(0)
     yield
     os.umask(before)

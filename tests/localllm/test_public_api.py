@@ -1,4 +1,4 @@
-"""What ``import localllm`` offers, and what it costs."""
+"""The names that ``import localllm`` provides, and the modules that it loads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_help_names_everything_in_two_screens() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_is_there(name: str) -> None:
+def test_every_public_name_exists(name: str) -> None:
     value = getattr(localllm, name)
     assert isinstance(value, str) or value.__name__ == name
 

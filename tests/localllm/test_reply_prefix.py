@@ -1,4 +1,4 @@
-"""Answers that begin with a given text: the model goes on from there, as if it had written it."""
+"""Replies with a given prefix: the model continues the prefix as if it had generated it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def answer(llm: LLM) -> str:
 
 
 @pytest.mark.parametrize("n_words", [1, 4])
-def test_an_answer_goes_on_where_it_was_cut(llm: LLM, answer: str, n_words: int) -> None:
+def test_an_answer_continues_after_its_prefix(llm: LLM, answer: str, n_words: int) -> None:
     prefix = " ".join(answer.split(" ")[:n_words])
     rest = llm.chat(QUESTION, reply_prefix=prefix, temperature=0, max_tokens=24)
     assert rest.text.startswith(answer.removeprefix(prefix))
@@ -39,7 +39,7 @@ def test_an_answer_goes_on_where_it_was_cut(llm: LLM, answer: str, n_words: int)
     assert "".join(chunk.text for chunk in streamed) == rest.text
 
 
-def test_what_was_said_is_not_evaluated_again(llm: LLM, answer: str) -> None:
+def test_a_cached_prefix_is_not_evaluated_again(llm: LLM, answer: str) -> None:
     llm.forget()
     llm.chat(QUESTION, temperature=0, max_tokens=24)
     usage = llm.chat(QUESTION, reply_prefix=answer, temperature=0, max_tokens=2).usage

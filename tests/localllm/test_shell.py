@@ -1,4 +1,4 @@
-"""Command lines and child processes of the user's system; Windows is simulated."""
+"""Command lines and child processes of the system, with a simulated Windows."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_clipboard_is_the_systems(
     )
 
 
-def test_a_process_ends_with_what_it_began() -> None:
+def test_a_process_ends_with_its_children() -> None:
     inner = "print(1, flush=True); import time; time.sleep(99)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, **own_group())
@@ -92,7 +92,7 @@ def test_a_process_ends_with_what_it_began() -> None:
     process.stdout.readline()
     began = time.monotonic()
     kill_tree(process)
-    assert process.stdout.read() == b""  # the pipe is closed by the last process that has it
+    assert process.stdout.read() == b""  # the pipe closes with its last process
     process.wait()
     process.stdout.close()
     kill_tree(process)  # it has ended

@@ -1,4 +1,4 @@
-"""Drafts in the library, on real forward passes: the same text in fewer steps, and what can be asked for."""
+"""Speculative decoding in the library with real forward passes: the same text in fewer steps, and its options."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=["same", "small"])
 def loaded(request: pytest.FixtureRequest, tiny_path: Path, small_path: Path, device: str) -> Iterator[LLM]:
-    """A tiny model that drafts for itself, and one for which another does."""
+    """A tiny model that drafts for itself, and one with a draft model."""
     if (request.param, device) == ("small", "reference"):
-        pytest.skip("slow, and no other code than on the CPU")
+        pytest.skip("slow, and runs the same code as the CPU")
     draft = tiny_path if request.param == "same" else small_path
     with localllm.load(tiny_path, device=device, context=96, draft_model=draft) as llm:
         yield llm
@@ -60,7 +60,7 @@ def loaded(request: pytest.FixtureRequest, tiny_path: Path, small_path: Path, de
 
 @pytest.fixture
 def llm(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """With an empty cache, and drafts at every step whether they pay or not."""
+    """The same model with an empty cache, and drafts at every step regardless of cost."""
     monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: most)
     monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.0)
     in_engine(loaded, lambda loop: loop._cost.add(1, 1.0))
@@ -72,7 +72,7 @@ def comparable(done: Completion) -> tuple[Any, ...]:
     return done.text, done.ids, done.finish_reason, done.logprobs, done.usage.completion_tokens
 
 
-#: The first makes a tiny model of random weights repeat itself.
+#: The first prompt makes a tiny random model repeat itself.
 REAL_SAMPLINGS = {"repeating": Sampling(temperature=0.9, seed=1, top_k=3)} | {
     name: SAMPLINGS[name] for name in ("greedy", "penalties", "mirostat", "adaptive-p")
 }
@@ -97,7 +97,7 @@ def test_the_text_is_the_same_to_the_last_bit(llm: LLM, speculate: Any, sampling
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
 def test_drafts_that_are_forced(tiny_path: Path, small_path: Path, device: str, speculate: Any) -> None:
-    """Without measured costs, and whatever they bring; one text, several at once, and one held to a grammar."""
+    """Without measured costs and regardless of gain: one text, several in parallel, and one with a grammar."""
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "seed": 3, "top_k": 4}
     prompts = [[1, *[40, 41, 42, 43] * 4, 40 + n, 41] for n in range(3)]
     with localllm.load(tiny_path, device=device, context=96, draft_model=small_path) as llm:
@@ -140,7 +140,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(tiny_path: Path, device:
 
 
 def test_logits_are_the_same_bits_in_a_batch(llm: LLM) -> None:
-    """What all this rests on: a token has in a step over several what it has alone."""
+    """The basis of all other tests: a token's logits do not depend on the other tokens of a step."""
     ids = [1, *range(40, 60)]
     drafted = [*ids, *range(70, 79)]
     llm.logits(ids)
@@ -152,7 +152,7 @@ def test_logits_are_the_same_bits_in_a_batch(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
-def test_stop_strings_in_the_middle_of_what_was_accepted(llm: LLM, speculate: Any) -> None:
+def test_stop_strings_inside_the_accepted_drafts(llm: LLM, speculate: Any) -> None:
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     prompt = [1, *range(40, 60), *range(40, 60)]
     text = llm.generate(prompt, speculate=None, **options).text
@@ -165,7 +165,7 @@ def test_stop_strings_in_the_middle_of_what_was_accepted(llm: LLM, speculate: An
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
-def test_streams_bring_one_token_at_a_time(llm: LLM, speculate: Any) -> None:
+def test_streams_deliver_one_token_at_a_time(llm: LLM, speculate: Any) -> None:
     expected = llm.generate("the the the", speculate=None, temperature=0, max_tokens=30, ignore_eos=True)
     with llm.stream("the the the", speculate=speculate, temperature=0, max_tokens=30, ignore_eos=True) as stream:
         chunks = list(stream)
@@ -176,7 +176,7 @@ def test_streams_bring_one_token_at_a_time(llm: LLM, speculate: Any) -> None:
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
-def test_cancelling_frees_what_both_models_hold(llm: LLM, speculate: Any) -> None:
+def test_cancelling_frees_the_pages_of_both_models(llm: LLM, speculate: Any) -> None:
     def n_pages_held(loop: EngineLoop) -> int:
         assert loop.draft_model is not None
         caches = (loop.runner.cache, loop.draft_model.runner.cache)
@@ -221,7 +221,7 @@ def test_many_threads_each_with_its_own_drafts(llm: LLM) -> None:
     assert [done.get(n) for n in range(6)] == expected
 
 
-def test_the_next_turn_reuses_what_drafts_left(llm: LLM) -> None:
+def test_the_next_turn_reuses_the_cache_of_drafts(llm: LLM) -> None:
     prompt = [1, *range(40, 60)]
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
     answer = llm.generate(prompt, **options)
@@ -255,17 +255,17 @@ def test_closing_ends_both_models(tiny_path: Path, small_path: Path, device: str
         llm.generate("the", speculate="draft")
 
 
-# Without interference: what is drafted follows from what it costs.
+# Speculation decides from costs alone, without measured times.
 
 
 def by_size(seconds: Callable[[int], float], patch: pytest.MonkeyPatch) -> None:
-    """Steps cost what the function of their size says, whatever the clock shows."""
+    """Replace the clock: the cost of a step is a function of its size."""
     real = StepCost.add
     patch.setattr(StepCost, "add", lambda self, n, _: real(self, n, seconds(n)))
 
 
 def repeating(llm: LLM, **options: Any) -> Completion:
-    """A text that goes on with its prompt again and again, by force."""
+    """Force a text that repeats its prompt."""
     words = [1, *range(40, 70)]
 
     def force(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
@@ -288,14 +288,14 @@ def test_a_task_that_repeats_its_input_takes_few_steps(
     assert done.drafts.steps <= 20
 
 
-def test_where_it_does_not_pay_every_token_is_decoded_alone(
+def test_every_token_is_decoded_alone_if_drafts_do_not_pay(
     tiny_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_size(lambda n: 4.0 * n - 3, monkeypatch)
     with localllm.load(tiny_path, device=device, context=96) as llm:
         done = repeating(llm, speculate="lookup")
         assert done.drafts is not None
-        assert done.drafts.steps >= 40, "but for what it took to find out"
+        assert done.drafts.steps >= 40, "except for the trial steps"
 
 
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
@@ -314,7 +314,7 @@ def test_a_trained_model(device: str, speculate: Any) -> None:
 def test_the_demo_model(device: str, speculate: Any) -> None:
     demo = Path(localllm.__file__).parent / "data" / "demo.gguf"
     if not demo.is_file():
-        pytest.skip("no demo model here")
+        pytest.skip("needs the demo model")
     question = [{"role": "user", "content": "What is localllm?"}]
     with localllm.load(device=device, draft_model=demo) as llm:
         done = llm.chat(question, temperature=0, max_tokens=60, speculate=speculate)
@@ -322,12 +322,10 @@ def test_the_demo_model(device: str, speculate: Any) -> None:
         assert done.drafts is not None
 
 
-# What is asked for.
+# Options.
 
 
-def test_a_draft_model_is_used_unless_something_else_is_asked_for(
-    tiny_path: Path, small_path: Path, device: str
-) -> None:
+def test_a_draft_model_is_used_by_default(tiny_path: Path, small_path: Path, device: str) -> None:
     with localllm.load(tiny_path, device=device, context=96, draft_model=small_path) as llm:
         assert llm.info.draft is not None
         assert llm.info.draft.path == small_path
@@ -361,7 +359,7 @@ def test_bad_options(options: Any, words: str) -> None:
 
 
 def other_vocabulary(path: Path, change: Callable[[list[str]], Any], **metadata: Any) -> Path:
-    """The tiny model with its list of tokens changed."""
+    """Write the tiny model with a changed list of tokens."""
     from localllm.gguf import GGUFFile
 
     with GGUFFile.open(write_gguf(path, config(), random_weights(config()))) as file:
@@ -382,7 +380,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, tiny_path: Path) -> None:
 
 
 def test_a_vocabulary_of_another_length(tmp_path: Path, tiny_path: Path) -> None:
-    """Padding is no difference, but other tokens are."""
+    """Padding tokens make no difference, other tokens do."""
     types = [2, 3, 3, *[6] * 256, *[1] * 41]
     longer = other_vocabulary(
         tmp_path / "longer.gguf",
@@ -401,7 +399,7 @@ def test_a_vocabulary_of_another_length(tmp_path: Path, tiny_path: Path) -> None
         localllm.load(tiny_path, device="reference", draft_model=longer)
 
 
-def test_which_of_both_models_does_not_fit_is_said_before_one_is_loaded(
+def test_the_model_that_does_not_fit_is_named_before_loading(
     tiny_path: Path, small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with localllm.load(tiny_path, device="reference", context=96, draft_model=small_path) as llm:
@@ -434,11 +432,11 @@ def test_both_models_are_logged(tiny_path: Path, small_path: Path, caplog: pytes
     draft = next(i for i, line in enumerate(lines) if line.startswith(f"draft model {small_path} on reference"))
     assert lines[0].startswith(f"{tiny_path} on reference")
     assert [line.partition(" on ")[0] for line in lines[1:draft]] == ["embedding", "layers 0-2", "output"]
-    assert len(lines) > draft + 1, "where its layers lie"
+    assert len(lines) > draft + 1, "the plan lists the draft model's layers"
 
 
 @pytest.mark.parametrize("path", ["", "missing.gguf"])
-def test_a_draft_model_that_is_not_there(tiny_path: Path, path: str) -> None:
+def test_a_missing_draft_model(tiny_path: Path, path: str) -> None:
     with pytest.raises(localllm.GGUFError):
         localllm.load(tiny_path, device="reference", draft_model=path)
 

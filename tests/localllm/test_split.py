@@ -1,4 +1,4 @@
-"""Whole models over several devices: the same text, and what is said of them."""
+"""Models split over several devices: the same text, and the reported placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.command_line import run_main
 from tests.helpers.data import shared_data
 from tests.helpers.recorder import CPUOps, ReferenceOps
 
-#: A prompt of more tokens than a micro-batch has.
+#: A prompt with more tokens than a micro-batch.
 PROMPT = [int(i) for i in np.random.default_rng(2).integers(3, 300, 200)]
 
 Make = Callable[[], Any]
@@ -41,10 +41,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Machine:
-    """What `open_devices` finds: a host, and devices with memory of their own.
+    """Devices that `open_devices` returns: a host, and devices with separate memory.
 
     Attributes:
-        closed: the devices whose threads were ended.
+        closed: devices whose threads have ended.
     """
 
     def __init__(self, make: Make, *free: int) -> None:
@@ -62,13 +62,13 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def gpus_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a `Machine`: without any, flags for them would change nothing."""
+    """Pretend to have a `Machine`'s devices, because flags for devices are ignored without any."""
     monkeypatch.setattr("localllm.loading.devices.gpu_memory", lambda name: 0 if name == "cpu" else 1 << 30)
 
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Loads a model on a `Machine`."""
+    """Load a model on a `Machine`."""
     opened: list[LLM] = []
 
     def load_on(machine: Machine, path: Path, **options: Any) -> LLM:
@@ -104,7 +104,7 @@ def test_a_split_model_writes_the_same_text(make: Make, path: Path, load: Callab
 
 
 def test_a_host_without_layers_leaves_the_cache_its_size(path: Path, load: Callable[..., LLM]) -> None:
-    """Also where its pages are longer than those of the devices that have them."""
+    """Also if the host has longer pages than the devices."""
     cpu_host = Machine(ReferenceOps, 1 << 40, 1 << 40)
     cpu_host._device = lambda name, free: Machine(cpu_ops if free is None else ReferenceOps)._device(name, free)
     llm, ids = load(cpu_host, path, tensor_split=[1, 2]), [1 + i % 200 for i in range(480)]
@@ -118,9 +118,7 @@ def test_stories260k_on_two_devices_writes_the_expected_text(load: Callable[...,
     assert greedy(load(Machine(cpu_ops, 1 << 40), path, n_gpu_layers=3), "Once upon a time", 60) == expected
 
 
-def test_what_is_known_of_a_split_model(
-    path: Path, load: Callable[..., LLM], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_info_of_a_split_model(path: Path, load: Callable[..., LLM], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "localllm")
     machine = Machine(ReferenceOps, 1 << 40)
     with load(machine, path, n_gpu_layers=2, context=64) as llm:
@@ -150,7 +148,7 @@ def test_a_tied_matrix_is_loaded_for_both_its_devices(load: Callable[..., LLM], 
     assert greedy(split, PROMPT[:50]) == greedy(alone, PROMPT[:50])
 
 
-def test_what_does_not_fit_goes_to_the_host_and_that_is_said(path: Path, load: Callable[..., LLM]) -> None:
+def test_layers_that_do_not_fit_go_to_the_host_with_a_warning(path: Path, load: Callable[..., LLM]) -> None:
     needed = load(Machine(ReferenceOps, 1 << 40), path, n_gpu_layers=2).info.placement.on("device 0").total
     with pytest.warns(UserWarning, match="room for not more than 2 layers of the model: 1 of 3 run on the host"):
         llm = load(Machine(ReferenceOps, needed), path)
@@ -164,7 +162,7 @@ def test_what_does_not_fit_goes_to_the_host_and_that_is_said(path: Path, load: C
         load(Machine(ReferenceOps, 1 << 40), path)
 
 
-def test_a_draft_model_beside_a_split_one(path: Path, load: Callable[..., LLM]) -> None:
+def test_a_draft_model_with_a_split_model(path: Path, load: Callable[..., LLM]) -> None:
     expected = greedy(load(Machine(ReferenceOps), path))
     llm = load(Machine(ReferenceOps, 1 << 40), path, n_gpu_layers=2, draft_model=path)
     assert llm.info.draft is not None
@@ -262,7 +260,7 @@ def test_a_plan_that_leaves_something_to_be_desired(
 def test_the_plan_is_printed_before_anything_is_loaded(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """Also where nothing fits on a GPU; not where nobody has one, or wants to hear of it."""
+    """The notice also appears if nothing fits on a GPU, but not without a GPU or with --quiet."""
 
     def load_model(*_: Any, **__: Any) -> None:
         raise NotEnoughMemoryError("nothing is loaded here")
@@ -291,7 +289,7 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     outcome = run_main(capfdbinary, *generate, "--gpu-layers", 2, "--tensor-split", "3,1")
     assert (outcome.code, outcome.out) == (0, expected.out)
     plan, text = outcome.err.index("the plan, with 64 tokens of context:"), outcome.err.index("host + device 0")
-    assert plan < text, "the plan comes before the model is loaded"
+    assert plan < text, "the plan must precede loading"
     on = ["on host", "on device 0", "on device 1"]
     named = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
     assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "cache", "scratch", *on, "in all"]

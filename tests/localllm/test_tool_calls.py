@@ -1,4 +1,4 @@
-"""Replies of chats taken apart: what was thought, said and called."""
+"""Parsed chat replies: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def test_a_reply_is_taken_apart(llm: LLM) -> None:
+def test_a_reply_is_parsed(llm: LLM) -> None:
     done = llm.chat(MESSAGES, tools=TOOLS, regex=re.escape(REPLY), max_tokens=300)
     assert (done.text, done.reasoning) == ("Let me see.", "So?")
     assert [(call.name, call.values) for call in done.tool_calls] == [("add", {"a": 1})]
     assert json.loads(json.dumps(done.to_dict()))["tool_calls"] == [{"name": "add", "arguments": {"a": 1}}]
     done = asyncio.run(llm.achat(MESSAGES, regex=re.escape(REPLY), max_tokens=300))
-    assert (done.text, done.tool_calls) == (REPLY.removeprefix("<think>So?</think>"), ())  # no tools were offered
+    assert (done.text, done.tool_calls) == (REPLY.removeprefix("<think>So?</think>"), ())  # no tools were passed
 
 
 def test_a_stream_has_the_events_of_a_reply(llm: LLM) -> None:
@@ -80,7 +80,7 @@ def test_a_call_that_is_cut_off_is_a_call(llm: LLM) -> None:
     assert done.tool_calls
 
 
-def test_a_begun_thought_goes_on(llm: LLM) -> None:
+def test_open_reasoning_continues(llm: LLM) -> None:
     done = llm.chat(MESSAGES, reply_prefix="<think>So", regex="o[?]</think>Yes", max_tokens=300)
     assert (done.reasoning, done.text) == ("o?", "Yes")
 

@@ -1,4 +1,4 @@
-"""Whole models in the reference backend against implementations that share no code with them."""
+"""Complete models in the reference backend, compared with implementations that share no code with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
-#: What differs from `tiny_models.CONFIG`; each is an entry of Hugging Face's ``config.json``.
+#: Changes to `tiny_models.CONFIG`, as entries of Hugging Face's ``config.json``.
 PLAIN: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -64,7 +64,7 @@ def relative_error(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def exact_ops() -> ReferenceOps:
-    """The backend whose cache rounds nothing, for comparison with models that have none."""
+    """Return a backend with an unrounded cache, for comparison with models that do not round theirs."""
     return ReferenceOps(np.float32)
 
 
@@ -87,13 +87,13 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra 'reference'")
     settings = tiny_models.config(**(PLAIN | SCALED)[name])
     weights = tiny_models.random_weights(settings)
-    # Its eager attention is the one that follows a sliding window on a CPU without fused kernels.
+    # Its eager attention respects a sliding window on a CPU without fused kernels.
     config = transformers.AutoConfig.for_model(**settings, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     state = {key: torch.from_numpy(array) for key, array in weights.items()}
     if settings["tie_word_embeddings"]:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state)  # strict: every weight has its place, and no other
+    model.load_state_dict(state)  # strict: names must match exactly
     with torch.no_grad():
         expected = model(torch.tensor([IDS])).logits[0].numpy()
     assert relative_error(our_logits(tmp_path, settings, weights), expected) < 1e-5
@@ -111,7 +111,7 @@ def test_cached_decode_equals_prefill(model_type: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.concatenate(decoded), at_once)
 
 
-def test_a_window_forgets_what_lies_before_it(tmp_path: Path) -> None:
+def test_tokens_before_a_window_have_no_effect(tmp_path: Path) -> None:
     """In a model of one layer the last token's logits depend on the last ``sliding_window`` tokens only."""
     path = tiny_models.tiny_gguf(tmp_path / "m.gguf", "mistral", sliding_window=5, num_hidden_layers=1)
     runner = Runner(path, ReferenceOps())
@@ -127,7 +127,7 @@ def test_sequences_in_one_batch_do_not_see_each_other(tmp_path: Path) -> None:
     runner = Runner(tiny_models.tiny_gguf(tmp_path / "model.gguf", sliding_window=None), ReferenceOps())
     a, b = IDS[:20], IDS[20:]
     alone_a, alone_b = runner.logits(a), runner.logits(b)
-    # First the beginnings of both, then what is left of each: 3 tokens of one and 1 of the other.
+    # First the start of both, then the rest of each: 3 tokens of one and 1 of the other.
     first = runner.run((a[:17], 0, [1, 3]), (b[:20], 0, [2, 0]))
     second = runner.run((a[17:], 17, [1, 3]), (b[20:], 20, [2, 0]))
     np.testing.assert_array_equal(np.concatenate([first[:17], second[:3]]), alone_a)
@@ -147,7 +147,7 @@ def test_a_copied_page_continues_like_its_source(tmp_path: Path) -> None:
     runner = Runner(tiny_models.tiny_gguf(tmp_path / "model.gguf"), ReferenceOps())
     runner.run((IDS[:10], 0, [4]))
     runner.cache.copy(0, 4, 6)
-    runner.run((IDS[20:26], 10, [4]))  # the source goes its own way
+    runner.run((IDS[20:26], 10, [4]))  # the source sequence continues separately
     np.testing.assert_array_equal(runner.run((IDS[10:12], 10, [6])), runner.logits(IDS[:12])[10:])
 
 
@@ -180,7 +180,7 @@ def test_story656k_from_hugging_face_gives_its_known_logit(tmp_path: Path) -> No
     settings = json.loads((folder / "config.json").read_text())
     settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
     weights = read_safetensors(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"] = weights["lm_head.weight"]  # stored once, under this name
+    weights["model.embed_tokens.weight"] = weights["lm_head.weight"]  # stored once, with this name
     path = tiny_models.write_gguf(tmp_path / "model.gguf", settings, weights)
     logits = Runner(path, exact_ops()).logits(STORY656K_IDS)[-1]
     assert logits.argmax() == 313
@@ -188,7 +188,7 @@ def test_story656k_from_hugging_face_gives_its_known_logit(tmp_path: Path) -> No
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The float32 tensors of a file: the header's length, the header in JSON, the data."""
+    """Return the float32 tensors of a file with a header length, a JSON header and data."""
     content = path.read_bytes()
     (length,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + length])

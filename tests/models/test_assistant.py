@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: against transformers, and what they draft."""
+"""Gemma 4's assistants: comparison with transformers, and drafts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ("gemma4-dense", "gemma4-e2b")
 
 
 def with_assistant(folder: Path, name: str) -> tuple[Path, Path, Any, Any]:
-    """A tiny random Gemma 4 and an assistant for it: their files, and both in transformers."""
+    """Create a tiny random Gemma 4 and an assistant for it; return their files and transformers models."""
     import torch
     import transformers
 
@@ -56,7 +56,7 @@ def with_assistant(folder: Path, name: str) -> tuple[Path, Path, Any, Any]:
 def expected_drafts(
     model: Any, assistant: Any, ids: list[int], n: int
 ) -> tuple[list[NDArray[np.float32]], list[int]]:
-    """The logits of n drafts after a text, and those, by transformers' own modules."""
+    """Return the logits of n drafts after a text, and the drafts, computed by transformers' modules."""
     import torch
 
     with torch.no_grad():
@@ -83,7 +83,7 @@ def expected_drafts(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_drafts_what_transformers_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, drafts, model, assistant = with_assistant(tmp_path, name)
     seen = recorded(monkeypatch, AssistantDrafter, "continued")
     with localllm.load(path, draft_model=drafts, context=128, threads=1) as llm:
@@ -104,7 +104,7 @@ def test_a_text_is_the_same_with_its_drafts(name: str, cache_type: str, tmp_path
         check_texts(llm, (1, 5))
 
 
-def test_it_takes_no_memory_for_a_cache(tmp_path: Path) -> None:
+def test_the_assistant_needs_no_cache(tmp_path: Path) -> None:
     path, drafts, *_ = with_assistant(tmp_path, NAMES[0])
     with localllm.load(path, draft_model=drafts, context=128, threads=1) as llm:
         assert llm.info.draft is not None

@@ -36,7 +36,7 @@ GOOD: dict[str, Any] = {
 
 @dataclass
 class FakeTensor:
-    """As much of a tensor as hyper-parameters are compared with."""
+    """A tensor with the attributes that are checked against hyper-parameters."""
 
     shape: tuple[int, ...]
     name: str = ""
@@ -69,7 +69,7 @@ class FakeFile:
 
 
 def read(changes: dict[str, Any], tensors: dict[str, Any] | None = None) -> Model:
-    """The model of `GOOD` with keys changed or, where None, left out, and with other tensors than `TENSORS`."""
+    """Return the model of `GOOD` with changed keys (None removes a key) and tensors instead of `TENSORS`."""
     metadata = {key: value for key, value in (GOOD | changes).items() if value is not None}
     return read_model(FakeFile(metadata, TENSORS | (tensors or {})))
 
@@ -79,7 +79,7 @@ def operations(model: Model, kind: type[Operation[Any]]) -> list[Any]:
 
 
 def shapes(**changes: tuple[int, ...]) -> dict[str, Any]:
-    """Tensors of both layers with these shapes."""
+    """Return tensors of both layers with these shapes."""
     return {f"blk.{i}.{name}.weight": FakeTensor(shape) for i in range(2) for name, shape in changes.items()}
 
 
@@ -215,8 +215,8 @@ def test_bad_values_are_refused_by_name(key: str, value: Any) -> None:
         ("rope.scaling.factor", 1e6),
     ],
 )
-def test_the_largest_value_is_taken_and_the_next_one_is_not(key: str, largest: float) -> None:
-    # Tensors of such shapes are not there.
+def test_the_largest_value_is_accepted_and_the_next_is_refused(key: str, largest: float) -> None:
+    # The model has no tensors of these shapes.
     is_shape = key in ("feed_forward_length", "attention.key_length")
     with pytest.raises(ModelError, match=r"^tensor blk\.0\.") if is_shape else nullcontext():
         read({f"llama.{key}": largest})
@@ -301,7 +301,7 @@ def test_experts_of_an_architecture_that_has_none_are_refused() -> None:
 
 
 def test_keys_of_a_part_that_the_file_lacks_change_nothing() -> None:
-    """Converters write them for a whole family: for experts, Mamba layers and a rotation."""
+    """Converters write these keys for a whole family: for experts, Mamba layers and a rotation."""
     keys = {"expert_shared_count": 0, "expert_weights_norm": False, "expert_feed_forward_length": 64}
     keys |= {"ssm.conv_kernel": 4, "ssm.state_size": 128}
     read_model(FakeFile(GOOD | {f"llama.{key}": value for key, value in keys.items()}, TENSORS))
@@ -331,13 +331,13 @@ def test_an_unknown_rope_scaling_is_named_with_the_known_ones() -> None:
         read({"llama.rope.scaling.type": "dynamic"})
 
 
-def test_layers_must_be_all_there() -> None:
+def test_all_layers_must_be_present() -> None:
     tensors = {name: tensor for name, tensor in TENSORS.items() if "blk.0" not in name}
     with pytest.raises(ModelError, match=r"block_count is 2, but the file has tensors of 1 layers"):
         read_model(FakeFile(GOOD, tensors))
 
 
-def test_a_layer_is_not_taken_for_a_block_that_predicts() -> None:
+def test_a_layer_is_not_mistaken_for_a_prediction_block() -> None:
     with pytest.raises(ModelError, match=r"nextn_predict_layers is 1, but layer 1 has no tensor blk\.1\.nextn"):
         read({"llama.nextn_predict_layers": 1})
 
@@ -374,7 +374,7 @@ KEYS = st.sampled_from(sorted({*GOOD, *(key for key, _ in BAD)} - {"general.arch
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=3))
-def test_whatever_stands_in_the_file_gives_a_configuration_or_a_model_error(changes: dict[str, Any]) -> None:
+def test_any_value_gives_a_configuration_or_a_model_error(changes: dict[str, Any]) -> None:
     try:
         model = read(changes)
     except ModelError:

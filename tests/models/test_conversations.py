@@ -1,4 +1,4 @@
-"""Models with recurrent layers and windows keep a conversation: the next turn evaluates only what is new."""
+"""Models with recurrent layers and windows keep a conversation: the next turn evaluates only new tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models.tiny import TINY, make_model, write
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
-#: Tokens from one snapshot of a prompt to the next, in this test.
+#: Tokens between two snapshots of a prompt in this test.
 INTERVAL = 64
 
 
@@ -48,7 +48,7 @@ def test_ten_turns_with_edits(name: str, tmp_path: Path, monkeypatch: pytest.Mon
             done, expected = llm.generate(chat, **options), fresh.generate(chat, **options)
             assert done.ids == expected.ids
             n_evaluated = done.usage.prompt_tokens - done.usage.cached_tokens
-            # The last token written was not evaluated yet; and after a cut, evaluation begins at a snapshot.
+            # The last generated token is not yet evaluated; after a cut, evaluation starts at a snapshot.
             assert n_evaluated <= len(chat) - held + 1 + (INTERVAL if turn in (4, 7) else 0), turn
             chat += done.ids
             held = len(chat)

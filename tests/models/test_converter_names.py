@@ -1,7 +1,7 @@
-"""Whether localllm reads the keys and tensors that llama.cpp's converter writes.
+"""Check that localllm reads the keys and tensors that llama.cpp's converter writes.
 
-`tests.benchmarks.converter_names` makes the data from llama.cpp's source: the headers of files that the converter
-wrote for tiny models, and all names of keys and tensors that it has for each architecture.
+`tests.benchmarks.converter_names` extracts the data from llama.cpp's source: the headers of files that the
+converter wrote for tiny models, and all its names of keys and tensors for each architecture.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADERS: dict[str, dict[str, Any]] = json.loads((DATA / "converted_headers.json"
 
 @dataclass(frozen=True)
 class HeaderTensor:
-    """A tensor of a header.  Its values are ones: models read a few small tensors when they are recorded."""
+    """A tensor of a header, filled with ones, because reading a model needs the values of some small tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,8 +48,6 @@ class HeaderTensor:
 
 @dataclass(frozen=True)
 class HeaderFile:
-    """A file that has only a header."""
-
     metadata: dict[str, Any]
     tensors: dict[str, HeaderTensor]
 
@@ -70,46 +68,46 @@ def test_files_of_the_converter_load(name: str) -> None:
     assert read_model(file).config.architecture == file.metadata["general.architecture"]
 
 
-# -- What the converter can write, and no tiny model has ------------------------------------------------------------
+# -- Names that the converter can write and no tiny model has --------------------------------------------------------
 
-#: Names that no file of a released model has for this architecture, by a pattern of "architecture name", and why.
-#: llama.cpp's tables have tensors of other models, and classes share code.  Loading refuses a file with such a name.
+#: Names that no released model of the architecture has, as patterns of "architecture name", with the reason.
+#: llama.cpp's tables contain tensors of other models, and classes share code.  Loading refuses such a file.
 NOT_RELEASED = {
-    r".* (norm_before_fc|norm_before_residual|target_hidden_size|target_layers)": "only EAGLE-3 drafters have them",
-    r".* rope\.freq_base_swa": "only models whose windowed layers rotate by other frequencies have it",
+    r".* (norm_before_fc|norm_before_residual|target_hidden_size|target_layers)": "only in EAGLE-3 drafters",
+    r".* rope\.freq_base_swa": "only in models with other rotary frequencies in windowed layers",
     r".* attention\.sliding_window": "its class is shared with Unlimited-OCR",
-    r"(arcee|eurobert|lfm2|qwen2|qwen3(vl)?) classifier\.\w+": "only rerankers have it",
-    r"(bert|nomic-bert) moe_every_n_layers": "nomic-bert-moe has it, which is not supported",
+    r"(arcee|eurobert|lfm2|qwen2|qwen3(vl)?) classifier\.\w+": "only in rerankers",
+    r"(bert|nomic-bert) moe_every_n_layers": "only in nomic-bert-moe, which is not supported",
     r"deepseek2-ocr (attention\.\w+_(mla|lora_rank)|blk\.N\.attn_(k_b|kv_\w+|q_\w+|v_b))": "of DeepSeek 2",
     r"gemma-embedding \{dense\}_feat_(in|out)": "written as dense_2_feat_in and so on",
     r"(apertus|mpt) blk\.N\.ffn(_gate)?": "a mistake in the table, and the scales of AWQ",
     r"(arcee|deci|llama-embed|minicpm|mistral3) blk\.N\.ffn_\w+": "no released model has experts",
     r".* blk\.N\.attn_rot_embd": "only converters of 2023 wrote it",
-    r"(bert|jina-bert-v3|nomic-bert) output_norm": "encoders have none",
+    r"(bert|jina-bert-v3|nomic-bert) output_norm": "encoders lack this norm",
     r"(codeshell|nomic-bert) position_embd": "positions are rotated",
     r"deepseek2 blk\.N\.attn_[kv]": "of DeepSeek 1",
     r"(gemma-embedding|llama-embed|t5encoder) output": "skipped, as encoders have no head",
-    r"(mimo2|bailingmoe[23]) blk\.N\.layer_output_norm": "of blocks behind the last layer",
+    r"(mimo2|bailingmoe[23]) blk\.N\.layer_output_norm": "of blocks after the last layer",
     r"nemotron_h(_moe)? deepstack_mapping": "its class is shared with Granite Vision",
     r"phi2 blk\.N\.ffn_norm": "attention and MLP have the same norm",
 }
-#: Names that are read in other files of the architecture than those of tiny models, by the same patterns.
+#: Names in other files of the architecture than the tiny models' files, as the same patterns.
 READ_ELSEWHERE = {
-    r".* blk\.N\.nextn\.\w+": "tests/models/test_mtp.py, or left out with the block",
-    r"nemotron_h_moe blk\.N\.(ffn_(down|up)|post_attention_norm)": "as in nemotron_h, or left out with the block",
+    r".* blk\.N\.nextn\.\w+": "tests/models/test_mtp.py, or omitted with the block",
+    r"nemotron_h_moe blk\.N\.(ffn_(down|up)|post_attention_norm)": "as in nemotron_h, or omitted with the block",
     r"phi3 blk\.N\.attn_[qkv]|kimi-linear blk\.N\.attn_qkv": "with or without --fuse-qkv",
     r"(bailingmoe3|kimi-linear) blk\.N\.attn_(q_a|q_a_norm|q_b|kv_b)": "as in deepseek2",
     r"(deepseek2|deepseek32|glm-dsa|glm5-next|mistral4) blk\.N\.attn_(q|kv_b)": "as in deepseek-v3-old",
-    r"jina-bert-v2 blk\.N\.attn_k_norm": "read where attn_q_norm is",
+    r"jina-bert-v2 blk\.N\.attn_k_norm": "read next to attn_q_norm",
     r"lfm2 (dense_2|classifier\.pooling_type)": "tests/models/test_late_interaction.py",
-    r"minicpm rope_factors_short": "read where rope_factors_long is",
+    r"minicpm rope_factors_short": "read next to rope_factors_long",
     r"stablelm blk\.N\.attn_[qk]_norm": "test_transformers.py, stablelm-12b",
 }
 
 
 @cache
 def names_read() -> dict[str, set[str]]:
-    """For each architecture, the keys and tensors that localllm asks for in the headers; tensors without suffix."""
+    """Return, per architecture, the keys and tensors that localllm reads in the headers."""
     names = defaultdict[str, set[str]](set)
     with pytest.MonkeyPatch.context() as patched:
         asked = set[str]()
@@ -142,7 +140,7 @@ WITH_HEADERS = sorted({header["keys"]["general.architecture"] for header in HEAD
 
 
 def unread(architecture: str) -> list[str]:
-    """The names that localllm asks for in no header, each after the architecture's name."""
+    """Return the names that localllm reads in no header, each prefixed with the architecture's name."""
     names = {*NAMES[architecture]["keys"], *NAMES[architecture]["tensors"]}
     names -= names_read()[architecture] | {*_HARMLESS}
     return sorted(f"{architecture} {name}" for name in names if not name.startswith(tuple(_PARTS)))
@@ -154,12 +152,12 @@ def test_all_names_of_the_converter_are_known(architecture: str) -> None:
     assert not [name for name in unread(architecture) if not any(re.fullmatch(p, name) for p in patterns)]
 
 
-def test_the_lists_have_nothing_needless() -> None:
+def test_every_pattern_matches_a_name() -> None:
     names = [name for architecture in WITH_HEADERS for name in unread(architecture)]
     for pattern in NOT_RELEASED | READ_ELSEWHERE:
         assert any(re.fullmatch(pattern, name) for name in names), pattern
 
 
 def test_all_architectures_are_compared() -> None:
-    """llama.cpp does not have LFM3; its converter refuses the other models as transformers saves them."""
+    """llama.cpp lacks LFM3; its converter refuses the other models in the format that transformers saves."""
     assert {*ARCHITECTURES} - {*WITH_HEADERS} == {"baichuan", "deepseek4", "jina-bert-v3", "lfm3", "mistral4"}

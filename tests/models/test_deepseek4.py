@@ -1,4 +1,4 @@
-"""DeepSeek V4 over texts longer than its runs of 128 tokens, in several sequences and chunks, as transformers."""
+"""DeepSeek V4 compared with transformers on texts longer than its groups of 128 tokens, in sequences and chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG = replace(
 )
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 290)]
 OTHER_IDS = [int(i) for i in np.random.default_rng(2).integers(3, 300, 70)]
-#: Where the first text is cut.
+#: Position at which the first text is cut.
 CUT = 200
 
 
@@ -46,22 +46,21 @@ def model() -> Any:
 
 
 def of_transformers(model: Any, ids: Sequence[int]) -> Array:
-    """The logits of all tokens."""
     with torch.no_grad():
         logits: Array = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
     return logits
 
 
 def check(ours: Array, expected: Array) -> None:
-    """Logits of the last tokens."""
+    """Compare the logits of the last tokens."""
     errors = np.abs(ours - expected[-len(ours) :]).max(axis=1) / np.abs(expected).max()
     assert errors.max() < 1e-3
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_entries_beyond_a_page(backend: str, model: Any, tmp_path: Path) -> None:
-    """The CPU is compared with the reference: a float16 cache decides close calls between entries or experts
-    otherwise than transformers."""
+def test_entries_of_several_pages(backend: str, model: Any, tmp_path: Path) -> None:
+    """The CPU is compared with the reference, because rounding in a float16 cache changes close choices between
+    entries or experts relative to transformers."""
     path = write(tmp_path / "model.gguf", LONG, model)
     pages, others = range(20), range(20, 40)
 
@@ -73,7 +72,7 @@ def test_entries_beyond_a_page(backend: str, model: Any, tmp_path: Path) -> None
     runner = Runner(path, ops, n_pages=48)
     whole = runner.run((IDS, 0, pages))
     check(whole, expected(IDS))
-    # In chunks, beside another sequence.
+    # In chunks, together with another sequence.
     first = runner.run((IDS[:130], 0, pages), (OTHER_IDS[:61], 0, others))
     second = runner.run((OTHER_IDS[61:], 61, others), (IDS[130:257], 130, pages))
     third = runner.run((IDS[257:], 257, pages))
@@ -90,7 +89,7 @@ def test_without_an_indexer_where_all_entries_would_be_chosen(tmp_path: Path) ->
     check(runner.logits(IDS[:150]), of_transformers(model, IDS[:150]))
 
 
-def test_what_a_file_says_wrongly_is_refused(model: Any, tmp_path: Path) -> None:
+def test_invalid_values_in_a_file_are_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="compress_ratios must contain 5 values, each 0 or a power of two"):
         Runner(
             write(tmp_path / "model.gguf", LONG, model, **{"attention.compress_ratios": [0, 4, 3, 4, 3]}),

@@ -1,4 +1,4 @@
-"""DFlash drafters: against transformers' module, and what they draft."""
+"""DFlash drafters: comparison with transformers' module, and drafts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.models.tiny import CONFIG, PLAIN_ROPE, TINY, make_model, random_value
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
-#: The tokens that models here write, for drafts to be right at times; and the mask.
+#: The only tokens that these models write, so that some drafts are right; and the mask token.
 LIKELY, MASK = [5, 6], 4
 WINDOW, BLOCK = 9, 6
 
@@ -36,8 +36,10 @@ WINDOW, BLOCK = 9, 6
 def with_drafter(
     folder: Path, name: str, *, few: bool = True, kinds: str = "sfs", activation: str = "silu"
 ) -> tuple[Path, Path, Any, Any]:
-    """A tiny random model, which writes a `few` tokens only, and a drafter for it: their files, and both in
-    transformers.  ``kinds``: of its layers, with a window (s) or without (f)."""
+    """Create a tiny random model and a drafter for it; return their files and transformers models.
+
+    With ``few`` the model writes only a few tokens.  ``kinds``: drafter layers, with a window (s) or without (f).
+    """
     import torch
     import transformers
 
@@ -75,9 +77,9 @@ def with_drafter(
 
 
 def expected_drafts(model: Any, drafter: Any, tokens: list[int], n: int) -> NDArray[np.float32]:
-    """The logits of n drafts after a text [n, n_vocab], by transformers' own modules.
+    """Return the logits of n drafts after a text [n, n_vocab], computed by transformers' modules.
 
-    Windows are llama.cpp's: a token sees as many before it, itself included, and all of the block.
+    Windows are llama.cpp's: a token attends to the previous tokens of its window, itself, and the whole block.
     """
     import torch
 
@@ -102,7 +104,7 @@ def expected_drafts(model: Any, drafter: Any, tokens: list[int], n: int) -> NDAr
 @pytest.mark.parametrize(
     ("name", "activation"), [("llama", "silu"), ("llama", "gelu"), ("qwen3", "silu"), ("qwen35", "silu")]
 )
-def test_it_drafts_what_transformers_does(
+def test_drafts_equal_those_of_transformers(
     name: str, activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, drafts, model, drafter = with_drafter(tmp_path, name, few=False, activation=activation)
@@ -138,7 +140,7 @@ def test_texts_that_lose_their_pages_to_others(tmp_path: Path) -> None:
         assert in_engine(llm, lambda loop: loop.counts.preempted) > 0
 
 
-def test_its_keys_and_values_lie_beside_the_models(tmp_path: Path) -> None:
+def test_keys_and_values_are_separate_from_the_models(tmp_path: Path) -> None:
     path, drafts, *_ = with_drafter(tmp_path, "llama")
     planned = plan_file(LoadOptions(path, draft_model=drafts, context=64, threads=1))
     with localllm.load(path, draft_model=drafts, context=64, threads=1) as llm:
@@ -174,7 +176,7 @@ def test_the_file_is_as_llama_cpp_reads_it(tmp_path: Path) -> None:
         assert others == {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
 
 
-def test_what_it_does_not_draft_for_is_refused(tmp_path: Path) -> None:
+def test_an_unsuitable_target_model_is_refused(tmp_path: Path) -> None:
     _, drafts, *_ = with_drafter(tmp_path, "llama")
     with pytest.raises(UnsupportedArchitectureError, match="which cannot run alone"):
         localllm.load(drafts)
@@ -187,7 +189,7 @@ def test_what_it_does_not_draft_for_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_other_names(tmp_path: Path) -> None:
-    """As z-lab publishes them, beside transformers'."""
+    """Checkpoints of z-lab use other names than transformers."""
     _, drafts, *_ = with_drafter(tmp_path, "llama")
     folder, other = tmp_path / "drafter", tmp_path / "other"
     other.mkdir()
@@ -207,7 +209,7 @@ def test_a_checkpoint_with_other_names(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_read_again_is_still_drafted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with LongRoPE, of which fewer tokens of context were placed than were read."""
+    """A model with LongRoPE whose loaded context is shorter than the one in its file."""
     path, drafts, *_ = with_drafter(tmp_path, "phi3-longrope", few=False)
     fit = load.fit
     monkeypatch.setattr(load, "fit", lambda planners, available, context, more: fit(planners, available, 16, more))

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafters: against a forward pass in numpy by the paper (arXiv:2503.01840), and what they draft."""
+"""EAGLE-3 drafters: comparison with a numpy implementation of the paper (arXiv:2503.01840), and drafts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
 Array = NDArray[np.float32]
 
-#: The model's ids of the drafter's tokens, of which models here write the first ones only.
+#: The drafter's vocabulary as ids of the model; these models write only the first few.
 LIKELY = [5, 6, 7]
 IDS = np.array([*LIKELY, *range(20, 80, 2)])
 
-#: Kinds of drafters: keys in config.json, and tensors that some have.
+#: Drafter variants: keys in config.json, and optional tensors.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "of other layers": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "norm_before_residual": True},
@@ -53,15 +53,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Drafter:
-    """A drafter's configuration and weights, and the forward pass of the paper."""
+    """A drafter's configuration and weights, with the forward pass of the paper."""
 
     config: dict[str, Any]
     weights: dict[str, Array]
-    model: Any  # of transformers, for which it drafts
+    model: Any  # transformers model to draft for
     layers: list[int]
 
     def rows(self, ids: list[int]) -> Array:
-        """What it reads of the model, [T, d]."""
+        """Return the model's hidden states that the drafter reads, [T, d]."""
         import torch
 
         with torch.no_grad():
@@ -76,7 +76,7 @@ class Drafter:
         return x / scale * self.weights[f"{name}.weight"]
 
     def forward(self, rows: Array, ids: list[int]) -> tuple[Array, Array]:
-        """Hidden states [T, d] and logits, of rows [T, d] and the ids of the tokens that follow."""
+        """Return hidden states [T, d] and logits for rows [T, d] and the ids of the following tokens."""
         w, c = self.weights, self.config
         table = w.get("embed_tokens.weight")
         table = self.model.get_input_embeddings().weight.detach().numpy() if table is None else table
@@ -102,7 +102,7 @@ class Drafter:
         return x, self.norm(x, "norm") @ head.T
 
     def rotation(self, n: int) -> tuple[Array, Array]:
-        """Cosines and sines [n, head_dim], the latter with the sign that halves that change places get."""
+        """Return cosines and sines [n, head_dim], the sines with the sign for swapped halves."""
         import torch
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -115,7 +115,7 @@ class Drafter:
         return cos, sin * np.repeat(np.array([-1, 1], np.float32), half)
 
     def drafts(self, ids: list[int], n: int) -> tuple[list[Array], list[int]]:
-        """The logits of n drafts after a text, and those."""
+        """Return the logits of n drafts after a text, and the drafts."""
         rows, tokens, found = self.rows(ids[:-1]), ids[1:], []
         for _ in range(n):
             hidden, logits = self.forward(rows, tokens)
@@ -129,7 +129,7 @@ class Drafter:
 def with_drafter(
     folder: Path, name: str = "llama", kind: str = "plain", type: str = "F32", few: bool = True
 ) -> tuple[Path, Path, Drafter]:
-    """A tiny random model, which writes a `few` tokens only, and a drafter for it: their files."""
+    """Create a tiny random model and a drafter for it; return their files.  ``few``: writes few tokens only."""
     import torch
 
     entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 256})
@@ -148,7 +148,7 @@ def with_drafter(
 
 
 def write_drafter(folder: Path, model: Any, kind: dict[str, Any], *, few: bool = True) -> Drafter:
-    """The checkpoint of a random drafter, as they are published, without a tokenizer."""
+    """Write a random drafter's checkpoint in the published format, without a tokenizer."""
     width, n_layers = model.config.hidden_size, model.config.num_hidden_layers
     config = {name: CONFIG[name] for name in ("vocab_size", "rms_norm_eps", "num_attention_heads", "head_dim")}
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
@@ -199,7 +199,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
 @pytest.mark.parametrize(
     ("name", "kind"), [*(("llama", kind) for kind in KINDS), ("qwen3", "plain"), ("gemma2", "plain")]
 )
-def test_it_drafts_what_the_paper_says(name: str, kind: str, tmp_path: Path, seen: list[Round]) -> None:
+def test_drafts_match_the_paper(name: str, kind: str, tmp_path: Path, seen: list[Round]) -> None:
     path, drafts, drafter = with_drafter(tmp_path, name, kind, few=False)
     with localllm.load(path, draft_model=drafts, context=128, threads=1) as llm:
         llm.generate(PROMPT, **GREEDY, draft_always=True, draft_max=3)
@@ -211,7 +211,7 @@ def test_it_drafts_what_the_paper_says(name: str, kind: str, tmp_path: Path, see
         assert ids == expected_ids
 
 
-def test_what_is_accepted_are_the_drafts_that_the_text_goes_on_with(tmp_path: Path, seen: list[Round]) -> None:
+def test_accepted_drafts_equal_the_text(tmp_path: Path, seen: list[Round]) -> None:
     path, drafts, drafter = with_drafter(tmp_path)
     with localllm.load(path, draft_model=drafts, context=128, threads=1) as llm:
         done = llm.generate(PROMPT, **GREEDY, draft_always=True, draft_max=2)
@@ -242,8 +242,8 @@ def test_a_text_is_the_same_with_its_drafts(name: str, kind: str, type: str, cac
         check_texts(llm, (1, 5))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])  # whose head is the embedding as well
-def test_only_the_model_that_it_drafts_for_computes_more(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # the embedding is also the head
+def test_only_the_target_model_computes_extra_outputs(name: str, tmp_path: Path) -> None:
     path, drafts, _ = with_drafter(tmp_path, name)
 
     def names(placement: Any) -> set[str]:
@@ -263,7 +263,7 @@ def test_only_the_model_that_it_drafts_for_computes_more(name: str, tmp_path: Pa
 
 
 def test_a_model_that_is_read_again_is_still_drafted_for(tmp_path: Path) -> None:
-    """As one with LongRoPE, of which another context was placed than was read."""
+    """A model with LongRoPE whose loaded context differs from the one in its file."""
     path, drafts, _ = with_drafter(tmp_path)
     options = LoadOptions(path, draft_model=drafts)
     with GGUFFile.open(path) as file, GGUFFile.open(drafts) as draft:
@@ -303,7 +303,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, drafts
 
 
-def test_it_is_named(files: tuple[Path, Path], capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_the_drafter_is_named(files: tuple[Path, Path], capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     path, drafts = files
     outcome = run_main(capfdbinary, "inspect", drafts)
     assert "eagle3, which drafts for another model (--draft-model)" in outcome.out
@@ -339,7 +339,7 @@ def test_another_model_is_refused(
         localllm.load(other_model(tmp_path, **changes), draft_model=files[1], context=64)
 
 
-def test_it_does_nothing_alone_nor_on_gpus(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_cannot_run_alone_or_on_gpus(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path, drafts = files
     with pytest.raises(UnsupportedArchitectureError, match="which cannot run alone"):
         localllm.load(drafts)
@@ -382,7 +382,7 @@ def test_a_broken_file(change: Any, words: str, files: tuple[Path, Path], tmp_pa
         localllm.load(files[0], draft_model=drafts, context=64)
 
 
-def test_converting_needs_the_model_that_it_drafts_for(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_conversion_needs_the_target_model(files: tuple[Path, Path], tmp_path: Path) -> None:
     folder = files[0].parent
     with pytest.raises(UsageError, match=r"name the model that it drafts for \(--target\)"):
         Checkpoint(folder / "drafter")

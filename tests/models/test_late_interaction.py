@@ -1,4 +1,4 @@
-"""Models of late interaction (ColBERT): vectors of tokens, and scores of documents by them."""
+"""Late-interaction models (ColBERT): token vectors and document scores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENTRIES = {
 
 
 def converted(folder: Path, entry: Tiny, model: Any, tokens: dict[int, str] | None = None, **config: Any) -> Path:
-    """With the linear layer as PyLate has it, or for BERT as ColBERT; ``tokens``: other spellings of some."""
+    """Convert a model with a linear layer in PyLate's format (ColBERT's for BERT); ``tokens`` renames tokens."""
     from safetensors.numpy import save_file
 
     path = save(folder, model)
@@ -103,7 +103,7 @@ def test_vectors_of_tokens_are_transformers(name: str, tmp_path: Path) -> None:
             llm.embed(TEXTS)
 
 
-def test_markers_stand_before_texts_and_punctuation_does_not_count(tmp_path: Path) -> None:
+def test_texts_get_markers_and_punctuation_does_not_count(tmp_path: Path) -> None:
     entry = ENTRIES["modern-bert"]
     model = make_model(entry)
     path = converted(tmp_path, entry, model, {290: "[Q] ", 291: "[D] ", 292: "!"})

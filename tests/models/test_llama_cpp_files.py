@@ -1,4 +1,4 @@
-"""What files of llama.cpp's converter, and published checkpoints, have otherwise than those of tiny models."""
+"""Differences between tiny models' files and files of llama.cpp's converter or published checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
 
 def read(folder: Path, name: str, **changes: Any) -> Model:
-    """A tiny model with other keys; None takes one away."""
+    """Read a tiny model with changed keys; None removes a key."""
     checkpoint = Checkpoint(save(folder, make_model(TINY[name])))
     prefix = f"{checkpoint.architecture}."
     values = dict(checkpoint.metadata) | {prefix + key: value for key, value in changes.items()}
@@ -53,7 +53,7 @@ def test_patterns_of_mimo_are_numbers(tmp_path: Path) -> None:
     assert windows(model) == [None, 7, 7, 7, 7, None, 7]
 
 
-def test_old_files_of_minicpm_do_not_say_its_scales(tmp_path: Path) -> None:
+def test_old_files_of_minicpm_omit_its_scales(tmp_path: Path) -> None:
     keys = dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"))
     operations = [node.operation for node in read(tmp_path, "minicpm", **keys).graph.nodes]
     assert operations[0].scale == 12
@@ -62,7 +62,7 @@ def test_old_files_of_minicpm_do_not_say_its_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
-def test_experts_of_qwen_3_vl_are_taken_both_ways(is_turned: bool) -> None:
+def test_experts_of_qwen_3_vl_are_accepted_in_both_orders(is_turned: bool) -> None:
     config = SimpleNamespace(model_type="qwen3_vl_moe_text", hidden_size=64, moe_intermediate_size=48)
     for name, shape in (("gate_up_proj", (6, 96, 64)), ("down_proj", (6, 64, 48))):
         matrices = np.random.default_rng(0).normal(size=shape)
@@ -78,8 +78,8 @@ def test_the_head_of_baichuan_2_is_normed_by_rows() -> None:
         np.testing.assert_allclose(baichuan.hf_tensor("lm_head.weight", rows, config), expected)
 
 
-def test_baichuan_13b_is_told_by_its_layers(tmp_path: Path) -> None:
-    """It does not rotate: its scores fall with the distance."""
+def test_baichuan_13b_is_identified_by_its_layer_count(tmp_path: Path) -> None:
+    """It has no rotary positions: its scores decrease with the distance."""
     for n_layers in (4, 40):
         entry = replace(TINY["baichuan"], config={"num_hidden_layers": n_layers, "num_key_value_heads": 4})
         graph = read_model(Checkpoint(save(tmp_path / str(n_layers), make_model(entry)))).graph
@@ -91,7 +91,7 @@ def test_baichuan_13b_is_told_by_its_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_factors_of_matrices_in_nvfp4(name: str, tmp_path: Path) -> None:
-    """llama.cpp's converter writes a factor for each matrix or expert, and factors of inputs, which are not used."""
+    """llama.cpp's converter writes a factor for each matrix or expert, and input factors, which are unused."""
     entry = replace(TINY[name], config=TINY[name].config | {"intermediate_size": 128, "moe_intermediate_size": 64})
     path, rng = write(tmp_path / "model.gguf", entry, make_model(entry)), np.random.default_rng(0)
     scaled, plain = dict[str, Any](), dict[str, Any]()
@@ -119,14 +119,14 @@ def test_factors_of_matrices_in_nvfp4(name: str, tmp_path: Path) -> None:
 
 
 def test_files_of_bamba_are_refused(tmp_path: Path) -> None:
-    """llama.cpp's converter orders the rows of query and key as if whole heads were rotated, but half of them is."""
+    """llama.cpp's converter orders query and key rows as for fully rotated heads, but only half of a head rotates."""
     keys = {"rope.scaling.finetuned": True, "rope.dimension_count": 8}
     with pytest.raises(ModelError, match=r"granitehybrid\.rope\.dimension_count is 8, but heads have 16 values"):
         read(tmp_path, "granitehybrid", **keys)
 
 
 def test_convolutions_that_see_both_ways_are_refused(tmp_path: Path) -> None:
-    """As of LFM2.5-Embedding."""
+    """LFM2.5-Embedding needs them."""
     with pytest.raises(ModelError, match=r"lfm2\.attention\.causal is false, but the model has recurrent layers"):
         read(tmp_path, "lfm2", **{"attention.causal": False, "pooling_type": 2})
 
@@ -137,7 +137,7 @@ def test_layers_of_nemotron_puzzle_differ_in_their_experts(tmp_path: Path) -> No
 
 
 def test_gemma_4_with_one_matrix_for_query_key_and_value(tmp_path: Path) -> None:
-    """As llama.cpp's converter writes it with --fuse-qkv; layers whose values are the keys stay as they are."""
+    """The file that llama.cpp's converter writes with --fuse-qkv; layers with values equal to keys are unchanged."""
     path = write(tmp_path / "model.gguf", TINY["gemma4-e2b"], make_model(TINY["gemma4-e2b"]))
     with GGUFFile.open(path) as file:
         metadata = {key: v for key, v in file.metadata.items() if not key.startswith(("general.f", "tokenizer."))}

@@ -1,4 +1,4 @@
-"""Tensors that are missing, too many or of the wrong shape, and what loading reports."""
+"""Missing, superfluous and wrongly shaped tensors, and the progress that loading reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(
     tensors: dict[str, np.ndarray | None] | None = None,
     **changes: Any,
 ) -> Path:
-    """A tiny model with tensors added, replaced or, where None, left out."""
+    """Write a tiny model with tensors added, replaced, or removed if None."""
     settings = tiny_models.config(model_type, **changes)
     arrays = tiny_models.gguf_tensors(settings, tiny_models.random_weights(settings)) | (tensors or {})
     encoded = {name: tiny_models.encode(array, GGMLType.F32) for name, array in arrays.items() if array is not None}
@@ -37,7 +37,7 @@ def write(
 
 @dataclass
 class Changed:
-    """A file with other keys."""
+    """Write a file with changed keys."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Any]
@@ -55,7 +55,7 @@ def test_every_layer_keeps_keys_and_values(model_type: str, tmp_path: Path) -> N
     assert model.graph.caches == {i: KVCache(i, n_heads=2, key_dim=16, value_dim=16) for i in range(3)}
 
 
-def test_a_key_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     with GGUFFile.open(path) as file:
         for key, value in (("attention.new_kind", 1), ("logit_scale", 0.5), ("attention.output_scale", 2.0)):
@@ -130,8 +130,8 @@ def test_tensors_of_old_converters_are_let_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_the_backend_holds_is_told(tied: bool, tmp_path: Path) -> None:
-    """A matrix that is embedding and output counts once."""
+def test_the_backends_formats_are_reported(tied: bool, tmp_path: Path) -> None:
+    """A matrix used as embedding and output counts once."""
     packed: list[str] = []
     with GGUFFile.open(write(tmp_path, "qwen2", tie_word_embeddings=tied)) as file:
         sizes: dict[str, Any] = {"n_pages": (1,), "max_tokens": 1, "max_outputs": 1}

@@ -1,4 +1,4 @@
-"""Prompts with pictures against transformers, in float32: their embeddings are given, so no encoder is needed."""
+"""Prompts with images compared with transformers in float32, with precomputed image embeddings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
 Array = NDArray[np.float32]
 
-#: Two pictures of odd sizes: the second is larger than the window of models that have one, and crosses pages.
+#: Two images of odd sizes: the second is larger than a window, and crosses pages.
 FIRST, SECOND = PreparedMedia(b"one" * 11, 6, (2, 3)), PreparedMedia(b"other" * 7, 15, (5, 3))
 N_TOKENS, N_DECODED = 39, 4
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Ids, which are 0 in the places of pictures, and where those are; of each token whether it is a picture's."""
+    """Ids (0 at image positions), the images' positions, and a mask of image tokens."""
 
     ids: tuple[int, ...]
     pictures: PromptMedia
@@ -48,7 +48,7 @@ class Prompt:
 
     @property
     def named(self) -> list[int]:
-        """As requests have them."""
+        """Ids as in requests."""
         ids = list(self.ids)
         for each in self.pictures.placed:
             ids[each.start : each.stop] = each.picture.ids
@@ -56,7 +56,7 @@ class Prompt:
 
 
 def prompt(first: int = 5, between: int = 4, seed: int = 1, n: int = N_TOKENS) -> Prompt:
-    """Of ``n`` tokens, with so many before and between the pictures."""
+    """Return a prompt of ``n`` tokens, with ``first`` before the first image and ``between`` between the images."""
     placed = MediaTokens(first, FIRST), MediaTokens(first + 6 + between, SECOND)
     ids = np.random.default_rng(seed).integers(3, 300, n)
     for each in placed:
@@ -76,14 +76,14 @@ def model_of(name: str) -> Any:
 
 @cache
 def rows_of(name: str) -> Array:
-    """Embeddings of the pictures' tokens, and those that are added in layers: [21, k, d]."""
+    """Return embeddings of the image tokens, and the embeddings added in later layers: [21, k, d]."""
     n = 2 if name.startswith("qwen3vl") else 1
     return np.random.default_rng(2).normal(0, 1, (FIRST.n_tokens + SECOND.n_tokens, n, 64)).astype(np.float32)
 
 
 @cache
 def expected(name: str, prompt: Prompt = PROMPT) -> Array:
-    """Logits [T, n_vocab] of transformers."""
+    """Return transformers' logits [T, n_vocab]."""
     from transformers.models.gemma3 import modeling_gemma3
     from transformers.models.gemma4 import modeling_gemma4
 
@@ -119,7 +119,7 @@ def expected(name: str, prompt: Prompt = PROMPT) -> Array:
 
 @dataclass
 class Seeing:
-    """Runs parts of the prompt."""
+    """Runs ranges of the prompt."""
 
     name: str
     runner: Runner
@@ -148,7 +148,7 @@ def check(seeing: Seeing, limit: float) -> None:
     whole = seeing.run(0, N_TOKENS - N_DECODED)
     whole = np.concatenate([whole, *(seeing.run(i, i + 1) for i in range(N_TOKENS - N_DECODED, N_TOKENS))])
     assert np.abs(whole - theirs).max() < limit * np.abs(theirs).max()
-    # Cut before, between and behind pictures; and where they may, in them.
+    # Cut before, between and after images, and inside them if allowed.
     cuts = [0, 3, 5, 11, 13, 30, 33, N_TOKENS]
     if not seeing.runner.model.graph.has_spans:
         cuts = sorted({*cuts, 7, 20, 21})
@@ -157,21 +157,21 @@ def check(seeing: Seeing, limit: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reference_sees_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_images_on_the_reference_match_transformers(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     check(Seeing(name, Runner(path, ReferenceOps(np.float32), sees=True)), 1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_cpu_sees_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_images_on_the_cpu_match_transformers(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     check(Seeing(name, Runner(path, shared_by_threads(CPUOps(threads=2)), sees=True)), 5e-3)
 
 
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
 @pytest.mark.parametrize("name", ["qwen3vl", "gemma3", "gemma4-e2b"])
-def test_cuda_sees_what_transformers_does(name: str, tmp_path: Path) -> None:
-    """In the emulator, in two steps of which the second is one token."""
+def test_images_on_cuda_match_transformers(name: str, tmp_path: Path) -> None:
+    """Run in the emulator, in two steps, the second with one token."""
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     seeing = Seeing(name, Runner(path, emulated_cuda(), n_pages=2, max_tokens=40, sees=True))
     ours = np.concatenate([seeing.run(0, 38), seeing.run(38, 39)])
@@ -181,7 +181,7 @@ def test_cuda_sees_what_transformers_does(name: str, tmp_path: Path) -> None:
 
 @dataclass
 class GivenEncoder:
-    """Has the embeddings."""
+    """An encoder that returns precomputed embeddings."""
 
     name: str
     encoded: list[bytes] = field(default_factory=list)
@@ -194,7 +194,7 @@ class GivenEncoder:
 
 
 def greedy(name: str, begin: Prompt, n: int = 4) -> list[int]:
-    """What transformers goes on with."""
+    """Return the tokens that transformers generates."""
     for _ in range(n):
         id_ = int(expected(name, begin)[-1].argmax())
         begin = Prompt((*begin.ids, id_), begin.pictures)
@@ -204,9 +204,11 @@ def greedy(name: str, begin: Prompt, n: int = 4) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "max_tokens"), [("qwen3vl", 16), ("qwen35", 16), ("gemma3", 16), ("gemma4-moe", 64)]
 )
-def test_the_engine_writes_what_transformers_does(name: str, max_tokens: int, tmp_path: Path) -> None:
-    """In steps of few tokens or at once; from the cache; and with edits before, between and behind pictures.  Each
-    is encoded once."""
+def test_the_engine_generates_the_tokens_of_transformers(name: str, max_tokens: int, tmp_path: Path) -> None:
+    """Evaluate in small steps or one step, from the cache, and after edits before, between and after images.
+
+    Every image is encoded once.
+    """
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     seen = Runner(path, ReferenceOps(np.float32), max_tokens=max_tokens, sees=True, n_states=8)
     graph, encoder = seen.model.graph, GivenEncoder(name)
@@ -233,7 +235,7 @@ def test_a_model_split_by_rows_sees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3vl", "gemma3"])
 def test_a_model_split_over_devices_sees(name: str, tmp_path: Path) -> None:
-    """In micro-batches, but for spans, which come as a whole."""
+    """Micro-batches must not divide an image span."""
     path, cpu = write(tmp_path / "model.gguf", TINY[name], model_of(name)), shared_by_threads(CPUOps(threads=2))
     n_layers = TINY[name].config.get("num_hidden_layers", 4)
     whole = Seeing(name, Runner(path, cpu, sees=True)).run(0, N_TOKENS)

@@ -1,4 +1,4 @@
-"""Whole mixtures of experts on the CPU: the reference's text, and the same bits whatever shares a batch."""
+"""Complete mixtures of experts on the CPU: equal to the reference, and bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_decoded_tokens_have_the_bits_of_prefilled_ones(kind: str, type: GGMLTyp
 
 
 def test_expert_weights_are_scaled(tmp_path: Path) -> None:
-    """As if what comes out of the experts were twice as large."""
+    """Double the experts' output."""
     settings = tiny_models.config("qwen3_moe", num_hidden_layers=1)
     weights = tiny_models.random_weights(settings)
     scaled = tiny_models.write_gguf(
@@ -77,8 +77,8 @@ def test_a_mixture_is_loaded_and_planned_as_other_models_are(tmp_path: Path) -> 
     assert placed.on("cpu").multiplied == placed.multiplied
 
 
-def test_the_plan_has_room_for_what_experts_compute(tmp_path: Path) -> None:
-    """A row of gates and one of their products for each expert that a token goes to."""
+def test_the_plan_has_room_for_the_output_of_experts(tmp_path: Path) -> None:
+    """A token needs a row of gates and a row of products per selected expert."""
     sizes = []
     for k in (1, 9):
         path = tiny_models.tiny_gguf(tmp_path / f"{k}.gguf", "qwen3_moe", num_experts_per_tok=k)

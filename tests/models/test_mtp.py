@@ -1,4 +1,4 @@
-"""The block that predicts further tokens: against transformers' own layers, and what it drafts."""
+"""Multi-token prediction blocks: comparison with transformers' layers, and drafts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT = [1, *np.random.default_rng(0).integers(3, 300, 40).tolist()]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
 
-#: Names that Qwen's checkpoints have for those of DeepSeek's.
+#: Qwen's names of DeepSeek's tensors.
 QWEN = {
     "eh_proj": "fc",
     "enorm": "pre_fc_norm_embedding",
@@ -48,10 +48,10 @@ QWEN = {
 
 
 def with_block(path: Path, name: str, *, copied: bool = False, **changes: Array | None) -> tuple[Path, Any]:
-    """A tiny random model with a block behind it, whose layer is the same as the model's last, converted.
+    """Convert a tiny random model with an additional block, whose layer equals the model's last layer.
 
-    With ``copied``, no layer changes anything, and the block knows the token that follows: it predicts what the model
-    will.  Changes are tensors of the block by DeepSeek's names, with __ for a point.
+    With ``copied``, all layers are identities and the block knows the following token, so it predicts the model's
+    output.  ``changes`` are tensors of the block with DeepSeek's names and __ instead of a point.
     """
     entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 512})
     model, is_qwen = make_model(entry), name.startswith("qwen")
@@ -82,7 +82,7 @@ def with_block(path: Path, name: str, *, copied: bool = False, **changes: Array 
 @pytest.mark.parametrize(
     "name", ["qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek-v3", "deepseek-v3.2", "hy-v3"]
 )
-def test_the_block_computes_what_transformers_layer_does(name: str, tmp_path: Path) -> None:
+def test_the_block_matches_transformers_layer(name: str, tmp_path: Path) -> None:
     import torch
 
     path, model = with_block(tmp_path / "model.gguf", name)
@@ -129,7 +129,7 @@ def localllm_batch(ids: list[int], page_size: int) -> Any:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts at every step, whether they pay or not."""
+    """Draft at every step, regardless of the cost."""
     monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: most)
     monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.0)
 
@@ -141,7 +141,7 @@ def test_a_text_is_the_same_with_drafts(name: str, tmp_path: Path) -> None:
     with localllm.load(path, context=256, threads=1) as llm:
         in_engine(llm, lambda loop: loop._cost.add(1, 1.0))
         chat = PROMPT
-        for turn in range(3):  # each begins in the midst of what the cache has
+        for turn in range(3):  # each starts in the middle of the cached text
             llm.forget() if turn == 1 else None
             expected = llm.generate(chat, **GREEDY, speculate=None)
             assert expected.drafts is None
@@ -177,7 +177,7 @@ def test_a_block_that_copies_the_head_is_always_right(tmp_path: Path) -> None:
             assert all(each.drafts is not None and each.drafts.share == 1 for each in many)
 
 
-def test_a_block_that_is_always_wrong_is_left_alone(tmp_path: Path) -> None:
+def test_a_block_that_is_always_wrong_is_not_used(tmp_path: Path) -> None:
     head = -read_head(with_block(tmp_path / "a.gguf", "qwen35", copied=True)[0])
     path, _ = with_block(tmp_path / "b.gguf", "qwen35", copied=True, shared_head__head=head)
     with localllm.load(path, context=512, threads=1) as llm:
@@ -195,7 +195,7 @@ def read_head(path: Path) -> Array:
 
 
 @pytest.mark.parametrize("has_own", [False, True])
-def test_the_block_takes_head_and_embedding_as_the_model_has_them(
+def test_the_block_shares_the_models_head_and_embedding(
     has_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[str] = []
@@ -217,12 +217,12 @@ def test_the_block_takes_head_and_embedding_as_the_model_has_them(
     assert llm.info.draft.placement.multiplied >= next(w.n_bytes for w in weights if w.layer == "output")
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
     whole, _ = with_block(tmp_path / "a.gguf", "qwen35")
     without, _ = with_block(tmp_path / "c.gguf", "qwen35", eh_proj=None)
     with pytest.raises(ModelError, match=r"the file has no tensor blk\.4\.nextn\.enorm\.weight"):
         with_block(tmp_path / "b.gguf", "qwen35", enorm=None)
-    with localllm.load(without, threads=1) as llm:  # one without its block, as some are published
+    with localllm.load(without, threads=1) as llm:  # a file without its block, like some published files
         assert llm.generate(PROMPT, **GREEDY).drafts is None
         with pytest.raises(UsageError, match="speculate is 'mtp', but the model cannot predict further tokens"):
             llm.generate(PROMPT, speculate="mtp")
@@ -238,5 +238,5 @@ def test_bench_counts_the_drafts(tmp_path: Path) -> None:
         (test,) = make_tests([0], [20], [0], [])
         drafts = measure(llm, test, 2).drafts
         assert drafts is not None
-        assert drafts.share > 0.5  # as the block knows the token that follows
-        assert 20 < drafts.drafted < 100  # of both repetitions
+        assert drafts.share > 0.5  # the block knows the following token
+        assert 20 < drafts.drafted < 100  # of both runs

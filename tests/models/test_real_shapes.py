@@ -1,4 +1,4 @@
-"""The benchmarks' models in the shapes of current ones: whole, and with healthy activations."""
+"""The benchmarks' models with shapes of current models: complete, with healthy activations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' and against the papers' formulas."""
+"""Rotary frequencies compared with transformers and with the papers' formulas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "mscale": 1.0,
         "mscale_all_dim": 0.7,
     },
-    # The whole ramp lies beyond the lowest frequency, or shrinks to a point.
+    # The whole ramp is below the lowest frequency, or has no width.
     "yarn-short": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
 }
 
@@ -63,7 +63,7 @@ def rope_of(
     interleaved: bool = False,
     **changes: Any,
 ) -> Rope:
-    """The rope of a tiny model with more metadata and tensors."""
+    """Return the rope of a tiny model with additional metadata and tensors."""
     settings = tiny_models.config(**({"head_dim": 64} | changes))
     arrays = tiny_models.gguf_tensors(settings, tiny_models.random_weights(settings)) | (tensors or {})
     encoded = {name: tiny_models.encode(array, GGMLType.F32) for name, array in arrays.items()}
@@ -83,7 +83,7 @@ def test_frequencies_are_those_of_transformers(name: str, theta: float, tmp_path
     transformers = pytest.importorskip("transformers", reason="needs the extra 'reference'")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    # Newer transformers read theta among the scaling's parameters, older ones beside them.
+    # Newer transformers read theta from the scaling's parameters, older versions next to them.
     scaling = SCALINGS[name] | {"rope_theta": theta}
     settings = {"rope_scaling": scaling, "rope_theta": theta, "max_position_embeddings": 1 << 17}
     rope = rope_of(tmp_path, **settings)
@@ -124,11 +124,11 @@ def test_scaling_none_ignores_the_factor(tmp_path: Path) -> None:
 
 
 def test_yarn_keeps_high_frequencies_and_scales_low_ones(tmp_path: Path) -> None:
-    """The ends of the ramp as section 3.2 of the paper gives them: 32 turns and 1 turn in 4,096 tokens."""
+    """The ends of the ramp in section 3.2 of the paper: 32 turns and 1 turn in 4,096 tokens."""
     rope = rope_of(tmp_path, rope_scaling=SCALINGS["yarn"] | {"original_max_position_embeddings": 4096})
     plain = rope_of(tmp_path).frequencies
     turns = 4096 * plain / (2 * math.pi)
-    kept, scaled = turns > 40, turns < 0.8  # a little within, since the ramp ends on whole dimensions
+    kept, scaled = turns > 40, turns < 0.8  # with a margin, because the ramp ends at whole dimensions
     assert kept.any()
     assert scaled.any()
     np.testing.assert_allclose(rope.frequencies[kept], plain[kept], rtol=1e-6)
@@ -139,8 +139,8 @@ def test_yarn_keeps_high_frequencies_and_scales_low_ones(tmp_path: Path) -> None
     assert rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
 
 
-def test_the_ramp_of_yarn_begins_at_the_first_frequency(tmp_path: Path) -> None:
-    """None turns 32 times within 16 tokens; the fifth is the first that turns less than once."""
+def test_the_ramp_of_yarn_starts_at_the_first_frequency(tmp_path: Path) -> None:
+    """No dimension turns 32 times in 16 tokens; the fifth is the first that turns less than once."""
     rope = rope_of(tmp_path, rope_scaling=SCALINGS["yarn"] | {"original_max_position_embeddings": 16})
     kept = np.clip(1 - np.arange(32) / 4, 0, 1)
     np.testing.assert_allclose(rope.frequencies, rope_of(tmp_path).frequencies * (kept + (1 - kept) / 4), rtol=1e-6)

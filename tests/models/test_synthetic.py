@@ -1,4 +1,4 @@
-"""The made-up models of the benchmarks: their blocks, formats and vocabularies are what they claim to be."""
+"""The random models of the benchmarks: their blocks, formats and vocabularies match their description."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("type", [kind for kind in GGMLType if kind in synthetic._MAKERS])
-def test_blocks_have_the_asked_mean_and_deviation(type: GGMLType) -> None:
+def test_blocks_have_the_requested_mean_and_deviation(type: GGMLType) -> None:
     blocks = synthetic.random_blocks(np.random.default_rng(0), type, 5_000, 0.02)
     values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type))
     assert values.std() == pytest.approx(0.02, rel=0.04)
@@ -39,7 +39,7 @@ def test_blocks_have_the_asked_mean_and_deviation(type: GGMLType) -> None:
 @pytest.mark.parametrize("shape", synthetic.SHAPES.values(), ids=synthetic.SHAPES)
 @pytest.mark.parametrize("type", [kind for kind in GGMLType if kind in synthetic._MAKERS])
 def test_matrices_of_every_shape_have_their_deviation(type: GGMLType, shape: synthetic.Shape, name: str) -> None:
-    """The scales of small values are not rounded to nothing."""
+    """The scales of small values must not round to zero."""
     size = next(size for each, size in synthetic.tensor_shapes(shape) if each == name)
     deviation = synthetic._deviation(name, size, shape)
     blocks = synthetic.random_blocks(np.random.default_rng(0), type, 5_000, deviation)
@@ -54,7 +54,7 @@ def test_activations_stay_healthy(architecture: str, file_type: str, tmp_path: P
     logits = Runner(path, ReferenceOps()).logits([300, 5, 301, 17])
     assert np.isfinite(logits).all()
     assert 0.5 < logits.std() < 2
-    # What comes out depends on what went in, all layers through.
+    # The output depends on the input through all layers.
     assert np.triu(np.corrcoef(logits), k=1).max() < 0.7
 
 
@@ -68,7 +68,7 @@ def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "file_type", "expected"),
     [
-        # As files that llama.cpp's quantiser made of TinyLlama 1.1B and Qwen 2.5 0.5B.
+        # Formats in llama.cpp's quantised files of TinyLlama 1.1B and Qwen 2.5 0.5B.
         ("llama-1.1b", "q4_k_m", {"F32": 45, "Q4_K": 135, "Q6_K": 21}),
         ("llama-1.1b", "q5_k_m", {"F32": 45, "Q5_K": 135, "Q6_K": 21}),
         ("llama-1.1b", "q4_0", {"F32": 45, "Q4_0": 155, "Q6_K": 1}),

@@ -1,5 +1,6 @@
-"""Every architecture against transformers in float32: a prompt whole and in chunks, decoded tokens, and a text that
-is cut and goes on otherwise."""
+"""Every architecture compared with transformers in float32: a prompt at once and in chunks, decoded tokens, and a
+text continued differently after a cut.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Array = NDArray[np.float32]
 
 #: Longer than two pages of a cache, than a window, and than the context before scaling.
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
-#: They leave the first text behind so many tokens.
+#: A text that continues the first CUT tokens of the first text.
 CUT, OTHER_IDS = 20, [int(i) for i in np.random.default_rng(2).integers(3, 300, 9)]
 
 
@@ -35,7 +36,7 @@ def model_of(name: str) -> Any:
 
 @cache
 def expected(name: str, ids: tuple[int, ...]) -> Array:
-    """Logits [T, n_vocab] of transformers."""
+    """Return transformers' logits [T, n_vocab]."""
     import torch
 
     with torch.no_grad():
@@ -58,7 +59,7 @@ def check(name: str, runner: Runner, limit: float) -> None:
     assert error(whole, IDS) < limit
     chunks = [run(IDS[first : first + n], first) for first, n in ((0, 7), (7, CUT - 7))]
     if runner.cache.n_states:
-        runner.cache.copy(None, 0, 1)  # to go back to, where the text is cut
+        runner.cache.copy(None, 0, 1)  # to restore at the cut
     chunks += [run(IDS[CUT:30], CUT), *(run([token], 30 + i) for i, token in enumerate(IDS[30:]))]
     np.testing.assert_array_equal(np.concatenate(chunks), whole)
     if runner.cache.n_states:
@@ -67,26 +68,26 @@ def check(name: str, runner: Runner, limit: float) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_reference_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_the_reference_matches_transformers(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     check(name, Runner(path, ReferenceOps(np.float32)), 1e-4)
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_cpu_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_the_cpu_matches_transformers(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     check(name, Runner(path, shared_by_threads(CPUOps(threads=2))), 5e-3)
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_gpu_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+def test_a_gpu_matches_transformers(name: str, tmp_path: Path) -> None:
     gpu = next((backend for backend in BACKENDS if backend.name == "cuda"), None)
     if gpu is None:
-        pytest.skip("there is no GPU")
+        pytest.skip("needs a GPU")
     check(name, Runner(write(tmp_path / "model.gguf", TINY[name], model_of(name)), gpu.make()), 1e-2)
 
 
-#: Of the models of 2026, those whose operations no other that runs here has in the same way.
+#: Models of 2026 with operations that the other models tested here do not use.
 ON_CUDA_TOO = (
     *("apertus", "bailingmoe3", "bloom", "deepseek-ocr", "deepseek-v3.2", "deepseek-v4", "exaone-moe", "glm-5.3"),
     *("granite-swa", "granite-swa-moe", "hunyuan-vl", "hy-v3", "kimi-linear", "laguna", "lfm3", "maincoder"),
@@ -105,7 +106,7 @@ ON_CUDA_TOO = (
     ],
 )
 def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
-    """In the emulator, a short text in two steps: it is slow."""
+    """Run a short text in the emulator in two steps, because it is slow."""
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     runner = Runner(path, emulated_cuda(), n_pages=2, max_tokens=16)
     ids = IDS[:13]

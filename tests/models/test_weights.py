@@ -1,4 +1,4 @@
-"""Matrices that are some rows of a tensor, tensors that nobody needs, and what the plan says of them."""
+"""Matrices that are rows of a tensor, unused tensors, and the loading plan."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_vector_in_blocks_is_not_cut() -> None:
 
 
 def test_parts_may_take_turns() -> None:
-    """Of each of three heads, two rows of the query and one of the gate."""
+    """Rows of three heads, each with two rows of the query and one of the gate."""
     whole = random(9, 4)
     query, gate = split_rows(Matrix(f32(whole)), {"query": 6, "gate": 3}, n_groups=3)
     np.testing.assert_array_equal(values(query.weight), whole[[0, 1, 3, 4, 6, 7]])
@@ -94,7 +94,7 @@ def test_a_row_may_be_stored_as_a_vector(shape: tuple[int, ...]) -> None:
 
 
 def fused(path: Path, type: GGMLType = GGMLType.Q8_0) -> tuple[Path, Path]:
-    """The same model twice: with matrices of their own, and with query, key and value in one."""
+    """Write a model twice: with separate query, key and value matrices, and with one joined matrix."""
     settings = tiny_models.config("qwen2", hidden_size=64)
     tensors = tiny_models.gguf_tensors(settings, tiny_models.random_weights(settings))
     keys = tiny_models.gguf_metadata(settings) | tiny_models.spm_vocabulary(settings["vocab_size"])
@@ -178,7 +178,7 @@ def test_bad_keys_are_refused_by_name(name: str, change: dict[str, Any], message
             read_model(File(dict(file.tensors), keys))
 
 
-def test_what_only_some_layers_have_is_missing_in_the_others() -> None:
+def test_a_tensor_of_some_layers_is_missing_in_the_others() -> None:
     weights = Weights(File({"blk.0.a.bias": f32(random(4)), "blk.1.b.bias": f32(random(4))}))
     assert weights.layer(0).find("a.bias", 4) is not None
     assert weights.layer(1).find("b.bias", 4) is not None
@@ -188,7 +188,7 @@ def test_what_only_some_layers_have_is_missing_in_the_others() -> None:
         weights.check_all_used()
 
 
-#: What a key has in place of its value; None: nothing.
+#: Replacement values of a key; None removes the key.
 DAMAGE = [None, "text", 0, -1, 1 << 31, 0.5, float("nan"), True, [], [1], [0] * 4, ["text"] * 4]
 
 

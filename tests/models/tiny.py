@@ -1,7 +1,7 @@
-"""Tiny random models of transformers, saved as it saves them and converted as ``localllm convert`` does.
+"""Tiny random transformers models, saved by transformers and converted like ``localllm convert`` does.
 
-To test one more architecture, add an entry to `TINY`: transformers' configuration of a model in which everything
-special is in force.
+To test another architecture, add an entry to `TINY` with the transformers configuration of a model that uses all its
+special features.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Tiny:
     """An entry.
 
     Attributes:
-        model_type: transformers' name of the architecture.
-        architecture: GGUF's.
-        config: what differs from `CONFIG`.
-        conversion: other than `localllm convert` does it.
-        auto: transformers' class of it.
-        release: of a configuration and tensors, those of a released model that transformers does not know, but which
+        model_type: the architecture's name in transformers.
+        architecture: the architecture's name in GGUF.
+        config: changes to `CONFIG`.
+        conversion: replaces the conversion of ``localllm convert``.
+        auto: transformers class of the model.
+        release: converts a configuration and tensors to those of a released model that transformers lacks, but that
             computes the same.
-        change: makes another model of transformers' in place, with its weights.
+        change: changes the transformers model in place to another model, including its weights.
     """
 
     model_type: str
@@ -50,7 +50,7 @@ class Tiny:
     change: Callable[[Any], None] = lambda model: None
 
 
-#: Heads in two groups, a width that is no multiple of a block or tile, and few tokens.
+#: Two groups of heads, a width that is not a multiple of a block or tile, and few tokens.
 CONFIG: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 172,
@@ -123,7 +123,7 @@ GRANITE = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0}
 
-#: And those of lists: by them, the converter multiplies matrices.
+#: Scalar and list multipliers, which the converter applies to matrices.
 FALCON_MULTIPLIERS = (
     "attention_in_multiplier",
     "attention_out_multiplier",
@@ -315,7 +315,7 @@ VISION = {
 
 
 def with_vision(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a Qwen model that sees: only its text is compared."""
+    """Return settings of a Qwen model that sees, for comparing only its text."""
     rope = {"rope_parameters": PLAIN_ROPE | {"mrope_section": [4, 2, 2]}}
     return {"text_config": CONFIG | rope | dict(text), "vision_config": VISION}
 
@@ -381,7 +381,7 @@ DBRX = dict.fromkeys(key for key in CONFIG if re.search("hidden|intermediate|hea
     "attn_config": {"clip_qkv": 0.9, "kv_n_heads": 2, "rope_theta": 10_000.0},
     "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
 }
-#: Experts as DeepSeek V3 has them, behind attention of the usual kind.
+#: DeepSeek V3's experts after standard attention.
 ROUTED = {key: value for key, value in LATENTS.items() if not re.search("head|rank", key)}
 MINICPM = {
     "attention_multiplier": 0.25,
@@ -405,13 +405,13 @@ MINICPM3_LONGROPE = PLAIN_ROPE | {
     "long_factor": [1.5 + i / 4 for i in range(16)],
     "short_factor": [1 + i / 20 for i in range(16)],
 }
-#: Files of 2025 have query, key, value and gate of each key head side by side.
+#: Files of 2025 interleave query, key, value and gate of each key head.
 OLD_QWEN3NEXT = Conversion(
     qwen3next.HF_NAMES | {"ssm_in": "linear_attn.in_proj_qkvz"},
     qwen3next.hf_keys,
     lambda name, array, config: qwen35.delta_net_tensor(name, array),
 )
-#: Files of 2024 have one matrix for what brings latents to keys and to values.
+#: Files of 2024 have one matrix from latents to keys and values.
 OLD_LATENTS = Conversion(
     deepseek2.HF_NAMES,
     lambda config: (
@@ -453,7 +453,7 @@ GEMMA4 = {
 
 
 def as_internlm2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A Llama under InternLM 2's names, with query, key and value in one matrix by groups of heads."""
+    """Rename a Llama to InternLM 2's names, with query, key and value in one matrix by groups of heads."""
     import torch
 
     names = {
@@ -482,12 +482,12 @@ def as_internlm2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[
 def called(
     model_type: str, kind: str
 ) -> Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
-    """A model that differs from one of transformers in name alone."""
+    """Return a release function for a model that differs from a transformers model only in its name."""
     return lambda config, tensors: (config | {"model_type": model_type, "architectures": [kind]}, tensors)
 
 
 def as_bailingmoe(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A Granite without scales."""
+    """Convert a Granite without scales."""
     import torch
 
     names = {"embed_tokens": "word_embeddings", "self_attn.o_proj": "attention.dense", "router.layer": "gate"}
@@ -521,7 +521,7 @@ def as_bailingmoe(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict
 
 
 def as_deci(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A Llama whose second layer is two, one with attention and one with an MLP, and behind it one without either."""
+    """Convert a Llama: split layer 2 into an attention and an MLP layer, and append a layer with neither."""
     blocks, found = [(2, 6.0), (2, None), (None, 6.0), (None, None), (2, 6.0), (2, 6.0)], {}
     for name, tensor in tensors.items():
         if match := re.search(r"layers\.(\d+)\.", name):
@@ -539,13 +539,13 @@ def as_deci(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, 
 
 
 def as_orion(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A StableLM that rotates all of its heads."""
+    """Convert a StableLM that rotates whole heads."""
     kind = {"model_type": "orion", "architectures": ["OrionForCausalLM"]}
     return config | kind | {"rms_norm_eps": config["layer_norm_eps"], "layer_norm_eps": None}, tensors
 
 
 def as_deepseek_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With names and settings of released models; transformers gives a name back otherwise than it was."""
+    """Convert to names and settings of released models, because transformers' round trip changes names."""
     rope, n_hashed = config.pop("rope_parameters")["compress"], config.pop("mlp_layer_types").count("hash_moe")
     rates = {"sliding_attention": 0} | config.pop("compress_rates")
     config |= {
@@ -560,7 +560,7 @@ def as_deepseek_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dic
 
 
 def as_hy_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotated rows in pairs of neighbours, as llama.cpp turns released models; transformers turns halves."""
+    """Reorder rotated rows to pairs of neighbours, like released models in llama.cpp; transformers rotates halves."""
     n_rot, dims = config["qk_rope_head_dim"], {"q_b_proj": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
     dims |= {"kv_a_proj_with_mqa": config["kv_lora_rank"] + n_rot} | dict.fromkeys(("wq_b", "wk", "k_norm"), 48)
     for name, tensor in tensors.items():
@@ -568,7 +568,7 @@ def as_hy_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str,
             heads = tensor.reshape(-1, dim, *tensor.shape[1:])
             turned = heads[:, dim - n_rot :].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
             heads[:, dim - n_rot :] = turned.clone()
-    # transformers gives names back otherwise than they were.
+    # transformers' round trip changes names
     names = {
         r"\.hc_pre\.(hc_head|hc_\w+_layer)": r".\1",
         "_layer.hc_": "_layer.hc_pre.hc_",
@@ -580,7 +580,7 @@ def as_hy_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str,
 
 
 def as_minicpm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A Granite with MiniCPM's names of its scales."""
+    """Convert a Granite to MiniCPM's names of its scales."""
     scales = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
     kept = {key: value for key, value in config.items() if "multiplier" not in key and "scaling" not in key}
     return kept | scales | {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}, tensors
@@ -589,8 +589,10 @@ def as_minicpm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[st
 def renamed(
     names: Mapping[str, str], settings: Mapping[str, Any], qkv: str = ""
 ) -> Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
-    """A model whose tensors have other names, in order, with ``qkv`` its queries, keys and values in one, and other
-    settings; None takes one away."""
+    """Return a release function that renames tensors in order and changes settings; None removes a setting.
+
+    ``qkv`` names a matrix that joins queries, keys and values.
+    """
 
     def release(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         import torch
@@ -610,7 +612,7 @@ def renamed(
     return release
 
 
-#: Of models with GPT-2's names.
+#: Names of GPT-2's format.
 GPT2_NAMES = {
     "model.embed_tokens": "transformer.wte",
     "model.norm": "transformer.ln_f",
@@ -640,8 +642,7 @@ as_baichuan = renamed(
 
 
 def as_openelm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A Qwen 3 with OpenELM's names, whose second layer has all of its heads, and of its MLP, twice, at half of the
-    weight."""
+    """Convert a Qwen 3 to OpenELM's names; layer 2 repeats its heads and MLP with half the weight."""
     import torch
 
     names = {
@@ -688,7 +689,7 @@ def as_openelm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[st
 
 
 def as_maincoder(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A Hunyuan whose heads have their rotary pairs side by side."""
+    """Interleave the rotary pairs of a Hunyuan's heads."""
     found = {}
     for name, tensor in tensors.items():
         name = name.replace("mlp.", "feed_forward.").replace("query_layernorm", "q_norm")
@@ -701,7 +702,7 @@ def as_maincoder(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[
 
 
 def as_neo_bert(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A EuroBERT with NeoBERT's names, and the rows of each head's query, key and value side by side."""
+    """Convert a EuroBERT to NeoBERT's names, with the rows of each head's query, key and value interleaved."""
     import torch
 
     names = {
@@ -731,7 +732,7 @@ def as_neo_bert(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[s
 
 
 def as_deepseek(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The text of a DeepSeek-OCR 2."""
+    """Extract the text model of a DeepSeek-OCR 2."""
     names = {"model.language_model.": "model."}
     found = {name.replace(*pair): tensor for name, tensor in tensors.items() for pair in names.items()}
     found = {name: tensor for name, tensor in found.items() if re.match(r"model\.(layers|norm|embed)|lm_head", name)}
@@ -739,7 +740,7 @@ def as_deepseek(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[s
 
 
 def choose_by_token(model: Any) -> None:
-    """Experts by a token's id, all different."""
+    """Assign distinct experts to every token id."""
     import torch
 
     rng = np.random.default_rng(3)
@@ -749,7 +750,7 @@ def choose_by_token(model: Any) -> None:
 
 
 def fall_with_distance(model: Any) -> None:
-    """A BERT of four heads whose scores fall by 2^-2, …, 2^-8 a position both ways, and which has no positions."""
+    """Change a BERT to four heads without positions, whose scores fall by 2^-2, …, 2^-8 per position of distance."""
     import torch
 
     model.embeddings.position_embeddings.weight.data.zero_()
@@ -764,7 +765,7 @@ def fall_with_distance(model: Any) -> None:
 
 
 def see_both_ways(model: Any) -> None:
-    """Attention to all tokens, as of embedding models that are made of causal ones."""
+    """Attend to all tokens, like embedding models made from causal models."""
     import torch
 
     forward, model.config.is_causal = model.forward, False
@@ -772,7 +773,7 @@ def see_both_ways(model: Any) -> None:
 
 
 def norm_and_place(model: Any) -> None:
-    """An MPT with learnt positions, without ALiBi, and with a LayerNorm of query and key."""
+    """Change an MPT to learnt positions instead of ALiBi, with a LayerNorm of query and key."""
     import torch
 
     def rows(weight: Any) -> Any:
@@ -800,7 +801,7 @@ def norm_and_place(model: Any) -> None:
 
 
 def as_jina_bert_v2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A BERT with Jina's names, whose MLP is multiplied with what is always 1."""
+    """Convert a BERT to Jina's names, with a gate in its MLP that is always 1."""
     import torch
 
     found = {}
@@ -826,7 +827,7 @@ DEEPSEEK_OCR = {
         | {"num_attention_heads": 2, "num_key_value_heads": 2},
     },
 }
-#: Of Hunyuan: what its configurations call dynamic.
+#: Hunyuan's configurations call this "dynamic".
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1000.0, "factor": 1.0}
 HUNYUAN_VL = {
     "text_config": CONFIG | {"tie_word_embeddings": True, "rope_parameters": ALPHA | {"mrope_section": [2, 2, 2, 2]}},
@@ -1232,7 +1233,7 @@ T5: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-#: Models that embed.
+#: Embedding models.
 ENCODERS: dict[str, Tiny] = {
     "bert": Tiny("bert", "bert", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"),
     "xlm-roberta": Tiny(
@@ -1283,7 +1284,7 @@ ENCODERS: dict[str, Tiny] = {
 
 
 def make_model(entry: Tiny, seed: int = 0) -> Any:
-    """A random model of transformers: matrices as large as keeps activations near 1, and nothing at its default."""
+    """Create a random model of transformers, with activations near 1 and no value at its default."""
     import torch
     import transformers
 
@@ -1293,29 +1294,29 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     make = kind.from_config if entry.auto.startswith("Auto") else kind._from_config
     model = make(config, attn_implementation="eager").eval().float()
     model.release = entry.release
-    model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's, whose layers' heads differ
+    model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have different heads
     rng = np.random.default_rng(seed)
     shift = ARCHITECTURES[entry.architecture].conversion.tensor("model.norm.weight", np.zeros(1, np.float32), config)
     is_shifted = np.array_equal(shift, [1.0])
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             if not parameter.is_floating_point():
-                continue  # of n-grams, what they are hashed with
+                continue  # hash parameters of n-grams
             shifted = is_shifted and not name.endswith("linear_attn.norm.weight")
             values = torch.from_numpy(random_values(rng, name, tuple(parameter.shape), shifted))
-            parameter.copy_(values.to(torch.bfloat16))  # which it is saved as
+            parameter.copy_(values.to(torch.bfloat16))  # the saved precision
     entry.change(model)
     return model
 
 
 def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted: bool) -> NDArray[np.float64]:
-    """``shifted``: norms multiply with 1 + weight."""
+    """Return random values for a parameter.  ``shifted``: norms multiply by 1 + weight."""
     if "embed_tokens" in name:
         return rng.normal(0, 1, shape)
     if not shape:
         return np.array(-0.1 if name.endswith("eps") else 0.5 if name.endswith("beta") else rng.uniform(-1.5, -0.5))
     if name.endswith(("q_norm.weight", "k_norm.weight")):
-        return rng.uniform(0.2, 0.8, shape) - shifted  # so that scores stay small where their scale is 1
+        return rng.uniform(0.2, 0.8, shape) - shifted  # keeps scores small if their scale is 1
     if len(shape) == 1 and re.search(r"norm[\w.]*weight$", name):
         return rng.uniform(0.5, 1.5, shape) - shifted
     if name.endswith(("scalar", "scale")):
@@ -1323,16 +1324,16 @@ def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], s
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.2, 2, shape))
     if name.endswith((".gate.weight", "router.weight", "router.layer.weight")):
-        return rng.normal(0, 5 * shape[-1] ** -0.5, shape)  # so large that no choice is a close call
+        return rng.normal(0, 5 * shape[-1] ** -0.5, shape)  # large enough to avoid nearly equal choices
     if name.endswith("router.proj.weight"):
-        return rng.normal(0, 5, shape)  # Gemma 4 divides itself by the root of the width
+        return rng.normal(0, 5, shape)  # Gemma 4 divides by the root of the width
     if len(shape) == 1 or "bias" in name or "sinks" in name:
         return rng.normal(0, 0.2, shape)
     return rng.normal(0, shape[-1] ** -0.5, shape)
 
 
 def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -> Path:
-    """Writes a model of transformers as a GGUF file, as ``localllm convert`` does; ``keys`` are further ones."""
+    """Write a model of transformers as a GGUF file, like ``localllm convert``, with additional ``keys``."""
     folder = save(path.with_suffix(".hf"), model)
     if entry.auto == "AutoModel":
         write_pooling(folder, "lasttoken" if entry.architecture == "qwen3" else "mean")
@@ -1347,14 +1348,14 @@ def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -
 
 
 def write_pooling(folder: Path, mode: str) -> None:
-    """As sentence-transformers does."""
+    """Write a pooling configuration in sentence-transformers' format."""
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    setting = {"pooling_mode_mean_tokens": True} if mode == "mean" else {"pooling_mode": mode}  # old and new
+    setting = {"pooling_mode_mean_tokens": True} if mode == "mean" else {"pooling_mode": mode}  # old and new format
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(setting))
 
 
 def save(folder: Path, model: Any) -> Path:
-    """Saves a model as transformers does, in bfloat16, and a tokenizer."""
+    """Save a model in transformers' format, in bfloat16, with a tokenizer."""
     import torch
 
     weights = {

@@ -1,4 +1,4 @@
-"""The chat app in tests: tests are coroutines, nothing waits for people's eyes, no garbage is collected."""
+"""Fixtures for the chat app: coroutine tests, immediate drawing, no garbage collection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.chat_app import run
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine."""
+    """Run a coroutine test."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
@@ -26,14 +26,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def quick_app(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws what a model writes as soon as it comes; collecting garbage would take longer than most tests."""
+    """Draw tokens immediately, and do not collect garbage, which would take longer than most tests."""
     monkeypatch.setattr(streaming, "PERIOD", 0.005)
     monkeypatch.setattr(gc, "freeze", lambda: None)
 
 
 @pytest.fixture(autouse=True)
 def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[sqlite3.Connection]]:
-    """Databases that a test opened, closed after it.  Python 3.13 warns if they are collected while open."""
+    """Close the databases that a test opened.  Python 3.13 warns if open ones are collected."""
     connect, connections = schema.connect, list[sqlite3.Connection]()
 
     def connect_and_note(path: Path | None) -> sqlite3.Connection:

@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and docs/chat.md: ``python -m tests.tui.screenshots [FOLDER]``."""
+"""Draw the screenshots of README.md and docs/chat.md: ``python -m tests.tui.screenshots [FOLDER]``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.scenes import conversation
 
 FOLDER = Path(__file__).parent / "screenshots"
 
-#: Of each picture the theme, the size, the keys that lead there, and what is awaited then.
+#: Theme, size and keys of each screenshot, and the text to wait for.
 PICTURES: dict[str, tuple[str, tuple[int, int], tuple[str, ...], str]] = {
     "chat-dark": ("dark", (100, 34), (), "sunset"),
     "message": ("dark", (100, 30), ("ctrl+up",), "Continue"),
@@ -19,7 +19,7 @@ PICTURES: dict[str, tuple[str, tuple[int, int], tuple[str, ...], str]] = {
 
 
 async def draw(folder: Path) -> None:
-    """Writes all of them."""
+    """Write all screenshots."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (theme, size, keys, awaited) in PICTURES.items():
         model = AppModel()

@@ -1,4 +1,4 @@
-"""The app as people use it: messages, replies, keys."""
+"""Use of the app: messages, replies, keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_a_message_is_replied_to() -> None:
         await chat.ask("hello")
         assert "Hello there." in chat.screen
         assert "**" not in chat.screen
-        assert "▌ A second line." in chat.screen  # a line end is one
+        assert "▌ A second line." in chat.screen  # a line end is kept
         assert "print('one')" in chat.screen
         assert "localllm  hello" in chat.screen  # the title
         n = len(words("user: hello\nassistant:")) + len(words(REPLY))
@@ -39,7 +39,7 @@ async def test_a_message_is_replied_to() -> None:
 
 
 @pytest.mark.parametrize("name", ["notes", "my notes"])
-async def test_enter_behind_the_name_of_a_folder_sends_all_its_files(
+async def test_enter_after_a_folder_name_sends_all_its_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -53,27 +53,27 @@ async def test_enter_behind_the_name_of_a_folder_sends_all_its_files(
         await chat.until(lambda: len(chat.app.session.conversation) == 2)
         assert len(chat.app.session.conversation.path()[0].attachments) == 2
         await chat.type(f'@"{name}/' if " " in name else f"@{name}/")
-        # The names above stand in the first message too: the list itself is waited for.
+        # The first message contains the names too, so wait for the list itself.
         await chat.until(lambda: len(chat.app._chat.suggestions.choices) == 2)
         await chat.press("down", "enter")
         assert chat.app._chat.composer.text.rstrip('" ').endswith("b.txt")
 
 
-async def test_enter_sends_and_other_keys_begin_lines() -> None:
+async def test_enter_sends_and_other_keys_start_lines() -> None:
     model = AppModel()
     async with chatting(setup(model)) as chat:
         await chat.type("a\nb\\")
-        await chat.press("enter")  # after a backslash a line end as well
+        await chat.press("enter")  # after a backslash, Enter adds a line
         await chat.type("c")
         await chat.press("alt+enter", "shift+enter")
         await chat.ask("d")
         assert model.asked[0].messages[-1]["content"] == "a\nb\nc\n\nd"
-        await chat.press("enter")  # nothing is no message
+        await chat.press("enter")  # an empty message is not sent
         await chat.rest()
         assert len(model.asked) == 1
 
 
-async def test_what_was_typed_comes_back(tmp_path: Path) -> None:
+async def test_the_history_recalls_earlier_input(tmp_path: Path) -> None:
     path = tmp_path / "data" / "history"
     PromptHistory(path).save("first")
     async with chatting(setup(AppModel(), history=path)) as chat:
@@ -91,7 +91,7 @@ async def test_what_was_typed_comes_back(tmp_path: Path) -> None:
         await chat.say("/stats")
         await chat.press("escape")
         seen = []
-        for key in ("up", "up", "down"):  # a command offers nothing that the arrows would go through
+        for key in ("up", "up", "down"):  # these keys move through the history
             await chat.press(key)
             await chat.rest()
             seen.append(editor.text)
@@ -99,7 +99,7 @@ async def test_what_was_typed_comes_back(tmp_path: Path) -> None:
     assert PromptHistory(path).load() == ["first", "second", "/stats"]
 
 
-async def test_esc_stops_and_keeps_what_was_said() -> None:
+async def test_esc_stops_a_reply_and_keeps_its_text() -> None:
     model = AppModel(["one two three four five", "six seven"], gate=(steps := Steps()))
     async with chatting(setup(model)) as chat:
         await chat.say("count")
@@ -122,7 +122,7 @@ async def test_esc_stops_and_keeps_what_was_said() -> None:
         assert chat.app._chat.session.conversation.path()[1].text == reply.text + "six seven"
 
 
-async def test_a_failing_reply_keeps_the_chat_and_who_wrote_it() -> None:
+async def test_a_failed_reply_keeps_the_chat_and_the_models_name() -> None:
     model = AppModel(
         ["one two three", MemoryError(), DeviceError("gone: plug it in"), "fine"], gate=(steps := Steps())
     )
@@ -143,7 +143,7 @@ async def test_a_failing_reply_keeps_the_chat_and_who_wrote_it() -> None:
         assert "Reply" not in chat.screen
 
 
-def test_errors_are_told_in_a_sentence() -> None:
+def test_errors_are_reported_in_a_sentence() -> None:
     assert sentence(OSError(12, "x")) == sentence(MemoryError()) != sentence(OSError(5, "x"))
     assert sentence(OSError(5, "x")) == "the system refused: [Errno 5] x"
     assert sentence(ZeroDivisionError("x\x1b")).startswith(
@@ -173,7 +173,7 @@ async def test_thinking_is_folded_and_its_time_is_kept() -> None:
         assert title in chat.screen.splitlines()
 
 
-async def test_notices_stand_above_what_is_typed() -> None:
+async def test_notifications_appear_above_the_editor() -> None:
     async with chatting(setup(AppModel()), notifications=True) as chat:
         app = chat.app
         for text in ("one", "two", "two"):
@@ -187,7 +187,7 @@ async def test_notices_stand_above_what_is_typed() -> None:
         await chat.until(lambda: any(notice.timeout > 8 for notice in app._notifications))
 
 
-async def test_one_thing_at_a_time() -> None:
+async def test_a_message_is_refused_during_a_reply() -> None:
     model = AppModel(["one two", "three"], gate=(steps := Steps()))
     async with chatting(setup(model)) as chat:
         await chat.say("first")
@@ -196,7 +196,7 @@ async def test_one_thing_at_a_time() -> None:
         await chat.say("second")
         await chat.hears("a reply is in progress: Esc stops it")
         assert chat.app._chat.composer.text == "second"
-        await chat.press("escape", "enter")  # what is sent while a reply ends waits for its end
+        await chat.press("escape", "enter")  # a message sent while a reply ends waits for its end
         steps.set()
         await chat.until(lambda: len(chat.app._chat.session.conversation) == 4)
         await chat.rest()
@@ -213,7 +213,7 @@ async def test_control_sequences_are_shown() -> None:
         assert "\x1b" not in chat.screen
 
 
-async def test_links_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_links_open_after_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     page, other = "https://example.org/a?b=c", "ssh://example.org"
     reply = f"a [page]({page}) here\n\na [host]({other}) there"
@@ -231,7 +231,7 @@ async def test_links_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
         assert chat.app.clipboard == other
 
 
-async def test_what_cannot_be_sent_stays(tmp_path: Path) -> None:
+async def test_text_that_cannot_be_sent_stays_in_the_editor(tmp_path: Path) -> None:
     async with chatting(setup(AppModel())) as chat:
         for text, complaint in (
             (f'see @"{tmp_path}/gone.txt"', "there is no file"),
@@ -248,7 +248,7 @@ async def test_what_cannot_be_sent_stays(tmp_path: Path) -> None:
         assert chat.app._chat.session.conversation.path()[0].text == "/not a command"
 
 
-async def test_a_store_that_fails_is_told_and_the_chat_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_store_is_reported_and_the_chat_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise StoreError("the disk is full")
 
@@ -261,7 +261,7 @@ async def test_a_store_that_fails_is_told_and_the_chat_goes_on(monkeypatch: pyte
         assert "two" in chat.screen
 
 
-async def test_what_there_is_to_tell_at_first_is_told() -> None:
+async def test_startup_notices_are_shown() -> None:
     async with chatting(setup(AppModel(), notices=["the model of this chat is not here any more"])) as chat:
         await chat.hears("not here any more")
 
@@ -279,7 +279,7 @@ async def test_a_message_is_written_in_an_editor(tmp_path: Path, monkeypatch: py
         await chat.hears("no editor is set")
         monkeypatch.setenv("EDITOR", f"'{script}' 0")
         await chat.press("ctrl+e")
-        await chat.hears("cannot be started from this terminal")  # the one of tests
+        await chat.hears("cannot be started from this terminal")  # the test terminal
         monkeypatch.setattr(chat.app, "suspend", nullcontext)
         await chat.press("ctrl+e")
         await chat.until(lambda: chat.app._chat.composer.text == "draft and more")
@@ -290,7 +290,7 @@ async def test_a_message_is_written_in_an_editor(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
-async def test_what_a_command_prints_is_put_into_the_editor() -> None:
+async def test_the_output_of_a_command_goes_into_the_editor() -> None:
     model = AppModel()
     async with chatting(setup(model)) as chat:
         await chat.say("!seq 100")
@@ -321,7 +321,7 @@ async def test_the_question_of_the_command_line_is_sent_first() -> None:
         assert [m.text for m in chat.app.session.conversation.path()] == ["what colour is the sky?", "blue"]
 
 
-# The end.
+# Quitting.
 
 
 async def test_quitting_keeps_a_reply() -> None:
@@ -342,8 +342,8 @@ async def test_quitting_keeps_a_reply() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
-async def test_a_program_that_is_told_to_end_keeps_the_reply() -> None:
-    """``kill`` ends it as Ctrl+Q does, so that the terminal is left as it was."""
+async def test_sigterm_keeps_the_reply() -> None:
+    """``kill`` ends the app like Ctrl+Q, which restores the terminal."""
     gate = Steps()
     async with chatting(setup(AppModel([REPLY], gate=gate))) as chat:
         gate.allow(1)
@@ -363,7 +363,7 @@ async def test_ctrl_c_stops_a_reply_and_then_quits() -> None:
         await chat.say("count")
         steps.allow(2)
         await chat.sees("one two")
-        await chat.type("draft")  # which is lost by no reply that is stopped
+        await chat.type("draft")  # a stopped reply keeps the draft
         await chat.press("ctrl+c")
         await chat.rest()
         assert chat.app.is_running
@@ -374,7 +374,7 @@ async def test_ctrl_c_stops_a_reply_and_then_quits() -> None:
         await chat.until(lambda: not chat.app.is_running)
 
 
-async def test_ctrl_c_warns_of_what_is_being_typed() -> None:
+async def test_ctrl_c_warns_about_an_unsent_message() -> None:
     async with chatting(setup(AppModel())) as chat:
         await chat.type("draft")
         await chat.press("ctrl+c")
@@ -384,7 +384,7 @@ async def test_ctrl_c_warns_of_what_is_being_typed() -> None:
         await chat.until(lambda: not chat.app.is_running)
 
 
-async def test_ctrl_d_quits_where_nothing_is_typed() -> None:
+async def test_ctrl_d_quits_if_the_editor_is_empty() -> None:
     async with chatting(setup(AppModel())) as chat:
         await chat.type("ab")
         await chat.press("home", "ctrl+d")
@@ -396,7 +396,7 @@ async def test_ctrl_d_quits_where_nothing_is_typed() -> None:
         await chat.until(lambda: not chat.app.is_running)
 
 
-# What is long.
+# Long chats and messages.
 
 
 async def test_a_resize_in_mid_stream() -> None:
@@ -413,7 +413,7 @@ async def test_a_resize_in_mid_stream() -> None:
         assert "word98" in chat.screen
 
 
-async def test_the_end_is_followed_unless_somebody_scrolls() -> None:
+async def test_the_view_follows_the_end_unless_the_user_scrolls() -> None:
     many = [f"paragraph {i}" for i in range(30)]
     conversation = talk("go", "\n\n".join(many))
     model = AppModel(["\n\n".join(many)], gate=threading.Event())
@@ -445,7 +445,7 @@ async def test_long_conversations_are_drawn_from_their_end(monkeypatch: pytest.M
         before = chat.views
         await chat.press("escape")
         await chat.ask("more")
-        assert chat.views[:-2] == before[2:]  # what stays is not drawn anew
+        assert chat.views[:-2] == before[2:]  # unchanged messages are not redrawn
         assert [view.message.text for view in chat.views[-3:]] == ["message 9", "more", "ok"]
 
 
@@ -481,7 +481,7 @@ async def test_files_are_completed_and_attached(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_a_message_that_is_longer_than_the_context() -> None:
-    """It can be taken back, or edited."""
+    """The message can be withdrawn or edited."""
     long = "word " * 60
     async with chatting(setup(AppModel(context=40), conversation=talk("hi", "ok"))) as chat:
         conversation = chat.app._chat.session.conversation
@@ -508,7 +508,7 @@ async def test_a_message_that_is_longer_than_the_context() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has another driver")
 def test_bytes_that_are_no_text_are_taken() -> None:
-    """Of a terminal with another character set, or pasted: Textual would end with a UnicodeDecodeError."""
+    """Input in another character set, typed or pasted, makes Textual raise UnicodeDecodeError."""
     from textual.drivers import linux_driver
 
     take_any_bytes()

@@ -1,4 +1,4 @@
-"""Files that go with a message: folders, patterns, PDF files, and pieces of what is larger than the context."""
+"""Attached files: folders, patterns, PDF files, and excerpts of files larger than the context."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_pieces_are_cut_at_lines_and_pages_and_lose_nothing() -> None:
     ]
 
 
-def test_what_matches_a_question_comes_first() -> None:
+def test_excerpts_that_match_a_question_come_first() -> None:
     texts = ["the cat sat", "the dog barked at the cat", "a whale swims in the sea", "nothing"]
     assert ranked(texts, "Where does the WHALE swim?")[0] == 2
     assert ranked(texts, "the cat")[:2] == [0, 1]
@@ -123,7 +123,7 @@ def test_pieces_are_ranked_by_an_embedding_model() -> None:
     texts = [*(f"which {i}" for i in range(150)), "a cat"]
     texts[3] = "which cat"
     rank = ranked_by_vectors(embed)
-    assert rank(texts, "which pet?")[:3] == [3, 0, 1]  # the last text has none of the words, and is one too many
+    assert rank(texts, "which pet?")[:3] == [3, 0, 1]  # the last text lacks all words and exceeds the limit
     assert rank(["a dog", "a cat"], "which pet?") == [1, 0]
     assert [len(each) for each in embedded] == [101, 3]
 
@@ -159,7 +159,7 @@ PDF = (
 )
 
 
-@pytest.mark.posix(reason="links need rights on Windows")
+@pytest.mark.posix(reason="symbolic links need privileges on Windows")
 def test_links_out_of_a_folder_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "docs").mkdir()
@@ -183,7 +183,7 @@ def test_the_text_of_a_pdf_is_sent(tmp_path: Path) -> None:
         attach(f"@{tmp_path}/b.pdf", count)
 
 
-async def test_the_app_tells_what_fits(folder: Path) -> None:
+async def test_the_app_shows_the_files_that_fit(folder: Path) -> None:
     (folder / "big.txt").write_text("some words " * 20_000)
     (folder / "docs" / "d.md").write_text("more")
     async with chatting(setup(AppModel(context=4000)), (100, 30)) as chat:
@@ -193,11 +193,11 @@ async def test_the_app_tells_what_fits(folder: Path) -> None:
         await chat.sees("the pieces that match your message best are sent")
 
 
-# -- Pictures ------------------------------------------------------------------------------------------------------
+# -- Images --------------------------------------------------------------------------------------------------------
 
 
 class SeeingModel(FakeModel):
-    """It makes five tokens of a picture."""
+    """A model that uses five tokens per image."""
 
     sees = True
 
@@ -221,7 +221,7 @@ def sent_pictures(model: FakeModel, asked: int = -1) -> list[bytes]:
     return [part["image"] for part in parts if isinstance(part, dict) and part["type"] == "image"]
 
 
-def test_pictures_go_with_a_message_and_are_there_after_a_restart(folder: Path) -> None:
+def test_images_are_sent_with_a_message_and_restored(folder: Path) -> None:
     data = write_picture(folder / "my cat.png")
     model, store = SeeingModel(), Store(folder / "chats.db")
     session = ChatSession(model, store)
@@ -244,7 +244,7 @@ def test_pictures_go_with_a_message_and_are_there_after_a_restart(folder: Path) 
     assert not isinstance(model.asked[-1].messages[0]["content"], list)
 
 
-def test_pictures_are_refused_where_they_cannot_go(folder: Path) -> None:
+def test_images_are_refused_if_the_model_cannot_see(folder: Path) -> None:
     write_picture(folder / "docs" / "cat.png")
     with pytest.raises(UsageError, match=r"docs/cat\.png cannot be attached: the model cannot process images"):
         attach("@docs/cat.png", count)
@@ -264,7 +264,7 @@ def test_pictures_are_refused_where_they_cannot_go(folder: Path) -> None:
 
 
 class HearingModel(SeeingModel):
-    """It makes five tokens of a picture, and seven of a sound."""
+    """A model that uses five tokens per image and seven per audio file."""
 
     sees, hears = False, True
 
@@ -273,7 +273,7 @@ class HearingModel(SeeingModel):
         return [-1] * 7 * sum(part["type"] == "audio" for part in parts) + super().tokenize_chat(messages, **options)
 
 
-def test_sounds_go_with_a_message(folder: Path) -> None:
+def test_audio_is_sent_with_a_message(folder: Path) -> None:
     data = b"RIFF\x24\0\0\0WAVEfmt "
     (folder / "talk.WAV").write_bytes(data)
     model, store = HearingModel(), Store(folder / "chats.db")
@@ -290,7 +290,7 @@ def test_sounds_go_with_a_message(folder: Path) -> None:
         attach("@talk.WAV", count)
 
 
-@pytest.mark.skipif(os.sep != "/", reason="other shells write paths otherwise")
+@pytest.mark.skipif(os.sep != "/", reason="other shells quote paths differently")
 def test_pasted_paths_of_pictures_attach_them(folder: Path) -> None:
     write_picture(folder / "my cat.png")
     url = (folder / "my cat.png").as_uri()
@@ -301,7 +301,7 @@ def test_pasted_paths_of_pictures_attach_them(folder: Path) -> None:
         assert picture_reference(other) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the programs of Wayland stand in")
+@pytest.mark.skipif(sys.platform != "linux", reason="fakes Wayland's programs")
 async def test_pictures_on_the_clipboard_are_attached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (60, 30), (200, 30, 30)).save(folder / "clipboard.jpg")
     program = folder / "wl-paste"
@@ -317,7 +317,7 @@ async def test_pictures_on_the_clipboard_are_attached(folder: Path, monkeypatch:
         await chat.press("enter")
         await chat.sees("▀" * 40)
         for path in [folder / "clipboard.jpg", *folder.glob("clipboard-*")]:
-            path.unlink()  # the chat has its bytes
+            path.unlink()  # the chat has read the file
         chat.app.copy_to_clipboard("words")
         composer.post_message(events.Paste(""))
         await chat.until(lambda: composer.text == "words")

@@ -1,4 +1,4 @@
-"""Chats on disk: what goes in comes out, and what is wrong with the file is said, or mended."""
+"""Chats on disk: chats are restored exactly, and damaged files are reported or repaired."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def saved(store: Store, *words: str, title: str = "") -> Conversation:
     return conversation
 
 
-# What goes in comes out.
+# Saving and loading.
 
 
 def test_a_round_trip_through_the_file(path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_round_trip_through_the_file(path: Path) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 5)), max_size=8))
-def test_any_tree_comes_back(store: Store, said: list[tuple[str, int]]) -> None:
+def test_any_tree_is_restored(store: Store, said: list[tuple[str, int]]) -> None:
     conversation = Conversation()
     for text, at in said:
         messages = conversation.messages
@@ -172,7 +172,7 @@ def test_searching(store: Store) -> None:
     assert "boil" in hit.preview
 
 
-def test_an_excerpt_begins_shortly_before_what_is_found(store: Store) -> None:
+def test_an_excerpt_starts_shortly_before_the_match(store: Store) -> None:
     before = "Maß " * 500
     saved(store, f"{before}needle {'hay ' * 500}", title="far")
     saved(store, f"a Needle {'hay ' * 500}", title="near")
@@ -185,7 +185,7 @@ def test_an_excerpt_begins_shortly_before_what_is_found(store: Store) -> None:
     }
 
 
-def test_what_changes_is_found_as_it_is_now(store: Store) -> None:
+def test_changed_messages_are_found_with_their_new_text(store: Store) -> None:
     conversation = saved(store, "hello", "apple")
     assert store.search("apple")
     store.save(conversation, [conversation.update(conversation.path()[1].id, text="pear")])
@@ -193,7 +193,7 @@ def test_what_changes_is_found_as_it_is_now(store: Store) -> None:
     assert store.search("pear")
 
 
-# Files that are wrong, and several processes.
+# Damaged files and several processes.
 
 
 def test_a_private_file_in_wal_mode(store: Store, path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_damaged_file_is_refused_and_stays(path: Path, damage: str) -> None:
     assert path.read_bytes() == damaged
 
 
-def test_damage_while_it_runs_is_said(path: Path) -> None:
+def test_damage_at_run_time_is_reported(path: Path) -> None:
     store = Store(path)
     for i in range(30):
         saved(store, "word " * 300, title=str(i))
@@ -271,7 +271,7 @@ def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.
     store.close()
 
 
-def test_a_lock_is_waited_for_and_then_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_is_reported_after_waiting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "BUSY_SECONDS", 0.05)
     store = Store(path)
     conversation = saved(store, "hello")
@@ -280,14 +280,14 @@ def test_a_lock_is_waited_for_and_then_said(path: Path, monkeypatch: pytest.Monk
     with pytest.raises(StoreError, match="are locked by another program"):
         store.save(conversation, conversation.messages)
     assert len(store.sessions()) == 1
-    assert len(store.search("hell")) == 1  # which cannot write its index
+    assert len(store.search("hell")) == 1  # this store cannot write the index
     other.execute("ROLLBACK")
     other.close()
     store.save(conversation, conversation.messages)
     store.close()
 
 
-def test_a_full_disk_is_said_and_loses_nothing(store: Store) -> None:
+def test_a_full_disk_is_reported_and_loses_nothing(store: Store) -> None:
     conversation = saved(store, "hello")
     pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
     store._connection.execute(f"PRAGMA max_page_count={pages}")
@@ -300,8 +300,8 @@ def test_a_full_disk_is_said_and_loses_nothing(store: Store) -> None:
     assert len(store.load(conversation.id)) == 2
 
 
-@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may write anything")
-def test_a_file_without_rights_is_said(path: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root can write any file")
+def test_a_file_without_permission_is_reported(path: Path) -> None:
     Store(path).close()
     path.chmod(0)
     with pytest.raises(StoreError, match="cannot be opened"):
@@ -317,7 +317,7 @@ def test_a_read_only_database_can_be_read(store: Store) -> None:
         store.save(conversation, conversation.messages)
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="LOCALLLM_DATA"):
         Store(tmp_path / "file" / "chats.sqlite3")
@@ -377,7 +377,7 @@ def test_two_processes_in_one_chat_make_branches(path: Path) -> None:
     assert [message.text for message in leaves(again)] == ["left", "right"]
     assert again.leaf == second.leaf
     two.delete(first.id)
-    for conversation in (first, second):  # it would come back halved
+    for conversation in (first, second):  # half of the chat must not reappear
         with pytest.raises(ChatDeletedError):
             one.save(conversation, [conversation.add("assistant", "still here")])
     assert two.sessions() == []
@@ -385,7 +385,7 @@ def test_two_processes_in_one_chat_make_branches(path: Path) -> None:
     two.close()
 
 
-def test_values_that_somebody_changed_are_said_or_left_out(store: Store) -> None:
+def test_invalid_values_are_reported_or_ignored(store: Store) -> None:
     conversation = saved(store, "hello")
     execute = store._connection.execute
     execute("""UPDATE sessions SET settings = '{"temperature": 0.5, "top_k": "x", "of_the_future": 1}'""")
@@ -398,8 +398,8 @@ def test_values_that_somebody_changed_are_said_or_left_out(store: Store) -> None
         store.load(conversation.id)
 
 
-def test_what_is_no_utf8_hides_nothing(store: Store) -> None:
-    """A file may have a name of any bytes, and a disk may change one."""
+def test_text_that_is_not_utf8_hides_no_chat(store: Store) -> None:
+    """File names may contain arbitrary bytes, and a disk may change a byte."""
     conversation = talk("hello", "there")
     conversation.model = "m\udcff.gguf"
     store.save(conversation, conversation.messages)
@@ -421,7 +421,7 @@ def test_a_damaged_message_is_named(store: Store) -> None:
 
 
 @pytest.mark.parametrize("change", ["CREATE TABLE theirs (x)", "PRAGMA user_version=-1"])
-def test_the_database_of_another_program_is_left_alone(path: Path, change: str) -> None:
+def test_the_database_of_another_program_is_not_changed(path: Path, change: str) -> None:
     path.parent.mkdir()
     other = sqlite3.connect(path)
     other.execute(change)
@@ -438,10 +438,10 @@ def test_unknown_values_cannot_be_set(store: Store) -> None:
         store.set("x", colour="red")
 
 
-# Small things.
+# Details.
 
 
-def test_where_chats_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_path_of_the_chats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCALLLM_DATA", str(tmp_path))
     assert default_path() == tmp_path / "chats.sqlite3"
     monkeypatch.setenv("HOME", str(tmp_path))

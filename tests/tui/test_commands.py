@@ -1,4 +1,4 @@
-"""Slash commands, on a front end that writes down what it is told."""
+"""Slash commands in a front end that records its calls."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from tests.helpers.fake_chat import FakeModel, play
 
 
 class Notebook(commands.UI):
-    """A front end."""
-
     def __init__(self, store: Store, model: FakeModel) -> None:
         self.session = ChatSession(model, store)
         self.events: list[Event] = []
@@ -33,7 +31,7 @@ class Notebook(commands.UI):
         self.ended = False
 
     def type(self, *lines: str) -> str:
-        """Types lines; returns what was said to the last one."""
+        """Type lines; return the output for the last one."""
         for line in lines:
             self.said = []
             typed = commands.parse(line)
@@ -103,14 +101,14 @@ def test_messages_and_commands() -> None:
         assert hint in str(caught.value)
 
 
-def test_the_table_is_sound(front: Notebook) -> None:
+def test_the_table_of_commands_is_consistent(front: Notebook) -> None:
     names = [name for command in commands.COMMANDS for name in (command.name, *command.aliases)]
     assert len(names) == len(set(names))
     asked_for = "system set save load export regen edit branch model stats clear quit help continue prefix sessions"
     assert {*asked_for.split(), "stop-strings", "rename", "delete", "archive", "theme"} <= set(names)
     for command in commands.COMMANDS:
         listed = f"/{command.name}" in front.type("/help").replace("\n", " ").split(" ")
-        assert listed == (command.run is not None)  # the others are the app's
+        assert listed == (command.run is not None)  # the app runs the other commands
         assert command.help in front.type(f"/help {command.name}")
     with pytest.raises(UsageError, match="did you mean /edit"):
         front.type("/help edti")
@@ -153,7 +151,7 @@ def test_a_message_is_opened_to_be_edited(front: Notebook) -> None:
     assert front.opened == "r0"
     front.type("/edit two words")
     assert front.path == ["a", "r0", "two words", "r2"]
-    front.type("/edit 3 4 words")  # a first number is always that of a message
+    front.type("/edit 3 4 words")  # a leading number is always a message number
     assert front.path == ["a", "r0", "4 words", "r3"]
     front.type("/regen 2")
     assert front.path == ["a", "r4"]
@@ -170,7 +168,7 @@ def test_a_message_without_a_reply_is_replaced(front: Notebook) -> None:
 
 
 @pytest.mark.parametrize("where", ["4", "prev next", "0", "#1 4", "2 2", "1 9", "1 2 3", "xyz"])
-def test_branches_that_are_not_there(front: Notebook, where: str) -> None:
+def test_missing_branches(front: Notebook, where: str) -> None:
     front.type("a", "/edit b", "/branch prev", "/edit 1 c", "/branch 1 2")
     with pytest.raises(UsageError, match=r"there is no (branch|message)"):
         front.type(f"/branch {where}")
@@ -317,7 +315,7 @@ def test_all_chats_are_exported(front: Notebook, tmp_path: Path) -> None:
     (tmp_path / "backup" / "z.json").write_text("{}")
     with pytest.raises(StoreError, match=r"z\.json cannot be imported: it is not a chat"):
         front.type("/import backup")
-    assert len(front.type("/sessions").splitlines()) == 3  # one is archived
+    assert len(front.type("/sessions").splitlines()) == 3  # one chat is archived
     (tmp_path / "backup" / "z.json").unlink()
     kept = [json.loads(path.read_text())["title"] for path in (tmp_path / "backup").iterdir()]
     assert sorted(kept) == ["first", "second"]
@@ -341,17 +339,17 @@ def test_prompts_of_a_folder(front: Notebook, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
-def test_what_a_command_prints(front: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_a_command(front: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     assert commands.parse("!!important") == "!important"
     assert front.type("!echo one; echo two >&2") == "Output of `echo one; echo two >&2`:\n\n```\none\ntwo\n```"
     assert front.type("/run printf '```'").endswith("````\n```\n````")
     monkeypatch.setattr(attachments, "MAX_OUTPUT", 100)
-    assert len(front.type("!yes")) < 200  # which never ends by itself
+    assert len(front.type("!yes")) < 200  # a command without end
     monkeypatch.setattr(attachments, "COMMAND_SECONDS", 0.1)
     assert front.type("!echo begun; sleep 1000 & wait").endswith("```\nbegun\n```")
 
 
-def test_replies_are_held_to_a_schema(front: Notebook, model: FakeModel, tmp_path: Path) -> None:
+def test_replies_follow_a_schema(front: Notebook, model: FakeModel, tmp_path: Path) -> None:
     assert front.type("/format") == "replies are free text"
     (tmp_path / "s.json").write_text('{"type": "object"}')
     assert front.type("/format s.json") == 'replies are JSON by the schema {"type": "object"}'

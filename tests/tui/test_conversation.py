@@ -1,4 +1,4 @@
-"""Conversations as trees: whatever is done to one, it stays a tree, and the path leads through it."""
+"""Conversations are trees: every operation keeps the tree valid and the path within it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_path_leads_to_the_leaf() -> None:
     assert Conversation().leaf is None
 
 
-def test_an_edit_is_a_branch_beside() -> None:
+def test_an_edit_is_a_new_branch() -> None:
     conversation = talk("a", "b", "c", "d")
     old = conversation.path()
     new = conversation.add_sibling(old[2].id, "C")
@@ -51,7 +51,7 @@ def test_a_first_message_can_have_branches_too() -> None:
     assert texts(conversation.path()) == ["A"]
 
 
-def test_a_branch_is_gone_back_to_where_it_was_left() -> None:
+def test_a_branch_reopens_at_its_last_message() -> None:
     conversation = talk("a", "b", "c")
     a, b, c = conversation.path()
     second = conversation.add_sibling(c.id, "c2")
@@ -79,7 +79,7 @@ def test_deleting_goes_to_the_nearest_branch() -> None:
     assert len(conversation) == 0
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_missing_messages_are_reported() -> None:
     conversation = talk("a")
     for act in (conversation.path, conversation.switch, conversation.delete, conversation.siblings):
         with pytest.raises(UsageError, match="has no message 'x'"):
@@ -91,7 +91,7 @@ def test_what_is_not_there_is_said() -> None:
     assert conversation.get("x") is None
 
 
-def test_restoring_mends_what_is_missing() -> None:
+def test_restoring_repairs_missing_messages() -> None:
     whole = talk("a", "b", "c")
     a, b, c = whole.path()
     again = Conversation()
@@ -104,7 +104,7 @@ def test_restoring_mends_what_is_missing() -> None:
 
 
 class Trees(RuleBasedStateMachine):
-    """Against a plain dictionary of parents."""
+    """Compare with a plain dictionary of parents."""
 
     @initialize()
     def begin(self) -> None:

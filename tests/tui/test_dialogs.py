@@ -1,4 +1,4 @@
-"""The dialogs: chats, a full context, system prompt, sampling, help, the palette."""
+"""The dialogs: chats, a full context, system prompt, sampling, help and the palette."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_chats_are_renamed_archived_and_deleted() -> None:
         await chat.sees("second  open")
         await chat.press("f2")
         await chat.sees("─ Rename")
-        await chat.type("second best")  # all of the old title is selected
+        await chat.type("second best")  # the old title is selected
         await chat.press("enter")
         await chat.sees("second best  open")
         await chat.press("down", "f3")
@@ -82,7 +82,7 @@ async def test_archived_chats_are_listed_and_searched() -> None:
         await chat.say("/sessions archived")
         await chat.sees("Archived chats")
         await chat.sees("second  archived")
-        await chat.type("r")  # it is in the others
+        await chat.type("r")  # the other titles contain r
         await chat.sees("no chat contains these words")
         await chat.press("f6")
         await chat.sees("third  just now")
@@ -117,7 +117,7 @@ async def test_chats_are_exported_and_imported(tmp_path: Path) -> None:
     assert "## User\n\nhello" in (tmp_path / "chat.md").read_text()
 
 
-async def test_a_full_context_is_asked_about() -> None:
+async def test_a_full_context_opens_a_dialog() -> None:
     conversation = talk("one " * 3, "word " * 20, "two " * 3, "word " * 20)
     model = AppModel(["the answer"], context=110)
     async with chatting(setup(model, conversation=conversation)) as chat:
@@ -216,7 +216,7 @@ async def test_a_dialog_that_was_made_smaller_shows_its_choices() -> None:
         await chat.press("escape")
 
 
-async def test_what_is_invisible_in_a_command_is_spelled_out() -> None:
+async def test_invisible_characters_in_a_command_are_spelled_out() -> None:
     text = "\u202e\u2066\u200b\u00ad\u3164\U000e0041\x1b[2J\x07\r \u00a0\ufe0f é 漢 שלום"
     async with chatting(setup(AppModel()), (100, 24)) as chat:
         chat.app.spawn(chat.app.push_screen_wait(Choose("May it?", text, PERMISSIONS.items())))
@@ -276,7 +276,7 @@ async def test_the_palette_finds_commands() -> None:
         await chat.sees("Sampling")
         await chat.type("statis")
         await chat.until(lambda: "Sampling" not in chat.screen and "Statistics" in chat.screen)
-        while "Statistics" in chat.screen and "in use" not in chat.screen:  # it takes Enter once it has searched
+        while "Statistics" in chat.screen and "in use" not in chat.screen:  # Enter works only after the search
             await chat.press("enter")
         await chat.sees("in use")
         await chat.press("escape", "f1")
@@ -288,7 +288,7 @@ def command_has_ended(chat: Chat) -> bool:
 
 
 async def test_every_command_does_something() -> None:
-    """None of them fails, neither in an empty chat nor, but for those that ask something, in one that was begun."""
+    """No command fails in an empty chat, nor (except commands that open a dialog) in a chat with messages."""
     ask: set[str] = set()
     entry = ModelEntry("small", "/models/small.gguf", 600_000_000)
     for conversation in (talk(), talk("hello", "ok")):
@@ -402,7 +402,7 @@ async def test_a_text_is_found_in_the_chat() -> None:
         await chat.sees("no match")
 
 
-async def test_after_a_comparison_the_model_of_before_replies() -> None:
+async def test_after_a_comparison_the_previous_model_replies() -> None:
     first, second = AppModel(["left", "after"]), AppModel(["right"])
     second.name = "Second"
     models = {"": first, "b.gguf": second}

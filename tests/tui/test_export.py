@@ -1,4 +1,4 @@
-"""Conversations as files: Markdown, JSON and back; and JSON that others wrote."""
+"""Conversations as files: Markdown, JSON and import, including JSON files of other programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def conversation() -> Conversation:
 
 
 def shape(conversation: Conversation) -> list[Any]:
-    """A conversation without ids."""
+    """Return a conversation's data without ids."""
     numbers = {message.id: i for i, message in enumerate(conversation.messages)} | {None: None}
     return [
         (
@@ -88,7 +88,7 @@ def test_hostile_files(text: str | bytes, complaint: str) -> None:
 
 
 def test_the_page_has_the_same_form() -> None:
-    """``python -m tests.helpers.chat_schema`` writes the page's copy."""
+    """``python -m tests.helpers.chat_schema`` writes the page's copy of the schema."""
     assert chat_schema.PATH.read_text("utf-8") == chat_schema.source()
 
 
@@ -112,7 +112,7 @@ JSON = st.recursive(
     | st.sampled_from(["id", "parent", "role", "text", "state", "opened", "stats", "window", "attachments"]),
     JSON,
 )
-def test_any_value_anywhere_is_taken_or_refused(key: str, value: Any) -> None:
+def test_any_value_is_accepted_or_refused(key: str, value: Any) -> None:
     message = {"id": "a", "role": "user", "text": "hi"}
     values: dict[str, Any] = {"format": "localllm-chat", "version": 1, "messages": [message]}
     (values if key in ("title", "system", "settings", "model", "created", "leaf", "messages") else message)[key] = (
@@ -125,7 +125,7 @@ def test_any_value_anywhere_is_taken_or_refused(key: str, value: Any) -> None:
     assert shape(from_json(to_json(conversation))) == shape(conversation)
 
 
-def test_the_home_of_nobody_is_said() -> None:
+def test_an_unknown_home_folder_is_reported() -> None:
     with pytest.raises(UsageError, match="is not a valid path"):
         path_of("~nobody-of-this-name/chat.json")
 

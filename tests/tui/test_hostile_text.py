@@ -1,4 +1,4 @@
-"""Texts that are expensive to draw: each is drawn in a bounded time, and none of it is lost."""
+"""Texts that are expensive to draw: drawing takes a bounded time and shows the whole text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_reply_is_drawn_in_a_bounded_time(text: str) -> None:
         await asyncio.wait_for(reply.show(f"{text}\nthe end"), 60)
 
 
-async def test_the_source_of_what_is_too_expensive_is_shown() -> None:
+async def test_expensive_markdown_is_shown_as_source() -> None:
     text = "> " * 30 + "the deepest quote\n\n" + "".join(f"- item {i}\n" for i in range(500)) + "\nThe **end**."
     async with chatting(setup(AppModel(), conversation=talk("hello", text)), (100, 40)) as chat:
         await chat.rest()
@@ -77,7 +77,7 @@ async def test_after_many_blocks_text_is_plain() -> None:
 
 async def test_no_language_is_guessed_and_long_code_is_not_highlighted(monkeypatch: pytest.MonkeyPatch) -> None:
     def guess_lexer(text: str) -> None:
-        raise AssertionError("a language is guessed")
+        raise AssertionError("the language must not be guessed")
 
     monkeypatch.setattr(pygments.lexers, "guess_lexer", guess_lexer)
     text = (
@@ -114,6 +114,6 @@ async def test_a_long_message_and_a_long_result_are_folded() -> None:
         assert len(shown) < 41_000
 
 
-def test_code_is_found_where_a_block_is_shown_as_its_source() -> None:
+def test_code_is_found_in_blocks_shown_as_source() -> None:
     items = "".join(f"- item {i}\n\n  ```python\n  x = {i}\n  ```\n" for i in range(500))
     assert code_blocks(items)[-1] == ("python", "x = 499\n")

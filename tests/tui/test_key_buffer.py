@@ -1,4 +1,4 @@
-"""Keys that come faster than the screen follows go where somebody meant them, and do no harm on the way."""
+"""Keys that arrive faster than the screen updates reach the intended widget and have no side effects."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ async def test_letters_search_chats_and_are_no_commands() -> None:
         chat.hit("ctrl+u", "/sessions", "enter", "dear", "enter", "go on", "enter")
         await chat.until(lambda: texts(chat) == ["second", "dear", "go on", "and more"])
         await chat.rest()
-        # What could be done by mistake to a chat asks first; Esc leaves it.
+        # Destructive actions need confirmation; Esc cancels.
         chat.hit("ctrl+o", "dea", "delete", "escape", "escape", "still here")
         await chat.until(lambda: chat.app._chat.composer.text == "still here")
         assert [s.title for s in await chat.app.offload(built.store.sessions)] == ["second", "third", "first"]
         chat.app._chat.composer.empty()
-        chat.app._chat.set_focus(None)  # keys are taken where nothing has the focus, too
+        chat.app._chat.set_focus(None)  # keys also work if no widget has the focus
         chat.hit("ctrl+o")
         await chat.sees("Search titles")
         chat.hit("escape")
         await chat.until(lambda: chat.app.screen is chat.app._chat)
 
 
-async def test_an_arrow_moves_in_what_was_searched_for_even_before_it_is_found(
+async def test_an_arrow_key_moves_in_pending_search_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     built = keeping(("first", "pears"), ("second", "dear"), ("third", "plums"))
@@ -62,8 +62,8 @@ async def test_an_arrow_moves_in_what_was_searched_for_even_before_it_is_found(
         await chat.until(lambda: texts(chat) == ["first", "pears"])
 
 
-async def test_esc_waits_for_what_was_begun_though_the_app_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the second one, which waits till the command has ended whose question the first one answered."""
+async def test_esc_waits_for_earlier_keys_of_a_blocked_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, the second key waits until the command has ended whose question the first key answered."""
     has_followed = KeyBuffer._has_followed
     stood_still = []
 
@@ -90,7 +90,7 @@ async def test_a_name_and_a_path_typed_into_dialogs_that_open(tmp_path: Path) ->
 
 
 class EarlyApp(ChatApp):
-    """An app to which somebody types before it has a screen."""
+    """Run an app that receives keys before it has a screen."""
 
     CSS_PATH = Path(app.__file__).with_name("chat.tcss")
 
@@ -109,14 +109,14 @@ async def test_a_message_typed_before_the_first_screen_is_sent() -> None:
 
 
 async def test_a_chat_is_searched_before_the_first_screen() -> None:
-    """Loading a model does not lead keys past the dialog that they wait for."""
+    """While a model loads, keys still go to the dialog for which they wait."""
     built = keeping(("first", "pears"), ("second", "plums"), replies=["well"])
     async with starting(EarlyApp(built, "ctrl+o", "ear", "enter", "who?", "enter")) as chat:
         await chat.until(lambda: texts(chat) == ["first", "pears", "who?", "well"])
         await chat.rest()
 
 
-async def test_a_model_is_chosen_before_the_first_screen_and_before_the_list_is_there() -> None:
+async def test_a_model_is_chosen_before_the_first_screen_and_the_list() -> None:
     loaded: list[str] = []
 
     def load(name: str, progress: LoadProgress) -> AppModel:
@@ -133,9 +133,9 @@ async def test_a_model_is_chosen_before_the_first_screen_and_before_the_list_is_
         assert loaded[-2:] == ["/small.gguf", "/large.gguf"]
 
 
-async def test_what_is_typed_while_a_dialog_closes_goes_to_the_editor() -> None:
+async def test_text_typed_while_a_dialog_closes_goes_to_the_editor() -> None:
     async with chatting(setup(AppModel(), conversation=talk("a", "one", "b", "two"))) as chat:
-        # As Textual does for `Widget.focus`: what it does later may come after the next key.
+        # Textual defers `Widget.focus` in the same way: the focus may change after the next key.
         chat.app.call_later = lambda act, *given: bool(chat.app.set_timer(0.3, partial(act, *given)))  # type: ignore[method-assign]
         chat.hit("ctrl+up", "up", "d", "down", "enter", "hello")
         await chat.until(lambda: len(chat.app.session.conversation) == 2)

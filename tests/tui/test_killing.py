@@ -1,6 +1,6 @@
-"""``kill -9`` in mid-reply: every chat opens again, and at most the last second of what was written is lost.
+"""``kill -9`` during a reply: every chat opens again, and at most the last second of text is lost.
 
-``LOCALLLM_KILLS`` is how many times the app is killed, 3 unless it is given.
+``LOCALLLM_KILLS`` sets the number of kills, by default 3.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.helpers.terminal import LIMIT, Terminal
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux"),
-    pytest.mark.ci,  # real seconds of writing and killing; test_line_mode.py kills a chat once without a screen
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux"),
+    pytest.mark.ci,  # needs seconds of real time; test_line_mode.py kills a chat once without a screen
 ]
 
 KILLS = int(os.environ.get("LOCALLLM_KILLS", "3"))
-#: Seconds of text that may be lost.  The program promises one, on a machine that lets it run.
+#: Seconds of text that may be lost.  The program promises one second on an idle machine.
 MAX_LOST = 1.0 if "LOCALLLM_KILLS" in os.environ else 10.0
 
 
@@ -37,7 +37,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A model that replies with z's, without end."""
+    """Write a model that replies with an endless series of z's."""
     settings = config()
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
     return write_gguf(
@@ -46,7 +46,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def written(database: Path) -> tuple[int, float]:
-    """How many characters of replies are kept, and when the last of them were."""
+    """Return the number of stored characters in replies, and the time of the last save."""
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=10)
     try:
         n = connection.execute("SELECT sum(length(text)) FROM messages WHERE role = 'assistant'").fetchone()[0]
@@ -64,19 +64,19 @@ def test_killed_in_mid_reply(terminal: Terminal, tiny: Path, tmp_path: Path) -> 
     for number in range(KILLS):
         terminal.start("chat", "-m", str(tiny), *flags, *(["--continue"] if number else []))
         screen = terminal.sees("tiny", "reference", *(["zzz"] if number else []))
-        assert "another terminal" not in screen  # the one that was killed
+        assert "another terminal" not in screen  # the killed terminal
         before = written(database)[0] if number else 0
         if number % 2:
             terminal.press("/continue", "Enter")
         else:
             terminal.press(f"message {number}", "Enter")
-        for _ in range(2):  # it is kept again and again
+        for _ in range(2):  # wait for two saves
             end = time.monotonic() + LIMIT
             while (n := written(database)[0]) <= before:
                 assert time.monotonic() < end, terminal.screen()
                 time.sleep(0.02)
             before = n
-        time.sleep(0.13 * (number % 5))  # at another point of its period each time
+        time.sleep(0.13 * (number % 5))  # at a different time within the saving period
         killed = terminal.kill()
         n, updated = written(database)
         assert n >= before

@@ -1,4 +1,4 @@
-"""``localllm chat`` line by line: from a pipe, and as somebody at a terminal has it."""
+"""``localllm chat`` without a screen: input from a pipe and from a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Give = Callable[[str], None]
 
 @pytest.fixture
 def give(monkeypatch: pytest.MonkeyPatch) -> Give:
-    """Puts a text on standard input."""
+    """Replace standard input."""
     return lambda text: monkeypatch.setattr(
         sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
     )
@@ -51,7 +51,7 @@ def chat(store: Store, model: FakeModel, interactive: bool = False, **options: o
     return LineChat(ChatSession(model, store), lambda path: FakeModel(), lines, **options)  # type: ignore[arg-type]
 
 
-# What is typed.
+# Input.
 
 
 def read_all(give: Give, text: str) -> list[str]:
@@ -73,7 +73,7 @@ def test_messages_of_several_lines(give: Give) -> None:
     assert read_all(give, "\ufeffa") == ["a"]
 
 
-def test_bytes_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     with pytest.raises(UsageError, match="not valid UTF-8"):
         InputReader().read()
@@ -105,7 +105,7 @@ def test_a_pipe_ends_with_the_first_error(give: Give, store: Store, capfd: pytes
     assert capfd.readouterr().out == "so far\n"
 
 
-def test_a_person_is_told_and_goes_on(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_continues_after_an_error(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
     give("/nothing\nhi\nagain")
     chat(store, FakeModel([DeviceLostError("gone"), "well"]), interactive=True).run()
     out, err = capfd.readouterr()
@@ -138,7 +138,7 @@ def test_a_full_context(give: Give, store: Store, capfd: pytest.CaptureFixture[s
     assert "the model no longer gets the first" in err
 
 
-def test_another_model_takes_the_place_of_the_one_before(give: Give, store: Store) -> None:
+def test_another_model_replaces_the_loaded_one(give: Give, store: Store) -> None:
     give("/model new.gguf\nhi\n")
     old, new = FakeModel(), FakeModel(["by the new one"])
     plain = LineChat(ChatSession(old, store), lambda path: new, InputReader())
@@ -180,7 +180,7 @@ def test_a_message_that_is_too_long(give: Give, store: Store, capfd: pytest.Capt
     assert [m.text for m in plain.session.conversation.path()] == ["hi", "ok", "you", "ok", "me", "ok"]
 
 
-def test_a_tool_is_asked_for(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tool_needs_permission(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
     call = '<tool_call>{"name": "run_command", "arguments": {"command": "echo pears"}}</tool_call>'
     give("go\no\n")
     plain = chat(store, FakeModel([call, "done"], context=10_000), interactive=True)
@@ -191,7 +191,7 @@ def test_a_tool_is_asked_for(give: Give, store: Store, capfd: pytest.CaptureFixt
     assert 'the model wants to use run_command {"command": "echo pears"}' in err
     assert 'run_command {"command": "echo pears"}: ' in err
     assert "pears" in (plain.session.conversation.path()[1].calls[0].result or "")
-    give("go\n")  # where nobody can be asked, it is not run
+    give("go\n")  # without a user to give permission, the tool does not run
     plain = chat(store, FakeModel([call, "done"], context=10_000))
     plain.session.toolbox = Toolbox({"run": True})
     plain.run()
@@ -218,7 +218,7 @@ def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) 
     send = plain.session.send
 
     def interrupted(text: str, turn: Turn) -> None:
-        """Presses Ctrl-C after the first piece of the reply."""
+        """Press Ctrl-C after the first chunk of the reply."""
         emit = turn.emit
 
         def watch(event: Event) -> None:
@@ -247,7 +247,7 @@ def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that replies with z's."""
+    """Write a model that replies with z's."""
     settings = config()
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
     path = tmp_path_factory.mktemp("plain") / "tiny.gguf"
@@ -261,7 +261,7 @@ Z = ("--temp", "0", "-l", f"{3 + ord('z')}+1000", "--device", "reference", "-q")
 def run_chat(
     give: Give, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Outcome]:
-    """Runs ``localllm chat`` in this process, with a text on standard input, and chats in ``tmp_path``."""
+    """Run ``localllm chat`` in this process, with ``stdin`` as standard input and chats in ``tmp_path``."""
     monkeypatch.setenv("LOCALLLM_DATA", str(tmp_path))
 
     def run(*arguments: object, stdin: str = "") -> Outcome:
@@ -291,7 +291,7 @@ def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp
         )
     tiny.rename(tiny.with_name("gone"))
     try:
-        given = [*Z[:-1], "-sys", "be kind", "--session", summary.id]  # and not -q
+        given = [*Z[:-1], "-sys", "be kind", "--session", summary.id]  # without -q
         outcome = run_chat(*given, stdin="/system\n/model\n")
     finally:
         tiny.with_name("gone").rename(tiny)
@@ -364,7 +364,7 @@ def test_a_message_is_edited_in_its_line(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
-    """Types, interrupts a long reply, and leaves with Ctrl-D."""
+    """Type a message, interrupt a long reply, and quit with Ctrl-D."""
     arguments = ["chat", "--plain", tiny, *Z, "-c", "20000"]
     with on_terminal(arguments, LOCALLLM_DATA=str(tmp_path), TERM="dumb") as (process, master):
         screen = _until(master, b"> ")
@@ -372,7 +372,7 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
         screen += _until(master, b"zzz")
         process.send_signal(signal.SIGINT)
         screen += _until(master, b"> ")
-        # Python does not notice a signal between the prompt that it writes and its wait for a line.
+        # Python misses a signal between writing its prompt and waiting for a line.
         _until_it_waits(process)
         process.send_signal(signal.SIGINT)
         screen += _until(master, b"again)\r\n> ")
@@ -387,7 +387,7 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
 
 
 def _until_it_waits(process: Process) -> None:
-    """Returns when the main thread of a process sleeps till something wakes it."""
+    """Return once the main thread of a process sleeps until an event."""
     watched = psutil.Process(process.pid)
     while True:
         before = watched.num_ctx_switches()
@@ -397,19 +397,19 @@ def _until_it_waits(process: Process) -> None:
 
 
 def _until(descriptor: int, end: bytes) -> bytes:
-    """Reads what a terminal shows till something is there."""
+    """Read a terminal until ``end`` appears."""
     data = b""
     while end not in data:
         try:
             if not select.select([descriptor], [], [], 120)[0]:
                 raise TimeoutError
             data += os.read(descriptor, 4096)
-        except OSError:  # whoever wrote to it has ended
-            pytest.fail(f"there never was {end!r} behind {data[-2000:]!r}")
+        except OSError:  # the writing process has ended
+            pytest.fail(f"{end!r} is missing after {data[-2000:]!r}")
     return data
 
 
-# Killed in the midst of a reply.
+# Killed during a reply.
 
 KILLED = """
 import sys, time
@@ -428,7 +428,7 @@ session.send("go on", Turn(emit))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-# One round shows that the store is sound; CI kills at other points of the time between two savings, too.
+# One round shows that the store is intact; CI also kills at other times between two saves.
 @pytest.mark.parametrize("round_", [0, *(pytest.param(round_, marks=pytest.mark.ci) for round_ in (1, 2, 3))])
 def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> None:
     path = tmp_path / "chats.sqlite3"
@@ -447,7 +447,7 @@ def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> No
     assert (conversation.path()[0].text, reply.state) == ("go on", "killed")
     saved = reply.text.split()
     assert saved == [f"w{i}" for i in range(len(saved))]
-    # What was said more than a second before the last word is there.
+    # Text from more than a second before the last word is saved.
     end = float(lines[-1][0])
     old = [word for at, word in lines if end - float(at) > 1.0]
     assert set(old) <= set(saved)

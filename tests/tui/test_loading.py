@@ -1,4 +1,4 @@
-"""The model of the chat app is loaded, changed, or fails to load, and people type meanwhile."""
+"""The chat app loads, changes or fails to load its model while the user types."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def texts(chat: Chat) -> list[str]:
 
 
 class Halt:
-    """Stops a thread at one of the steps that it comes to.
+    """Stops a thread at one of its steps.
 
     Attributes:
-        step: which one.
-        came: set when it has come there.
-        goes: set to let it go on.
+        step: the step to stop at.
+        came: set when the thread reaches it.
+        goes: set it to continue.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Halt:
 
 
 class NotingStore(AppStore):
-    """A store that halts where a model is noted with a chat."""
+    """A store that stops when a chat's model is saved."""
 
     def __init__(self, halt: Halt) -> None:
         super().__init__(None)
@@ -64,8 +64,8 @@ class NotingStore(AppStore):
         super().set(id_, **changes)
 
 
-async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> None:
-    """While the one before is closed, while it is loaded, and while it is noted with the chat."""
+async def test_a_message_waits_for_the_model() -> None:
+    """While the previous model closes, the next one loads, and its name is saved with the chat."""
     halt = Halt()
 
     class Model(AppModel):
@@ -87,9 +87,9 @@ async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> Non
             await chat.say(f"hello {number}")
             await chat.sees("The model is being loaded: your message will be sent afterwards")
             assert chat.app._chat.composer.text == ""
-            # Whoever sees the device may have a reply continued, which would be refused now.
+            # Once the device is shown, the user may continue a reply, which must not fail.
             assert not chat.app._chat.status.status.device
-            await chat.type("typed next")  # and not sent
+            await chat.type("typed next")  # not sent yet
             halt.goes.set()
             await chat.until(lambda n=number: len(texts(chat)) == 2 * n + 2)  # type: ignore[misc]
             await chat.rest()
@@ -100,7 +100,7 @@ async def test_a_message_waits_for_the_model_whatever_becomes_of_it_now() -> Non
         assert chat.notices == []
 
 
-async def test_esc_takes_back_what_waits_for_the_model() -> None:
+async def test_esc_withdraws_a_waiting_message() -> None:
     there = threading.Event()
     model = AppModel(["hello"])
 
@@ -124,8 +124,8 @@ async def test_esc_takes_back_what_waits_for_the_model() -> None:
 
 
 @pytest.mark.parametrize("step", ["one", "note"])
-async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(step: str) -> None:
-    """While that is read, or is there already, but not yet noted with the chat."""
+async def test_a_model_chosen_during_loading_replaces_the_loading_one(step: str) -> None:
+    """While the chat is being read, or has been read but its model is not yet saved."""
     halt = Halt()
     loaded: list[str] = []
 
@@ -141,7 +141,7 @@ async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(st
         await chat.until(halt.came.is_set)
         models = chat.app._chat.models
         for name in ("two", "three"):
-            chat.app.spawn(models.change(name))  # a command would wait for the thread that halts
+            chat.app.spawn(models.change(name))  # a command would wait for the stopped thread
             await chat.until(lambda name=name: models._loading.name == name)  # type: ignore[misc, union-attr]
         assert models.state == "loading"
         await chat.say("hello")
@@ -153,7 +153,7 @@ async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(st
 
 
 class SavingStore(AppStore):
-    """A store that halts where a reply is saved for good."""
+    """A store that stops when a reply is finally saved."""
 
     def __init__(self, halt: Halt) -> None:
         super().__init__(None)
@@ -168,7 +168,7 @@ class SavingStore(AppStore):
 
 @pytest.mark.parametrize("when_full", [None, "drop"])
 async def test_models_that_are_chosen_while_a_reply_stops(when_full: str | None) -> None:
-    """The last one is loaded, and all others are closed; also where the reply would go on by itself."""
+    """The last model is loaded and all others are closed, even if the reply would continue automatically."""
     halt = Halt()
     models: list[tuple[str, AppModel]] = []
 
@@ -210,7 +210,7 @@ async def test_quitting_ends_loading() -> None:
     assert len(done) < 10_000
 
 
-async def test_no_model_is_told() -> None:
+async def test_a_missing_model_is_reported() -> None:
     halt = Halt()
 
     def load(name: str, progress: LoadProgress) -> AppModel:
@@ -269,7 +269,7 @@ async def test_another_model_is_chosen() -> None:
         await chat.press("up", "enter")
         await chat.sees("needs 61 GB")
         assert models[0].closed
-        assert texts(chat) == ["hello", "by demo"]  # the chat stays
+        assert texts(chat) == ["hello", "by demo"]  # the chat is kept
         await chat.press("down", "enter")  # Choose another model
         await chat.sees("70B")
         await chat.type("small")
@@ -288,7 +288,7 @@ async def test_another_model_is_chosen() -> None:
             assert chat.app._chat.models.state == "loaded"
 
 
-async def test_a_model_that_cannot_be_read_leaves_the_one_before() -> None:
+async def test_an_unreadable_model_keeps_the_previous_one() -> None:
     model = AppModel(["still by the old one"])
     loaded: list[str] = []
 
@@ -319,7 +319,7 @@ async def test_a_model_that_cannot_be_read_leaves_the_one_before() -> None:
         assert chat.app._chat.session.conversation.model == ""
 
 
-async def test_a_chat_whose_model_is_another_or_gone() -> None:
+async def test_a_chat_with_another_or_a_missing_model() -> None:
     store = AppStore(None)
     for name in ("gone.gguf", "other.gguf"):
         kept = Conversation(title=name, model=name)
@@ -332,7 +332,7 @@ async def test_a_chat_whose_model_is_another_or_gone() -> None:
 
     built = setup(AppModel(), store, conversation=kept, first_model="here.gguf", check=check)
     async with chatting(built) as chat:
-        # What was loaded because the chat's own model is gone is not noted with the chat.
+        # The substitute for the chat's missing model is not saved with the chat.
         assert (await chat.app.offload(store.load, kept.id)).model == "other.gguf"
         assert chat.notices == []
         for name, said in (

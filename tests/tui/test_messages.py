@@ -1,4 +1,4 @@
-"""What is done with messages that were said: edit, branch, continue, copy, delete."""
+"""Actions on existing messages: edit, branch, continue, copy, delete."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.helpers.fake_chat import leaves
 
 
 def said(chat: Chat) -> list[str]:
-    """What is drawn; nothing while it is not the path."""
+    """Return the visible messages, or an empty list while they differ from the path."""
     drawn = [view.message.text for view in chat.views]
     return drawn if drawn == [message.text for message in chat.app._chat.session.conversation.path()] else []
 
 
-async def test_a_message_is_edited_and_branches_are_gone_through() -> None:
+async def test_a_message_is_edited_and_the_user_moves_through_branches() -> None:
     async with chatting(setup(AppModel(["two", "three"]), conversation=talk("a", "one"))) as chat:
         await chat.press("f2")
         await chat.sees("Editing your message")
         assert chat.app._chat.composer.text == "a"
-        await chat.press("escape")  # leaves it
+        await chat.press("escape")  # closes the editor
         await chat.until(lambda: "Editing" not in chat.screen)
         assert chat.app._chat.composer.text == ""
         await chat.ask("b")
@@ -41,7 +41,7 @@ async def test_a_message_is_edited_and_branches_are_gone_through() -> None:
         await chat.sees("‹ 1/2 ›")
         assert said(chat) == ["a", "one", "b", "two"]
         await chat.until(lambda: chat.app._chat.selected is chat.views[0])
-        await chat.press("right", "right")  # there is none more
+        await chat.press("right", "right")  # there is only one more branch
         await chat.sees("‹ 2/2 ›")
         assert said(chat) == ["ac", "three"]
         await chat.press("escape")
@@ -107,11 +107,11 @@ async def test_copying() -> None:
         await chat.until(lambda: chat.app.clipboard == "a")
 
 
-async def test_deleting_asks_first() -> None:
+async def test_deleting_needs_confirmation() -> None:
     async with chatting(setup(AppModel(), conversation=talk("a", "one", "b", "two"))) as chat:
         await chat.press("ctrl+up", "up", "d")
         await chat.sees("Delete this message?")
-        await chat.press("enter")  # Cancel stands first
+        await chat.press("enter")  # Cancel is the first choice
         await chat.until(lambda: chat.app.screen is chat.app._chat)
         assert said(chat) == ["a", "one", "b", "two"]
         await chat.press("d")
@@ -122,12 +122,12 @@ async def test_deleting_asks_first() -> None:
         await chat.sees("Delete this message?")
         await chat.press("down", "enter")
         await chat.until(lambda: said(chat) == ["a"])
-        await chat.say("/show")  # and what is typed then is no command
+        await chat.say("/show")  # and the typed text is not a command
         await chat.until(lambda: chat.app._chat.composer.has_focus and not chat.app._chat.composer.text)
         assert chat.app._chat.selected is None
 
 
-async def test_keys_are_offered_where_they_do_something() -> None:
+async def test_only_keys_with_an_effect_are_offered() -> None:
     conversation = Conversation()
     conversation.add("user", "\n".join(f"line {i}" for i in range(100)))
     conversation.add("assistant", "answer", state="stopped")
@@ -167,7 +167,7 @@ async def test_no_key_is_cut() -> None:
             await chat.press("escape")
 
 
-#: Beginnings of blocks, as they come in awkward pieces.
+#: Starts of blocks, split at awkward points.
 _BLOCKS = (
     *(
         "# Head\n",
@@ -193,7 +193,7 @@ _BLOCKS = (
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(10, marks=pytest.mark.ci)])
-async def test_a_reply_that_streams_in_is_drawn_as_a_whole_one_is(n: int) -> None:
+async def test_a_streamed_reply_is_drawn_like_a_complete_one(n: int) -> None:
     chosen = random.Random(3)
     async with chatting(keeping(("q", "a", "q", "b"))) as chat:
         _, streamed, _, whole = (view.query_one(Reply) if view.query(Reply) else None for view in chat.views)
@@ -219,8 +219,8 @@ def _drawn(widget: Widget) -> list[object]:
     ]
 
 
-async def test_of_a_reply_that_comes_at_once_few_blocks_are_drawn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are handled between them."""
+async def test_a_reply_that_arrives_at_once_is_drawn_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are appended in several steps, so that keys can be handled in between."""
     drawn: list[int] = []
     append = Reply.append
     monkeypatch.setattr(Reply, "append", lambda self, text: drawn.append(text.count("\n\n")) or append(self, text))
@@ -228,5 +228,5 @@ async def test_of_a_reply_that_comes_at_once_few_blocks_are_drawn_at_a_time(monk
     async with chatting(setup(AppModel([text], context=100_000))) as chat:
         await chat.ask("write")
         assert len(chat.views[1].query_one(Reply).children) == 60
-        assert 59 <= sum(drawn) < 2 * 59  # once
+        assert 59 <= sum(drawn) < 2 * 59  # each block is drawn once
         assert max(drawn) < 30

@@ -1,4 +1,4 @@
-"""One chat in two terminals: the second one is told, and nothing of what either says is lost or mixed."""
+"""A chat in two terminals: the second one is notified, and no message of either is lost or mixed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.fake_chat import FakeModel, leaves, play
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
-    """A file as two terminals have it."""
+    """Open a file as in two terminals."""
     first, second = Store(tmp_path / "chats.sqlite3"), Store(tmp_path / "chats.sqlite3")
     yield first, second
     first.close()
@@ -32,7 +32,7 @@ def session(store: Store, *replies: str, id_: str | None = None) -> ChatSession:
     return ChatSession(FakeModel([*replies]), store, conversation)
 
 
-def test_the_second_one_is_told(stores: tuple[Store, Store]) -> None:
+def test_the_second_terminal_is_notified(stores: tuple[Store, Store]) -> None:
     one = session(stores[0], "a reply")
     assert one.mark_open() is None
     play(one.send, "hello")
@@ -40,13 +40,13 @@ def test_the_second_one_is_told(stores: tuple[Store, Store]) -> None:
     warning = two.mark_open()
     assert warning is not None
     assert "open in another terminal too (process " in warning
-    # It goes to another chat, and the first one is alone again.
+    # It switches to another chat, and the first terminal is alone again.
     assert stores[0].others_with_open(one.conversation.id) != []
     assert session(stores[1]).mark_open() is None
     assert stores[0].others_with_open(one.conversation.id) == []
 
 
-def test_who_has_ended_counts_no_more(stores: tuple[Store, Store]) -> None:
+def test_an_ended_terminal_no_longer_counts(stores: tuple[Store, Store]) -> None:
     one = session(stores[0], "a reply")
     one.mark_open()
     play(one.send, "hello")
@@ -54,7 +54,7 @@ def test_who_has_ended_counts_no_more(stores: tuple[Store, Store]) -> None:
     assert session(stores[1], id_=one.conversation.id).mark_open() is None
 
 
-def test_a_process_that_was_killed_counts_no_more(stores: tuple[Store, Store]) -> None:
+def test_a_killed_process_no_longer_counts(stores: tuple[Store, Store]) -> None:
     store, _ = stores
     code = (
         "import sys; from pathlib import Path; from localllm.tui.storage.chats import Store\n"
@@ -69,7 +69,7 @@ def test_a_process_that_was_killed_counts_no_more(stores: tuple[Store, Store]) -
         process.kill()
         process.wait()
         assert store.others_with_open("chat") == []
-    # Another process that has its number since is none of them.
+    # A different process with the same id does not count.
     mark = "INSERT INTO terminals VALUES ('x', (SELECT host FROM terminals LIMIT 1), 1, 5.0, 'chat')"
     store._connection.execute(mark)
     assert store.others_with_open("chat") == []
@@ -77,7 +77,7 @@ def test_a_process_that_was_killed_counts_no_more(stores: tuple[Store, Store]) -
     assert store.others_with_open("chat") == ["process 1 on elsewhere"]
 
 
-def test_what_both_say_is_kept_apart(stores: tuple[Store, Store]) -> None:
+def test_messages_of_both_terminals_are_separate(stores: tuple[Store, Store]) -> None:
     one = session(stores[0], "first reply", "by one")
     one.mark_open()
     play(one.send, "hello")
@@ -93,7 +93,7 @@ def test_what_both_say_is_kept_apart(stores: tuple[Store, Store]) -> None:
     ]
 
 
-def test_a_reply_that_another_terminal_writes_is_left_to_it(stores: tuple[Store, Store]) -> None:
+def test_a_reply_of_another_terminal_is_not_changed(stores: tuple[Store, Store]) -> None:
     one = session(stores[0], "a b c d")
     one.mark_open()
 
@@ -175,7 +175,7 @@ async def test_the_app_tells(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_store_that_cannot_be_written_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_store_does_not_notify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "chats.sqlite3")
 
     def fail(*ids: object) -> list[str]:

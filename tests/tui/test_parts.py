@@ -1,4 +1,4 @@
-"""The parts of the app that need no screen: events on their way, what was typed, what is pasted and completed."""
+"""Parts of the app without a screen: events, history, pasted text and completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from localllm.web import is_web
 from tests.helpers.data import ROOT
 
 
-def test_what_has_no_screen_needs_no_textual() -> None:
+def test_modules_without_a_screen_do_not_import_textual() -> None:
     names = [f"localllm.tui.chat.{module.name}" for module in iter_modules(localllm.tui.chat.__path__)]
     code = (
         f"import localllm.cli.chat_launcher, {', '.join(names)}, sys; print({{'textual', 'rich'}} & set(sys.modules))"
@@ -76,7 +76,7 @@ def test_history_goes_back_and_forth_and_is_bounded(tmp_path: Path) -> None:
     assert len(PromptHistory(path).load()) == MAX_ENTRIES
     assert len(path.read_text().splitlines()) == MAX_ENTRIES
     assert PromptHistory(tmp_path / "none").load() == []
-    PromptHistory(tmp_path / "history" / "no folder").save("lost")  # nobody minds
+    PromptHistory(tmp_path / "history" / "no folder").save("lost")  # errors are ignored
 
 
 def test_large_texts_are_folded() -> None:
@@ -142,7 +142,7 @@ def test_addresses_of_something_else(address: str) -> None:
     assert not is_web(address)
 
 
-def test_the_status_line_leaves_out_what_matters_least() -> None:
+def test_the_status_line_omits_the_least_important_parts() -> None:
     stats = Stats(1000, 0, 203, 0.35, 23.44)
     status = Status("", None, Meter(1203, 8192), stats, "Model 1B", "cpu", 812_000_000)
     whole = "1,203 / 8,192 · 15% · 23.4 tok/s · first after 0.35 s · Model 1B · cpu · 812 MB in use"

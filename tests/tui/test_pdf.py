@@ -1,4 +1,4 @@
-"""PDF files of odd forms."""
+"""Unusual PDF files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("pypdf")
 
 
 def test_endless_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page of 3 million texts, which pypdf reads one by one in Python."""
+    """A page of 3 million texts, each read separately by pypdf in Python."""
     content = b"BT /F 12 Tf\n" + b"(a) Tj\n" * 3_000_000 + b"ET"
     data = b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj\n2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj\n"
     data += b"3 0 obj<</Type/Page/Parent 2 0 R/Resources<</Font<</F 4 0 R>>>>/Contents 5 0 R>>endobj\n"
@@ -35,7 +35,7 @@ def test_endless_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_huge_pages_become_bounded_images(tmp_path: Path) -> None:
-    """A page of 200 inches, the most that a PDF file may have."""
+    """A page of 200 inches, the maximum of a PDF file."""
     pytest.importorskip("pypdfium2")
     Image.new("RGB", (200, 200), "red").save(tmp_path / "a.pdf", resolution=1)
     (page,) = pdf.page_images("a.pdf", (tmp_path / "a.pdf").read_bytes())

@@ -1,4 +1,4 @@
-"""What happens where something takes its time, or comes at an awkward moment: no key, no word and no chat is lost."""
+"""Slow operations and badly timed events must not lose any key, word or chat."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.helpers.fake_chat import FakeModel, play
 
 
 class SlowCounter(AppModel):
-    """A model whose tokenizer waits where a file is counted.
+    """A model whose tokenizer waits while a file is counted.
 
     Attributes:
-        counted: how many times a file was.
+        counted: number of counted files.
     """
 
     def __init__(self, *replies: str) -> None:
@@ -51,7 +51,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "read @notes.txt"
 
 
-async def test_esc_while_a_file_is_counted_takes_the_message_back(notes: str) -> None:
+async def test_esc_withdraws_a_message_while_its_file_is_counted(notes: str) -> None:
     model = SlowCounter("one", "two")
     async with chatting(setup(model)) as chat:
         await chat.say(notes)
@@ -69,13 +69,13 @@ async def test_esc_while_a_file_is_counted_takes_the_message_back(notes: str) ->
         assert model.asked[0].messages[-1]["content"].startswith(f"{notes}\ntyped since")  # type: ignore[attr-defined]
 
 
-async def test_what_is_sent_while_a_reply_stops_is_sent_as_it_was(notes: str) -> None:
-    """Not what stands in the editor later; and Esc takes it back."""
+async def test_a_message_sent_while_a_reply_stops_is_sent_unchanged(notes: str) -> None:
+    """The message is the editor's text at the time of Enter, and Esc takes it back."""
     model = SlowCounter("one", "two")
     async with chatting(setup(model)) as chat:
         await chat.say(notes)
         await chat.until(model.came.is_set)
-        await chat.say("too early")  # nothing is stopped yet
+        await chat.say("too early")  # no reply to stop yet
         await chat.hears("a reply is in progress: Esc stops it")
         assert chat.app._chat.composer.text == "too early"
         chat.app._chat.composer.empty()
@@ -90,7 +90,7 @@ async def test_what_is_sent_while_a_reply_stops_is_sent_as_it_was(notes: str) ->
 
 
 async def test_keys_are_taken_while_models_are_listed_slowly() -> None:
-    """Esc closes the dialog, Ctrl+N begins a chat and Ctrl+Q quits, whatever the disk does."""
+    """Esc closes the dialog, Ctrl+N starts a chat and Ctrl+Q quits, even while the disk is slow."""
     goes = threading.Event()
 
     def list_models() -> list[ModelEntry]:
@@ -103,7 +103,7 @@ async def test_keys_are_taken_while_models_are_listed_slowly() -> None:
             chat.hit("ctrl+l", "escape", "ctrl+n", "draft")
             await chat.until(lambda: chat.app._chat.composer.text == "draft")
             assert len(chat.app.session.conversation) == 0
-            chat.hit("ctrl+l", "x", "enter", "escape", "escape")  # Enter waits for the list, and Esc ends that
+            chat.hit("ctrl+l", "x", "enter", "escape", "escape")  # Enter waits for the list, and Esc cancels that
             await chat.until(lambda: chat.app.screen is chat.app._chat and chat.app.keys.is_done)
             assert chat.app._chat.composer.text == "draft"
             chat.hit("ctrl+l", "x", "enter", "y", "ctrl+q")
@@ -117,7 +117,7 @@ EVIL = "\x1b[31mred\x1b[0m \x9b2J \u202eevil\u202c"
 
 
 async def test_no_widget_gives_the_terminal_control_characters() -> None:
-    """Neither editors, which hold texts as they are, nor Markdown, which decodes entities."""
+    """Editors, which show text unchanged, and Markdown, which decodes entities, must not change it."""
     reply = EVIL + " &#x202e;entity&#x1b;[1m"
     conversation = talk("ask", reply)
     conversation.system = f"system {EVIL}"
@@ -126,7 +126,7 @@ async def test_no_widget_gives_the_terminal_control_characters() -> None:
         seen = [screen_text(chat.app)]
         await chat.press("ctrl+up", "e")
         await chat.sees("Editing the reply")
-        assert chat.app._chat.composer.text == reply  # which stays as it is
+        assert chat.app._chat.composer.text == reply  # unchanged
         seen.append(screen_text(chat.app))
         await chat.press("escape")
         for key, awaited in (("ctrl+s", "system "), ("ctrl+t", "so ")):
@@ -156,7 +156,7 @@ async def test_a_file_is_counted_once_when_its_name_is_typed(notes: str, monkeyp
         assert model.counted == 1
 
 
-async def test_counting_files_ends_when_somebody_types_on(notes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counting_files_ends_when_the_user_types(notes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_screen, "_TYPING_SECONDS", 0.01)
     Path("more.txt").write_text("a file of more", encoding="utf-8")
     model = SlowCounter()
@@ -169,9 +169,7 @@ async def test_counting_files_ends_when_somebody_types_on(notes: str, monkeypatc
         assert model.counted == 1
 
 
-def test_what_a_lock_kept_from_being_saved_is_saved_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_blocked_by_a_lock_are_saved_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "BUSY_SECONDS", 0.01)
     store = Store(tmp_path / "chats.sqlite3")
     session = ChatSession(FakeModel(["one", "two"]), store)
@@ -193,7 +191,7 @@ def test_what_a_lock_kept_from_being_saved_is_saved_at_the_end(
     store.close()
 
 
-async def test_a_chat_that_is_left_unsaved_is_kept_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unsaved_chat_is_saved_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     store = AppStore(None)
     is_full = True
     save = store.save
@@ -228,14 +226,14 @@ def test_only_a_chat_that_is_saved_can_be_continued(capsys: pytest.CaptureFixtur
     store.close()
 
 
-def test_a_time_that_is_none_hides_no_chats(tmp_path: Path) -> None:
+def test_an_invalid_time_hides_no_chats(tmp_path: Path) -> None:
     store = Store(tmp_path / "chats.sqlite3")
     ids = []
     for value in (-1e300, 1e300, "'x'", "NULL"):
         session = ChatSession(FakeModel(), store)
         play(session.send, "hello")
         ids.append(session.conversation.id)
-        if value != "NULL":  # which the table refuses
+        if value != "NULL":  # the table refuses NULL
             store._connection.execute(
                 f"UPDATE sessions SET updated = {value}, created = {value} WHERE id = '{ids[-1]}'"
             )
@@ -252,7 +250,7 @@ def test_of_a_large_history_the_end_is_read(tmp_path: Path) -> None:
     assert loaded[-1].endswith(" 1499")
     assert 0 < len(loaded) <= MAX_ENTRIES
     history = PromptHistory(path)
-    assert history.load() == loaded  # it was made shorter, and the newest are there
+    assert history.load() == loaded  # the history was shortened, and the newest lines are kept
     assert path.stat().st_size < 4 << 20
     history.save("newest")
     assert PromptHistory(path).load()[-1] == "newest"
@@ -265,9 +263,9 @@ def test_the_counters_of_another_model_are_not_shown(tmp_path: Path) -> None:
     counted = session.meter().used
     other = FakeModel(context=3)
     session.use_model(other, None)
-    assert session.last is not None  # the same one, by its name
+    assert session.last is not None  # the same message, by its id
     assert counted > 3
-    assert session.meter() == (3, 3)  # never more than there are
+    assert session.meter() == (3, 3)  # never more than the number of tokens
     other.name = "Other"
     assert session.last is None
     assert session.meter() == (
@@ -277,7 +275,7 @@ def test_the_counters_of_another_model_are_not_shown(tmp_path: Path) -> None:
 
 
 async def test_thinking_that_is_open_is_drawn_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands there already is not laid out again each time that more comes."""
+    """Existing text is not laid out again for each new token."""
     lines = [f"thought {i} " + "word " * 20 for i in range(200)]
     model = AppModel([f"<think>{chr(10).join(lines)}</think>Done."], context=10_000, gate=(steps := Steps()))
     async with chatting(setup(model), (100, 30)) as chat:
@@ -299,9 +297,9 @@ async def test_thinking_that_is_open_is_drawn_piece_by_piece(monkeypatch: pytest
         assert view._thinking._body.query(Static)[0] is block
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no ~")
+@pytest.mark.skipif(sys.platform == "win32", reason="lacks ~")
 def test_chats_of_version_0_1_open_as_before(tmp_path: Path) -> None:
-    """Written by its statements: the first schema had no table of terminals."""
+    """A database written with old statements: the first schema had no table of terminals."""
     path = tmp_path / "chats.sqlite3"
     old = sqlite3.connect(path)
     for statement in schema.MIGRATIONS[0]:

@@ -1,7 +1,7 @@
-"""Somebody who does things at random, faster than the screen follows, beside a model of what should be there.
+"""Random actions, faster than the screen updates, compared with a model of the expected state.
 
-Every word that is typed has its own number: it must stand once in the editor or in a message, in the order in which
-it was typed, whatever key comes when.  LOCALLLM_RANDOM_STEPS and LOCALLLM_RANDOM_SEED are for longer runs.
+Every typed word has a unique number: it must occur exactly once in the editor or in a message, in the order of
+typing, whatever the keys.  LOCALLLM_RANDOM_STEPS and LOCALLLM_RANDOM_SEED allow longer runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.helpers.chat_app import LIMIT, AppModel, Chat, Steps, setup, starting
 STEPS = int(os.environ.get("LOCALLLM_RANDOM_STEPS", "60"))
 SEED = int(os.environ.get("LOCALLLM_RANDOM_SEED", "1"))
 
-#: What the model says to everything.
+#: The model's reply to every message.
 REPLY = " ".join(f"r{i}" for i in range(40))
 
 DIALOGS = ("f1", "ctrl+s", "ctrl+t", "ctrl+l", "ctrl+o", "ctrl+p")
@@ -33,14 +33,14 @@ SIZES = ((80, 24), (120, 40), (60, 12), (40, 20), (20, 5))
 
 
 class Person:
-    """Who sits there, and what they know.
+    """The user and the expected state.
 
     Attributes:
-        said: the messages of users that are in the conversation for certain.
-        draft: what stands in the editor, as long as ``loose`` is empty.
-        loose: words that were sent and stopped at once: they are in a message, or in the editor again.
-        replying: whether a reply is under way for certain.
-        editing: whether the draft is the last message, and takes its place.
+        said: user messages that are certainly in the conversation.
+        draft: the editor's text while ``loose`` is empty.
+        loose: words that were sent and stopped at once: they are in a message or back in the editor.
+        replying: whether a reply is certainly being generated.
+        editing: whether the draft is an edit of the last message.
     """
 
     def __init__(self, seed: int) -> None:
@@ -54,12 +54,12 @@ class Person:
         self.store = Store(None)
         self.conversation = Conversation()
         self.n_words = 0
-        self.done: list[str] = []  # for whoever reads of a failure
+        self.done: list[str] = []  # shown if the test fails
 
-    # -- What they do ----------------------------------------------------------------------------------------------
+    # -- Actions -------------------------------------------------------------------------------------------------
 
     async def sit(self, steps: int) -> None:
-        """Does so many things, in programs one after the other."""
+        """Do this number of actions, in several sessions."""
         while steps > 0:
             at_once = min(steps, self.random.randint(20, 200))
             steps -= at_once
@@ -130,7 +130,7 @@ class Person:
 
     async def _escape(self, chat: Chat) -> None:
         chat.hit("escape")
-        if self.is_sent and not self.loose:  # before the message was seen to be there
+        if self.is_sent and not self.loose:  # before the message was certainly visible
             self.loose = [*self.said.pop().split(), *self.draft.split()]
             self.draft, self.is_sent = "", False
         elif self.editing and not self.replying:
@@ -139,7 +139,7 @@ class Person:
             await self._compare(chat)
 
     async def _dialog(self, chat: Chat) -> None:
-        """Opens one, types into it, and closes it."""
+        """Open a dialog, type into it, and close it."""
         chat.hit(self.random.choice(DIALOGS), *(["3"] * self.random.randint(0, 2)), "escape")
 
     async def _resize(self, chat: Chat) -> None:
@@ -147,7 +147,7 @@ class Person:
         chat.app.post_message(Resize(size, size))
 
     async def _tab(self, chat: Chat) -> None:
-        """Opens another chat beside this one, types there and here, and closes it."""
+        """Open another chat in a tab, type in both, and close it."""
         await self._compare(chat)
         first = chat.app._chat
         self._write(word := self._word())
@@ -161,17 +161,17 @@ class Person:
         chat.hit("ctrl+s", "s", "ctrl+s")
 
     async def _select(self, chat: Chat) -> None:
-        """Goes to the messages, and back."""
+        """Focus the messages, then return."""
         await self._compare(chat)
         if self.said:
             chat.hit("ctrl+up", "up", "i")
 
     async def _more(self, chat: Chat) -> None:
-        """The model says something."""
+        """Let the model generate some tokens."""
         self.gate.allow(self.random.randint(1, 5))
 
     async def _finish(self, chat: Chat) -> None:
-        """The model says all."""
+        """Let the model finish its reply."""
         await self._compare(chat)
         self.gate.set()
         await chat.rest()
@@ -191,13 +191,13 @@ class Person:
             chat.hit("f2")
 
     async def _new(self, chat: Chat) -> None:
-        """Begins another chat; the draft stays, and so does what was said."""
+        """Start another chat; the draft and the messages are kept."""
         await self._compare(chat)
         if not self.editing:
             await self._leave(chat, [], "ctrl+n")
 
     async def _other(self, chat: Chat) -> None:
-        """Opens a chat that is found by its words."""
+        """Open a chat found by its words."""
         await self._compare(chat)
         said = [message for message in self.said if message.strip()]
         if said and not self.editing:
@@ -222,7 +222,7 @@ class Person:
             self.conversation = self.store.load(session.conversation.id)
         else:
             self.conversation = Conversation()
-        # What was sent at last may have been taken back, and is lost with the editor.
+        # The last message may have returned to the editor and is lost with it.
         certain = [_plain(text) for text in self.said[: len(self.said) - self.is_sent]]
         kept = _said(self.conversation)
         assert kept[: len(certain)] == certain, self._last
@@ -231,10 +231,10 @@ class Person:
         self.replying = self.editing = self.is_sent = False
         self.system = self.conversation.system
 
-    # -- What they see ---------------------------------------------------------------------------------------------
+    # -- Checks ---------------------------------------------------------------------------------------------------
 
     async def _compare(self, chat: Chat) -> None:
-        """Waits till all keys have had their effect, and looks."""
+        """Wait until all keys have taken effect, then check the state."""
         app = chat.app
         await chat._handled()
         keys = app.keys
@@ -288,6 +288,6 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_no_key_is_lost_whatever_is_pressed_when(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_keys_are_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_buffer, "_PATIENCE", 100 * LIMIT)
     asyncio.run(Person(SEED).sit(STEPS))

@@ -1,4 +1,4 @@
-"""Talking to a model: what is sent, what is kept, and what happens where something ends it."""
+"""Chat sessions: requests to the model, saved messages, and the ends of replies."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def texts(session: ChatSession) -> list[str]:
 
 
 def prefilled(stats: Stats) -> int:
-    """The tokens of the prompt that were not in the cache."""
+    """Return the number of prompt tokens that were not in the cache."""
     return stats.prompt_tokens - stats.cached_tokens
 
 
 def kept(session: ChatSession) -> list[str]:
-    """What the store has of the path."""
+    """Return the saved messages of the path."""
     return [message.text for message in session.store.load(session.conversation.id).path()]
 
 
@@ -87,10 +87,10 @@ def test_a_turn(store: Store) -> None:
     assert not session.busy
 
 
-def test_a_model_whose_thinking_is_off_begins_with_its_answer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_thinking_starts_with_its_answer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     session, model = begin(store, "Yes.", "hm</think>Yes.")
     model.ending = "assistant:<think>"
-    monkeypatch.setattr(FakeModel, "template_variables", {"enable_thinking": False})  # by --reasoning off
+    monkeypatch.setattr(FakeModel, "template_variables", {"enable_thinking": False})  # with --reasoning off
     play(session.send, "hi")
     session.set_options({"thinking": True})
     play(session.send, "hi")
@@ -98,7 +98,7 @@ def test_a_model_whose_thinking_is_off_begins_with_its_answer(store: Store, monk
     assert [(each.thinking, each.content) for each in replies] == [("", "Yes."), ("hm", "Yes.")]
 
 
-def test_the_next_turn_sends_what_was_said(store: Store) -> None:
+def test_the_next_turn_sends_the_conversation(store: Store) -> None:
     session, model = begin(store, "<think>hm</think>one", "two")
     session.set_system("be kind")
     play(session.send, "a")
@@ -112,7 +112,7 @@ def test_the_next_turn_sends_what_was_said(store: Store) -> None:
     assert said(events) == "two"
 
 
-def test_thinking_is_told_apart(store: Store) -> None:
+def test_thinking_is_separated(store: Store) -> None:
     session, model = begin(store)
     model.ending = "assistant:<think>\n"
     model.replies = ["well </think> yes"]
@@ -122,7 +122,7 @@ def test_thinking_is_told_apart(store: Store) -> None:
     assert session.conversation.path()[1].opened == "<think>"
 
 
-def test_editing_answers_again_beside_the_old(store: Store) -> None:
+def test_an_edit_is_answered_in_a_new_branch(store: Store) -> None:
     session, model = begin(store, "one", "two", "three")
     play(session.send, "a")
     play(session.send, "b")
@@ -147,7 +147,7 @@ def test_regenerating(store: Store) -> None:
     assert texts(session) == ["a", "three"]
 
 
-def test_an_edited_reply_is_gone_on_with(store: Store) -> None:
+def test_an_edited_reply_is_continued(store: Store) -> None:
     session, model = begin(store, "one two", " more")
     play(session.send, "a")
     assert play(session.edit, session.conversation.path()[1].id, "one and") == []
@@ -172,7 +172,7 @@ def test_a_reply_that_was_too_long_is_continued(store: Store) -> None:
         play(session.continue_reply)
 
 
-def test_a_reply_begins_as_asked(store: Store) -> None:
+def test_a_reply_starts_with_the_prefix(store: Store) -> None:
     session, model = begin(store, " indeed")
     session.set_options({"reply_prefix": "Yes,", "thinking": False, "temperature": 0.5, "stop": ["x"]})
     assert said(play(session.send, "a")) == "Yes, indeed"
@@ -183,7 +183,7 @@ def test_a_reply_begins_as_asked(store: Store) -> None:
     assert store.load(session.conversation.id).settings == session.conversation.settings
 
 
-def test_what_cannot_be_done_is_said(store: Store) -> None:
+def test_impossible_actions_are_reported(store: Store) -> None:
     session, _ = begin(store)
     for act, complaint in (
         (lambda: play(session.send, "  \n"), "nothing to send"),
@@ -204,7 +204,7 @@ def test_what_cannot_be_done_is_said(store: Store) -> None:
 # Ends.
 
 
-def test_stopping_keeps_what_was_said(store: Store) -> None:
+def test_stopping_keeps_the_text(store: Store) -> None:
     session, _ = begin(store, "one two three")
     play(session.send, "a", watch=lambda event, turn: turn.stop() if event == Delta(" two") else None)
     reply = session.conversation.path()[1]
@@ -241,7 +241,7 @@ def test_stopping_before_the_first_word_leaves_no_reply(store: Store) -> None:
     assert model.asked[1].messages == [{"role": "user", "content": "a\n\nb"}]
 
 
-def test_leaving_in_the_midst_keeps_what_was_said(store: Store) -> None:
+def test_an_interrupt_keeps_the_text(store: Store) -> None:
     session, _ = begin(store, "one two three")
 
     def watch(event: Event, turn: Turn) -> None:
@@ -255,10 +255,10 @@ def test_leaving_in_the_midst_keeps_what_was_said(store: Store) -> None:
     assert kept(session) == ["a", "one two"]
 
 
-def test_a_turn_that_is_stopped_before_it_begins_says_nothing(
+def test_a_turn_stopped_before_its_start_changes_nothing(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while its files are read and counted, which takes its time."""
+    """Also while attached files are read and counted, which takes time."""
     (tmp_path / "notes.txt").write_text("some words")
     monkeypatch.chdir(tmp_path)
     session, model = begin(store, "one", "two")
@@ -282,7 +282,7 @@ def test_a_turn_that_is_stopped_before_it_begins_says_nothing(
     assert len(model.asked) == 1
 
 
-def test_a_failure_keeps_what_was_said(store: Store) -> None:
+def test_a_failure_keeps_the_text(store: Store) -> None:
     session, _ = begin(store, DeviceLostError("the GPU is gone"), " and on")
     with pytest.raises(DeviceLostError):
         play(session.send, "a")
@@ -294,7 +294,7 @@ def test_a_failure_keeps_what_was_said(store: Store) -> None:
 
 
 def test_a_reply_is_saved_while_it_is_written(store: Store) -> None:
-    """By a thread of its own: also while no word comes."""
+    """A separate thread saves, even if no token arrives."""
     session, _ = begin(store, "one two")
 
     def watch(event: Event, turn: Turn) -> None:
@@ -323,7 +323,7 @@ def test_a_chat_that_is_deleted_in_mid_reply_does_not_come_back(store: Store) ->
     assert store.search("one") == []
 
 
-def test_without_a_store_the_chat_goes_on(store: Store) -> None:
+def test_the_chat_continues_without_a_store(store: Store) -> None:
     session, _ = begin(store, "one", "two", "three")
     store._connection.execute("PRAGMA query_only=1")
     warnings = [event for event in play(session.send, "a") if isinstance(event, ChatWarning)]
@@ -388,7 +388,7 @@ def test_files_that_cannot_go(
     (tmp_path / "large").write_bytes(b"")
     os.truncate(tmp_path / "large", (32 << 20) + 1)
     (tmp_path / "folder").mkdir()
-    (tmp_path / "pipe.pdf").symlink_to("/dev/zero")  # as a pipe, it has no end
+    (tmp_path / "pipe.pdf").symlink_to("/dev/zero")  # like a pipe, it has no end
     session, _ = begin(store)
     with pytest.raises(UsageError, match=complaint):
         play(session.send, f"look at {name}")
@@ -399,7 +399,7 @@ def test_files_that_cannot_go(
 
 
 def chatted(store: Store, n: int, context: int) -> tuple[ChatSession, FakeModel]:
-    """A chat of ``n`` turns of 11 tokens each."""
+    """Return a chat of ``n`` turns of 11 tokens each."""
     session, model = begin(store, *(f"r{i} {'y ' * 4}y" for i in range(n)), context=context)
     for i in range(n):
         assert isinstance(play(session.send, f"q{i} x x")[-1], Finished)
@@ -410,7 +410,7 @@ def roles(model: FakeModel, first_words: bool = True) -> list[str]:
     return [str(m["content"]).split()[0] for m in model.asked[-1].messages]
 
 
-def test_a_full_context_is_asked_about(store: Store) -> None:
+def test_a_full_context_opens_a_dialog(store: Store) -> None:
     session, model = chatted(store, 5, context=60)
     before = len(model.asked)
     events = play(session.send, "q5 x x")
@@ -432,7 +432,7 @@ def test_dropping_the_oldest_turns(store: Store) -> None:
     assert len(texts(session)) == len(kept(session)) == 12
     play(session.send, "q6")
     assert roles(model)[0] == "q2"
-    # An edit keeps the window, and an edit before it is without.
+    # An edit keeps the window, and an earlier edit removes it.
     play(session.edit, session.conversation.path()[10].id, "Q5")
     assert roles(model)[0] == "q2"
     play(session.edit, session.conversation.path()[6].id, "Q3")
@@ -458,7 +458,7 @@ def test_summarising(store: Store) -> None:
     assert store.load(session.conversation.id) == session.conversation
 
 
-def test_a_summary_that_is_stopped_can_be_asked_for_again(store: Store) -> None:
+def test_a_stopped_summary_can_be_requested_again(store: Store) -> None:
     session, model = chatted(store, 11, context=128)
     play(session.send, "q11 x x x x x x")
     model.replies = ["one two three four"]
@@ -501,7 +501,7 @@ def test_a_message_too_long_by_itself(store: Store) -> None:
 
 
 def test_the_library_is_a_model() -> None:
-    """As type checkers see it, too."""
+    """Type checkers accept this too."""
 
     def takes(model: ChatModel) -> None:
         assert model
@@ -510,8 +510,8 @@ def test_the_library_is_a_model() -> None:
         takes(llm)
 
 
-def test_only_what_is_new_is_prefilled(store: Store, tmp_path: Path) -> None:
-    """Editing the last message of a chat of 1,000 tokens with a real engine."""
+def test_only_new_tokens_are_prefilled(store: Store, tmp_path: Path) -> None:
+    """Edit the last message of a chat of 1,000 tokens with a real engine."""
     settings = config(max_position_embeddings=4096, intermediate_size=192)
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
     keys = {"tokenizer.chat_template": template}
@@ -520,7 +520,7 @@ def test_only_what_is_new_is_prefilled(store: Store, tmp_path: Path) -> None:
     for i in range(7):
         past.add("user", f"Tell me a story about a dog and {i} cats.")
         past.add("assistant", "Once there was a dog that liked to walk in the park with all of the cats. " * 2)
-    with localllm.load(path, device="reference") as llm:  # which compiles no kernels for this
+    with localllm.load(path, device="reference") as llm:  # which needs no compiled kernels
         session = ChatSession(llm, store, past)
         first = after(session, play(session.send, "What is localllm?"))
         question = session.conversation.path()[-2]
@@ -529,13 +529,13 @@ def test_only_what_is_new_is_prefilled(store: Store, tmp_path: Path) -> None:
         new = len(llm.tokenize("a token?;a:", add_special=False))
     assert first.prompt_tokens == prefilled(first) > 1000
     assert edited.prompt_tokens > 1000
-    # What both questions begin with is in the cache, and so is all before them.
+    # The common start of both questions and everything before it are cached.
     assert prefilled(edited) <= new + 1
     assert prefilled(again) == 1
 
 
 def after(session: ChatSession, events: list[Event]) -> Stats:
-    """The counters once all has happened, which also agree with what was told of the prompt meanwhile."""
+    """Return the final counters, which must agree with the reported prompt counters."""
     progress = [event for event in events if isinstance(event, Prefill)]
     stats = session.last
     assert stats is not None
@@ -563,8 +563,8 @@ def test_messages_can_be_read_while_they_are_written(store: Store) -> None:
     assert model.asked
 
 
-def test_what_could_not_be_kept_is_kept_later(store: Store) -> None:
-    """While another program locks the file: a title, a system prompt, what is deleted, and where the talk goes on."""
+def test_changes_that_could_not_be_saved_are_saved_later(store: Store) -> None:
+    """While another program locks the file: a title, a system prompt, deletions and the end of the path."""
     session, _ = begin(store, "one", "two")
     play(session.send, "first")
     play(session.send, "second")

@@ -1,4 +1,4 @@
-"""How the main screens look, in all sizes and both themes; see tests/helpers/snapshots.py for how to update them."""
+"""Appearance of the main screens in all sizes and both themes; tests/helpers/snapshots.py explains updates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.helpers.scenes import MODELS, conversation
 
 
 def model() -> AppModel:
-    """The one that wrote the scene's replies: its counters are those of the status line."""
+    """The model that wrote the scene's replies: its counters are in the status line."""
     made = AppModel()
     made.name = "Qwen2.5 1.5B"
     return made
 
 
 async def looks_like(chat: Chat, name: str) -> None:
-    """Waits until the screen is as in the snapshot of a name."""
+    """Wait until the screen equals a snapshot."""
     for screen in chat.app.screen_stack:
         for editor in [*screen.query(TextArea), *screen.query(Input)]:
             editor.cursor_blink = False
@@ -55,14 +55,14 @@ async def test_other_screens() -> None:
             await looks_like(chat, name)
             await chat.press("escape")
         await chat.press("slash")
-        await chat.sees("/help")  # what one key shows moves what is above the next one's
+        await chat.sees("/help")  # each key's output moves the text above the next one's
         await chat.press("e")
         await chat.sees("/export")
         await looks_like(chat, "completion")
 
 
 async def test_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NO_COLOR there are greys alone, and what matters can be told without any."""
+    """With NO_COLOR the screen uses only greys, and remains readable without colours."""
     monkeypatch.setenv("NO_COLOR", "1")
     async with chatting(setup(model(), conversation=conversation())) as chat:
         await chat.press("ctrl+up")

@@ -1,4 +1,4 @@
-"""Several chats open at once: each goes on while another one is shown."""
+"""Several open chats: each continues while another one is shown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, keeping, setup
 
 
-async def test_a_reply_goes_on_while_another_chat_is_shown() -> None:
+async def test_a_reply_continues_while_another_chat_is_shown() -> None:
     steps = Steps()
     model = AppModel(["one two three four", "other"], gate=steps)
     async with chatting(setup(model), (100, 30)) as chat:
@@ -43,7 +43,7 @@ async def test_a_reply_goes_on_while_another_chat_is_shown() -> None:
         assert texts == {("first question", "one two three four"), ("second question", "other")}
 
 
-async def test_a_chat_that_is_open_already_is_gone_to() -> None:
+async def test_an_open_chat_is_shown_instead_of_opened_twice() -> None:
     async with chatting(keeping(("apples", "red"), ("pears", "green")), (100, 30)) as chat:
         await chat.press("f4")
         await chat.sees("2 New chat")
@@ -72,7 +72,7 @@ async def test_another_model_replies_in_all_tabs() -> None:
         assert models[""].closed
 
 
-async def test_a_full_context_is_asked_about_when_its_chat_is_seen() -> None:
+async def test_a_full_context_opens_a_dialog_once_its_chat_is_shown() -> None:
     steps = Steps()
     model = AppModel(["word " * 90], context=60, gate=steps)
     async with chatting(setup(model), (100, 30)) as chat:

@@ -1,4 +1,4 @@
-"""The real app in a real terminal, on the demo model: asks, interrupts, edits, branches, quits, resumes."""
+"""The real app in a real terminal with the demo model: send, interrupt, edit, branch, quit, resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.terminal import Terminal
 
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
-    # Plain numpy writes slowly, and this reply does not end by itself: it can be interrupted on whatever machine.
+    # The reference backend is slow and this reply is endless, so it can be interrupted on any machine.
     slowly = ("--device", "reference", "--ignore-eos")
     terminal.start("chat", "--temp", "0", *slowly)
     terminal.sees("localllm demo · reference", "Type a message")
-    # All at once, as a quick typist: what was typed is there before it is sent.
+    # All keys at once, like a fast typist: the text must arrive before it is sent.
     terminal.press("Tell me a story about a boat, and another one, and another one", "Enter")
     terminal.sees("writing")
     terminal.press("Escape")
@@ -38,7 +38,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.sees("copied")
     terminal.press("Escape")
     terminal.until(lambda screen: "y Copy" not in screen, "the editor")
-    # An edited question is a branch.
+    # An edited message starts a branch.
     terminal.press("F2")
     terminal.sees("Editing your message")
     terminal.press("!", "Enter")
@@ -54,7 +54,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.sees("ended with 0")
 
 
-#: The chat with all that is real but for the model: it has a tool add numbers, and says what came of it.
+#: A real chat with a fake model, which calls a tool to add numbers and reports the result.
 PROGRAM = """
 import sys
 from localllm.cli.main import main

@@ -1,4 +1,4 @@
-"""Control characters are shown, and nothing a terminal obeys is left."""
+"""Control characters are shown, and no terminal control sequence remains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_symbols() -> None:
 
 
 @given(st.text())
-def test_nothing_to_obey_is_left(line: str) -> None:
+def test_no_control_sequence_remains(line: str) -> None:
     assert {c for c in escape_controls(line) if unicodedata.category(c) == "Cc"} <= {"\t", "\n"}
 
 

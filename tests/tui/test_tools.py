@@ -1,4 +1,4 @@
-"""Tools that a model calls: asked for, run, cancelled, kept; and MCP servers, hostile ones among them."""
+"""Tools that a model calls: permission, running, cancelling, saving; and MCP servers, including hostile ones."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_model_reads_a_file_if_that_is_allowed(folder: Path) -> None:
     assert "pears\n```" in to_markdown(kept)
 
 
-def test_what_was_allowed_is_not_asked_for_again(folder: Path, tmp_path: Path) -> None:
+def test_permission_is_remembered(folder: Path, tmp_path: Path) -> None:
     replies = [call("read_file", path="a.txt"), "x"] * 3
     session, _ = asking(*replies, read=str(folder))
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_a_call_that_is_not_allowed_is_not_run(folder: Path) -> None:
     assert session.conversation.path()[-1].text == "Pity."
 
 
-def test_a_call_of_a_tool_that_is_not_there_is_answered(folder: Path) -> None:
+def test_a_call_of_an_unknown_tool_is_answered(folder: Path) -> None:
     session, _ = asking(call("read_fil", path="a.txt"), "I cannot.", read=str(folder))
     play(session.send, "what is in it?")
     _, reply, answer = session.conversation.path()
@@ -126,10 +126,10 @@ def test_nothing_is_switched_on_by_default() -> None:
     session, model = asking(call("run_command", command="echo hi"))
     play(session.send, "go")
     assert not model.asked[0].tools
-    assert "<tool_call>" in session.conversation.path()[-1].content  # which nobody runs
+    assert "<tool_call>" in session.conversation.path()[-1].content  # this call is not run
 
 
-def test_names_that_are_not_utf8_are_told_and_kept() -> None:
+def test_names_that_are_not_utf8_are_shown_and_saved() -> None:
     tool = Tool("list", "", {}, lambda arguments, is_stopped: "a\udcff.txt")
     assert result_of(tool, {}, lambda: False) == "a\\udcff.txt"
     store, conversation = Store(None), talk("a", "b")
@@ -169,8 +169,8 @@ def test_a_turn_is_stopped_in_the_middle_of_a_call_and_of_a_question() -> None:
     assert not session.busy
 
 
-@pytest.mark.skipif(not hasattr(os, "setsid"), reason="has no groups of processes")
-def test_a_program_that_left_the_shells_group_holds_up_nobody() -> None:
+@pytest.mark.skipif(not hasattr(os, "setsid"), reason="lacks process groups")
+def test_a_program_outside_the_shells_group_does_not_block() -> None:
     began = time.monotonic()
     leave = f"{shlex.quote(sys.executable)} -c 'import os, time; os.setsid(); time.sleep(60)'"
     text = command_output(f"echo hi; {leave}; true", lambda: time.monotonic() - began > 2)
@@ -189,7 +189,7 @@ def test_files_outside_the_folder_are_not_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["~nobody-of-this-name/notes", "a\0b"])
-def test_a_folder_that_cannot_be_is_told(odd: str) -> None:
+def test_an_invalid_folder_is_reported(odd: str) -> None:
     with pytest.raises(UsageError, match="is not a valid path"):
         Toolbox({"read": odd}).tools()
 
@@ -213,7 +213,7 @@ SPECIAL = """
     2001:10::/28 2001:20::/28 2001:30::/28 2001:db8::/32 2002::/16 2620:4f:8000::/48 3fff::/20 5f00::/16
     fc00::/7 fe80::/10
 """
-# Of other registries: multicast, site-local and IPv4-compatible addresses, and IPv4-translated ones (RFC 2765).
+# From other registries: multicast, site-local, IPv4-compatible and IPv4-translated addresses (RFC 2765).
 ALSO_SPECIAL = "224.0.0.0/4 ff00::/8 fec0::/10 ::/96 ::ffff:0:0:0/96"
 
 
@@ -223,7 +223,7 @@ def test_special_addresses_are_not_public(block: str) -> None:
     n = network.num_addresses
     for offset in {0, 1 % n, n // 3, n // 2, n - 1}:
         assert not web.is_public(str(network[offset]))
-        if network.version == 4:  # and in each way to spell it in IPv6
+        if network.version == 4:  # and in every IPv6 spelling
             low = int(network[offset])
             spellings = (0xFFFF << 32, 0xFFFF << 48, 0x64FF9B << 96, 0x64FF9B0001 << 80, 0x2002 << 112 | low << 80, 0)
             assert not any(web.is_public(str(ipaddress.IPv6Address(high | low))) for high in spellings)
@@ -235,7 +235,7 @@ def test_special_addresses_are_not_public(block: str) -> None:
         *((address, True) for address in ("93.184.216.34", "1.1.1.1", "223.255.255.255", "192.0.1.0", "172.32.0.0")),
         *((address, True) for address in ("2606:4700::1", "2001:200::1", "2001:4860:4860::8888", "2a00::1")),
         *((address, True) for address in ("64:ff9b::5db8:d822", "2003::1", "3ffe::1")),
-        # of the Internet in IPv4, but in a spelling that another machine of this network would forward, or none
+        # public IPv4 addresses in spellings that a local machine would forward, or without a network
         *((f"{prefix}5db8:d822", False) for prefix in ("64:ff9b:1::", "::ffff:", "::ffff:0:", "::")),
         *((address, False) for address in ("2002:5db8:d822::1", "2001:0:4136:e378:8000:63bf:a247:27dd", "4000::1")),
         *((address, False) for address in ("fe80::1%eth0", "fec0::1%2", "::1%lo")),
@@ -249,7 +249,7 @@ def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     (tool,) = Toolbox({"fetch": True}).tools().values()
     for host in ("localhost", "127.0.0.1:80", "[::1]", "169.254.169.254", "10.0.0.1", "example.org"):
         with monkeypatch.context() as patch:
-            if host == "example.org":  # which may have another address when it is asked for the second time
+            if host == "example.org":  # its address may change between two queries
                 patch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 80))])
             assert result_of(tool, {"url": f"http://{host}/"}, lambda: False).endswith("is not in the Internet")
     assert result_of(tool, {"url": "file:///etc/passwd"}, lambda: False).startswith("error: it is not the address")
@@ -271,7 +271,7 @@ def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
         address = f"http://127.0.0.1:{server.server_port}/"
         assert result_of(tool, {"url": address}, lambda: False) == "T\nSome bold text\nmore"
         is_stopped = threading.Event()
-        threading.Timer(0.1, is_stopped.set).start()  # nobody answers any more
+        threading.Timer(0.1, is_stopped.set).start()  # no more answers
         assert result_of(tool, {"url": address}, is_stopped.is_set) == "error: stopped"
 
 
@@ -279,7 +279,7 @@ def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     "settings",
     [{"reed": "x"}, {"run": 1}, {"rounds": 0}, {"servers": {"a b": {"url": "x"}}}, {"servers": {"a": {}}}, "x"],
 )
-def test_wrong_settings_are_told(settings: Any) -> None:
+def test_wrong_settings_are_reported(settings: Any) -> None:
     with pytest.raises((SettingsError, UsageError)):
         Toolbox(settings)
 
@@ -335,7 +335,7 @@ SERVER = Path(__file__).parents[1] / "helpers" / "mcp_server.py"
 
 @pytest.fixture(params=["stdio", "http"])
 def numbers(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
-    """The settings of an MCP server: a program, or an address."""
+    """Return the settings of an MCP server: a program or an address."""
     pytest.importorskip("mcp")
     if request.param == "stdio":
         yield {"command": [sys.executable, str(SERVER)]}
@@ -371,7 +371,7 @@ def test_the_tools_of_an_mcp_server_are_called(numbers: dict[str, object]) -> No
 
 
 def test_a_server_is_found_as_windows_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ``npx`` is ``npx.cmd``, which starts only by that name."""
+    """On Windows its ``npx`` is ``npx.cmd``, which starts only by that name."""
     pytest.importorskip("mcp")
     find = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name, path=None: sys.executable if name == "npx" else find(name))
@@ -432,7 +432,9 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("how", ["endless", "ends", "silent"])
-def test_a_server_that_does_not_start_is_told_once(hostile: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_start_is_reported_once(
+    hostile: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mcp_servers, "START_SECONDS", 1.0)
     monkeypatch.setattr(mcp_servers, "CALL_SECONDS", 1.0)
     toolbox = hostile(how)
@@ -442,7 +444,7 @@ def test_a_server_that_does_not_start_is_told_once(hostile: Any, how: str, monke
     assert toolbox.take_warnings() == []
 
 
-def test_what_a_hostile_server_says_is_bounded_and_takes_no_names(hostile: Any) -> None:
+def test_output_of_a_hostile_server_is_bounded_and_its_names_are_prefixed(hostile: Any) -> None:
     toolbox = hostile("result")
     found = toolbox.tools()
     assert set(found) == {"h__read_file", "h___quit", "h__add", "h____2J"}
@@ -461,7 +463,7 @@ def test_a_call_that_is_answered_badly_fails(hostile: Any, how: str) -> None:
 
 
 class _HostileHTTP(BaseHTTPRequestHandler):
-    """An MCP server whose tool's result is endless: as JSON, as an event, or packed by gzip."""
+    """An MCP server with an endless tool result: as JSON, as an event, or compressed by gzip."""
 
     how = "json"
     packed = b""
@@ -520,7 +522,7 @@ def test_the_answers_of_a_server_over_http_are_bounded(how: str, monkeypatch: py
     tracemalloc.stop()
 
 
-async def test_a_server_that_says_nothing_holds_up_no_key(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_server_does_not_block_keys(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_servers, "START_SECONDS", 10 * LIMIT)
     toolbox = hostile("silent")
     async with chatting(setup(AppModel(), toolbox=toolbox, conversation=talk("a", "b"))) as chat:

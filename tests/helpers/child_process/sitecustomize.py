@@ -1,4 +1,4 @@
-"""Python runs this first in the child processes of a run of the tests as on another system."""
+"""Python imports this module first in child processes of a test run that simulates another system."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Names on the hub, and the files that they mean."""
+"""Names on the hub, and the files that they refer to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from localllm.errors import UsageError
         ("é/repo", None),
     ],
 )
-def test_what_is_a_name_and_what_a_path(text: str, name: HubName | None) -> None:
+def test_names_are_distinguished_from_paths(text: str, name: HubName | None) -> None:
     assert HubName.parse(text) == name
     if name is not None and "hf" not in text and "hugging" not in text:
         assert str(name) == text
@@ -77,7 +77,7 @@ FILES = {
 }
 
 
-def test_parts_are_one_model_and_what_is_beside_models_is_none() -> None:
+def test_split_files_are_one_model_and_other_files_are_not_models() -> None:
     groups = {label(group, group_files(FILES)): group for group in group_files(FILES)}
     assert set(groups) == {"Q4_K_M", "Q8_0", "UD-Q4_K_XL", "IQ4_NL", "Q6_K"}
     assert groups["Q8_0"] == FileGroup(("m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"), 8, 2)

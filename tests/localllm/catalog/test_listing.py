@@ -1,4 +1,4 @@
-"""The models on this machine: found, named, and read."""
+"""The models on this machine: discovery, names and details."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import RawGGUF, key, string
 
 DEMO = ROOT / "localllm" / "data" / "demo.gguf"
-LINKS = pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+LINKS = pytest.mark.skipif(sys.platform == "win32", reason="links need privileges there")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The folder of somebody's own, in which other programs have theirs."""
+    """A home folder in which other programs store models."""
     for name in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(name, str(folder))
     for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "APPDATA", "LLAMA_CACHE"):
@@ -53,7 +53,7 @@ def gguf(path: Path) -> Path:
 
 
 def in_hub(repo: str, name: str, *, commit: str = "a" * 40, main: bool = True, blob: str | None = None) -> Path:
-    """A file in the hub's cache, as a link to a blob."""
+    """Create a file in the hub's cache, as a link to a blob."""
     folder = hub_cache() / ("models--" + repo.replace("/", "--"))
     target = gguf(folder / "blobs" / (blob or f"{commit}-{name.replace('/', '-')}"))
     path = folder / "snapshots" / commit / name
@@ -94,7 +94,7 @@ def test_folders_and_the_hubs_cache(tmp_path: Path) -> None:
 
 
 def in_ollama(folder: Path, name: str, **layer: object) -> Path:
-    """A model as Ollama keeps it; ``layer`` changes what its manifest says."""
+    """Create a model in Ollama's layout; ``layer`` changes its manifest."""
     digest = hashlib.sha256(name.encode()).hexdigest()
     path = gguf(folder / "blobs" / f"sha256-{digest}")
     manifest = folder / "manifests" / name
@@ -105,7 +105,7 @@ def in_ollama(folder: Path, name: str, **layer: object) -> Path:
     return path
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="uses Linux folders")
 def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, chosen = tmp_path / "home", tmp_path / "chosen"
     (own / ".lmstudio").mkdir(parents=True)
@@ -169,7 +169,7 @@ def test_models_in_python_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert find_models([tmp_path / "hub"], only_folders=True).models == ()
 
 
-def test_words_of_a_name_find_the_largest_model_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_name_find_the_largest_model_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "models"
     names = ["SmolLM2-135M-Q4_K_M.gguf", "SmolLM2-1.7B-Q4_K_M.gguf", "SmolLM2-1.7B-Q8_0.gguf", "smollm2-70b.gguf"]
     paths = [gguf(folder / name) for name in [*names, "Qwen2.5-7B-Instruct.gguf"]]
@@ -200,7 +200,7 @@ def test_a_file_is_listed_once_and_by_a_name_that_finds_it(tmp_path: Path, monke
     (first / "link.gguf").symlink_to(target)
     (second / "folder").symlink_to(first)
     monkeypatch.chdir(tmp_path)
-    gguf(tmp_path / "here.gguf")  # which is found before one in a folder
+    gguf(tmp_path / "here.gguf")  # takes precedence over a file in a folder
     folders = [first, second, first]
     found = find_models(folders)
     assert [model.name for model in found.models] == [
@@ -237,8 +237,8 @@ def test_loops_broken_links_and_missing_parts_are_survived(tmp_path: Path) -> No
     assert part.details == Details(error="2 of its 3 files are missing")
 
 
-@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may read everything")
-def test_folders_that_may_not_be_read_are_told(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root can read any file")
+def test_unreadable_folders_are_reported(tmp_path: Path) -> None:
     closed = tmp_path / "models" / "closed"
     gguf(closed / "a.gguf")
     closed.chmod(0)
@@ -250,7 +250,7 @@ def test_folders_that_may_not_be_read_are_told(tmp_path: Path) -> None:
     assert "cannot be searched (Permission denied)" in found.problems[0]
 
 
-def test_a_folder_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf(tmp_path / "models" / "bad" / "a.gguf")
     gguf(tmp_path / "models" / "good.gguf")
     scandir = os.scandir
@@ -283,7 +283,7 @@ def test_a_huge_folder_is_not_searched_to_its_end(tmp_path: Path, monkeypatch: p
 
 
 @LINKS
-def test_the_main_commit_comes_first_and_others_have_what_it_lacks() -> None:
+def test_the_main_commit_takes_precedence_over_other_commits() -> None:
     in_hub("org/repo", "m-Q4_0.gguf", commit="b" * 40)
     old = in_hub("org/repo", "m-Q8_0.gguf", commit="a" * 40, main=False)
     in_hub("org/repo", "m-Q4_0.gguf", commit="a" * 40, main=False)
@@ -295,7 +295,7 @@ def test_the_main_commit_comes_first_and_others_have_what_it_lacks() -> None:
 
 
 @LINKS
-def test_what_the_cache_does_not_have_is_to_be_pulled(tmp_path: Path) -> None:
+def test_a_model_missing_in_the_cache_must_be_pulled(tmp_path: Path) -> None:
     for name in ("org/repo", "org/repo:Q4_0"):
         with pytest.raises(ModelNotFoundError) as raised:
             find(name)
@@ -372,7 +372,7 @@ def test_details_are_those_of_the_planner() -> None:
     assert Details(error="broken").fits(1 << 50) is None
 
 
-def test_what_cannot_be_run_or_read_is_told(tmp_path: Path) -> None:
+def test_models_that_cannot_run_or_be_read_are_reported(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / "a.gguf").write_bytes(b"GGUF")
@@ -420,7 +420,7 @@ def test_a_model_that_cannot_be_run_is_looked_at_again(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("change", ["text", "version", "stamp", "types", "list"])
-def test_a_store_that_is_not_as_it_was_written_is_not_believed(tmp_path: Path, change: str) -> None:
+def test_a_corrupt_store_of_details_is_ignored(tmp_path: Path, change: str) -> None:
     path = tmp_path / "m.gguf"
     shutil.copy(DEMO, path)
     reader = DetailsReader()
@@ -448,7 +448,7 @@ def test_a_store_that_is_not_as_it_was_written_is_not_believed(tmp_path: Path, c
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of models that the settings name."""
+    """A folder of models named in the settings."""
     (tmp_path / "models").mkdir()
     config = tmp_path / "c.toml"
     config.write_text('model_folders = "models"\n')
@@ -502,7 +502,7 @@ def test_the_table_on_a_terminal(folder: Path) -> None:
 
 
 def with_layers(folder: Path, name: str, path: Path, **layers: object) -> None:
-    """A name of Ollama's for a file that is there, with further layers."""
+    """Add an Ollama name for an existing file, with more layers."""
     manifest = folder / "manifests" / name
     manifest.parent.mkdir(parents=True, exist_ok=True)
     digests = {"model": path.name.replace("sha256-", "sha256:")}
@@ -515,7 +515,7 @@ def with_layers(folder: Path, name: str, path: Path, **layers: object) -> None:
     manifest.write_text(json.dumps({"layers": [{"mediaType": kind, "digest": d} for kind, d in kinds.items()]}))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="uses Linux folders")
 def test_ollama_names_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
     path = in_ollama(tmp_path, "registry.ollama.ai/library/tiny/latest")
@@ -554,6 +554,6 @@ def test_options_of_ollama_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "system": "Be brief.",
         "mmproj": str(projector),
     }
-    assert ollama_preset("tiny:odd") == {"model": "tiny:odd", "max_tokens": "all"}  # refused where it is used
+    assert ollama_preset("tiny:odd") == {"model": "tiny:odd", "max_tokens": "all"}  # rejected when used
     assert ollama_preset("tiny") is None
     assert ollama_preset("nothing") is None

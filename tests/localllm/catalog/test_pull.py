@@ -1,4 +1,4 @@
-"""Downloads, from a hub on localhost."""
+"""Downloads from a hub on localhost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def variables(hub: HubServer, home: Path) -> dict[str, str]:
-    """The environment in which huggingface_hub knows this hub and no token."""
+    """Set the environment in which huggingface_hub uses this hub without a token."""
     return {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
@@ -48,19 +48,19 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         for name, value in variables(server, tmp_path / "home").items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(pulling, "RETRY_SECONDS", (0.0, 0.0))
-        huggingface_hub.close_session()  # it remembers proxies
+        huggingface_hub.close_session()  # it caches proxies
         yield server
         huggingface_hub.close_session()
 
 
 def small_gguf(**keys: str) -> bytes:
-    """A tiny valid file; its keys make it another one."""
+    """Return a tiny valid file; its keys distinguish it from others."""
     rest = [key(name, 8, string(value)) for name, value in keys.items()]
     return bytes(RawGGUF(keys=[key("general.architecture", 8, string("llama")), *rest]))
 
 
 def split_parts() -> list[bytes]:
-    """Two files of one split model."""
+    """Return the two files of one split model."""
     return [
         bytes(
             RawGGUF(
@@ -82,18 +82,18 @@ def blobs(repo: str = "org/repo") -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# -- What is fetched -----------------------------------------------------------------------------------------------
+# -- Downloads ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.posix("links need rights there")
-def test_a_download_lies_in_the_cache_as_the_hubs_own_package_has_it(hub: HubServer) -> None:
+def test_a_download_has_the_cache_layout_of_huggingface_hub(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"README.md": b"hello", "demo-Q8_0.gguf": DEMO})
     seen: list[tuple[str, int, int]] = []
     path = pull("org/repo", lambda *report: seen.append(report))
     assert path.read_bytes() == DEMO
     assert path.parts[-3:] == ("snapshots", COMMIT, "demo-Q8_0.gguf")
     assert blobs() == [repo.hash("demo-Q8_0.gguf")]
-    # Its own package finds it without asking the hub.
+    # huggingface_hub finds it without a request.
     found = huggingface_hub.try_to_load_from_cache(
         "org/repo", "demo-Q8_0.gguf", cache_dir=Path(os.environ["HF_HOME"], "hub")
     )
@@ -147,7 +147,7 @@ def test_all_parts_of_a_split_model_are_fetched(hub: HubServer) -> None:
         assert set(file.tensors) == {"t0", "t1"}
 
 
-def test_the_encoder_of_pictures_comes_with_its_model(
+def test_the_image_encoder_is_pulled_with_its_model(
     hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     encoders = [f"mmproj-{quant}.gguf" for quant in ("BF16", "F16", "Q8_0")]
@@ -167,7 +167,7 @@ def test_a_model_of_the_hub_that_lacks_a_part_is_refused(hub: HubServer) -> None
     assert hub.ranges == []
 
 
-def test_a_commit_pushed_meanwhile_changes_nothing(hub: HubServer) -> None:
+def test_a_commit_pushed_during_a_download_changes_nothing(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO})
 
     def push(stage: str, done: int, total: int) -> None:
@@ -182,10 +182,10 @@ def test_a_commit_pushed_meanwhile_changes_nothing(hub: HubServer) -> None:
 def test_without_links_files_lie_under_their_names(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, commit: str
 ) -> None:
-    """As the hub's own package leaves them there; they are found, and not fetched again for another commit."""
+    """The layout of huggingface_hub without links; files are found, and not downloaded again for another commit."""
 
     def refuse(self: Path, target: object, target_is_directory: bool = False) -> None:
-        raise OSError("no links here")
+        raise OSError("links are not supported")
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO, "b.gguf": small_gguf()})
@@ -202,14 +202,14 @@ def test_without_links_files_lie_under_their_names(
 # -- Cuts and resuming ---------------------------------------------------------------------------------------------
 
 
-def test_a_cut_connection_goes_on_where_it_was_cut(hub: HubServer) -> None:
+def test_a_cut_connection_is_resumed(hub: HubServer) -> None:
     hub.repos["org/repo"] = Repo({"a.gguf": DEMO}, cuts=[100_000, 200_000])
     assert pull("org/repo").read_bytes() == DEMO
     assert hub.ranges == [None, "bytes=100000-", "bytes=300000-"]
 
 
 @pytest.mark.posix("links need rights there")
-def test_the_next_download_goes_on_where_the_last_one_was_cut(hub: HubServer) -> None:
+def test_the_next_download_resumes_a_partial_file(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, cuts=[100_000, 0, 0, 0])
     with pytest.raises(HubError, match=r"keeps breaking off .* 100,000 of the 4,6.* bytes of a\.gguf are kept"):
         pull("org/repo")
@@ -227,16 +227,16 @@ def test_a_server_without_ranges_sends_all_again(hub: HubServer) -> None:
     assert pull("org/repo").read_bytes() == DEMO
 
 
-def test_what_is_longer_than_the_file_is_not_gone_on_from(hub: HubServer) -> None:
+def test_a_partial_file_that_is_too_long_is_not_resumed(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"a.gguf": small_gguf()})
     pull("org/repo")
     blob = Path(os.environ["HF_HOME"], "hub", "models--org--repo", "blobs", repo.hash("a.gguf"))
     blob.with_name(blob.name + ".incomplete").write_bytes(bytes(10_000))
-    blob.write_bytes(b"cut")  # of the wrong size, so it is fetched again
+    blob.write_bytes(b"cut")  # a wrong size, so it is downloaded again
     assert pull("org/repo").read_bytes() == repo.files["a.gguf"]
 
 
-def test_what_was_damaged_on_its_way_is_removed(hub: HubServer) -> None:
+def test_a_file_damaged_in_transit_is_removed(hub: HubServer) -> None:
     wrong = DEMO[:-1] + bytes([DEMO[-1] ^ 1])
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, sent={"a.gguf": wrong})
     with pytest.raises(HubError, match=r"a\.gguf was damaged .* removed: pull it again"):
@@ -247,15 +247,15 @@ def test_what_was_damaged_on_its_way_is_removed(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize("data", [b"<!doctype html>" * 10, DEMO[:100_000], b""], ids=["page", "truncated", "empty"])
-def test_what_is_no_model_is_removed(hub: HubServer, data: bytes, windows: None) -> None:
-    """On Windows too, which removes no file that an error's traceback still maps."""
+def test_a_file_that_is_not_a_model_is_removed(hub: HubServer, data: bytes, windows: None) -> None:
+    """Also on Windows, where a file that an error's traceback still maps cannot be removed."""
     hub.repos["org/repo"] = Repo({"a.gguf": data})
     with pytest.raises(HubError, match=r"org/repo has a broken a, which was removed again \(.*\): choose another"):
         pull("org/repo")
     assert blobs() == []
 
 
-def test_what_cannot_be_removed_is_said(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_removed_is_reported(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/repo"] = Repo({"a.gguf": DEMO[:100_000]})
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
@@ -267,7 +267,7 @@ def test_what_cannot_be_removed_is_said(hub: HubServer, monkeypatch: pytest.Monk
         pull("org/repo")
 
 
-def test_two_downloads_of_one_file_are_one_too_many(hub: HubServer) -> None:
+def test_two_downloads_of_one_file_are_refused(hub: HubServer) -> None:
     filelock = pytest.importorskip("filelock")
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO})
     lock = Path(os.environ["HF_HOME"], "hub", ".locks", "models--org--repo", repo.hash("a.gguf") + ".lock")
@@ -279,7 +279,7 @@ def test_two_downloads_of_one_file_are_one_too_many(hub: HubServer) -> None:
         pull("org/repo")
 
 
-# -- What is refused -----------------------------------------------------------------------------------------------
+# -- Refused files -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_refusals_of_the_hub(hub: HubServer, refusal: tuple[int, str], refuses_f
         pull("org/repo")
 
 
-def test_a_hub_that_fails_in_the_middle_is_asked_again(hub: HubServer) -> None:
+def test_a_failed_request_is_repeated(hub: HubServer) -> None:
     hub.repos["org/repo"] = Repo({"a.gguf": DEMO}, refusal=(503, ""), refuses_files=True)
     with pytest.raises(HubError, match=r"keeps breaking off .* 0 of the .* bytes of a\.gguf are kept"):
         pull("org/repo")
@@ -319,7 +319,7 @@ def test_no_repository_no_files_no_hub(hub: HubServer, monkeypatch: pytest.Monke
     hub.listings["org/list"] = b"[]"
     with pytest.raises(HubError, match="is not a hub"):
         pull("org/list")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port for what is discarded: nobody listens
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port, without a server
     with pytest.raises(HubError, match=r"the hub at http://127\.0\.0\.1:9 cannot be reached .*: check the network"):
         pull("org/repo")
 
@@ -338,9 +338,9 @@ def test_no_repository_no_files_no_hub(hub: HubServer, monkeypatch: pytest.Monke
 def test_a_variable_of_the_environment_that_cannot_be_used_is_named(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
 ) -> None:
-    """Nothing of the network or of localllm is at fault."""
+    """The error names the missing package, not the network or localllm."""
     if "socksio" in reason and find_spec("socksio") is not None:
-        pytest.skip("the package for SOCKS is installed")
+        pytest.skip("needs an environment without the SOCKS package")
     for other in [each for each in os.environ if each.lower().endswith("_proxy") or each.startswith("SSL_CERT")]:
         monkeypatch.delenv(other)
     monkeypatch.setenv(name, value)
@@ -363,7 +363,7 @@ def test_a_hash_that_is_a_path_is_not_followed(hub: HubServer, hash: str) -> Non
 @pytest.mark.parametrize(
     "name", ["../../../m.gguf", "/m.gguf", "a/../../m.gguf", "..\\m.gguf", "a\0.gguf", "\x1b[2J.gguf"]
 )
-def test_a_name_that_leads_elsewhere_is_not_followed(hub: HubServer, name: str) -> None:
+def test_a_file_name_outside_the_folder_is_refused(hub: HubServer, name: str) -> None:
     hub.repos["org/repo"] = Repo({name: DEMO})
     with pytest.raises(HubError, match="is not a hub"):
         pull("org/repo")
@@ -371,7 +371,7 @@ def test_a_name_that_leads_elsewhere_is_not_followed(hub: HubServer, name: str) 
 
 
 def test_a_hub_that_sends_more_and_more_is_given_up(hub: HubServer) -> None:
-    """Sizes that are lies would have it fetched again for ever."""
+    """False sizes would otherwise restart the download forever."""
     hub.repos["org/repo"] = Repo({"m.gguf": DEMO}, sent={"m.gguf": DEMO + b"more"}, tells_length=False)
     with pytest.raises(HubError, match=f"sends more of m.gguf than the {len(DEMO):,} bytes"):
         pull("org/repo")
@@ -380,7 +380,7 @@ def test_a_hub_that_sends_more_and_more_is_given_up(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize(("n_sent", "n_listed"), [(4_620_959, "4,620,960"), (4_620_961, "4,620,960")])
-def test_a_size_that_disagrees_is_told(hub: HubServer, n_sent: int, n_listed: str) -> None:
+def test_a_wrong_size_is_reported(hub: HubServer, n_sent: int, n_listed: str) -> None:
     hub.repos["org/repo"] = Repo({"m.gguf": DEMO}, sent={"m.gguf": (DEMO + b"x")[:n_sent]})
     with pytest.raises(HubError, match=rf"lists m\.gguf with {n_listed} bytes, but sends {n_sent:,}: check"):
         pull("org/repo")
@@ -397,11 +397,13 @@ def test_an_answer_without_an_end_is_not_read_on(
     hub.endless["org/repo"] = status
     with pytest.raises(HubError, match=rf"{message}"):
         pull("org/repo")
-    assert hub.n_endless < 32 << 20  # what the system's buffers take is sent too
+    assert hub.n_endless < 32 << 20  # includes data in the system's buffers
 
 
 @pytest.mark.parametrize("wait", ["7", "date"])
-def test_a_busy_hub_is_asked_again_when_it_says(hub: HubServer, monkeypatch: pytest.MonkeyPatch, wait: str) -> None:
+def test_a_busy_hub_is_queried_again_after_retry_after(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     said = formatdate(time.time() + 7.5, usegmt=True) if wait == "date" else wait
@@ -411,7 +413,7 @@ def test_a_busy_hub_is_asked_again_when_it_says(hub: HubServer, monkeypatch: pyt
     assert all(0 < seconds <= 7.5 for seconds in slept)
 
 
-def test_a_hub_that_is_busy_for_long_is_told(hub: HubServer) -> None:
+def test_a_hub_that_stays_busy_is_reported(hub: HubServer) -> None:
     hub.repos["org/repo"] = Repo({"a.gguf": small_gguf()}, busy={""}, wait="3600")
     with pytest.raises(HubError, match=r"too many requests \(HTTP 429\): try again in 3600 seconds"):
         pull("org/repo")
@@ -433,7 +435,7 @@ def test_a_listing_that_is_nested_too_deeply_is_no_hub(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["repo", "org/repo/more", "", "./org/repo"])
-def test_what_is_no_name_is_refused(hub: HubServer, name: str) -> None:
+def test_an_invalid_name_is_refused(hub: HubServer, name: str) -> None:
     with pytest.raises(UsageError, match="is not the name of a model on the hub: write ORG/REPO"):
         pull(name)
 
@@ -443,7 +445,7 @@ def test_a_name_that_the_hub_cannot_have_is_refused(hub: HubServer) -> None:
         pull("org/re..po")
 
 
-def test_a_full_disk_is_told_before(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_the_download(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos["org/repo"] = Repo({"a.gguf": DEMO})
     usage = shutil.disk_usage(os.environ.get("TMPDIR", "/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=len(DEMO)))
@@ -460,7 +462,7 @@ def test_a_cache_that_cannot_be_written(hub: HubServer, tmp_path: Path, monkeypa
         pull("org/repo")
 
 
-def test_without_the_package_it_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(HubError, match=r"the package huggingface_hub cannot be loaded .*: install it again"):
         pull("org/repo")
@@ -494,7 +496,7 @@ def test_errors_of_the_command_are_one_line(hub: HubServer, capfdbinary: pytest.
     assert outcome.error() == ("org/repo has 2 models: choose one, org/repo:Q4_0 (4.62 MB), org/repo:Q8_0 (4.62 MB)")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are others there")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 def test_ctrl_c_keeps_what_was_fetched(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, waits=True)
     home = Path(os.environ["HF_HOME"])

@@ -1,11 +1,11 @@
-"""Chat templates that mean harm: endless work, memory without bound, deep recursion, ways out of the sandbox.
+"""Malicious chat templates: endless work, unbounded memory, deep recursion, sandbox escapes.
 
-They come in families: operations times the texts, values or places that they are tried with.  As a program it
-renders them all in one thread, and says which took longest:
+They form families: operations times the texts, values or places to which they apply.  As a program, this module
+renders all of them in one thread and reports the slowest:
 
     python -m tests.localllm.chat.hostile_templates [BUDGET [EVERY]]
 
-BUDGET is in the units of `localllm.chat.sandbox.BUDGET`; only EVERYth of each product of two lists is tried.
+BUDGET uses the units of `localllm.chat.sandbox.BUDGET`; only every EVERYth item of each product is rendered.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TEXTS = {
     "emoji": "🙂",
     "digits": "9",
 }
-"""What the content of the message repeats."""
+"""Repeated content of the message."""
 
-# What a template can do with a long text x; HUGE stands for a large number.
+# Operations on a long text x; HUGE is a large number.
 ON_TEXTS = """
     x|sort; x|unique|list; x|list; x|reverse|list; x|map('upper')|list; x|select('in', x)|list; x|upper
     x|lower|upper; x|title; x.title(); x|capitalize; x|escape; x|e|e|e|e; x|trim; x|trim(x); x.strip(x)
@@ -54,7 +54,7 @@ ON_TEXTS = """
     x|truncate(HUGE); x.zfill(HUGE); x.ljust(HUGE); x.expandtabs(HUGE); x.partition(x); x.translate({97: x})
     ('{0}' * 400).format(x); x.casefold(); x == x ~ ''; x < x ~ 'b'; x.startswith(x); x.endswith((x, x))
 """
-# What a template does with its own result g over and over, by what it starts with.
+# Operations that a template repeats on its own result g, by the initial value.
 GROWING = {
     "'a'": """
     g ~ g; g + g; g * 2; g|replace('a', 'aa'); g.replace('', 'b'); [g, g]|join; g.join([g, g, g])
@@ -71,7 +71,7 @@ GROWING = {
 """,
     "10": "g * g; g ** 2; g ** g; g + g; g * 1000; -g * g; g * 1.5; g|string|int * g; (g|string ~ '0')|int",
 }
-# Ways to nest g as deep as a loop is long, or (at last) to double it in each turn.
+# Ways to nest g once per iteration of a loop; the last ones double it.
 NESTING = """
     [g]; (g,); {'a': g}; [g]|list; [g] + []; namespace(a=g); dict(a=g); [[g], g][:1]; ({'a': g}.items()|list)[0]
     g|map('string'); g|select; g|reject('none'); g|batch(1); g|unique; g|reverse; g|map('default', 1)
@@ -79,7 +79,7 @@ NESTING = """
     {'a': g}.items(); [g, 1]|map('first'); [g]|first|default([g]); {'a': g}.get('b', [g]); (1, g)[1:]
     (g|list).index; [g, g]; (g, g); {'a': g, 'b': g}; (g|list) * 2
 """
-# Where such a g can hurt.
+# Operations for which a nested g may be expensive.
 ENDS = """
     g; g|string|length; g|tojson; g == [[1]]; g == g|list; g in [g]; [1] in g; g|list|length; g|join; [g, g]|sort
     {g: 1}; g is in g; [g]|unique|list; g|map('list')|list; g|max; g.a.a.a; g|sum; [g, [g]]|map('tojson')|list
@@ -89,7 +89,7 @@ ENDS = """
     [1]|map(attribute=g)|list; [1]|tojson(indent=g); 'a'.replace('a', g); 'a'.startswith(g); range(g); messages[g:]
     5|round(g); 'a'|indent(g); messages|sort(attribute=g)
 """
-# Loops over q = range(50000)|list, in which each step may take long.
+# Loops over q = range(50000)|list whose iterations may be slow.
 QUADRATIC = """
     range(50000, 99999)|select('in', q)|list; q|reject('in', q)|list; q|map('string')|select('in', q|join)|list
     q|select('eq', q)|list; q|selectattr('real', 'in', q)|list; q|map('default', q)|map('sum')|list
@@ -105,7 +105,7 @@ QUADRATIC = """
     q|map('abs')|map('float')|map('string')|map('upper')|map('title')|join
     ('x' * 9999)|map('string')|map('list')|list
 """
-# What 99,999 turns of a loop over i do; x is a long text, f a macro that writes out its argument.
+# Bodies of a loop of 99,999 iterations over i; x is a long text, f a macro that prints its argument.
 EVERY_TURN = """
     q|length + (q|sum); q|max; q|join|length; q == q + [1]; (q + [1])|first; q[::-1]|first; q|sort|first; i in q
     q.index(i); q|reverse|first; q|tojson|length; q|string|length; q|list|length; q|unique|first; x.find('y')
@@ -117,7 +117,7 @@ EVERY_TURN = """
     [x.upper, {}.get]; ('a' * 2400).count('a' * 999 ~ 'b'); x.strip(x[:9]); x in x; messages[0].content.strip
     messages[0].nothing; [[], [], [[]]]
 """
-# What a template keeps for ever, g being all that it kept before.
+# Values that a template keeps forever, where g is everything kept before.
 KEPT = """
     {1: {2: {3: {4: {5: g}}}}}; [[], [], [], [[[[[]]]]], g]; namespace(a=1, b=2, l=g); [g, i * 1.5, i * 99999]
     [g, loop]; [g, messages.x, y, z]; [g, i ~ '🙂', i|string ~ 'a']; g + [i]; [g, 'a'.upper, {}.get]; [g, f, f]
@@ -247,7 +247,7 @@ ALONE = {
     "debug": "{% debug %}",
     "do": "{% do messages.append(1) %}",
     "trans": "{% trans %}x{% endtrans %}",
-    # beyond a parser or compiler
+    # too much for a parser or compiler
     "parentheses": "{{ " + "(" * 30_000 + "1" + ")" * 30_000 + " }}",
     "some parentheses": "{{ " + "(" * 80 + "1" + ")" * 80 + " }}",
     "lists": "{{ " + "[" * 90 + "]" * 90 + " }}",
@@ -304,7 +304,7 @@ def operations(text: str) -> list[str]:
 
 
 def hostile_templates(every: int = 1) -> Iterator[tuple[str, str, str]]:
-    """Names and sources, and what the content of the message repeats."""
+    """Yield names and sources, and the repeated content of the message."""
     for repeated, step in itertools.islice(itertools.product(TEXTS, operations(ON_TEXTS)), 0, None, every):
         operation = step.replace("HUGE", "10**10")
         yield f"{step}, x of {repeated}", "{% set x = messages[0].content %}{{ " + operation + " }}", TEXTS[repeated]
@@ -351,9 +351,9 @@ def main(budget: int = sandbox.BUDGET, every: int = 1) -> None:
             times[name] = time.thread_time() - start
 
     before = resident_megabytes()
-    if before:  # a limit that stops what would take all memory; threads reserve more than they use
+    if before:  # prevents exhausting the memory; threads reserve more than they use
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    threading.stack_size(512 << 10)  # as small as some systems give to threads
+    threading.stack_size(512 << 10)  # the smallest thread stack of some systems
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
@@ -366,7 +366,7 @@ def main(budget: int = sandbox.BUDGET, every: int = 1) -> None:
 
 
 def resident_megabytes() -> int:
-    """The most memory that this process had so far; 0 where the system does not say."""
+    """Return the peak memory of this process in bytes; 0 if the system does not report it."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10 if sys.platform == "linux" else 0
 
 

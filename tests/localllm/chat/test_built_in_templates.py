@@ -1,4 +1,4 @@
-"""Templates by name, against what llama.cpp writes for the same messages (``llama_chat_apply_template``, 0.3.36)."""
+"""Built-in templates compared with llama.cpp's output (``llama_chat_apply_template``, 0.3.36)."""
 
 from __future__ import annotations
 

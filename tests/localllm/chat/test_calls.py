@@ -1,4 +1,4 @@
-"""Formats of tool calls: text that follows a declaration is parsed to the same calls, however it is cut."""
+"""Formats of tool calls: text that follows a format declaration gives the same calls, however it is divided."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def written(format_: Format, *calls: Call) -> str:
 
 
 def parse(reply: str, step: int | random.Random = 10_000, *, tools: Any = TOOLS, opened: str = "") -> Any:
-    """Reasoning, text, calls and warnings of a reply."""
+    """Return reasoning, text, calls and warnings of a reply."""
     parser, events, at = ReplyParser(tools, opened), list[Any](), 0
     while at < len(reply):
         n = step if isinstance(step, int) else step.randint(1, 20)
@@ -179,7 +179,7 @@ def test_endless_repetitions_are_read_in_linear_time(start: str, repeated: str) 
 @pytest.mark.parametrize(
     "reply",
     [
-        # A tag that is not closed, and the next argument at the start of a line.
+        # An unclosed tag, and the next argument at the start of a line.
         "<tool_call>later\n<arg_key>note</arg_key>\n<arg_value>x</arg_valu\n<arg_key>b</arg_key>\n<arg_value>1"
         "</arg_value>\n</tool_call>",
         '<minimax:tool_call>\n<invoke name="later">\n<parameter name="a>\n<parameter name="b">1</parameter>\n'
@@ -209,7 +209,7 @@ def test_white_space_around_calls(name: str, step: int) -> None:
         assert calls_of(f"\n{call}\n After. ", step)[0] == "After. "
 
 
-#: A call without arguments: what a format may write after the name.
+#: A call without arguments, with each text that a format allows after the name.
 EMPTY = {
     "hermes": [
         "",
@@ -445,7 +445,7 @@ def test_types_of_parts() -> None:
 
 
 def read_json(text: str, step: int) -> tuple[str, int]:
-    """The JSON of a text that comes in pieces, and how many errors were repaired."""
+    """Return the JSON of a text that arrives in chunks, and the number of repaired errors."""
     reader, out, held = JSONReader(), "", ""
     for at in range(0, len(text), step):
         held += text[at : at + step]
@@ -513,7 +513,7 @@ FRAGMENTS = ['"', "'", ",", "}", "{", "]", "<", "\n", " ", "\\", "`", "</paramet
 
 @pytest.mark.parametrize("seed", range(8))
 def test_calls_with_random_errors(seed: int) -> None:
-    """Whatever the pieces, a reply gives the same events, and each call has valid JSON."""
+    """However it is divided, a reply gives the same events, and each call has valid JSON."""
     source = random.Random(seed)
     for _ in range(25):
         calls = [source.choice([("add", source.choice([*VALUES.values()])), ("now", {})]) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Conversations, and the form in which templates of each kind get them."""
+"""Conversations, and their form for each type of template."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from localllm.sampling.grammar import check_grammar
 
 
 def each(body: str) -> str:
-    """A template that writes so much for each message m."""
+    """Return a template that writes this for each message m."""
     return "{% for m in messages %}" + body + "{% endfor %}"
 
 
 USER = "{% if m.role == 'user' %}<U>{{ m.content }}{% elif m.role == 'assistant' %}<A>{{ m.content }}"
 SYSTEM = "{% if SYSTEM.role == 'system' %}<S>{{ SYSTEM.content }}{% endif %}"
-#: Templates in the manner of public families.
+#: Templates like those of public families.
 KNOWS_THREE = each(SYSTEM.replace("SYSTEM", "m") + USER + "{% endif %}")
 FIRST_SYSTEM_ALONE = SYSTEM.replace("SYSTEM", "messages[0]") + each(USER + "{% endif %}")
 NO_SYSTEM = each(USER + "{% else %}{{ raise_exception('only two roles') }}{% endif %}")

@@ -1,4 +1,4 @@
-"""Templates render as in Hugging Face transformers: real ones, and all that templates do, piece by piece."""
+"""Templates render as in Hugging Face transformers: real templates, and every language feature separately."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ TOOLS = [
 
 @functools.cache
 def reference(source: str) -> jinja2.Template:
-    """The template as transformers compiles it (utils/chat_template_utils.py), in plain jinja2."""
+    """Compile the template as transformers does (utils/chat_template_utils.py), in plain jinja2."""
 
     class Generation(jinja2.ext.Extension):
         tags = {"generation"}  # noqa: RUF012
@@ -127,8 +127,8 @@ def fixed_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.chat.sandbox.datetime", Clock)
 
 
-#: Those that llama.cpp's source carries, where LLAMA_CPP is its folder; but two: jinja2 itself refuses one, and
-#: in the other it makes &#34; of quotation marks.
+#: Templates of llama.cpp's source, if LLAMA_CPP is its folder, except two: jinja2 rejects one, and writes &#34;
+#: instead of quotation marks in the other.
 ALL = [
     path
     for path in sorted(Path(os.environ.get("LLAMA_CPP", "/nowhere"), "models", "templates").glob("*.jinja"))
@@ -149,7 +149,7 @@ def test_real_templates_render_as_with_hugging_face(name: str | Path) -> None:
         options = {"tools": tools, "add_generation_prompt": prompt}
         options |= {"enable_thinking": thinking, "thinking": thinking}
         expected, refusal = reference_rendering(source, {"messages": messages, **options})
-        if refusal:  # of roles that do not alternate, or of the system's message: then its text stands in another
+        if refusal:  # roles must alternate, or system messages are rejected: their text then moves to another message
             with contextlib.suppress(TemplateError):
                 text = template.render(messages, **options)
                 assert all(str(message["content"] or "").strip() in text for message in messages), refusal
@@ -162,17 +162,17 @@ def test_real_templates_render_as_with_hugging_face(name: str | Path) -> None:
 
 
 def loses_calls(messages: Messages, text: str) -> bool:
-    """Whether a template leaves out calls of tools: here they are words then."""
+    """Return whether a template omits tool calls, which then become text."""
     return any("tool_calls" in message for message in messages) and "Ås" not in text and "u00c5s" not in text
 
 
 def with_thinking(messages: Messages) -> Messages:
-    """As transformers prepares messages: templates find under a second name what was thought."""
+    """Return messages as transformers prepares them: templates find the reasoning under a second name."""
     return [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in messages]
 
 
 def reference_rendering(source: str, variables: dict[str, Any]) -> tuple[str, str]:
-    """The text, or else the words of the error."""
+    """Return the text and "", or "" and the error message."""
     variables |= {"messages": with_thinking(variables["messages"])}
     try:
         return reference(source).render(variables, bos_token="<s>", eos_token="</s>"), ""
@@ -182,7 +182,7 @@ def reference_rendering(source: str, variables: dict[str, Any]) -> tuple[str, st
 
 @pytest.mark.usefixtures("fixed_date")
 def test_templates_render_as_with_transformers() -> None:
-    """`reference` is a copy of what transformers does: here it is transformers itself, where it is installed."""
+    """`reference_rendering` imitates transformers; this test compares it with transformers, if installed."""
     transformers = pytest.importorskip("transformers", reason="needs the extra 'reference'")
     vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, "x"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary, bos_token="<s>", eos_token="</s>")
@@ -235,7 +235,7 @@ def test_a_template_without_a_switch_for_thinking(recwarn: pytest.WarningsRecord
     assert "no switch for thinking" in str(recwarn.pop().message)
 
 
-# Each is put to all `VALUES` as x.
+# Each is applied to all `VALUES` as x.
 EXPRESSIONS = """
     x|abs; x|capitalize; x|count; x|dictsort; x|dictsort(reverse=true); x|dictsort(by='value'); x|first; x|float
     x|float(1.5); x|int; x|int(7); x|int(default=1, base=16); x|items|list; x|join('-'); x|join(', ')|upper; x|last
@@ -305,7 +305,7 @@ def test_expressions_give_what_they_give_in_plain_jinja() -> None:
     assert compared > 1500
 
 
-# What templates do that is more than an expression.
+# Template features other than expressions.
 FEATURES = {
     "namespaces and loop controls": """
 {%- set ns = namespace(n=0, seen=[], last='') -%}

@@ -1,4 +1,4 @@
-"""What models of all families write, taken apart, whatever the pieces that it comes in."""
+"""Replies in the formats of all families, parsed in chunks of any size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARGUMENTS = '{"a": 1, "note": "x, {y: 2}\\n\\"z\\""}'
 BOTH = json.loads(ARGUMENTS)
 NOTE = BOTH["note"]
 
-#: A call as each family writes it.
+#: A call in each family's format.
 M3 = "]<]minimax[>["
 FAMILIES = {
     "hermes": f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>',
@@ -94,7 +94,7 @@ FAMILIES = {
     "llama 3.1": f"<function=add>{ARGUMENTS}</function>",
 }
 
-#: What comes before an answer that is thought, and the answer.
+#: Reasoning before an answer, and the answer.
 THOUGHTS = {
     "tags": "<think>\nSo <b>?</think>\n\nLet me see.\n",
     "gemma": "<|channel>thought\nSo <b>?<channel|>Let me see.\n",
@@ -111,7 +111,7 @@ HARMONY_CALLS = {
     "without an end": f"<|start|>assistant<|channel|>commentary to=functions.add<|message|>{ARGUMENTS}",
 }
 
-#: Replies, and what they think, say and call.
+#: Replies, with their reasoning, text and calls.
 CASES = [
     *(
         (f"{begun}{call}", ("So <b>?", "Let me see.", [BOTH]))
@@ -143,7 +143,7 @@ CASES = [
 
 
 def read(parser: ReplyParser, pieces: list[str], is_cut: bool = False) -> tuple[str, str, list[ToolCall]]:
-    """What a reply thinks, says and calls; its calls begin once and end once, one after the other."""
+    """Return reasoning, text and calls of a reply; checks that each call starts and ends once, in order."""
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish(is_cut=is_cut)
     said = [event for event in events if isinstance(event, Piece)]
     calls, own = list[ToolCall](), list[CallDelta]()
@@ -188,7 +188,7 @@ def test_replies_are_taken_apart(case: tuple[str, object]) -> None:
         assert not parser.warnings
 
 
-#: What replies are made of, as models that err may put it together.
+#: Fragments of replies, as a faulty model may combine them.
 FRAGMENTS = [
     *FAMILIES.values(),
     *HARMONY_CALLS.values(),
@@ -281,7 +281,7 @@ def test_a_call_may_lack_its_last_bracket() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HARMONY_CALLS])
 def test_a_call_that_is_cut_off_is_a_call(family: str) -> None:
-    """However much of it is there; what is there of its arguments is the beginning of JSON."""
+    """At any point of the stream, the received arguments are a prefix of JSON."""
     call = {**FAMILIES, **HARMONY_CALLS}[family]
     opened = "<|start|>assistant" if family in HARMONY_CALLS else ""
     call = call.removeprefix("<|start|>assistant")
@@ -333,7 +333,7 @@ def test_what_a_reply_begins_with_is_not_told_again(prefix: str, rest: str, expe
         assert (thinking, text, [call.arguments for call in calls]) == expected
 
 
-#: What closes a call, or a part of it, as a family writes them.
+#: Closing tags of a call or of its parts, in each family's format.
 CLOSING = {
     "hermes": "</tool_call>",
     "qwen coder, nemotron 3": "</tool_call> </function> </parameter>",
@@ -405,7 +405,7 @@ def nested_json(n: int) -> str:
     return f'{{"note": {nested(n)}, "a": 1}}'
 
 
-#: A call with an argument that has ``n`` lists inside each other, and a second argument.
+#: A call with an argument of ``n`` nested lists, and a second argument.
 DEEP: dict[str, Callable[[int], str]] = {
     "json": lambda n: f'<tool_call>{{"name": "add", "arguments": {nested_json(n)}}}</tool_call>',
     "json, name last": lambda n: f'<tool_call>{{"arguments": {nested_json(n)}, "name": "add"}}</tool_call>',
@@ -529,7 +529,7 @@ def test_arguments_in_python(arguments: str, expected: object, n_warnings: int) 
 
 
 def between_tags(parameters: dict[str, object], value: str) -> object:
-    """What is read of an argument called a."""
+    """Parse an argument called a."""
     reply = f"<tool_call>add<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
     _, _, (call,) = parsed(ReplyParser([{"function": {"name": "add", "parameters": parameters}}]), [reply])
     assert isinstance(call, dict)
@@ -562,7 +562,7 @@ def test_what_is_no_text_is_read_in_pythons_words_too(value: str, read: object) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_of_a_tool_that_was_not_offered_is_a_call(family: str) -> None:
-    """The program that runs tools answers that there is none; with text the turn of the model would be over."""
+    """The program that runs tools reports an unknown tool; text instead would end the model's turn."""
     for pieces in ([FAMILIES[family]], list(FAMILIES[family])):
         parser = ReplyParser([{"type": "function", "function": {"name": "subtract"}}])
         _, text, (call,) = read(parser, pieces)
@@ -591,7 +591,7 @@ OFFERED: list[dict[str, Any]] = [
 
 
 def called(reply: str, step: int) -> tuple[str, list[tuple[str, Any]], list[str]]:
-    """The text and the calls of a reply that comes in pieces, and the warnings."""
+    """Return text and calls of a reply that arrives in chunks, and the warnings."""
     parser = ReplyParser(OFFERED)
     _, text, calls = read(parser, [reply[i : i + step] for i in range(0, len(reply), step)])
     return text.strip(), [(call.name, json.loads(call.arguments)) for call in calls], parser.warnings

@@ -1,4 +1,4 @@
-"""Templates that mean harm end with a result or a typed error, and what templates need still works."""
+"""Malicious templates end with a result or a typed error, and all features that templates need still work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 def test_hostile_templates_end_typed() -> None:
-    """In a process of their own, which they could crash, with a small budget, because work is counted by it."""
+    """Render in a separate process, which they might crash, with a small budget, because it counts the work."""
     command = [sys.executable, "-m", "tests.localllm.chat.hostile_templates", str(sandbox.BUDGET // 100), "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -71,7 +71,7 @@ def test_what_is_refused_is_named(source: str, words: str) -> None:
 
 def test_nothing_runs_before_rendering() -> None:
     for expression in ("'a' * 10**10", "'a'|indent(10**10, true)", "2 ** 10000000", "'a' ~ 'b' * 10**10"):
-        for source in ("{{ %s }}", "{%% set x = %s %%}"):  # the compiler would compute constants
+        for source in ("{{ %s }}", "{%% set x = %s %%}"):  # the compiler would evaluate constants
             template = ChatTemplate(source % expression)
             with pytest.raises(TemplateError, match="stopped"):
                 template.render(HELLO)
@@ -111,7 +111,7 @@ def test_what_a_template_says_is_cut_to_one_short_line() -> None:
 
 
 def test_long_chats_fit_the_budget() -> None:
-    """A megabyte of messages, and a thousand turns with tools, through what templates do to each of them."""
+    """A megabyte of messages, and a thousand turns with tools, with the operations of templates on each message."""
     source = (
         "{% set ns = namespace(seen=[]) %}{% for m in messages %}"
         "{% set text = m.content|trim %}"
@@ -121,7 +121,7 @@ def test_long_chats_fit_the_budget() -> None:
     words = "word " * 200
     messages = [{"role": "user", "content": words} for _ in range(1000)]
     assert ChatTemplate(source).render(messages) == f"<|user|>{words.strip()}\n" * 1000
-    source = (  # gpt-oss looks ahead from each call of a tool, Gemma 4 back from each message
+    source = (  # gpt-oss looks ahead from each tool call, Gemma 4 back from each message
         "{% for m in messages %}{% set ns = namespace(found=false) %}{% for later in messages[loop.index:] %}"
         "{% if later.role == 'assistant' and 'tool_calls' not in later %}{% set ns.found = true %}{% endif %}"
         "{% endfor %}{{ ns.found }}{% endfor %}"

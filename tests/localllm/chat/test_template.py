@@ -1,4 +1,4 @@
-"""Chat templates from files, what happens with bad messages and bad templates, and the ids of a chat."""
+"""Chat templates from files, invalid messages and templates, and the ids of a chat."""
 
 from __future__ import annotations
 

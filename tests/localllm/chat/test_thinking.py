@@ -1,4 +1,4 @@
-"""What a model thinks and what it answers, however its text is cut into pieces."""
+"""Reasoning and answer of a reply, however its text is divided."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_pieces_make_no_difference(parts: list[str], opened: str, random: object
     pieces += splitter.finish()
     joined = tuple("".join(piece.text for piece in pieces if piece.thinking is kind) for kind in (True, False))
     assert joined == split(text, opened)
-    # All thoughts come before the answer.
+    # All reasoning precedes the answer.
     kinds = [piece.thinking for piece in pieces]
     assert kinds == sorted(kinds, reverse=True)
 

@@ -1,4 +1,4 @@
-"""``localllm bench``: the table, the JSON line, and the arithmetic of what the machine could do."""
+"""``localllm bench``: the table, the JSON line, and the calculation of the machine's limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Bench = Callable[..., Outcome]
 
 @pytest.fixture(autouse=True)
 def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else runs beside the tests."""
+    """Ignore other programs on the machine."""
     monkeypatch.setattr(bench, "disturbance", lambda other_cpus, scatter: None)
 
 
@@ -127,7 +127,7 @@ def test_ceilings_on_the_processor(run: Bench) -> None:
 
 
 def test_each_test_evaluates_what_it_says(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt is new each time, but what stands before it is in the cache; generation begins at its depth."""
+    """A prompt is new each time, but the context before it is cached; generation starts at its depth."""
     seen: list[tuple[int, int, int]] = []
     real = LLM.generate
 
@@ -164,9 +164,9 @@ def test_lists_of_tests() -> None:
 
 
 def test_the_work_of_a_model(llm: LLM) -> None:
-    """By hand, for 3 layers of width 64, 4 query and 2 key/value heads of 16, and 300 tokens.
+    """Calculated by hand for 3 layers of width 64, 4 query and 2 key/value heads of 16, and 300 tokens.
 
-    The matrix of width 160 into 64 is Q8_0 as all others are.
+    The matrix from width 160 to 64 is Q8_0 like all others.
     """
     work = ModelCost.of(llm.info)
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160
@@ -179,7 +179,7 @@ def test_the_work_of_a_model(llm: LLM) -> None:
 
 
 def test_weights_in_floats_are_float_products(tmp_path: Path) -> None:
-    """In the file without an output matrix the embedding takes its place."""
+    """In a file without an output matrix the embedding replaces it."""
     path = tiny_gguf(tmp_path / "f32.gguf", tie_word_embeddings=True)
     with localllm.load(path, device="reference") as llm:
         work = ModelCost.of(llm.info)
@@ -188,7 +188,7 @@ def test_weights_in_floats_are_float_products(tmp_path: Path) -> None:
 
 
 def test_what_counts_is_the_format_that_kernels_read() -> None:
-    """An IQ4_XS matrix is read as IQ4_NL, whose products are of bytes."""
+    """An IQ4_XS matrix is converted to IQ4_NL, whose products use bytes."""
 
     def matrix(type: GGMLType, *shape: int) -> Any:
         return SimpleNamespace(type=type, shape=shape)
@@ -211,7 +211,7 @@ def test_a_busy_machine_is_told(
 
 
 def test_a_context_longer_than_trained_on_is_no_matter(capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> None:
-    """Nor is there a flag -c to set it with.  One repetition has no spread, and -q hides no warning of noise."""
+    """There is no flag -c to set it.  A single repetition has no spread, and -q keeps warnings of noise."""
     flags = ("--device", "reference", "-p", "200", "-n", "0", "-r", "1", "-q")
     outcome = run_main(capfdbinary, "bench", path, *flags)
     assert outcome.err == ""
@@ -222,7 +222,7 @@ def test_what_a_test_costs() -> None:
     work = ModelCost(
         weight_bytes=1000, kv_bytes=10, layer_products=(100, 20), head_products=(7, 0), attention_products=4
     )
-    # At depth 5, the two tokens see 6 and 7 tokens.
+    # At depth 5, the two tokens attend to 6 and 7 tokens.
     assert work.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6.5
     assert work.products(Test("pp", 2, 5)) == (207, 40 + 4 * (6 + 7))
     narrow = ModelCost(1000, 10, (0, 0), (0, 0), 4, {6: 1.0})

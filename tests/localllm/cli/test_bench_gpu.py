@@ -1,4 +1,4 @@
-"""``localllm bench`` on GPUs: emulated ones, whose kernels do nothing and whose work takes a microsecond each."""
+"""``localllm bench`` on emulated GPUs, whose kernels do nothing and take a microsecond each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], path: Path) -> Bench:
-    """Runs the command; ``n_gpus`` says how many there are."""
+    """Run the command with ``n_gpus`` emulated GPUs."""
 
     def run_on(*flags: str, n_gpus: int = 1) -> Outcome:
         driver = KernellessDriver(max(1, n_gpus), memory=1 << 26)
@@ -93,16 +93,16 @@ def test_a_profile(run: Bench) -> None:
 
 
 def test_steps_of_a_prompt_are_averaged(run: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 tokens take two steps of 512; what is generated for a profile is short."""
+    """600 tokens need two steps of 512; a profile generates few tokens."""
     monkeypatch.setattr(CUDABackend, "step_tokens", 512)
-    monkeypatch.setattr("localllm.engine.scheduler.MIN_CHUNK_ALONE", 512)  # however busy the machine is
+    monkeypatch.setattr("localllm.engine.scheduler.MIN_CHUNK_ALONE", 512)  # on a busy machine too
     outcome = run("-p", "600", "-n", "9", "-r", "1", "-q", "--json", "--profile")
     pp, tg = json.loads(outcome.out.splitlines()[-1])["results"]
     assert pp["profiles"][0]["n_steps"] == 2
     assert tg["profiles"][0]["n_steps"] == 4
     launches = {op["name"]: op["launches"] for op in pp["profiles"][0]["operations"]}
     assert launches["gate + quantise"] == 3
-    assert launches["linear output Q8_0"] == 0.5  # the last one's
+    assert launches["linear output Q8_0"] == 0.5  # for the last token
     table = run("-p", "600", "-n", "0", "-r", "1", "-q", "--profile").out
     gather = next(line.split() for line in table.splitlines() if line.split()[:1] == ["gather"])
     assert gather[1] == "0.5"
@@ -123,7 +123,7 @@ WORK = ModelCost(
 
 
 def info_of(**layers: int) -> Any:
-    """Of a model on devices with so many layers each; each layer has 100 bytes of weights, the head 50."""
+    """Return the info of a model with these numbers of layers per device, 100 bytes per layer and 50 for the head."""
     devices = tuple(name.replace("_", ":") for name in layers)
     counts = dict(zip(devices, layers.values(), strict=True))
 
@@ -155,7 +155,7 @@ def test_tokens_wait_for_all_devices_and_prompts_for_the_slowest(monkeypatch: py
 
 
 def test_the_lines_of_a_profile() -> None:
-    """The operation that takes longest comes first; of a floor the longer time counts."""
+    """The slowest operation comes first; the larger of both bounds is the floor."""
     shares = {
         "a": Share("a", Cost(2e9, 1e9, "int8"), n=2, n_launches=4, seconds=0.01),
         "b": Share("b", Cost(3e9), n=2, n_launches=1, seconds=0.03),

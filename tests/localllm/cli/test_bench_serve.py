@@ -1,4 +1,4 @@
-"""``localllm bench --serve``: what a load sends, and what comes of it."""
+"""``localllm bench --serve``: the requests of a load, and the measured results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from localllm.bench.serving import LONGEST, Load, _length
 from tests.helpers.command_line import run_main
 
-needs_server = pytest.mark.skipif(not all(map(find_spec, ("starlette", "uvicorn"))), reason="there is no server")
+needs_server = pytest.mark.skipif(not all(map(find_spec, ("starlette", "uvicorn"))), reason="needs the extra 'serve'")
 
 
 def test_lengths_scatter_around_their_mean() -> None:
     chance = random.Random(1)
     lengths = [_length(chance, 100, 1.0) for _ in range(5000)]
-    assert 60 < statistics.mean(lengths) < 140  # a little less: the longest are cut
+    assert 60 < statistics.mean(lengths) < 140  # below the mean, because the longest are cut
     assert statistics.median(lengths) < 90
     assert max(lengths) == LONGEST * 100
 

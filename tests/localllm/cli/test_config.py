@@ -1,4 +1,4 @@
-"""``localllm config``, and settings in force in other commands."""
+"""``localllm config``, and the effect of settings on other commands."""
 
 from __future__ import annotations
 

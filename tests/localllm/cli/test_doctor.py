@@ -1,4 +1,4 @@
-"""``localllm doctor``: it finds what is there, says what is wrong and what to do, and never fails itself."""
+"""``localllm doctor``: it reports the machine, faults and remedies, and never fails itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def own_isa(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(name: str, group: str | None = None) -> Finding:
-    """The one finding of that name."""
+    """Return the only result with this name."""
     [finding] = [f for f in findings() if f.name == name and group in (None, f.group)]
     return finding
 
@@ -196,7 +196,7 @@ def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        raise OSError("no /proc here")
+        raise OSError("/proc is missing")
 
     monkeypatch.setattr(doctor, "cpu_model", fail)
     check = found("check", "processor")

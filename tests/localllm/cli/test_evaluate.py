@@ -1,4 +1,4 @@
-"""``localllm evaluate``: what the library measures, as tables, pictures and JSON."""
+"""``localllm evaluate``: the library's measurements as tables, charts and JSON."""
 
 from __future__ import annotations
 

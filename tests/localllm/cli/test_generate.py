@@ -1,4 +1,4 @@
-"""``localllm generate``: the text of the library, whatever way the prompt comes in and the text goes out."""
+"""``localllm generate``: the library's text, for every source of the prompt and form of output."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with one."""
+    """A model with a chat template."""
     return tiny_model(tmp_path_factory.mktemp("generate") / "chatty.gguf", **{"tokenizer.chat_template": TEMPLATE})
 
 
@@ -68,7 +68,7 @@ def llm(chatty: Path) -> Iterator[LLM]:
 
 @pytest.fixture
 def generate(capfdbinary: pytest.CaptureFixture[bytes], plain: Path) -> Generate:
-    """Runs ``localllm generate`` with the plain model and 12 tokens, if nothing else is said."""
+    """Run ``localllm generate`` with the plain model and 12 tokens by default."""
 
     def run(*arguments: object, model: Path = plain) -> Outcome:
         given = ("generate", "-m", model, "--device", "reference", "-n", 12, *arguments)
@@ -89,7 +89,7 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 
 
 def test_greedy_from_bos_gives_the_expected_text() -> None:
-    """To the character, from the program as it is installed."""
+    """Exactly the library's text, from the installed program."""
     model = shared_data("models/stories260K/stories260K.gguf")
     expected = shared_data("models/stories260K/greedy_expected.txt").read_text()
     outcome = run_process(["generate", "-m", model, "--temp", "0", "-n", "256", "--device", "reference"])
@@ -98,7 +98,7 @@ def test_greedy_from_bos_gives_the_expected_text() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_only_a_terminal_gets_a_last_line_end_and_controls_spelled_out(generate: Generate, plain: Path) -> None:
-    """The model writes twice ESC."""
+    """The model writes ESC twice."""
     flags = ["-q", "-p", "a", "-n", "2", "--temp", "0", "-l", f"{FIRST_BYTE + 0x1B}+1000"]
     assert generate(*flags).out == "\x1b\x1b"
     screen = run_on_terminal(["generate", "-m", plain, "--device", "reference", *flags])
@@ -110,14 +110,14 @@ def test_the_kernels_give_the_same_text(generate: Generate, plain: Path) -> None
     kernels = generate("-p", "the cat", "--temp", "0", "--device", "cpu", "-t", "1", "-q")
     assert kernels.code == 0
     assert kernels.out == reference.out != ""
-    assert kernels.err == ""  # even where the kernels have to be compiled
+    assert kernels.err == ""  # even if kernels have to be compiled
 
 
 @pytest.mark.linux("a simulation imports more")
 def test_a_warm_start_does_without_numba_and_jinja2(generate: Generate, plain: Path) -> None:
-    """They take most of the time that a first token may take; so does rich."""
+    """These modules would take most of the time to the first token; so would rich."""
     arguments = ["-p", "the", "--temp", 0, "--device", "cpu", "-t", 1, "-q"]
-    generate(*arguments)  # compiles the kernels, if need be
+    generate(*arguments)  # compiles the kernels if necessary
     command = [str(part) for part in ("generate", "-m", plain, "-n", 2, *arguments)]
     code = f"import sys\nfrom localllm.cli.main import main\nmain({command})\nprint(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
@@ -190,12 +190,12 @@ def test_stop_strings(generate: Generate, llm: LLM) -> None:
 
 
 def test_no_limit_of_tokens(generate: Generate) -> None:
-    """-1 and -2 go on to the end of the context."""
+    """-1 and -2 continue to the end of the context."""
     for n in (-1, -2):
         outcome = generate("-q", "-p", "the", "-c", 30, "-n", n, "--ignore-eos", "--json")
         assert json.loads(outcome.out)["finish_reason"] == "length"
         usage = json.loads(outcome.out)["usage"]
-        assert usage["total_tokens"] in (30, 31)  # the last one need not be evaluated any more
+        assert usage["total_tokens"] in (30, 31)  # the last token need not be evaluated
     assert generate("-q", "-p", "the", "-n", 0).out == ""
 
 
@@ -235,7 +235,7 @@ def test_only_one_line_end_is_dropped(generate: Generate, give_stdin: Callable[[
 def test_the_empty_prompt_is_bos(
     generate: Generate, give_stdin: Callable[[bytes], None], llm: LLM, chatty: Path, flags: list[str]
 ) -> None:
-    """Also with a chat template: there is nothing to answer."""
+    """Also with a chat template, because there is no message to answer."""
     give_stdin(b"\n")
     outcome = generate("-q", "--temp", 0, *flags, model=chatty)
     assert outcome.out == llm.generate([1], temperature=0, max_tokens=12).text
@@ -258,7 +258,7 @@ def test_a_process_without_stdin(generate: Generate, monkeypatch: pytest.MonkeyP
     assert generate("-q", "--temp", 0).out == llm.generate("", temperature=0, max_tokens=12).text
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="select knows no pipes on Windows")
+@pytest.mark.skipif(sys.platform == "win32", reason="select does not support pipes on Windows")
 def test_waiting_for_stdin_is_said(generate: Generate, plain: Path) -> None:
     arguments = ["generate", "-m", plain, "--device", "reference", "--temp", "0", "-n", "3"]
     with running(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -366,7 +366,7 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     assert quiet.err == ""
     assert quiet.out == normal.out == verbose.out
     first, empty, last = normal.err.splitlines()
-    assert empty == ""  # where the text and this go to one place, this begins on a line of its own
+    assert empty == ""  # if text and statistics share a destination, the statistics start on a new line
     assert first.startswith(f"{plain.name}: llama, ")
     assert "reference (numpy), 1 thread, 128 tokens of context" in first
     assert re.fullmatch(r"prompt 2 tokens, [\d.]+ tok/s; answer 12 tokens, cut off, [\d.]+ tok/s", last)
@@ -459,13 +459,13 @@ def test_the_output_is_utf8_whatever_the_locale(generate: Generate, plain: Path)
 
 @pytest.fixture
 def ignored_interrupts() -> Iterator[None]:
-    """As for a program that a script starts in the background."""
+    """Like a program that a script starts in the background."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 @pytest.mark.parametrize("json_flag", [False, True])
 def test_an_interrupt_stops_it_at_once(plain: Path, json_flag: bool) -> None:
     endless = ["-n", "-1", "-c", "100000", "--ignore-eos", "--temp", "3"]
@@ -473,7 +473,7 @@ def test_an_interrupt_stops_it_at_once(plain: Path, json_flag: bool) -> None:
     with running(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        lines = [process.stderr.readline() for _ in range(2)]  # a warning of the long context, and what runs where
+        lines = [process.stderr.readline() for _ in range(2)]  # a warning of the long context, and the placement
         assert b"warning" in lines[0]
         assert b"tokens of context" in lines[1]
         if not json_flag:
@@ -481,11 +481,11 @@ def test_an_interrupt_stops_it_at_once(plain: Path, json_flag: bool) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert process.returncode == -signal.SIGINT
-    assert all(b"chat template" in line for line in err.splitlines())  # the hint may come after the first text
+    assert all(b"chat template" in line for line in err.splitlines())  # the hint may follow the first text
     assert not (json_flag and out)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 @pytest.mark.usefixtures("ignored_interrupts")
 def test_an_interrupt_arrives_though_the_tests_ignore_it(plain: Path) -> None:
     test_an_interrupt_stops_it_at_once(plain, False)
@@ -505,7 +505,7 @@ def test_an_interrupt_on_a_terminal_leaves_a_clean_line(plain: Path) -> None:
     assert re.fullmatch(r"localllm: warning: [^\n]*\r\nz+\r\n", seen.decode())
 
 
-#: A program that sends itself a SIGINT when it imports a module, and runs a command line.
+#: A program that sends itself a SIGINT during an import, and runs a command line.
 INTERRUPTED_IMPORT = """
 import signal, sys
 from localllm.cli.start import main
@@ -516,10 +516,10 @@ class Finder:
             {interrupt}
 
 class Dropped:
-    def __del__(self):  # from where Python drops exceptions
+    def __del__(self):  # Python drops its exceptions
         signal.raise_signal(signal.SIGINT)
 
-def suppressed():  # as numpy.random's modules, which are written in C, do
+def suppressed():  # like the C modules of numpy.random
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
@@ -532,7 +532,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are others there")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 @pytest.mark.parametrize("module", ["argparse", "localllm.cli.parser", "numpy", "localllm.cli.commands.doctor"])
 @pytest.mark.parametrize("interrupt", ["signal.raise_signal(signal.SIGINT)", "Dropped()", "suppressed()"])
 def test_an_interrupt_while_modules_are_imported(module: str, interrupt: str) -> None:
@@ -543,9 +543,9 @@ def test_an_interrupt_while_modules_are_imported(module: str, interrupt: str) ->
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent otherwise on Windows")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 def test_interrupts_that_come_thick_and_fast(plain: Path) -> None:
-    """Whenever the next one comes, the process dies of it, while the first is dealt with or at the end."""
+    """The second signal ends the process at any time: while the first is handled, or at the end."""
     endless = ["-n", "-1", "--ignore-eos", "-q", "--temp", "3", "-p", "a"]
     for _ in range(2):
         with running(

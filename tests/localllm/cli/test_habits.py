@@ -1,6 +1,6 @@
-"""Command lines as the documentation of llama.cpp, llama-cpp-python and Ollama has them.
+"""Command lines from the documentation of llama.cpp, llama-cpp-python and Ollama.
 
-Each does what it says, warns in one line, or fails with a sentence that names our way.
+Each works as documented, warns in one line, or fails with a sentence that names localllm's flag.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from localllm import LLM, load  # load is looked up now, before it is patched: the package keeps it
+from localllm import LLM, load  # load is imported before it is patched: the package caches it
 from localllm.chat import CHATML
 from localllm.kernels.cuda import installation
 from tests.helpers.command_line import run_main
@@ -24,9 +24,9 @@ CUT = {"temperature": 1, "top_p": 1, "min_p": 0, "repeat_penalty": 1, "dry_multi
 SERVER = "localllm serve -m FILE serves models to other programs"
 HUB = "https://huggingface.co/org/repo"
 
-#: What is typed; how the warning or the error begins, "" if there is none; what loading and generating are given.
+#: Command line; start of the warning or error ("" without); arguments of loading and generating.
 LINES: list[tuple[str, str, dict[str, Any]]] = [
-    # llama-cli: llama.cpp's README and tools/main/README.md, with `localllm generate` in its place.
+    # llama-cli: llama.cpp's README and tools/main/README.md, with `localllm generate` instead.
     ("generate -m model.gguf -p 'I believe the meaning of life is' -n 8 -no-cnv", "", {"max_tokens": 8}),
     ("generate -m model.gguf -p hi -n 4 -ngl 99", "warning: -ngl changes nothing here: no GPU", {}),
     (
@@ -184,7 +184,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-quantize draft.gguf small.gguf Q4_0 --leave-output-tensor", "error: there is no flag --leave-output", {}),
     ("llama-quantize draft.gguf Q4_K_M", "error: write localllm quantize FILE OUTPUT TYPE, as in localllm", {}),
     ("llama-tokenize -m model.gguf -p hi", "error: there is no command 'llama-tokenize': use LLM.tokenize", {}),
-    # Ollama: `ollama --help` and its README, with `localllm` in place of `ollama`.
+    # Ollama: `ollama --help` and its README, with `localllm` instead of `ollama`.
     ("help", "", {}),
     ("help generate", "", {}),
     ("run llama3.2", "error: there is no file or model 'llama3.2' here: localllm models lists those that are", {}),
@@ -261,7 +261,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models, one of them in a cache of the hub."""
+    """A folder with models, and a model in a hub cache."""
     folder, settings = tmp_path_factory.mktemp("habits"), config()
     snapshot = folder / "hub" / "models--org--repo" / "snapshots" / ("c" * 40)
     snapshot.mkdir(parents=True)
@@ -307,7 +307,7 @@ def test_a_command_line(
     warnings = [text for text in outcome.err.splitlines() if text.startswith("localllm: warning: ")]
     if said.startswith("error: "):
         assert outcome.code in (1, 2)
-        assert said.removeprefix("error: ") in outcome.error()  # and no warning beside it
+        assert said.removeprefix("error: ") in outcome.error()  # and no additional warning
         return
     assert outcome.code == 0, outcome.err
     assert outcome.out

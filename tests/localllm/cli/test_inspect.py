@@ -1,4 +1,4 @@
-"""``localllm inspect``: what the file says, abbreviated, and nothing that a terminal obeys."""
+"""``localllm inspect``: the file's metadata, abbreviated, without terminal control sequences."""
 
 from __future__ import annotations
 

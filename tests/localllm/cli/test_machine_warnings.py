@@ -1,4 +1,4 @@
-"""What the command line says of the machine."""
+"""Warnings of the command line about the machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_disturbances(other_cpus: float, scatter: float, words: str | None) -> N
 
 
 def test_the_load_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten seconds, in which processors worked for fifteen, this program for five of them."""
+    """Ten seconds in which the processors worked for fifteen seconds, and this program for five."""
     now = {"clock": 100.0, "own": 1.0, "busy": 50.0}
 
     class Times:

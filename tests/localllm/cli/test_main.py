@@ -1,4 +1,4 @@
-"""The command line as a whole: help, exit codes, and one clear sentence for whatever goes wrong."""
+"""The command line as a whole: help, exit codes, and one clear sentence for every error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def run(capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
-    """Runs a command line in this process."""
     return lambda *arguments: run_main(capfdbinary, *arguments)
 
 
@@ -62,7 +61,7 @@ def test_help(run: Run, command: str | None) -> None:
 
 
 def test_help_tells_the_defaults_that_hold(run: Run) -> None:
-    """Those of sampling are kept by `Sampling` and repeated in the help."""
+    """The defaults of sampling are in `Sampling` and repeated in the help."""
     text = " ".join(run("generate", "--help").out.split())
     stated = dict(re.findall(r"--([a-z-]+) [XN] [^(]*\(default: (-?[\d.]+)\)", text))
     names = {"top-nsigma": "top_n_sigma", "typical-p": "typical_p"}
@@ -85,10 +84,10 @@ def test_help_does_not_wait_for_the_heavy_packages() -> None:
         ["--help"],
         ["genrate"],
         ["generate", "--nonsense"],
-        ["models", "--json"],  # whose details were read before
+        ["models", "--json"],  # whose details were cached before
         *([name, flag] for name in command_names() for flag in ("--help", "-Q")),
     ]
-    # In another process, too: this one does not see the models of Python packages.
+    # In another process too: this one does not see the models of Python packages.
     subprocess.run(
         [sys.executable, "-m", "localllm", "models", "--json"], check=True, capture_output=True, timeout=LIMIT
     )
@@ -105,11 +104,11 @@ def test_help_does_not_wait_for_the_heavy_packages() -> None:
 @pytest.mark.linux("Windows needs more modules")
 @pytest.mark.parametrize(("words", "most"), [("--help", 57), ("genrate", 57), ("models --json", 42)])
 def test_commands_that_load_nothing_import_few_modules(words: str, most: int) -> None:
-    assert main(["models", "--json"]) == 0  # details of models are read once
+    assert main(["models", "--json"]) == 0  # caches the details of models
     code = f"import sys\nfrom localllm.cli.main import main\nmain({words.split()})\n"
     code += "print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", code],  # without site, whose .pth files import what they like
+        [sys.executable, "-S", "-c", code],  # without site, whose .pth files may import anything
         capture_output=True,
         text=True,
         check=True,
@@ -120,7 +119,7 @@ def test_commands_that_load_nothing_import_few_modules(words: str, most: int) ->
     assert "localllm.cli.main" in loaded
     slow = {"asyncio", "http.client", "multiprocessing", "ssl", "subprocess", "urllib.request"}
     assert not set(loaded) & slow
-    # Modules of the standard library differ between versions of Python.
+    # Modules of the standard library differ between Python versions.
     assert sum(name.partition(".")[0] not in sys.stdlib_module_names for name in loaded) <= most
 
 
@@ -237,7 +236,7 @@ def test_bias_of_a_token_outside_the_vocabulary(run: Run, tiny: Path) -> None:
     assert outcome.error() == "token 300 in -l is outside the vocabulary of 300 tokens"
 
 
-# What cannot be done: exit code 1.
+# Failures: exit code 1.
 
 
 @pytest.mark.parametrize("arguments", [["generate", "-p", "x", "-m"], ["inspect"], ["bench", "-m"]], ids=str)
@@ -262,7 +261,7 @@ def test_files_that_are_no_model(run: Run, tiny: Path, tmp_path: Path, arguments
 
 
 def changed(path: Path, **metadata: object) -> Path:
-    """A tiny model with some metadata changed (underscores for dots), or with None left out."""
+    """Write a tiny model with changed metadata (underscores for dots), None removes a key."""
     settings = config()
     keys = {key.replace("__", "."): value for key, value in metadata.items()}
     return write_gguf(path, settings, random_weights(settings), metadata=keys)
@@ -301,10 +300,10 @@ def test_too_little_memory_is_said_before_loading(run: Run, tiny: Path, monkeypa
     assert re.search(r"needs [\d.]+ GB of memory .* but 0.00 GB is available", outcome.error())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit addresses so")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
 @pytest.mark.parametrize("kibibytes", [300_000, 420_000])
 def test_a_short_address_space_is_said(tmp_path: Path, kibibytes: int) -> None:
-    """Libraries fail in ways of their own there: LLVM ends the process."""
+    """Libraries fail in their own way there: LLVM ends the process."""
     limited = ("sh", "-c", f'ulimit -v {kibibytes}; exec "$@"', "sh")
     env = environment(LOCALLLM_CACHE=str(tmp_path), OPENBLAS_NUM_THREADS="1")
     outcome = run_process(["generate", "-q", "-t", "1", "-p", "x", "-n", "1"], prefix=limited, env=env)
@@ -390,12 +389,12 @@ def test_an_instruction_set_that_is_there(run: Run, tiny: Path) -> None:
     assert f"for {best})" in outcome.err
 
 
-# What main() does with exceptions.
+# Exceptions in main().
 
 
 @pytest.fixture
 def broken_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """Makes ``localllm doctor`` raise an exception."""
+    """Make ``localllm doctor`` raise an exception."""
 
     def install(error: BaseException) -> None:
         def fail(arguments: object) -> int:
@@ -466,7 +465,7 @@ def test_warnings_name_flags(run: Run, tiny: Path) -> None:
 # Streams.
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGPIPE to speak of")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGPIPE")
 def test_a_reader_who_leaves_ends_it_quietly(tiny: Path) -> None:
     arguments = ["generate", "-m", tiny, "--device", "reference", "-q", "-p", "a", "-n", "-1", "--ignore-eos"]
     with running(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -502,7 +501,7 @@ def test_messages_that_cannot_be_written_stop_nothing(run: Run, tiny: Path) -> N
     assert outcome == Outcome(0, expected.out, "")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="pipes that do not wait")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs non-blocking pipes")
 def test_output_that_does_not_wait_loses_nothing() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

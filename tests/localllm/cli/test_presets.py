@@ -1,4 +1,4 @@
-"""Models with options of their own, by a file that serve, chat and generate take."""
+"""Models with separate options, from a file for serve, chat and generate."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_types_that_do_not_fit_are_told_with_what_they_cost(run: Run, tmp_path: 
     weights = {f"blk.{i}.attn_q.weight": np.ones((32, 576), np.float32) for i in range(2)}
     model = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, weights)
     lines = run(model, tmp_path / "small.gguf", "Q4_K_M").out.splitlines()
-    # 22 bytes for 32 values in place of 144 for 256
+    # 22 bytes for 32 values instead of 144 for 256
     assert (
         lines[-2] == "2 tensors are Q5_0, not Q4_K: their rows of 576 values are not a multiple of 256 (4.61 kB more)"
     )
@@ -111,7 +111,7 @@ def test_refusals(run: Run, model: Path, tmp_path: Path) -> None:
     assert "cannot be read" in run(model, tmp_path / "new.gguf", "Q4_0", "--imatrix", tmp_path / "none").error()
     text = tmp_path / "text.txt"
     text.write_text("some words")
-    late = run(model, small, "--target-size", "1GB", "-f", text)  # said before anything is measured
+    late = run(model, small, "--target-size", "1GB", "-f", text)  # reported before any measurement
     assert (late.code, "is there already" in late.error()) == (1, True)
     assert "is a folder: name a file in it" in run(model, tmp_path, "Q8_0").error()
 

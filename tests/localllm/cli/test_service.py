@@ -1,4 +1,4 @@
-"""``localllm service``: what it writes for each platform, and what it asks systemd for."""
+"""``localllm service``: the files it writes on each platform, and its calls of systemd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ echo "$@" >> {log}
 exit {code}
 """
 
-#: A service's life under a systemd of its own, in a mount namespace with an empty /run.
+#: A service's life under a separate systemd, in a mount namespace with an empty /run.
 LIFE = """
 mount -t tmpfs tmpfs /run; mkdir -p /run/systemd/system; install -d -m 700 "$XDG_RUNTIME_DIR"
 /lib/systemd/systemd --user --log-target=null & systemd=$!
@@ -51,7 +51,7 @@ service uninstall; [ ! -e "/proc/$last" ]; [ ! -e "$XDG_CONFIG_HOME/systemd/user
 
 @pytest.fixture
 def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a program in place of systemctl logs how it was called."""
+    """Log file of a program that replaces systemctl."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -67,7 +67,7 @@ def pretend(folder: Path, code: int) -> None:
     program.chmod(0o755)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a program in sh")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs sh")
 def test_a_unit_is_installed_shown_and_removed(
     systemctl: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_unit_is_installed_shown_and_removed(
     assert "nothing to remove" in run_main(capfdbinary, "service", "uninstall").err
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a program in sh")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs sh")
 def test_what_cannot_be_done_is_said(systemctl: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert "no flag --nonsense" in run_main(capfdbinary, "service", "install", "--", "--nonsense").err
     assert "takes no flags" in run_main(capfdbinary, "service", "status", "--", "-m").err
@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_said(systemctl: Path, capfdbinary: pytest.Captur
     assert "systemd does not start it: systemctl failed" in outcome.err
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     path = tmp_path / "localllm.service"
     path.write_bytes(systemd_unit(TASK._replace(command=[sys.executable, *TASK.command[1:]], folder=Path("/"))))
@@ -136,7 +136,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     or subprocess.run(
         ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/run"], stderr=subprocess.DEVNULL, check=False
     ).returncode,
-    reason="takes systemd, and the right to hide /run",
+    reason="needs systemd, and permission to hide /run",
 )
 def test_systemd_starts_it_again_when_it_is_killed_and_stops_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

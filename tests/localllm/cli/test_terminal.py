@@ -22,9 +22,9 @@ class FakeTerminal(io.StringIO):
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
-    """A terminal in place of stderr, and no waiting before progress is shown."""
+    """Replace stderr by a terminal, and show progress without delay."""
     stream = FakeTerminal()
-    # Not sys.stderr itself, in whose place pytest puts another stream when the test begins.
+    # Not sys.stderr itself, which pytest replaces when the test starts.
     monkeypatch.setattr(terminal, "sys", SimpleNamespace(stderr=stream))
     monkeypatch.setattr(terminal, "_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(terminal, "_UPDATE_SECONDS", 0.0)
@@ -53,7 +53,7 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
 
 
 def test_marks_of_direction_and_ends_of_lines_are_spelled_out_in_a_line() -> None:
-    """Those that Unicode's bidirectional algorithm obeys (UAX #9, table 4), and what `str.splitlines` ends at."""
+    """Bidirectional controls of Unicode (UAX #9, table 4), and line ends of `str.splitlines`."""
     marks = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     ends = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
     line = visible_line(f"a{marks}{ends}\tz")
@@ -125,7 +125,7 @@ def test_progress_of_loading_elsewhere_is_two_lines(capsys: pytest.CaptureFixtur
 
 @pytest.fixture
 def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """A folder for compiled kernels that cannot be made."""
+    """A folder for compiled kernels that cannot be created."""
     (tmp_path / "file").write_text("")
     folder = str(tmp_path / "file" / "cache")
     monkeypatch.setenv("LOCALLLM_CACHE", folder)

@@ -1,6 +1,6 @@
-"""Converting: the file that comes out, and folders that are refused before anything is written.
+"""Conversion: the written file, and folders that are rejected before anything is written.
 
-Every architecture is converted by `tests.models.test_transformers`.
+`tests.models.test_transformers` converts every architecture.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def convert(folder: Path, out: Path, type: str | None = None, **options: Any) ->
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_tensors_and_keys_are_those_of_another_writer(model_type: str, tmp_path: Path) -> None:
-    """`tiny_models.write_gguf`, which has its own names."""
+    """Call `tiny_models.write_gguf`, with different parameter names."""
     settings = tiny_models.config(model_type)
     theirs = tiny_models.write_gguf(tmp_path / "b.gguf", settings, tiny_models.random_weights(settings))
     ours = convert(write_checkpoint(tmp_path / "folder", model_type), tmp_path / "a.gguf")
@@ -105,7 +105,7 @@ def test_types(tmp_path: Path) -> None:
 
 
 def test_integers_of_gptq_are_kept_where_rows_are_reordered(tmp_path: Path) -> None:
-    """Query's rows are, in files of Llama."""
+    """The rows of query are reordered in Llama files."""
     rng = np.random.default_rng(0)
     words = rng.integers(-(1 << 31), 1 << 31, (8, 64)).astype(np.int32)  # [64 / 8, 64]
     name = "model.layers.0.self_attn.q_proj"
@@ -313,7 +313,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -368,7 +368,7 @@ def test_what_files_have_no_key_for_is_refused() -> None:
     ids=str,
 )
 def test_n_grams_beyond_what_a_model_can_have(changes: dict[str, int]) -> None:
-    """Whose tables' sizes, primes, would be looked for for ever."""
+    """The table sizes are primes, whose search would take forever."""
     usual = {"ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
     config = SimpleNamespace(
         **usual | changes, ple_layer_ids=[3], eos_token_id=2, vocab_size=300, seed=0, hidden_size=64
@@ -407,7 +407,7 @@ def test_pipes_of_a_folder_are_not_waited_for(tmp_path: Path, name: str) -> None
         convert(folder, tmp_path / "out.gguf")
 
 
-@pytest.mark.posix(reason="links need rights on Windows")
+@pytest.mark.posix(reason="links need privileges on Windows")
 @pytest.mark.parametrize("name", FILES)
 def test_links_out_of_a_folder_are_not_followed(tmp_path: Path, name: str) -> None:
     folder = write_checkpoint(tmp_path / "a")
@@ -419,7 +419,7 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path, name: str) -> No
         convert(folder, tmp_path / "out.gguf")
 
 
-@pytest.mark.posix(reason="links need rights on Windows")
+@pytest.mark.posix(reason="links need privileges on Windows")
 def test_a_snapshot_of_the_hubs_cache_is_converted(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "c0ffee"
     write_checkpoint(blobs)

@@ -1,6 +1,6 @@
-"""config.json as released checkpoints write it: omitted defaults, old names, and settings that a file cannot express.
+"""config.json of released checkpoints: omitted defaults, old names, and settings that a file cannot express.
 
-`tests.benchmarks.configurations` has every rewriting of every tiny model, and takes minutes; here are a few models.
+`tests.benchmarks.configurations` rewrites every tiny model in every way, which takes minutes; here are a few.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_old_names_of_the_rotation(kind: str, settings: dict[str, Any], expected
 
 
 def test_layers_without_a_window_have_a_rotation_of_their_own() -> None:
-    """Gemma 3 of 2025, whose section omits what is as in its class."""
+    """Gemma 3 of 2025, whose section omits the defaults of its class."""
     text = {
         "model_type": "gemma3_text",
         "num_hidden_layers": 7,
@@ -120,7 +120,7 @@ def test_settings_that_would_be_lost_are_refused(
     ("kind", "changes", "expected"),
     [
         ("mistral", {"sliding_window": 32}, [32, None]),
-        ("mistral", {"sliding_window": 4096}, [None, None]),  # beyond the context
+        ("mistral", {"sliding_window": 4096}, [None, None]),  # longer than the context
         ("mistral", {}, [None, None]),
         ("qwen2", {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 1}, [None, None]),
         ("qwen2", {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, [32, [0, 1, 1]]),
@@ -155,7 +155,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<extra_3>\n{% en
 
 
 def test_every_token_that_ends_a_reply_does_so_after_conversion(tmp_path: Path) -> None:
-    """Lists of config.json and generation_config.json, the tokenizer's token, and the chat template's."""
+    """Lists in config.json and generation_config.json, the tokenizer's token, and the chat template's."""
     folder = write_checkpoint(tmp_path / "a", eos_token_id=[2, 260])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [261, 262, 2]}))
     usual = Checkpoint(folder)

@@ -1,4 +1,4 @@
-"""Safetensors files: what is read, and what of a damaged one is refused."""
+"""Safetensors files: valid contents, and rejected damage."""
 
 from __future__ import annotations
 

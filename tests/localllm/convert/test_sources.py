@@ -1,4 +1,4 @@
-"""Packed checkpoints: what their integers, scales and zeros stand for, and that blocks keep them."""
+"""Packed checkpoints: the values of their integers, scales and zeros, which the blocks must keep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def source(tmp_path: Path, tensors: dict[str, Any], name: str = "x.weight", **se
 
 
 def packed(integers: Array, order: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> NDArray[np.int32]:
-    """[rows, n] to words [rows, n * bits / 32]: of each word, the integers stand in this order, lowest bits first."""
+    """Pack [rows, n] into words [rows, n * bits / 32]; ``order`` lists the integers of a word, lowest bits first."""
     per_word = 32 // bits
     groups = integers.reshape(len(integers), -1, per_word)[:, :, list(order)[:per_word]].astype(np.uint64)
     return (
@@ -49,7 +49,7 @@ def expected(zeros: Array, integers: Array = INTEGERS) -> Array:
 
 
 def check(found: Source, zeros: Array) -> None:
-    """Values to float16's rounding; the blocks' exactly, but for the product of scale and zero, which is rounded."""
+    """Compare values up to float16's rounding, and blocks exactly except for the product of scale and zero."""
     assert found.shape == (ROWS, COLUMNS)
     np.testing.assert_allclose(floats(found.values()), expected(zeros), rtol=1e-3)
     assert found.type is (GGMLType.Q4_0 if (zeros == 8).all() else GGMLType.Q4_1)
@@ -147,7 +147,7 @@ def test_fp8(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(floats(found.values()), values * every)
     found = source(tmp_path, {"x.weight": (kind, codes), "x.weight_scale": np.float32([2.0])})
     np.testing.assert_array_equal(floats(found.values()), values * 2)
-    powers = np.array([[128, 129], [130, 131]], np.uint8)  # 2, 4, 8, 16, as DeepSeek V4 has them
+    powers = np.array([[128, 129], [130, 131]], np.uint8)  # 2, 4, 8, 16, in DeepSeek V4's format
     named = {"x.weight": (kind, codes), "x.scale": ("F8_E8M0", powers)}
     found = source(tmp_path, named, weight_block_size=[2, 128])
     np.testing.assert_array_equal(floats(found.values()), values * every)
@@ -218,7 +218,7 @@ def test_other_bits_are_refused(tmp_path: Path) -> None:
 
 
 def grouped(columns: int, size: int) -> tuple[dict[str, Array], Array]:
-    """A pack of compressed-tensors in groups of ``size`` columns, the last perhaps shorter, and its values."""
+    """Return a compressed-tensors pack in groups of ``size`` columns, the last possibly shorter, and its values."""
     rng = np.random.default_rng(columns + size)
     integers = rng.integers(0, 16, (ROWS, columns))
     scales = rng.uniform(0.5, 2, (ROWS, -(-columns // size))).astype(np.float16)
@@ -250,7 +250,7 @@ def test_groups_of_a_size_that_is_not_known_are_refused(tmp_path: Path) -> None:
     for columns, size, settings in ((192, 96, {}), (96, 64, {}), (128, 64, {"group_size": 32})):
         with pytest.raises(ModelError, match="of which no one size is known"):
             source(tmp_path, grouped(columns, size)[0], **settings)
-    tensors, values = grouped(160, 64)  # which only 64 makes three of
+    tensors, values = grouped(160, 64)  # only 64 divides them into three groups
     np.testing.assert_allclose(floats(source(tmp_path, tensors).values()), values, rtol=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints: the converted vocabulary gives the ids that the original does."""
+"""Tokenizers of checkpoints: the converted vocabulary gives the ids of the original."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(folder: Path, n_vocab: int = N_VOCAB, **config: Any) -> tuple[dict[str,
 
 
 def byte_level(folder: Path, pre: str, *, bos: bool = False) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer that cuts words as one of the known kinds does."""
+    """Return a byte-level BPE tokenizer with a known pre-tokenizer."""
     kind = PRE_TOKENIZERS[pre]
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=kind.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns]
@@ -65,11 +65,11 @@ def byte_level(folder: Path, pre: str, *, bos: bool = False) -> tokenizers.Token
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_the_pre_tokenizer_is_recognised(pre: str, tmp_path: Path) -> None:
-    """By name, or as another that cuts in the same way."""
+    """The pre-tokenizer's name, or another one with the same rules."""
     byte_level(tmp_path, pre)
     found = read(tmp_path)[0]["tokenizer.ggml.pre"]
     assert PRE_TOKENIZERS[found].ignore_merges == PRE_TOKENIZERS[pre].ignore_merges
-    if pre not in ("bailingmoe", "bailingmoe2", "llada-moe"):  # which cut as Qwen 2's, in other words
+    if pre not in ("bailingmoe", "bailingmoe2", "llada-moe"):  # these have Qwen 2's rules in other words
         assert PRE_TOKENIZERS[found].patterns == PRE_TOKENIZERS[pre].patterns
 
 
@@ -88,7 +88,7 @@ def test_byte_level_bpe(bos: bool, tmp_path: Path) -> None:
 
 
 def test_bpe_with_sentencepieces_spaces(tmp_path: Path) -> None:
-    """As Llama 2's, Gemma's and Mistral's tokenizer.json: spaces are U+2581, and unknown characters are bytes."""
+    """A tokenizer.json like those of Llama 2, Gemma and Mistral: spaces are U+2581, unknown characters are bytes."""
     alphabet = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     base = tokenizers.Tokenizer(models.BPE())
     base.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always", split=False)
@@ -124,7 +124,7 @@ def test_bpe_with_sentencepieces_spaces(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("splits", [False, True])
 def test_unigram(splits: bool, tmp_path: Path) -> None:
-    """As XLM-R's tokenizer.json, with sentencepiece's map of characters."""
+    """A tokenizer.json like XLM-R's, with SentencePiece's map of characters."""
     trained = tokenizers.Tokenizer(models.Unigram())
     trained.pre_tokenizer = space = pre_tokenizers.Metaspace("▁", prepend_scheme="always")
     special = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -207,7 +207,7 @@ def test_damaged_tokenizers_are_refused(files: dict[str, str], message: str, tmp
 
 
 def test_word_pieces(tmp_path: Path) -> None:
-    """As BERT's files have them: tokens that begin words with sentencepiece's space, others without ``##``."""
+    """A vocabulary like BERT's: tokens at the start of words get SentencePiece's space, others lose ``##``."""
     words = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3, "run": 4, "##ning": 5, "a": 6}
     added = [{"id": i, "content": text, "special": True} for text, i in words.items() if i < 4]
     model = {"type": "WordPiece", "vocab": words, "unk_token": "[UNK]"}

@@ -1,4 +1,4 @@
-"""The paged cache against a plain model of it: every sequence must read back what was written to it."""
+"""The paged cache compared with a simple model: every sequence must read back exactly the written tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.helpers.fake_backend import PAGE_SIZE, FakeCache
 
 T = TypeVar("T")
 
-#: Where prompts have snapshots, in these tests.
+#: Positions of prompt snapshots in these tests.
 INTERVAL = 2 * PAGE_SIZE
 
 
@@ -45,7 +45,7 @@ def _frequent_snapshots() -> Iterator[None]:
 
 
 def write(cache: PagedCache, kept: FakeCache, sequence: CachedSequence, ids: list[int]) -> bool:
-    """Appends ids as an engine does: reserve, evaluate, record."""
+    """Append ids like an engine: reserve, evaluate, record."""
     while ids:
         n = cache.n_to_snapshot(sequence, len(ids))
         if not cache.reserve(sequence, n):
@@ -80,12 +80,12 @@ def filled(cache: PagedCache, kept: FakeCache, *steps: list[int]) -> CachedSeque
 
 
 def pieces(stop: int) -> list[list[int]]:
-    """The numbers before ``stop``, a page at a time."""
+    """Yield chunks of the numbers before ``stop``, one page each."""
     return [list(range(first, min(first + PAGE_SIZE, stop))) for first in range(0, stop, PAGE_SIZE)]
 
 
 def paths(block: Block, before: Sequence[Block] = ()) -> Iterator[list[Block]]:
-    """The blocks up to each one that the tree holds below a block."""
+    """Yield the paths from a block to every block below it."""
     for child in (*block.children.values(), *block.tails):
         yield [*before, child]
         yield from paths(child, [*before, child])
@@ -93,7 +93,7 @@ def paths(block: Block, before: Sequence[Block] = ()) -> Iterator[list[Block]]:
 
 IDS = st.lists(st.integers(0, 1), max_size=3 * PAGE_SIZE)
 
-#: Pages of each group, their windows, and slots of states.
+#: Pages of each group, their windows, and the number of state slots.
 KINDS = {
     "all tokens": ((8,), (None,), 0),
     "a window": ((8, 5), (None, 5), 0),
@@ -104,7 +104,7 @@ KINDS = {
 
 
 def contents(cache: PagedCache, kept: FakeCache) -> dict[tuple[int, ...], object]:
-    """Of each block, by all tokens up to it: what its pages hold, and its snapshots."""
+    """Return, for each path of blocks, the contents of its pages and its snapshots."""
     return {
         tuple(id_ for block in blocks for id_ in block.ids): (
             [page != NONE and kept.groups[g][page].tolist() for g, page in enumerate(blocks[-1].pages)],
@@ -115,7 +115,7 @@ def contents(cache: PagedCache, kept: FakeCache) -> dict[tuple[int, ...], object
 
 
 def at_once(cache: PagedCache) -> saved_prompts.WithCache:
-    """As `Engine.with_cache`, of an engine that has nothing else to do."""
+    """Run work like `Engine.with_cache`, for an otherwise idle engine."""
 
     def with_cache(work: Callable[[PagedCache], T]) -> T:
         return work(cache)
@@ -124,7 +124,7 @@ def at_once(cache: PagedCache) -> saved_prompts.WithCache:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random use of a small cache, in which sequences often begin alike and pages often run out."""
+    """Random operations on a small cache, with many common prefixes and few pages."""
 
     sequences = Bundle("sequences")
 
@@ -135,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.expected: dict[CachedSequence, list[int]] = {}
 
     def farthest(self, ids: list[int]) -> tuple[int, int]:
-        """How many of the ids a new sequence can have, with a copy of a page and without."""
+        """Return the number of ids that a new sequence can reuse, with and without copying a page."""
         found = [(0, 0)]
         for blocks in paths(self.cache.root):
             text = [id_ for block in blocks for id_ in block.ids]
@@ -170,7 +170,7 @@ class CacheMachine(RuleBasedStateMachine):
     def append(self, sequence: CachedSequence, ids: list[int]) -> None:
         has_pages = self.cache.n_pages_missing(sequence, len(ids)) <= self.cache.n_available
         has_room = write(self.cache, self.kept, sequence, ids)
-        if not self.kept.n_states:  # else it is written in pieces, and one that is known gives its page back
+        if not self.kept.n_states:  # with states it is written in chunks, and a known chunk returns its page
             assert has_room <= has_pages
         if len(self.kept.windows) == 1:
             assert has_room >= has_pages
@@ -197,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, ids=IDS, n_right=st.integers(0, 3 * PAGE_SIZE))
     def draft(self, sequence: CachedSequence, ids: list[int], n_right: int) -> None:
-        """Tokens that may be wrong: what is right of them is recorded, or with states evaluated again."""
+        """Add possibly wrong tokens; right ones are recorded, or evaluated again if there are states."""
         n_right = min(n_right, len(ids))
         if not ids or not self.cache.reserve(sequence, len(ids)) or not self.cache.save(sequence):
             return
@@ -210,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, sequence=consumes(sequences), ids=IDS, is_saved=st.booleans())
     def release(self, sequence: CachedSequence, ids: list[int], is_saved: bool) -> object:
-        """At its end, or in a step that failed."""
+        """End a sequence, or drop it as after a failed step."""
         if ids and self.cache.reserve(sequence, len(ids)) and (not is_saved or self.cache.save(sequence)):
             evaluate(self.kept, sequence, ids)
         self.cache.release(sequence)
@@ -227,7 +227,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def save_and_load(self) -> None:
-        """Into a new cache, and into this one with what is in use."""
+        """Save, then load into a new cache and into this one, which is in use."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / "prompts"
             n = saved_prompts.save(at_once(self.cache), path, "a key")
@@ -299,7 +299,7 @@ def test_a_full_page_is_shared_and_of_the_next_the_common_part_copied() -> None:
     first = filled(cache, kept, list(range(10)))  # two full pages and half of a third
     second = cache.begin([*range(9), 99])
     assert second.pages[0][:2] == first.pages[0][:2]
-    assert len(second) == 8, "a page that is still written to is nobody else's"
+    assert len(second) == 8, "a page that is still written is not shared"
     cache.release(first)
     third = cache.begin([*range(9), 99])
     assert len(third) == 9
@@ -308,7 +308,7 @@ def test_a_full_page_is_shared_and_of_the_next_the_common_part_copied() -> None:
     assert read(kept, third) == [*range(9), 99]
 
 
-def test_a_sequence_that_ended_is_taken_up_without_a_copy() -> None:
+def test_an_ended_sequence_is_continued_without_a_copy() -> None:
     cache, kept = new_cache()
     first = filled(cache, kept, list(range(10)))
     pages = list(first.pages[0])
@@ -317,7 +317,7 @@ def test_a_sequence_that_ended_is_taken_up_without_a_copy() -> None:
     assert (second.pages[0], len(second)) == (pages, 10)
 
 
-def test_two_that_write_the_same_page_share_it_from_then_on() -> None:
+def test_sequences_that_write_equal_pages_share_them() -> None:
     cache, kept = new_cache()
     sequences = [filled(cache, kept, [1, 2, 3]) for _ in range(2)]
     assert sequences[0].pages != sequences[1].pages
@@ -328,7 +328,7 @@ def test_two_that_write_the_same_page_share_it_from_then_on() -> None:
     assert [read(kept, sequence) for sequence in sequences] == [[1, 2, 3, 4, 5]] * 2
 
 
-def test_a_sequence_goes_on_with_pages_that_another_has_computed_meanwhile() -> None:
+def test_a_sequence_uses_pages_computed_by_another_one() -> None:
     cache, kept = new_cache()
     ids = list(range(11))
     slow = filled(cache, kept, ids[:6])
@@ -338,13 +338,13 @@ def test_a_sequence_goes_on_with_pages_that_another_has_computed_meanwhile() -> 
     assert read(kept, slow) == ids[:8]
 
 
-def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning() -> None:
+def test_the_least_recently_used_sequence_is_evicted_from_its_end() -> None:
     cache, kept = new_cache(6)
     old = filled(cache, kept, [1] * 8)
     new = filled(cache, kept, [2] * 8)
     cache.release(old)
     cache.release(new)
-    cache.release(cache.begin([1] * 4))  # used again, of the old one only the first page
+    cache.release(cache.begin([1] * 4))  # reused; only the first page of the old sequence
     filled(cache, kept, [3] * 16)
     assert [len(cache.begin(ids)) for ids in ([1] * 8, [2] * 8)] == [4, 4]
 
@@ -360,7 +360,7 @@ def test_a_page_is_not_evicted_for_its_own_copy() -> None:
     assert len(cache.begin([1, 2, 5])) == 2
 
 
-def test_the_key_of_the_next_page_is_that_under_which_it_will_be_found() -> None:
+def test_the_key_of_the_next_page_finds_it_later() -> None:
     cache, kept = new_cache()
     ids = list(range(12))
     sequence = filled(cache, kept, ids[:6])
@@ -375,18 +375,18 @@ def test_the_key_of_the_next_page_is_that_under_which_it_will_be_found() -> None
 WINDOW_OF_3 = (None, 3)
 
 
-def test_pages_behind_a_window_serve_others_and_their_tokens_stay() -> None:
+def test_pages_outside_a_window_are_reused_and_their_tokens_stay() -> None:
     cache, kept = new_cache((8, 3), WINDOW_OF_3)
-    first = filled(cache, kept, *pieces(18))  # five pages: of the window never more than three at once
+    first = filled(cache, kept, *pieces(18))  # five pages, at most three of the window at a time
     assert first.first == [0, 4]
     second = cache.begin(list(range(18)))
-    assert len(second) == 16, "the last page is still written to"
+    assert len(second) == 16, "the last page is still written"
     assert second.pages[1][:3] == [0, 0, 0]
     assert read(kept, second) == list(range(16))
-    assert len(cache.begin([*range(8), 99])) == 0, "the page before is gone"
+    assert len(cache.begin([*range(8), 99])) == 0, "the previous page is gone"
 
 
-def test_a_window_before_the_end_of_a_prompt_is_kept_longer_than_what_was_left_since() -> None:
+def test_the_window_at_the_end_of_a_prompt_is_kept_longest() -> None:
     cache, kept = new_cache((16, 5), WINDOW_OF_3)
     prompt = list(range(10))
     sequence = cache.begin(prompt)
@@ -409,7 +409,7 @@ def test_a_block_that_lost_its_page_gets_that_of_an_equal_one() -> None:
     assert read(kept, late) == [0, 1, 2, 3, 4]
 
 
-def test_what_other_adapters_made_is_not_shared_and_their_trees_go_with_their_last_block() -> None:
+def test_pages_are_shared_only_with_the_same_adapters() -> None:
     cache, kept = new_cache((2,))
     for scale in (0.5, 0.25, 0.125):
         for n in (0, 5):
@@ -421,13 +421,13 @@ def test_what_other_adapters_made_is_not_shared_and_their_trees_go_with_their_la
     assert list(cache._roots) == [(), (0.125,)]
 
 
-def test_a_sequence_goes_on_from_the_end_of_a_prompt_or_of_another_sequence() -> None:
+def test_a_sequence_continues_the_end_of_a_prompt_or_of_another_sequence() -> None:
     cache, kept = new_cache(n_states=8)
     prompt = list(range(6))
     sequence = cache.begin(prompt)
     write(cache, kept, sequence, prompt)
     write(cache, kept, sequence, [6, 7, 8, 9, 10])
-    assert len(cache.begin([*range(9), 99])) == 6, "it still writes to its last page"
+    assert len(cache.begin([*range(9), 99])) == 6, "its last page is still written"
     cache.release(sequence)
     for ids, n in (([*range(11), 99], 11), ([*range(10), 99], 6), ([*prompt, 99], 6), ([0, 1, 99], 0)):
         branch = cache.begin(ids)
@@ -436,7 +436,7 @@ def test_a_sequence_goes_on_from_the_end_of_a_prompt_or_of_another_sequence() ->
 
 
 @pytest.mark.parametrize("extends", [False, True])
-def test_snapshots_move_to_the_block_that_a_sequence_goes_on_with(extends: bool) -> None:
+def test_snapshots_move_to_the_block_that_a_sequence_continues(extends: bool) -> None:
     cache, kept = new_cache(n_states=8)
     slow = cache.begin([0, 1])
     write(cache, kept, slow, [0, 1])
@@ -447,7 +447,7 @@ def test_snapshots_move_to_the_block_that_a_sequence_goes_on_with(extends: bool)
         write(cache, kept, slow, [2, 3])
     assert read(kept, slow) == [0, 1, 2, 3]
     assert len(cache.begin([0, 1, 99])) == 2
-    for n in range(8):  # the slots of all snapshots are needed: each is known once
+    for n in range(8):  # all snapshot slots are needed: each text occurs once
         cache.release(filled(cache, kept, [50 + n]))
 
 
@@ -473,7 +473,7 @@ def test_states_of_a_step_that_failed_are_not_kept() -> None:
     assert cache.save(sequence)
     evaluate(kept, sequence, [8])
     cache.release(sequence)
-    assert len(cache.begin([5, 6, 7, 8])) == 3, "what was saved is kept"
+    assert len(cache.begin([5, 6, 7, 8])) == 3, "saved tokens are kept"
 
 
 def test_the_least_recently_used_snapshot_goes_first() -> None:
@@ -489,8 +489,8 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert found == [2, 2]
 
 
-def test_windows_are_counted_with_what_a_step_adds() -> None:
-    cache, _ = new_cache((8, 5), WINDOW_OF_3)  # of which each spans two pages at most
+def test_windows_are_counted_with_the_tokens_of_a_step() -> None:
+    cache, _ = new_cache((8, 5), WINDOW_OF_3)  # each spans at most two pages
     assert [cache.has_windows_for(lengths, n) for lengths, n in (([8, 8], 4), ([8, 8], 5), ([3, 8], 8))] == [
         True,
         False,
@@ -512,7 +512,7 @@ def test_common_prefix(a: list[int], b: list[int], n: int) -> None:
 def test_requests_go_on_while_prompts_are_saved_and_loaded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take pages of what is being saved, and of what is being loaded: whatever comes of it is right."""
+    """Other sequences take pages while prompts are saved or loaded; the result must still be right."""
     monkeypatch.setattr(saved_prompts, "_BLOCKS_AT_ONCE", 1)
     rng = np.random.default_rng(0)
     n_loaded = 0
@@ -553,7 +553,7 @@ def test_requests_go_on_while_prompts_are_saved_and_loaded(
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """What a cache has of three prompts, one of which goes on after a page of another."""
+    """Saved prompts of a cache: three prompts, one of which continues another after a page."""
     cache, kept = new_cache(*KINDS["all"])
     for ids in (list(range(9)), [*range(4), 20, 21, 22, 23, 24], [30, 31]):
         sequence = cache.begin(ids)
@@ -571,13 +571,13 @@ def test_a_saved_prompt_is_found_again(prompts: Path) -> None:
     assert read(kept, sequence) == list(range(9))
 
 
-def test_a_smaller_cache_takes_what_it_has_room_for(prompts: Path) -> None:
+def test_a_smaller_cache_loads_as_much_as_fits(prompts: Path) -> None:
     cache, _ = new_cache((2, 2), (None, 6), 1)
     assert 0 < saved_prompts.load(at_once(cache), prompts, "a key") <= 2 * PAGE_SIZE
 
 
 def test_no_damage_is_loaded(prompts: Path) -> None:
-    """What stands before it is; nothing that is loaded is other than what was saved."""
+    """Data before the damage is loaded, and loaded data always equals the saved data."""
     data, whole = prompts.read_bytes(), contents_of(prompts)
     rng = np.random.default_rng(0)
     damages = [data[:n] for n in range(0, len(data), 7)]
@@ -592,7 +592,7 @@ def test_no_damage_is_loaded(prompts: Path) -> None:
         assert {text: whole[text] for text in found} == found
 
 
-def test_a_block_of_another_cache_is_refused_and_takes_nothing() -> None:
+def test_a_block_of_another_cache_is_refused() -> None:
     cache, kept = new_cache(*KINDS["all"])
     page, state = kept.read(0, 0), kept.read(None, 0)
     good = {0: page, 1: page}

@@ -1,4 +1,4 @@
-"""Drafts change how many steps a text takes, and nothing else: over a backend that tells what the cache held."""
+"""Drafts change only the number of steps; the fake backend's logits identify the cache's tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = [5, 6, 7]
 
 
 class FakeDrafter:
-    """Proposes what a function of the text and of ``most`` returns."""
+    """Drafts the tokens that a function of the text and of ``most`` returns."""
 
     def __init__(self, guess: Guess) -> None:
         self.guess = guess
@@ -96,7 +96,7 @@ def test_any_drafts_and_any_sampler_give_the_same_text(guess: str, sampling: str
     ],
 )
 def test_right_drafts_save_steps(guess: str, drafts: Drafts, sizes: list[int]) -> None:
-    """Thirty tokens behind the first one.  A step evaluates 16 tokens at most, and no more than are still wanted."""
+    """Thirty tokens after the prompt.  A step evaluates at most 16 tokens, and at most the remaining number."""
     request, engine = write(GUESSES[guess], 31)
     assert request.draft_counts == drafts
     assert engine.sizes == [3, *sizes]
@@ -122,13 +122,13 @@ def test_the_end_of_the_context(guess: str) -> None:
 
 
 @pytest.mark.parametrize("n", range(1, 12))
-def test_an_end_in_the_middle_of_what_was_accepted(n: int) -> None:
+def test_an_end_inside_the_accepted_drafts(n: int) -> None:
     stop = frozenset({greedy_after(PROMPT, 12)[n]})
     check_same(write(right, stop_ids=stop)[0], write(None, stop_ids=stop)[0])
     check_same(write(right, n)[0], write(None, n)[0])
 
 
-def test_cancelling_keeps_what_was_accepted_and_no_wrong_drafts() -> None:
+def test_cancelling_keeps_only_accepted_drafts() -> None:
     engine = SteppedEngine(max_tokens=16)
     drafter = FakeDrafter(GUESSES["half"])
     request = writing(PROMPT, None, drafter=drafter)
@@ -146,7 +146,7 @@ def test_cancelling_keeps_what_was_accepted_and_no_wrong_drafts() -> None:
 
 
 def test_drafts_of_several_requests_in_one_batch() -> None:
-    """No request's drafts become another's, and the pages that there are suffice."""
+    """A request never uses another's drafts, and the available pages suffice."""
     engine = SteppedEngine(48, parallel=4, max_tokens=16)
     requests = [writing([n, 2], 40, drafter=FakeDrafter(guess)) for n, guess in enumerate(GUESSES.values())]
     engine.run(*requests)
@@ -154,20 +154,20 @@ def test_drafts_of_several_requests_in_one_batch() -> None:
     engine.check_all_pages_are_back()
 
 
-def test_drafts_have_what_others_leave_of_a_step() -> None:
-    """They take no row or token from a request that decodes or has a prompt, and no page from anybody."""
+def test_drafts_use_the_rest_of_a_step() -> None:
+    """Drafts take no row or token from a request that decodes or has a prompt, and no page from any request."""
     engine = SteppedEngine(32, parallel=2, max_tokens=8)
     drafting, plain = writing(PROMPT, 20, drafter=FakeDrafter(GUESSES["too many"])), writing([9], 20)
     engine.submit(drafting, plain)
     engine.step(2)
     assert engine.sizes[-1] == 8
-    assert len(results(plain).ids) == 2, "it decodes in each step"
+    assert len(results(plain).ids) == 2, "the request decodes in each step"
     engine.run()
     assert results(plain).ids == greedy_after([9], 20)
     assert results(drafting).ids == greedy_after(PROMPT, 20)
 
 
-def test_a_reader_who_is_behind_gets_no_drafts() -> None:
+def test_a_slow_reader_gets_no_drafts() -> None:
     engine = SteppedEngine()
     proposals: list[int] = []
 
@@ -213,7 +213,7 @@ def test_an_error_of_a_drafter_ends_its_request_alone(error: BaseException) -> N
 
 
 def test_a_preempted_request_proposes_anew() -> None:
-    """What was drafted before it lost its pages is not taken for drafts of a later place."""
+    """Drafts from before a preemption are not used at a later position."""
     engine = SteppedEngine(32, parallel=1, max_tokens=16)
     old = writing([1] * 8, 20, drafter=FakeDrafter(GUESSES["half"]))
     young = writing([2] * 8, 20, drafter=FakeDrafter(GUESSES["now and then"]))

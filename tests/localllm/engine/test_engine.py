@@ -1,4 +1,4 @@
-"""The engine: what a step makes of requests, the thread that takes the steps, and real forward passes."""
+"""The engine: batching of requests, its thread, and real forward passes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, fake_engine, fake_run
 from tests.helpers.requests import Results, SteppedEngine, finish, reading, results, writing
 from tests.helpers.tiny_models import tiny_gguf
 
-# What a step makes of requests.
+# Steps.
 
 
-def test_what_was_done_is_counted() -> None:
+def test_work_is_counted() -> None:
     engine = SteppedEngine(max_tokens=8)
     engine.run(writing(range(12), 5), writing(range(12), 1))
     counts = engine.loop.counts
@@ -42,7 +42,7 @@ def test_what_was_done_is_counted() -> None:
     assert counts.steps == len(engine.sizes)
 
 
-def test_what_a_request_knows_in_the_end() -> None:
+def test_the_final_state_of_a_request() -> None:
     engine = SteppedEngine(max_tokens=8)
     request = writing(range(12), 5)
     engine.run(request)
@@ -56,7 +56,7 @@ def test_what_a_request_knows_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
-def test_so_many_tokens_and_no_more(n: int) -> None:
+def test_the_number_of_tokens_is_limited(n: int) -> None:
     engine = SteppedEngine()
     request = writing([1, 2, 3], n)
     engine.run(request)
@@ -69,7 +69,7 @@ def test_the_end_of_the_context_ends_a_text() -> None:
     engine = SteppedEngine(16)
     request = writing(range(10), None)
     engine.run(request)
-    assert results(request).ids == greedy_after(range(10), 7), "the last token is chosen, and not evaluated"
+    assert results(request).ids == greedy_after(range(10), 7), "the last token is chosen but not evaluated"
     assert request.finish_reason == "length"
     engine.check_all_pages_are_back()
 
@@ -92,7 +92,7 @@ def test_the_output_ends_a_text() -> None:
     assert request.finish_reason == "stop"
 
 
-def test_a_later_prompt_uses_what_an_earlier_one_left() -> None:
+def test_a_later_prompt_reuses_the_cache_of_an_earlier_one() -> None:
     engine = SteppedEngine(max_tokens=64)
     first = writing([1, 2, 3, 4, 5, 6], 4)
     engine.run(first)
@@ -113,7 +113,7 @@ def test_the_last_token_of_a_cached_prompt_is_evaluated_again() -> None:
     assert engine.sizes == [8, 1, 1]
 
 
-def test_forget_drops_what_earlier_requests_left() -> None:
+def test_forget_drops_the_cache_of_earlier_requests() -> None:
     engine = SteppedEngine()
     engine.run(writing([1, 2, 3], 1))
     engine.loop.forget()
@@ -122,8 +122,8 @@ def test_forget_drops_what_earlier_requests_left() -> None:
     assert request.n_cached == 0
 
 
-def test_the_largest_logits_are_asked_for_where_they_serve_all_requests() -> None:
-    """The most that one of them wants, and all of a row of one that wants all, or more than the device can choose."""
+def test_only_the_largest_logits_are_requested_if_they_suffice() -> None:
+    """The largest number that a request needs; a request for all, or for too many, gets the full row."""
     engine = SteppedEngine(max_tokens=64, parallel=8, max_top_k=20)
 
     def chosen(*samplings: Sampling | None) -> tuple[int, list[int]]:
@@ -164,8 +164,8 @@ def test_the_largest_logits_choose_as_all_would() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [4, 64])
-def test_the_next_step_is_begun_before_its_token_is_known(max_tokens: int) -> None:
-    """The texts are the same where it is, whatever comes between, and no more is evaluated than is thrown away."""
+def test_the_next_step_starts_before_its_token_is_known(max_tokens: int) -> None:
+    """Texts are equal with and without it, and every extra evaluation is a discarded token."""
 
     def run(is_ahead: bool) -> tuple[list[list[int]], SteppedEngine]:
         engine = SteppedEngine(parallel=4, max_tokens=max_tokens, max_top_k=20)
@@ -179,7 +179,7 @@ def test_the_next_step_is_begun_before_its_token_is_known(max_tokens: int) -> No
             writing([5, 6, 7, 8], 30),
             writing([9, 9], 25, sampling=Sampling(temperature=0, logit_bias={greedy_after([9, 9], 3)[-1]: -100.0})),
         ]
-        for request in requests:  # each comes while the one before it is at work
+        for request in requests:  # each arrives while the previous one runs
             engine.submit(request)
             engine.step(5)
         engine.run()
@@ -194,7 +194,7 @@ def test_the_next_step_is_begun_before_its_token_is_known(max_tokens: int) -> No
 
 
 def test_a_step_ahead_is_used() -> None:
-    """All but those that begin a page."""
+    """Every token is computed ahead except the first of a page."""
     engine = SteppedEngine(max_top_k=20)
     engine.fake.chooses_ahead = True
     begun = list[int]()
@@ -206,7 +206,7 @@ def test_a_step_ahead_is_used() -> None:
 
 
 class OddError(BaseException):
-    """Nobody expects it."""
+    """An unexpected exception."""
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), OddError(), KeyboardInterrupt(), SystemExit(1)])
@@ -289,7 +289,7 @@ def test_a_request_ends_at_its_deadline() -> None:
     assert in_time.finish_reason == "length"
 
 
-def test_a_step_has_room_for_one_row_of_logits_at_least() -> None:
+def test_a_step_has_at_least_one_row_of_logits() -> None:
     assert max_outputs(width=1 << 40, max_tokens=512) == 1
     assert max_outputs(width=1000, max_tokens=512) == 512
     assert max_outputs(width=128_256, max_tokens=512) * 128_256 * 4 <= 64 << 20
@@ -356,7 +356,7 @@ def test_ids_outside_the_vocabulary_never_reach_the_backend(ids: list[int], engi
             engine.submit(request)
 
 
-def test_what_does_not_fit_is_refused_with_both_numbers(engine: Engine) -> None:
+def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(engine: Engine) -> None:
     with pytest.raises(
         ContextLengthError, match="65 tokens, which exceeds the available context size of 64"
     ) as caught:
@@ -383,7 +383,7 @@ def test_too_many_that_wait_are_refused() -> None:
     with pytest.raises(QueueFullError, match="2 requests are waiting for the model"):
         engine.submit(writing([9], 3))
     other = writing([9], 3, client="other")
-    engine.submit(other)  # has its share of the queue
+    engine.submit(other)  # takes a share of the queue
     with pytest.raises(QueueFullError):
         engine.submit(writing([9], 3, client="other"))
     waiting.append(other)
@@ -419,10 +419,10 @@ def test_closing_ends_requests_and_lets_the_memory_go() -> None:
     del runner, ops
     gc.collect()
     assert cache() is None
-    assert isinstance(kept, ZeroDivisionError), "its traceback leads to the engine"
+    assert isinstance(kept, ZeroDivisionError), "its traceback refers to the engine"
 
 
-def test_an_engine_that_nobody_holds_ends() -> None:
+def test_an_unreferenced_engine_ends() -> None:
     runner, _ = fake_runner()
     ended = threading.Event()
     engine = Engine(EngineLoop(runner, on_end=ended.set))
@@ -435,7 +435,7 @@ def test_an_engine_that_nobody_holds_ends() -> None:
     assert not thread.is_alive()
 
 
-def test_a_request_that_comes_while_it_closes_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_during_closing_gets_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     request, ended = writing([1], 2), engine._ended.set
 
     def submit_and_end() -> None:
@@ -449,7 +449,7 @@ def test_a_request_that_comes_while_it_closes_is_told(engine: Engine, monkeypatc
     monkeypatch.undo()
 
 
-def test_the_engines_own_thread_is_told_that_it_cannot_wait(engine: Engine) -> None:
+def test_the_engines_thread_cannot_wait_for_itself(engine: Engine) -> None:
     caught: list[BaseException] = []
     items: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -470,7 +470,7 @@ def test_closing_from_the_engines_own_thread(engine: Engine) -> None:
 
 
 def test_a_defect_of_the_loop_reaches_everybody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may wait for ever for a thread that has ended."""
+    """No caller must wait forever for an ended thread."""
 
     class Broken(Results):
         def end(self, error: BaseException | None) -> None:
@@ -496,9 +496,9 @@ def test_a_deadline_passes_while_nothing_runs(engine: Engine) -> None:
     assert request.finish_reason == "timeout"
 
 
-def test_a_deadline_beyond_what_a_clock_can_count(engine: Engine) -> None:
+def test_a_deadline_later_than_the_clock_can_represent(engine: Engine) -> None:
     out = Results()
-    out.is_full = True  # so that the engine sleeps until the deadline
+    out.is_full = True  # makes the engine sleep until the deadline
     request = writing([1], None, output=out, timeout_s=1e300)
     engine.submit(request)
     assert finish(engine, writing([2], 3)).ids == greedy_after([2], 3)
@@ -507,7 +507,7 @@ def test_a_deadline_beyond_what_a_clock_can_count(engine: Engine) -> None:
     assert request.finish_reason == "cancelled"
 
 
-def test_a_request_goes_on_when_its_reader_has_caught_up(engine: Engine) -> None:
+def test_a_request_continues_when_its_reader_has_caught_up(engine: Engine) -> None:
     out = Results()
     request = writing([1], 6, output=out)
     out.is_full = True
@@ -533,7 +533,7 @@ MakeEngine = Callable[..., SteppedEngine]
 
 @pytest.fixture(params=DEVICES)
 def real_engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MakeEngine]:
-    """Makes engines of a tiny random model on a device."""
+    """Return a function that creates engines of a tiny random model on a device."""
     devices: list[Device] = []
 
     def make(*, max_tokens: int = 512, parallel: int = 4) -> SteppedEngine:
@@ -559,7 +559,7 @@ def logits(engine: SteppedEngine, ids: list[int], first: int = 0) -> np.ndarray:
 
 
 def close_to(a: np.ndarray, b: np.ndarray) -> bool:
-    """The largest difference is under 1e-4 of the largest logit."""
+    """The largest difference is below 1e-4 of the largest logit."""
     return float(np.abs(a - b).max()) < 1e-4 * float(np.abs(b).max())
 
 
@@ -588,7 +588,7 @@ def test_a_token_has_the_same_bits_in_any_company(real_engine: MakeEngine) -> No
         assert np.array_equal(results(request).rows, logits(other, text))
 
 
-def test_a_shared_beginning_equals_a_prompt_from_scratch(real_engine: MakeEngine) -> None:
+def test_a_shared_prefix_equals_a_new_evaluation(real_engine: MakeEngine) -> None:
     engine, other = real_engine(), real_engine()
     rng = np.random.default_rng(4)
     trunk = rng.integers(0, 300, 37).tolist()
@@ -601,7 +601,7 @@ def test_a_shared_beginning_equals_a_prompt_from_scratch(real_engine: MakeEngine
         assert close_to(results(request).rows[0], logits(other, branch)[-1])
 
 
-def test_what_requests_lose_for_want_of_room_comes_back_the_same(real_engine: MakeEngine) -> None:
+def test_preempted_requests_give_the_same_tokens(real_engine: MakeEngine) -> None:
     narrow, wide = real_engine(parallel=1), real_engine()
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 300, 50).tolist() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A made-up model with layers of every kind chats as if it had no cache, and evaluates little again."""
+"""An artificial model with every kind of layer chats as without a cache, and evaluates few tokens twice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.helpers.requests import SteppedEngine, reading, results, writing
 from tests.helpers.run_model import make_batch
 
 CONTEXT, PARALLEL = 512, 2
-#: Tokens from one snapshot of a prompt to the next, and of a step, in these tests.
+#: Tokens between two snapshots of a prompt, and per step, in these tests.
 INTERVAL, MAX_TOKENS = 64, 96
-#: Bytes of windows and of states that are kept beyond what sequences need: some, but not all that there is.
+#: Bytes for windows and states above the minimum: enough for some, but not for all.
 KEPT_BYTES = 48 << 10
 
 
@@ -53,7 +53,7 @@ class Counted:
 
 
 def new_engine(device: Device) -> tuple[SteppedEngine, Counted]:
-    """With the pages and states that a plan has, which is what is taken."""
+    """Return an engine with a plan's pages and states."""
     graph, backend = hybrid(), device.backend
     sizes = {
         "n_pages": n_cache_pages(graph, CONTEXT, PARALLEL, backend.page_size, MAX_TOKENS),
@@ -77,7 +77,7 @@ def test_ten_turns_with_edits(device: Device) -> None:
     chat: list[int] = rng.integers(0, N_VOCAB, 90).tolist()
     held: list[int] = []
     for turn in range(10):
-        if turn in (3, 6):  # a template writes the reply before in another way
+        if turn in (3, 6):  # a template changes the previous reply
             chat = [*chat[:-10], 1, 2]
         if turn == 8:  # a message is edited
             chat = [*chat[:-60], 3]
@@ -102,7 +102,7 @@ def test_ten_turns_with_edits(device: Device) -> None:
 
 
 class Guesses:
-    """Drafts what comes, of which every third token is wrong."""
+    """Drafts the next tokens, every third of them wrong."""
 
     def __init__(self, ids: list[int]) -> None:
         self._ids = ids
@@ -115,7 +115,7 @@ class Guesses:
 
 
 def test_side_by_side_preempted_and_with_wrong_drafts(device: Device) -> None:
-    """More than the cache has pages for: the same tokens as each alone."""
+    """More sequences than pages: the same tokens as for each alone."""
     (engine, _), (alone, _) = new_engine(device), new_engine(device)
     rng = np.random.default_rng(1)
     common, requests, expected, n_preempted = rng.integers(0, N_VOCAB, 100).tolist(), [], [], 0
@@ -132,14 +132,14 @@ def test_side_by_side_preempted_and_with_wrong_drafts(device: Device) -> None:
         still = {*engine.scheduler.running, *(r for r in requests if results(r).ended.is_set())}
         n_preempted += len(running - still)
         running = set(engine.scheduler.running)
-    assert n_preempted, "the pages sufficed"
+    assert n_preempted, "no request was preempted"
     assert [results(request).ids for request in requests] == expected
     assert all(0 < request.n_accepted < request.n_drafted for request in requests)
     engine.check_all_pages_are_back()
 
 
 def test_a_step_in_pieces_is_the_step(device: Device) -> None:
-    """With the same bits, and another step between its pieces."""
+    """The result is bit-identical, with other steps between the pieces."""
     graph, sizes = hybrid(sees=True), {"max_tokens": 60, "max_outputs": 60}
     first, other = (device.backend.compile(graph, n_pages=(4, 4), **sizes) for _ in range(2))
     ids = np.random.default_rng(0).integers(0, N_VOCAB, 60).tolist()

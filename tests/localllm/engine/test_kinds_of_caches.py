@@ -1,4 +1,4 @@
-"""An engine over caches with windows and recurrent states: the same tokens as without a cache, and little work."""
+"""An engine with windowed caches and recurrent states: the same tokens as without a cache, with little work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localllm.kernels.backend import Batch, Output
 from tests.helpers.fake_backend import PAGE_SIZE, FakeCache, greedy_after
 from tests.helpers.requests import SteppedEngine, results, writing
 
-#: Tokens from one snapshot of a prompt to the next, in these tests.
+#: Tokens between two snapshots of a prompt in these tests.
 INTERVAL = 4 * PAGE_SIZE
 
 
@@ -51,12 +51,12 @@ def check(request: Request) -> list[int]:
     return request.tokens
 
 
-def test_each_turn_of_a_chat_evaluates_what_is_new(kind: tuple[tuple[int | None, ...], bool]) -> None:
+def test_each_turn_of_a_chat_evaluates_only_new_tokens(kind: tuple[tuple[int | None, ...], bool]) -> None:
     engine, rng = new_engine(kind, max_tokens=16, n_states=24, n_windowed=40), np.random.default_rng(0)
     chat: list[int] = rng.integers(0, 97, 30).tolist()
     held: list[int] = []
     for turn in range(10):
-        if turn in (3, 6):  # a template writes the reply before in another way
+        if turn in (3, 6):  # a template changes the previous reply
             chat = [*chat[:-6], 96]
         if turn == 8:  # a message is edited
             chat = [*chat[: len(chat) - 40], 95, 94]
@@ -68,7 +68,7 @@ def test_each_turn_of_a_chat_evaluates_what_is_new(kind: tuple[tuple[int | None,
     engine.check_all_pages_are_back()
 
 
-def test_the_end_of_a_prompt_is_gone_on_from(kind: tuple[tuple[int | None, ...], bool]) -> None:
+def test_the_end_of_a_prompt_is_reused(kind: tuple[tuple[int | None, ...], bool]) -> None:
     engine, prompt = new_engine(kind), list(range(50))
     first = writing(prompt, 30)
     engine.run(first)
@@ -101,7 +101,7 @@ def test_requests_side_by_side_and_preempted(kind: tuple[tuple[int | None, ...],
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
-def test_wrong_drafts_are_taken_back(kind: tuple[tuple[int | None, ...], bool], rate: float) -> None:
+def test_wrong_drafts_are_rolled_back(kind: tuple[tuple[int | None, ...], bool], rate: float) -> None:
     engine, rng = new_engine(kind), np.random.default_rng(2)
     requests = [writing(rng.integers(0, 97, n).tolist(), 40) for n in (9, 21)]
     for request in requests:
@@ -119,7 +119,7 @@ def test_wrong_drafts_are_taken_back(kind: tuple[tuple[int | None, ...], bool], 
 
 
 class Oracle:
-    """Drafts what comes, but for some tokens."""
+    """Drafts the next tokens, and some wrong ones."""
 
     def __init__(self, rng: np.random.Generator, rate: float) -> None:
         self._rng, self._rate = rng, rate
@@ -137,7 +137,7 @@ def test_a_failed_step_leaves_no_state_behind() -> None:
     calls, evaluate = iter([None, None, ValueError("no")]), engine.fake.run
 
     def fail(batch: Batch) -> Output:
-        output = evaluate(batch)  # which changes the states
+        output = evaluate(batch)  # changes the states
         if (error := next(calls, None)) is not None:
             raise error
         return output
@@ -150,7 +150,7 @@ def test_a_failed_step_leaves_no_state_behind() -> None:
     engine.check_all_pages_are_back()
 
 
-def test_no_more_run_than_have_slots() -> None:
+def test_running_requests_are_limited_by_the_slots() -> None:
     engine = new_engine(KINDS["states"], n_states=3)
     requests = [writing([i, i + 1, i + 2], 10) for i in range(5)]
     engine.submit(*requests)

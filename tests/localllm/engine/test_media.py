@@ -1,4 +1,4 @@
-"""Prompts with pictures: encoded once, cached, cut and gone on with as others are."""
+"""Prompts with images: encoded once, cached, cut and continued like other prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 @dataclass
 class FakeEncoder:
-    """Makes random embeddings of a picture's source, in some pieces."""
+    """An encoder with random embeddings, computed in several steps."""
 
     n_pieces: int = 1
     encoded: list[bytes] = field(default_factory=list)
@@ -46,7 +46,7 @@ class FakeEncoder:
         for _ in range(self.n_pieces):
             yield
         if any(picture.source == "broken" for picture in pictures):
-            raise ValueError("a broken picture")
+            raise ValueError("a broken image")
         self.encoded += [picture.key for picture in pictures]
         sizes = [(np.random.default_rng(zlib.crc32(p.key)), (p.n_tokens, 2, D)) for p in pictures]
         return [rng.normal(0, 1, size).astype(np.float32) for rng, size in sizes]
@@ -60,7 +60,7 @@ CAT, DOG, WIDE = picture("cat", 3, 5), picture("dog", 7, 4), picture("wid", 1, 4
 
 
 def prompt(*parts: int | PreparedMedia, seed: int = 0) -> tuple[list[int], PromptMedia]:
-    """So many random tokens, and pictures."""
+    """Return a prompt of random tokens and images; an int is a number of tokens."""
     rng, ids, placed = np.random.default_rng(seed), list[int](), list[MediaTokens]()
     for part in parts:
         if isinstance(part, PreparedMedia):
@@ -95,7 +95,7 @@ def written(engine: SteppedEngine, ids: Sequence[int], pictures: PromptMedia, n:
 
 
 def test_ids_and_places() -> None:
-    assert len({*CAT.ids, *DOG.ids, *WIDE.ids}) == 15  # five words of a key of 33 bytes each
+    assert len({*CAT.ids, *DOG.ids, *WIDE.ids}) == 15  # five ids from each key of 33 bytes
     assert max(CAT.ids) < -(1 << 61)
     assert picture("cat", 3, 5).ids == CAT.ids
     ids, pictures = prompt(4, CAT, 2, DOG, 3)
@@ -118,7 +118,7 @@ def test_ids_and_places() -> None:
 
 
 def test_places_of_pictures_that_are_numbered() -> None:
-    """The tokens of their grids turn by row, column and number, and keep their time; those around them as text."""
+    """Image tokens have row, column and frame positions, and share a time; surrounding tokens have text positions."""
     placed = [MediaTokens(start, PreparedMedia(b"a", 8, (2, 3), is_numbered=True)) for start in (2, 11)]
     pictures = PromptMedia(placed)
     axes = pictures.axes(0, 20)
@@ -132,8 +132,8 @@ def test_places_of_pictures_that_are_numbered() -> None:
         np.testing.assert_array_equal(pictures.axes(start, stop), axes[:, start:stop])
 
 
-def test_a_prompt_is_evaluated_however_it_comes(device: Device) -> None:
-    """Alone, beside others that decode, and from the cache; before and behind an edit."""
+def test_a_prompt_gives_the_same_tokens_in_any_batch(device: Device) -> None:
+    """Alone, next to other decoding requests, and from the cache; before and after an edit."""
     whole, pictures = prompt(9, CAT, 4, DOG, 3, WIDE, 6)
     fresh = written(stepped(device, FakeEncoder()), whole, pictures, 20)
     encoder = FakeEncoder()
@@ -145,7 +145,7 @@ def test_a_prompt_is_evaluated_however_it_comes(device: Device) -> None:
     assert encoder.encoded == [CAT.key, DOG.key, WIDE.key]
     evaluated = engine.loop.counts.prompt_tokens
     assert written(engine, whole, pictures, 20) == fresh
-    assert engine.loop.counts.prompt_tokens - evaluated <= engine.cache.page_size  # of what was in the cache
+    assert engine.loop.counts.prompt_tokens - evaluated <= engine.cache.page_size  # tokens that were in the cache
     for edited, edited_pictures in (prompt(9, CAT, 5, DOG, 3, WIDE, 6, seed=5), prompt(9, CAT, 4, DOG, 3, DOG, 6)):
         expected = written(stepped(device, FakeEncoder()), edited, edited_pictures)
         assert written(engine, edited, edited_pictures) == expected
@@ -153,9 +153,8 @@ def test_a_prompt_is_evaluated_however_it_comes(device: Device) -> None:
 
 
 @pytest.mark.parametrize("shared", ["text", "a picture", "more"])
-def test_it_goes_on_from_what_it_shares(device: Device, shared: str) -> None:
-    """Where another prompt ended: before a picture, with its last token, of which one is always evaluated, and
-    behind it."""
+def test_a_prompt_continues_after_a_shared_prefix(device: Device, shared: str) -> None:
+    """Another prompt may end before an image, at its last token (one token is always evaluated), or after it."""
     ids, pictures = prompt(9, DOG, 4)
     expected = written(stepped(device, FakeEncoder()), ids, pictures)
     engine = stepped(device, FakeEncoder())
@@ -169,7 +168,7 @@ def test_ten_turns_with_edits_and_branches(device: Device) -> None:
     engine, rng = stepped(device, encoder), np.random.default_rng(3)
     parts: list[int | PreparedMedia | list[int]] = [7, CAT]
     for turn in range(10):
-        if turn == 4:  # an edit before the pictures, and one between them
+        if turn == 4:  # an edit before the images, and one between them
             parts[0] = 8
         if turn in (2, 6):
             parts += [DOG if turn == 2 else WIDE]
@@ -180,7 +179,7 @@ def test_ten_turns_with_edits_and_branches(device: Device) -> None:
     assert engine.loop._encoding.n_encoded == 3
 
 
-def test_embeddings_beyond_the_bound_go_and_come_again(device: Device) -> None:
+def test_embeddings_above_the_limit_are_encoded_again(device: Device) -> None:
     encoder = FakeEncoder()
     engine = stepped(device, encoder)
     engine.cache.pictures = engine.loop._encoding._cache = EmbeddingCache(CAT.n_tokens * 2 * D * 4)
@@ -194,7 +193,7 @@ def test_embeddings_beyond_the_bound_go_and_come_again(device: Device) -> None:
     assert len(encoder.encoded) == 5
 
 
-def test_pictures_are_encoded_together_and_a_broken_one_ends_its_request_alone(
+def test_images_are_encoded_together_and_a_broken_one_ends_only_its_request(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = FakeEncoder()
@@ -252,7 +251,7 @@ def test_a_saved_cache_has_embeddings(device: Device, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_what_cannot_be(device: Device) -> None:
+def test_invalid_prompts_with_images(device: Device) -> None:
     ids, pictures = prompt(3, CAT, 2)
     blind = Engine(EngineLoop(runner_on(device)))
     with pytest.raises(UsageError, match="without an encoder"):

@@ -1,4 +1,4 @@
-"""What a step evaluates: plain data, so its steps are taken one by one."""
+"""The contents of steps: plain data, so tests run single steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_prompt_in_chunks_then_decoding() -> None:
     engine.check_all_pages_are_back()
 
 
-def test_decoding_goes_first_and_a_prompt_gets_what_is_left() -> None:
+def test_decoding_goes_first_and_a_prompt_gets_the_rest() -> None:
     engine = SteppedEngine(256, parallel=2, max_tokens=40)
     stream, prompt = writing([1, 2], 20), writing(range(90), 1)
     engine.submit(stream)
@@ -36,7 +36,7 @@ def test_decoding_goes_first_and_a_prompt_gets_what_is_left() -> None:
     engine.submit(prompt)
     engine.step(3)
     assert engine.sizes == [2, 1 + FIRST_CHUNK, *engine.sizes[2:]]
-    assert len(results(stream).choices) == 4, "one token each step"
+    assert len(results(stream).choices) == 4, "one token per step"
     engine.run()
     assert results(stream).ids == greedy_after([1, 2], 20)
 
@@ -50,10 +50,10 @@ def test_the_budget_follows_the_measured_speed() -> None:
     assert times.budget(0.1) == pytest.approx(80, abs=2)
     for _ in range(20):
         times.add(100, 1, 0.02 + 100 * 0.01)
-    assert times.budget(0.1) == MIN_CHUNK, "however slow the model, a prompt goes on"
+    assert times.budget(0.1) == MIN_CHUNK, "a prompt continues even with a slow model"
     for _ in range(20):
         times.add(400, 0, 0.4)
-    assert times.budget(0.1) == pytest.approx(80, abs=2), "a prompt alone says what its tokens cost, too"
+    assert times.budget(0.1) == pytest.approx(80, abs=2), "a prompt alone also shows the cost of its tokens"
 
 
 def test_steps_may_last_as_long_as_a_number_can_say() -> None:
@@ -69,7 +69,7 @@ def test_a_prompt_alone_has_chunks_that_are_worth_their_while() -> None:
     assert engine.sizes[0] == MIN_CHUNK_ALONE
 
 
-def test_half_of_the_budget_is_the_oldest_prompts_and_short_ones_come_first_in_the_rest() -> None:
+def test_the_oldest_prompt_gets_half_of_the_budget_and_short_prompts_the_rest() -> None:
     engine = SteppedEngine(256, parallel=8, max_tokens=32)
     long, longer, short = writing([1] * 80, 1), writing([2] * 90, 1), writing([3] * 10, 1)
     engine.submit(long, longer, short)
@@ -78,7 +78,7 @@ def test_half_of_the_budget_is_the_oldest_prompts_and_short_ones_come_first_in_t
     assert results(short).ended.is_set()
 
 
-def test_what_the_others_do_not_need_is_the_oldest_prompts() -> None:
+def test_the_oldest_prompt_gets_the_unused_budget() -> None:
     engine = SteppedEngine(256, parallel=8, max_tokens=32)
     long, short = writing([1] * 80, 1), writing([3] * 5, 1)
     engine.submit(long, short)
@@ -86,8 +86,8 @@ def test_what_the_others_do_not_need_is_the_oldest_prompts() -> None:
     assert (results(long).n_done, results(short).n_done) == ([0, 27], [0, 5])
 
 
-def test_prompts_that_begin_alike_are_evaluated_once() -> None:
-    """Also where they come at the same time: one evaluates a page, and the others wait for it."""
+def test_common_prefixes_are_evaluated_once() -> None:
+    """Also if both arrive at the same time: one evaluates a page, and the other waits for it."""
     engine = SteppedEngine(256, parallel=8, max_tokens=64)
     common = list(range(10 * PAGE_SIZE))
     requests = [writing([*common, 90 + i], 4) for i in range(4)]
@@ -97,7 +97,7 @@ def test_prompts_that_begin_alike_are_evaluated_once() -> None:
     assert [results(r).ids for r in requests] == [greedy_after([*common, 90 + i], 4) for i in range(4)]
 
 
-def test_requests_of_the_background_come_later_but_come() -> None:
+def test_background_requests_run_later_but_run() -> None:
     engine = SteppedEngine(64, parallel=1, max_tokens=64)
     now = 1000.0
     background = writing([1] * 40, 1, priority="background", submitted_at=now)
@@ -133,7 +133,7 @@ def test_the_youngest_is_preempted_and_writes_on_later() -> None:
     assert was_preempted
     assert results(older).ids == greedy_after([1] * 8, 24)
     assert results(younger).ids == greedy_after([2] * 8, 24)
-    assert engine.n_evaluated < 2 * 31 + 40, "it must wait then, and not fight for pages token by token"
+    assert engine.n_evaluated < 2 * 31 + 40, "it must wait instead of competing for pages token by token"
 
 
 def test_of_several_the_youngest_is_preempted_first() -> None:
@@ -149,7 +149,7 @@ def test_of_several_the_youngest_is_preempted_first() -> None:
     assert preempted == [requests[2], requests[1]]
 
 
-def test_what_is_evaluated_again_does_not_count_as_cached() -> None:
+def test_tokens_evaluated_again_do_not_count_as_cached() -> None:
     engine = SteppedEngine(32, parallel=1, max_tokens=32)
     older, younger = writing([1] * 8, 24), writing([2] * 8, 24)
     engine.submit(older)
@@ -158,7 +158,7 @@ def test_what_is_evaluated_again_does_not_count_as_cached() -> None:
     assert (older.n_cached, younger.n_cached) == (0, 0)
 
 
-def test_a_request_whose_reader_is_behind_pauses_and_gives_up_its_pages_first() -> None:
+def test_a_request_with_a_slow_reader_pauses_and_loses_its_pages_first() -> None:
     engine = SteppedEngine(32, parallel=1, max_tokens=32)
     older, younger = writing([1] * 8, 24), writing([2] * 20, 4)
     engine.submit(older)
@@ -183,7 +183,7 @@ def test_logits_in_chunks_of_as_many_rows_as_a_step_has(monkeypatch: pytest.Monk
     assert [len(batch.outputs) for batch in engine.fake.batches] == [3, 3, 3, 2]
     assert all((row == logits_after(ids[: n + 1])).all() for n, row in enumerate(results(request).rows))
     engine.run(writing([50, *ids], 1))
-    assert engine.sizes[4:] == [8, 4], "a prompt needs few logits, and keeps its chunks"
+    assert engine.sizes[4:] == [8, 4], "a prompt needs few logits and keeps its chunk size"
 
 
 def test_logits_of_the_last_tokens_use_what_is_cached() -> None:
@@ -201,7 +201,7 @@ def test_logits_of_the_last_tokens_use_what_is_cached() -> None:
 
 
 def test_rows_of_logits_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More sequences decode than a step has rows for: they take turns."""
+    """More sequences decode than a step has rows: they take turns."""
     monkeypatch.setattr("localllm.engine.runner.MAX_LOGITS_BYTES", 4 * 97 * 3)
     engine = SteppedEngine(32, parallel=8, max_tokens=32)
     requests = [writing([i], 9) for i in range(7)]
@@ -240,7 +240,7 @@ def test_prompts_are_not_starved_for_rows_of_logits(monkeypatch: pytest.MonkeyPa
     assert [results(r).ids for r in decoding] == [greedy_after([i], 50) for i in range(4)]
 
 
-def test_requests_that_nobody_reads_make_way() -> None:
+def test_requests_without_a_reader_lose_their_pages() -> None:
     engine = SteppedEngine(32, parallel=8, max_running=2)
     unread = [writing([i], 20) for i in range(2)]
     engine.submit(*unread)
@@ -255,7 +255,7 @@ def test_requests_that_nobody_reads_make_way() -> None:
     assert [results(r).ids for r in unread] == [greedy_after([i], 20) for i in range(2)]
 
 
-def test_no_more_run_than_are_allowed() -> None:
+def test_the_number_of_running_requests_is_limited() -> None:
     engine = SteppedEngine(32, parallel=8, max_running=2)
     requests = [writing([i], 5) for i in range(6)]
     engine.submit(*requests)
@@ -265,7 +265,7 @@ def test_no_more_run_than_are_allowed() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests of all kinds over too few pages, against a model of each: what it writes alone."""
+    """Requests of all types with too few pages, compared with the text that each would generate alone."""
 
     @initialize(
         parallel=st.integers(1, 4),
@@ -316,14 +316,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(batch.ids) <= self.limits[0]
                 assert len(batch.outputs) <= self.limits[1]
             if oldest and n_missing and oldest.finish_reason is None:
-                assert (oldest.n_missing, oldest.n_generated) != n_missing, "the oldest does not go on"
+                assert (oldest.n_missing, oldest.n_generated) != n_missing, "the oldest request must continue"
             self.settle()
 
     def can_run(self, request: Request) -> bool:
         return request.finish_reason is None and not request.output.is_full
 
     def is_next(self, request: Request) -> bool:
-        """Whether the request must have a part in each step: rows are shared out in turn."""
+        """Return whether the request must be in each step: rows are assigned in turn."""
         is_only_one = sum(other.rank == request.rank for other, *_ in self.requests) == 1
         n_decoding_at_once = min(self.limits[1], max(1, self.limits[0] - MIN_CHUNK))
         return is_only_one and request.sequence is not None and len(self.requests) <= n_decoding_at_once
@@ -344,7 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.loop.forget()
 
     def settle(self) -> None:
-        """Compares what has ended with its model, and what has not with a beginning of it."""
+        """Compare finished requests with the model, and running ones with its prefix."""
         for request, prompt, expected in list(self.requests):
             out = results(request)
             assert out.error is None
@@ -380,7 +380,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class Guesses:
-    """Drafts of which the first ``n_right`` are right."""
+    """Drafts whose first ``n_right`` tokens are right."""
 
     def __init__(self, n_right: int) -> None:
         self.n_right = n_right
@@ -392,7 +392,7 @@ class Guesses:
     def close(self) -> None: ...
 
 
-#: More, for whoever wants to be sure: LOCALLLM_TEST_EXAMPLES=250 makes 10,000 rules and more.
+#: LOCALLLM_TEST_EXAMPLES=250 runs 10,000 rules or more.
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
     max_examples=int(os.environ.get("LOCALLLM_TEST_EXAMPLES", "40")),
@@ -414,7 +414,7 @@ def test_clients_take_turns_however_many_requests_each_has() -> None:
     while single.sequence is None:
         engine.step()
     waiting = [request for request in flood if request.sequence is None and not results(request).ended.is_set()]
-    assert len(waiting) >= 20 - n_before - 1, "it did not wait for all of those that came before it"
+    assert len(waiting) >= 20 - n_before - 1, "it must not wait for every earlier request"
     engine.run()
     assert all(results(request).ids for request in [*flood, single])
 

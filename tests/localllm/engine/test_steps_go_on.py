@@ -1,4 +1,4 @@
-"""What no other request waits for: tokens that a grammar makes slow to choose, and prompts saved or loaded."""
+"""Operations that must not delay other requests: slow grammars, and saving or loading prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.requests import GREEDY, Results, finish, results, writing
 
 
 class SlowGrammar:
-    """Allows every token, and says so once it may."""
+    """A grammar that allows every token, with a delay."""
 
     is_complete = False
 
@@ -53,7 +53,7 @@ class SlowGrammar:
 
 
 def held(prompt: Sequence[int], n: int, grammar: SlowGrammar, **options: object) -> Request:
-    """A request that goes on as a grammar allows."""
+    """Return a request whose tokens a grammar constrains."""
     sampling = options.pop("sampling", GREEDY)
     assert isinstance(sampling, Sampling)
     sampler = make_sampler(sampling, N_VOCAB, prompt_ids=prompt, constraint=grammar)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_no_other_request_waits_for_a_choice(engine: Engine) -> None:
     steps = engine.counts.steps
     for n in (30, 20):
         assert finish(engine, writing([3, 4], n)).ids == greedy_after([3, 4], n)
-    assert engine.counts.steps >= steps + 48  # while one token was chosen
+    assert engine.counts.steps >= steps + 48  # during the choice of one token
     assert not results(slow).ids
     grammar.may_answer.set()
     assert results(slow).ended.wait(60)
@@ -82,7 +82,7 @@ def test_no_other_request_waits_for_a_choice(engine: Engine) -> None:
     engine.close()
 
 
-def test_it_waits_for_nothing_else_where_it_is_alone(engine: Engine) -> None:
+def test_a_single_request_does_not_wait_for_other_work(engine: Engine) -> None:
     grammar = SlowGrammar()
     assert finish(engine, held([1, 2], 20, grammar)).ids == greedy_after([1, 2], 20)
     assert engine.counts.steps <= 21
@@ -119,7 +119,7 @@ def test_a_request_ends_while_its_token_is_chosen(engine: Engine, end: str) -> N
     engine.close()
 
 
-def test_what_a_choice_raises_ends_its_request_alone(engine: Engine) -> None:
+def test_an_error_of_a_choice_ends_only_its_request(engine: Engine) -> None:
     error = ValueError("no token")
     assert finish(engine, held([1, 2], 5, SlowGrammar(error=error))).error is error
     assert finish(engine, held([1, 2], 5, SlowGrammar())).ids == greedy_after([1, 2], 5)
@@ -146,7 +146,7 @@ def test_an_engine_that_is_closed_waits_for_the_choice_under_way_alone(engine: E
 
 
 class HalfRight:
-    """Drafts some tokens that are right, and one that is wrong."""
+    """Drafts some right tokens and one wrong one."""
 
     def __init__(self, n_right: int) -> None:
         self._n_right = n_right
@@ -168,7 +168,7 @@ def test_drafts_are_verified_apart_too(engine: Engine, n_right: int) -> None:
 
 
 def test_any_company_gives_the_same_texts() -> None:
-    """Slow and fast ones, in a cache that has not room for all of them: some are preempted, some end early."""
+    """Slow and fast requests in a cache that is too small for all: some are preempted, some end early."""
     rng = np.random.default_rng(0)
     engine, _ = fake_engine(64, parallel=2, max_tokens=16)
     requests: list[Request] = []
@@ -194,7 +194,7 @@ def test_any_company_gives_the_same_texts() -> None:
 
 
 def test_a_request_whose_tokens_are_being_chosen_keeps_its_pages() -> None:
-    """Also where its reader is behind, and another waits for the pages that are held meanwhile."""
+    """Also if its reader is slow and another request waits for its pages."""
     engine, _ = fake_engine(64, parallel=1, max_tokens=16)
     grammar = SlowGrammar()
     slow = held([1, 2], 30, grammar)

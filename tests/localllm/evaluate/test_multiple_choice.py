@@ -1,4 +1,4 @@
-"""Multiple choice, and what lm-evaluation-harness asks."""
+"""Multiple choice, and the interface of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def likelihood(llm: LLM, prompt: str, continuation: str) -> float:
-    """Of all tokens behind the prompt's, one after the other."""
+    """Return the log likelihood of a continuation, computed token by token."""
     before, ids = llm.tokenize(prompt), llm.tokenize(prompt + continuation)
     assert ids[: len(before)] == before
     rows = llm.logits(ids[:-1]).astype(np.float64)[len(before) - 1 :]
@@ -103,7 +103,7 @@ def test_files_without_questions(tmp_path: Path) -> None:
 
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Our module, with a stand-in for the package where that is not installed."""
+    """Import the module, with a substitute for lm_eval if it is not installed."""
     try:
         import_module("lm_eval.api.model")
     except ImportError:
@@ -159,7 +159,7 @@ def test_the_harness_gets_texts(llm: LLM, harness: ModuleType) -> None:
     assert model.tokenizer_name == "tiny.gguf"
 
 
-def test_the_harness_speaks_the_models_chat_format(harness: ModuleType) -> None:
+def test_the_harness_uses_the_models_chat_format(harness: ModuleType) -> None:
     with localllm.load(device="cpu", context=128) as llm:
         model = harness.HarnessModel(llm)
         chat = model.apply_chat_template([{"role": "user", "content": "Hi!"}])
@@ -169,7 +169,7 @@ def test_the_harness_speaks_the_models_chat_format(harness: ModuleType) -> None:
         assert result == (pytest.approx(expected.logprob), expected.is_greedy)
 
 
-def test_without_the_harness_a_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "localllm.evaluate.lm_eval", raising=False)
     with pytest.raises(UsageError, match="pip install lm_eval"):

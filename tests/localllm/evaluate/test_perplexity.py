@@ -1,4 +1,4 @@
-"""Perplexity and divergence against llama.cpp's definitions, written down a second time, token by token."""
+"""Perplexity and divergence compared with a second implementation of llama.cpp's definitions, token by token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def counted(llm: LLM) -> Iterator[tuple[Logits, list[int]]]:
-    """The logits of each chunk that count, and the tokens that came."""
+    """Yield, for each chunk, the evaluated logits and the following tokens."""
     ids = llm.tokenize(TEXT)
     for start in range(0, len(ids) - CONTEXT + 1, CONTEXT):
         chunk = ids[start : start + CONTEXT]
@@ -78,7 +78,7 @@ def test_perplexity_is_that_of_the_second_halves(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7])
-def test_some_chunks_take_no_more_of_the_text_than_they_need(
+def test_few_chunks_tokenize_only_part_of_the_text(
     chunks: int, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     text, lengths, read = "é" + TEXT * 500, list[int](), list[int]()
@@ -125,10 +125,10 @@ def test_the_file_of_logits_is_llama_cpps(llm: LLM, tmp_path: Path) -> None:
     assert np.array_equal(BaseLogits.read(path).tokens.ravel(), ids[: n_chunks * CONTEXT])
 
 
-def test_what_is_far_below_the_likeliest_is_cut_off() -> None:
+def test_very_unlikely_tokens_are_clipped() -> None:
     logits = np.array([[0, -5, -16, -40, 3, -np.inf, 0], [2, 2, 2, 2, 2, 2, 2]], np.float32)
     rows = packed(logits)
-    assert rows.shape == (2, 12)  # an odd vocabulary is padded
+    assert rows.shape == (2, 12)  # rows of an odd vocabulary are padded
     scale, lowest = rows[0, :4].copy().view(np.float32)
     assert scale * 65535 == pytest.approx(16)
     restored = lowest + scale * rows[0, 4:11]
@@ -180,7 +180,7 @@ def test_a_model_is_not_far_from_itself(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_sure_of_itself_has_the_perplexity_of_its_own_logits(tmp_path: Path) -> None:
-    """Tokens less likely than the file can tell are bounded alike."""
+    """Probabilities below the file's resolution are clipped equally."""
     settings = config(num_hidden_layers=1)
     weights = {name: 4 * weight for name, weight in random_weights(settings, seed=0).items()}
     with localllm.load(write_gguf(tmp_path / "sure.gguf", settings, weights), device="reference") as sure:
@@ -204,7 +204,7 @@ def test_tokens_that_the_base_model_finds_impossible_have_no_part() -> None:
     assert _compared(logits, expected, np.array([0], np.int32))[2] == pytest.approx(0, abs=1e-6)
 
 
-def test_what_cannot_be_measured(llm: LLM, tmp_path: Path) -> None:
+def test_texts_that_cannot_be_measured(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the text has \d+ tokens, but at least 64 are needed for chunks of 32"):
         perplexity(llm, "short", context=32)
     with pytest.raises(UsageError, match=r"chunks of 999 tokens do not fit into the context of 128"):

@@ -1,4 +1,4 @@
-"""Streams, read by threads and by tasks, over a fake engine whose steps a test can hold up."""
+"""Streams read by threads and by tasks, with a fake engine that tests can pause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTEXT = 400
 
 
 class Numbers:
-    """Makes a text of ids: their numbers; ends it behind a given one."""
+    """A decoder that turns ids into numbers, and ends the text after a given id."""
 
     def __init__(self, stop: int | None = None) -> None:
         self.stopped: str | None = None
@@ -40,7 +40,7 @@ class Numbers:
 
 
 class Models:
-    """A fake engine, and streams of it."""
+    """A fake engine and its streams."""
 
     def __init__(self) -> None:
         self.engine, self.step = fake_engine(CONTEXT, parallel=4, max_tokens=16)
@@ -52,17 +52,16 @@ class Models:
         *,
         progress: Any = None,
         stop: int | None = None,
-        logprobs: bool = False,
         **options: Any,
     ) -> Stream:
         def make_request(output: TextOutput) -> Request:
             return writing(prompt, n, output=output, **options)  # type: ignore[arg-type]
 
         decoder: Any = Numbers(stop)
-        return Stream(self.engine, decoder, make_request, logprobs=logprobs, progress=progress)
+        return Stream(self.engine, decoder, make_request, logprobs=False, progress=progress)
 
     def hold(self, n_batches: int = 0) -> threading.Event:
-        """Holds up the engine before the step after the next ``n_batches``, until the event that is returned."""
+        """Pause the engine before the step after the next ``n_batches``, until the returned event is set."""
         go_on, n_before = threading.Event(), len(self.step.batches)
 
         def wait(batch: Batch) -> None:
@@ -106,7 +105,7 @@ def test_a_chunk_for_each_token_and_a_last_one(models: Models) -> None:
     assert completion.finish_reason == "length"
 
 
-def test_what_is_read_after_a_part_was_read(models: Models) -> None:
+def test_read_continues_after_iteration(models: Models) -> None:
     stream = models.stream([1, 2], 20)
     first = [next(stream) for _ in range(5)]
     rest = stream.read()
@@ -122,38 +121,31 @@ def test_a_stop_string_is_the_reason_even_at_the_last_token(models: Models) -> N
         assert (completion.finish_reason, list(completion.ids)) == ("stop", ids)
 
 
-def test_logprobs_where_they_are_asked_for(models: Models) -> None:
-    completion = models.stream([1], 3, logprobs=True, sampling=Sampling(temperature=0, logprobs=2)).read()
-    assert completion.logprobs is not None
-    assert [choice.id for choice in completion.logprobs] == list(completion.ids)
-    assert models.stream([1], 3).read().logprobs is None
-
-
 def test_a_request_runs_ahead_of_its_reader_only_so_far(models: Models) -> None:
     stream = models.stream([1], None)
     request = stream._request
     assert eventually(lambda: n_requests(models.engine) and request.n_generated >= MAX_UNREAD)
-    assert models.stream([2], 100).read().ids == tuple(greedy_after([2], 100)), "it holds up nobody"
+    assert models.stream([2], 100).read().ids == tuple(greedy_after([2], 100)), "it does not delay other requests"
     assert MAX_UNREAD <= request.n_generated <= MAX_UNREAD + 100
     n_before = request.n_generated
     assert [next(stream).ids[0] for _ in range(150)] == greedy_after([1], 150)
-    assert request.n_generated > n_before, "and goes on when its reader does"
+    assert request.n_generated > n_before, "and continues when its reader does"
     assert stream.usage.completion_tokens >= 150
 
 
-def test_a_request_that_pauses_just_as_a_chunk_is_read_goes_on(
+def test_a_request_that_pauses_while_a_chunk_is_read_continues(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = models.hold(n_batches=3)
 
     def read(output: TextOutput, n: int) -> None:
-        if n == 1:  # the engine runs ahead and pauses before the chunk counts as read
+        if n == 1:  # the engine pauses ahead before the chunk counts as read
             go_on.set()
             assert eventually(lambda: output.is_full)
             time.sleep(0.02)
         vars(output)["n_read"] = n
 
-    # So that it is full with exactly as many as it may be.
+    # Exactly full.
     monkeypatch.setattr("localllm.generation.completion.DELIVERY_S", 0.0)
     monkeypatch.setattr(TextOutput, "n_read", property(lambda output: vars(output)["n_read"], read), raising=False)
     stream = models.stream([1], 2 * MAX_UNREAD)
@@ -176,7 +168,7 @@ def test_progress_is_called_in_the_readers_thread(models: Models) -> None:
 # Ending early.
 
 
-def test_cancelling_says_so_in_a_last_chunk(models: Models) -> None:
+def test_cancelling_is_reported_in_the_last_chunk(models: Models) -> None:
     go_on = models.hold(n_batches=5)
     stream = models.stream([1, 2])
     next(stream)
@@ -187,7 +179,7 @@ def test_cancelling_says_so_in_a_last_chunk(models: Models) -> None:
     *written, last = stream
     assert (last.finish_reason, last.ids, last.text) == ("cancelled", (), ".")
     assert last.usage is not None
-    assert last.usage.completion_tokens == 1 + len(written), "what was written until then still comes"
+    assert last.usage.completion_tokens == 1 + len(written), "earlier tokens are still delivered"
     assert [*stream] == []
     assert n_requests(models.engine) == 0
 
@@ -241,11 +233,11 @@ def test_closing_or_dropping_a_stream_frees_its_place(models: Models, end: Calla
     gc.collect()
     assert eventually(lambda: n_requests(models.engine) == 0)
     again = models.stream([*[1] * 30, *ids_of(first), 9], 1).read()
-    assert again.usage.cached_tokens == 35, "what was evaluated stays"
+    assert again.usage.cached_tokens == 35, "evaluated tokens stay cached"
 
 
 def test_closing_from_another_thread_ends_a_read(models: Models) -> None:
-    """Whoever reads at that time must not wait for ever."""
+    """A concurrent reader must not wait forever."""
     go_on = models.hold(n_batches=3)
     stream = models.stream([1])
     written: list[Chunk] = []
@@ -260,7 +252,7 @@ def test_closing_from_another_thread_ends_a_read(models: Models) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
-def test_what_progress_raises_comes_out_and_frees_the_place(models: Models, error: BaseException) -> None:
+def test_an_error_of_progress_is_raised_and_ends_the_request(models: Models, error: BaseException) -> None:
     def fail(n: int, total: int) -> None:
         raise error
 
@@ -284,7 +276,7 @@ def test_a_stop_iteration_of_a_callers_function_is_no_end(models: Models, kind: 
         assert isinstance(caught.value.__cause__, kind)
 
 
-# Readers in the wrong place.
+# Several readers.
 
 
 def test_two_threads_on_one_stream(models: Models) -> None:
@@ -298,7 +290,7 @@ def test_two_threads_on_one_stream(models: Models) -> None:
         next(stream)
     go_on.set()
     reader.join(60)
-    assert ids_of(written) == greedy_after([1], 5), "the one who was first has all"
+    assert ids_of(written) == greedy_after([1], 5), "the first reader gets everything"
 
 
 def processing(models: Models, work: Callable[[], object]) -> Stream:
@@ -317,7 +309,7 @@ def test_a_processor_cannot_wait_for_its_own_model(models: Models) -> None:
     assert eventually(lambda: n_requests(models.engine) == 0)
     other = Models()
     stream = processing(models, lambda: other.stream([2], 3).read())
-    assert stream.read().ids == tuple(greedy_after([1], 5)), "but for another one"
+    assert stream.read().ids == tuple(greedy_after([1], 5)), "another model can be called"
     other.engine.close()
 
 
@@ -352,7 +344,7 @@ def test_closing_the_engine_ends_a_read(models: Models) -> None:
 # Tasks.
 
 
-def test_tasks_read_what_threads_read(models: Models) -> None:
+def test_tasks_and_threads_read_the_same(models: Models) -> None:
     async def main() -> None:
         expected = greedy_after([1, 2], 20)
         chunks = [chunk async for chunk in models.stream([1, 2], 20)]
@@ -366,7 +358,7 @@ def test_tasks_read_what_threads_read(models: Models) -> None:
     asyncio.run(main())
 
 
-def test_a_task_that_stops_reading_holds_up_nobody(models: Models) -> None:
+def test_a_task_that_stops_reading_does_not_delay_others(models: Models) -> None:
     async def main() -> None:
         slow = models.stream([1])
         assert (await anext(slow)).ids == (greedy_after([1], 1)[0],)
@@ -380,7 +372,7 @@ def test_a_task_that_stops_reading_holds_up_nobody(models: Models) -> None:
     assert eventually(lambda: n_requests(models.engine) == 0)
 
 
-def test_other_tasks_go_on_while_one_waits(models: Models) -> None:
+def test_other_tasks_continue_while_one_waits(models: Models) -> None:
     go_on = models.hold()
 
     async def main() -> None:
@@ -419,7 +411,7 @@ def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
     assert eventually(lambda: n_requests(models.engine) == 0)
 
 
-def test_cancelling_a_stream_of_a_task_says_so(models: Models) -> None:
+def test_cancelling_a_stream_of_a_task_is_reported(models: Models) -> None:
     async def main() -> None:
         stream = models.stream([1])
         first = await anext(stream)
@@ -431,7 +423,7 @@ def test_cancelling_a_stream_of_a_task_says_so(models: Models) -> None:
     asyncio.run(main())
 
 
-def test_a_loop_that_was_closed_harms_nobody(models: Models) -> None:
+def test_a_closed_event_loop_does_not_affect_other_requests(models: Models) -> None:
     kept: list[Stream] = []
 
     async def main() -> None:

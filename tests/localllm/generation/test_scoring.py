@@ -1,4 +1,4 @@
-"""Logits of the last tokens, and how likely continuations are."""
+"""Logits of the last tokens, and probabilities of continuations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expected_logprobs(llm: LLM, ids: list[int], first: int) -> list[float]:
 
 
 def n_evaluated(llm: LLM, call: Any) -> int:
-    """Tokens that a call has the model evaluate."""
+    """Return the number of tokens that a call evaluates."""
 
     def patched(loop: Any) -> None:
         loop.runner.run = lambda chunks, *rest: (sizes.extend(len(c.ids) for c in chunks), run(chunks, *rest))[1]
@@ -66,7 +66,7 @@ def test_the_last_logits_use_what_is_cached(llm: LLM) -> None:
     assert n_evaluated(llm, lambda: llm.logits(IDS, last=1)) == len(IDS)
     assert n_evaluated(llm, lambda: llm.logits(IDS, last=1)) == 1
     assert n_evaluated(llm, lambda: llm.logits([*IDS, 7, 8], last=2)) == 2
-    assert n_evaluated(llm, lambda: llm.logits(IDS)) == len(IDS), "all are wanted"
+    assert n_evaluated(llm, lambda: llm.logits(IDS)) == len(IDS), "all rows are needed"
 
 
 @pytest.mark.parametrize("last", [0, -1, 22, 1.5, True])
@@ -85,17 +85,17 @@ def test_scores_are_sums_of_log_probabilities(llm: LLM) -> None:
         assert score.logprob == pytest.approx(sum(expected), abs=1e-3)
 
 
-def test_what_the_model_would_write_is_greedy(llm: LLM) -> None:
+def test_the_greedy_continuation_is_marked(llm: LLM) -> None:
     written = list(llm.generate(IDS, temperature=0, max_tokens=5, ignore_eos=True).ids)
     other = [*written[:-1], (written[-1] + 1) % 300]
     assert [score.is_greedy for score in llm.score(IDS, [written, other])] == [True, False]
 
 
 def test_the_prompt_is_evaluated_once(llm: LLM) -> None:
-    """And nobody wants the logits after a continuation's last token."""
+    """The row after a continuation's last token is not evaluated."""
     continuations = [[70 + i, 5] for i in range(6)]
     n = n_evaluated(llm, lambda: llm.score(IDS, continuations))
-    assert n <= len(IDS) + 6 * (1 + 32), "but for the part of a page that each has for itself"
+    assert n <= len(IDS) + 6 * (1 + 32), "except each continuation's part of a page"
     assert n_evaluated(llm, lambda: llm.score(IDS, [[70]] * 3)) <= 3
 
 
@@ -108,7 +108,7 @@ def test_more_continuations_than_run_at_once(llm: LLM, monkeypatch: pytest.Monke
     )
 
 
-def test_scores_wait_where_the_queue_is_full(tmp_path: Path) -> None:
+def test_scores_wait_if_the_queue_is_full(tmp_path: Path) -> None:
     with localllm.load(tiny_gguf(tmp_path / "m.gguf"), device="reference", context=96, max_waiting=2) as small:
         scores = small.score([1, 5], [[i, 7] for i in range(12)])
     assert [score.ids for score in scores] == [(i, 7) for i in range(12)]
@@ -131,8 +131,8 @@ def test_an_empty_continuation_is_certain(llm: LLM) -> None:
     assert (score.ids, score.is_greedy, repr(score.logprob)) == ((), True, "0.0")
 
 
-def test_words_across_the_border_are_those_words(llm: LLM) -> None:
-    """A text is tokenized with the prompt before it; spaces at the prompt's end are the continuation's."""
+def test_a_word_across_the_end_of_the_prompt_is_tokenized_as_one(llm: LLM) -> None:
+    """A text is tokenized together with the prompt; spaces at the end of the prompt belong to the continuation."""
     whole = tuple(llm.tokenize("a hen the end"))
     before = tuple(llm.tokenize("a hen"))
     for prompt, continuation in (("a hen", " the end"), ("a hen ", "the end")):

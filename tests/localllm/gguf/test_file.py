@@ -1,4 +1,4 @@
-"""The GGUF loader against the gguf package, which writes the files, and a plain walk over real ones."""
+"""The GGUF loader compared with the gguf package, which writes the files, and with a simple parser of real files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def tensor_values() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A metadata value as lists and Python scalars."""
+    """Convert a metadata value to lists and Python scalars."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, StringArray | tuple):
@@ -170,15 +170,15 @@ def test_strings_of_real_vocabularies(name: str) -> None:
 
 
 def strings_file(path: Path, strings: list[bytes]) -> Path:
-    # The key that follows looks like two strings, to tempt the indexer past the array's end.
+    # The next key looks like two strings, to mislead the indexer past the array's end.
     after = [key("n", 4, u32(0)), key("after", 9, array(8, [string("x"), string("yz")]))]
     keys = [ARCHITECTURE_KEY, key("strings", 9, array(8, [string(text) for text in strings])), *after]
     return RawGGUF(keys=keys).write(path)
 
 
 @pytest.mark.parametrize("chunk", [16, 64, 1 << 17])
-def test_strings_whatever_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """Lengths are found by guessing first: strings that look like lengths must not mislead it."""
+def test_strings_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """The indexer guesses lengths first; strings that look like lengths must not mislead it."""
     monkeypatch.setattr(strings_module, "_CHUNK", chunk)
     path = tmp_path / "s.gguf"
     piece = st.sampled_from([b"", b"\0", bytes(7), bytes(8), bytes(9), u64(1), u64(3) + b"abc", b"ab", b"\x01"])
@@ -313,7 +313,7 @@ def test_version_2_scalar_tensors_any_order_and_no_final_padding(tmp_path: Path)
     ]
     raw = RawGGUF(version=2, tensors=tensors)
     content = bytearray(bytes(raw))
-    # The two are laid out in the order of the list; put the data where the offsets say.
+    # Offsets out of order: the data follows the offsets.
     data = len(content) - 64
     content[data:] = b"aaaa".ljust(32, b"\0") + b"bbbbccccdddd"
     path = tmp_path / "v2.gguf"
@@ -326,7 +326,7 @@ def test_version_2_scalar_tensors_any_order_and_no_final_padding(tmp_path: Path)
         assert (second.shape, second.n_values, second.data.tobytes()) == ((3,), 3, b"bbbbccccdddd")
 
 
-def test_architecture_is_required_only_when_asked_for(tmp_path: Path) -> None:
+def test_architecture_is_required_only_when_used(tmp_path: Path) -> None:
     for keys in ([], [key("general.architecture", 4, u32(1))], [key("general.architecture", 8, string(""))]):
         with GGUFFile.open(RawGGUF(keys=keys).write(tmp_path / "a.gguf")) as file:
             assert len(file.metadata) == len(keys)
@@ -352,7 +352,7 @@ def test_closed_file_refuses_and_views_stay_valid(tmp_path: Path) -> None:
         tensor, metadata = file.tensors["t"], file.metadata
         names, numbers = metadata["names"], metadata["numbers"]
     file.close()
-    if sys.platform != "win32":  # which keeps what is mapped
+    if sys.platform != "win32":  # Windows keeps a mapped file
         path.unlink()
     np.testing.assert_array_equal(tensor.data.view(np.float32), values["t"])
     tensor.drop_pages()
@@ -370,7 +370,7 @@ needs_proc = pytest.mark.skipif(
 
 
 def resident_bytes(path: Path) -> int | None:
-    """Bytes of the file's map that are in this process's memory; None where it is not mapped."""
+    """Return the bytes of the file's map that are in this process's memory; None if it is not mapped."""
     lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
     for i, line in enumerate(lines):
         if line.endswith(str(path)):
@@ -402,7 +402,7 @@ def test_drop_pages_takes_the_tensor_out_of_memory(tmp_path: Path) -> None:
         after = resident_bytes(path)
         assert before is not None
         assert after is not None
-        # The kernel may keep what shares a page, or a large page, with its neighbours.
+        # The kernel may keep data that shares a page, or a huge page, with its neighbours.
         assert before - after >= ones.nbytes // 2
         assert file.tensors["t"].data.view(np.float32).sum() == 2 * ones.size
 
@@ -411,7 +411,7 @@ def test_drop_pages_takes_the_tensor_out_of_memory(tmp_path: Path) -> None:
 
 
 def write_split(folder: Path, name: str = "model") -> tuple[list[Path], dict[str, np.ndarray]]:
-    """A model of five tensors in three files, by the gguf package."""
+    """Write a model of five tensors in three files with the gguf package."""
     tensors = {f"t{i}": np.full((2, 3 + i), i, np.float32) for i in range(5)}
     writer = gguf.GGUFWriter(folder / f"{name}.gguf", "llama", split_max_tensors=2)
     writer.add_string("general.name", "in parts")
@@ -446,7 +446,7 @@ def test_split_model_in_the_working_directory(tmp_path: Path, monkeypatch: pytes
 
 
 def test_merged_split_model(tmp_path: Path) -> None:
-    """Merging leaves the keys behind, with the count 0."""
+    """Merging keeps the split keys, with count 0."""
     values = {"split.no": Typed(KIND.UINT16, 0), "split.count": Typed(KIND.UINT16, 0)}
     with GGUFFile.open(write_gguf(tmp_path / "m.gguf", values, {"t": np.ones(3)})) as file:
         assert list(file.tensors) == ["t"]

@@ -1,4 +1,4 @@
-"""GGUF files that lie: every defect is a GGUFError that names the place, and nothing else ever happens."""
+"""Corrupt GGUF files: every defect raises a GGUFError that names the location, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.gguf_writer import ARCHITECTURE_KEY, RawGGUF, RawTensor, arra
 
 U8, BOOL, STRING, ARRAY, F32 = 0, 7, 8, 9, 6
 
-# What Python's objects take however small the file is.
+# Memory of Python's objects, independent of the file size.
 SLACK = 2 << 20
 
 
@@ -44,7 +44,7 @@ def nested(depth: int) -> bytes:
 
 ALIGNMENT = "general.alignment"
 
-# name: file, what the error must say besides the file's name
+# name: file, required text of the error after the file's name
 DEFECTS: dict[str, tuple[RawGGUF | bytes, str]] = {
     # header
     "one byte": (b"G", "byte 0, header: not a GGUF file"),
@@ -264,7 +264,7 @@ def test_defect(tmp_path: Path, name: str) -> None:
     assert text.isprintable()
 
 
-def test_the_files_that_the_defects_are_made_of_are_sound(tmp_path: Path) -> None:
+def test_the_files_without_defects_are_valid(tmp_path: Path) -> None:
     for raw in (RawGGUF(), with_key(BOOL, b"\1"), with_key(ARRAY, nested(4)), with_tensor(numbers("other"))):
         GGUFFile.open(raw.write(tmp_path / "model.gguf")).close()
 
@@ -319,7 +319,7 @@ def test_device() -> None:
 def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = RawGGUF().write(tmp_path / "secret.gguf")
 
-    # Tests may run as root, whom no permission stops.
+    # Tests may run as root, for whom permissions do not apply.
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -346,7 +346,7 @@ def test_name_that_is_not_utf8_can_still_be_printed(tmp_path: Path) -> None:
 
 
 def rich_gguf() -> bytes:
-    """A small file with every kind of value and several tensors."""
+    """Write a small file with every type of value and several tensors."""
     rng = np.random.default_rng(3)
     scalars = [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (5, 4), (6, 4), (10, 8), (11, 8), (12, 8)]
     keys = [ARCHITECTURE_KEY, key("flag", BOOL, b"\1"), key(ALIGNMENT, 4, u32(32))]
@@ -367,7 +367,7 @@ def rich_gguf() -> bytes:
 
 
 def open_and_read_all(path: Path) -> bool:
-    """Open the file and read everything in it; whether it opened.  Only GGUFError may come out of it."""
+    """Open a file and read everything; return whether it opened.  Only GGUFError may be raised."""
     try:
         file = GGUFFile.open(path)
     except GGUFError as error:
@@ -401,7 +401,7 @@ def test_cut_at_every_byte(tmp_path: Path) -> None:
 
 
 def mutate(content: bytearray, rng: random.Random, end: int) -> None:
-    """One to three changes before byte ``end``: a bit, a byte, or a whole number of an ugly size."""
+    """Make one to three changes before byte ``end``: a bit, a byte, or an integer with an extreme value."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         at = rng.randrange(end)
         change = rng.randrange(3)
@@ -425,7 +425,7 @@ def test_flipped_bytes(tmp_path: Path) -> None:
         mutate(content, rng, len(content))
         path.write_bytes(content)
         opened += open_and_read_all(path)
-    # Most of the file is structure, and a change there must be seen more often than not.
+    # Most of the file is structure, so changes must be detected more often than not.
     assert 0 < opened < 300
 
 
@@ -460,7 +460,7 @@ def test_real_file_cut_and_flipped(tmp_path: Path, name: str) -> None:
     assert open_and_read_all(path)
     for n in sorted({*rng.sample(range(1, header), 100), *rng.sample(range(header, len(original)), 30)})[::-1]:
         os.truncate(path, n)
-        # Less than a line of alignment can be padding.
+        # Padding is shorter than the alignment.
         assert not open_and_read_all(path) or n > len(original) - 32, n
 
 
@@ -474,7 +474,7 @@ def test_noise_after_a_good_header(tmp_path: Path) -> None:
     path = tmp_path / "noise.gguf"
     for _ in range(300):
         counts = u64(rng.randrange(4)) + u64(rng.randrange(4))
-        # Small numbers are likelier to be taken for lengths and types.
+        # Small numbers are likelier to pass as lengths and types.
         noise = bytes(rng.choice((0, 0, 0, 0, 1, 2, 4, 8, 9, rng.randrange(256))) for _ in range(200))
         path.write_bytes(b"GGUF" + u32(3) + counts + noise)
         open_and_read_all(path)
@@ -488,7 +488,7 @@ def all_empty(n: int) -> bytes:
 
 
 def one_byte_or_empty(n: int) -> bytes:
-    """Every other length cannot be guessed from how it looks."""
+    """The lengths of every second string cannot be guessed."""
     return (u64(1) + b"x" + u64(0) + u64(0)) * (n // 3)
 
 

@@ -1,4 +1,4 @@
-"""Writing GGUF files: what is read back is what was given, and half a file never has the name of a whole one."""
+"""Writing GGUF files: values are read back unchanged, and an incomplete file never has the final name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(path: Path, metadata: dict[str, bytes] = METADATA) -> int:
     return writer.n_bytes
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_written_values_are_read_back(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "general.architecture": "llama",
         "a.bool": True,
@@ -56,7 +56,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
             assert tensor.offset % 32 == 0
 
 
-def test_values_are_copied_as_they_stand(tmp_path: Path) -> None:
+def test_values_are_copied_unchanged(tmp_path: Path) -> None:
     given = {
         "general.architecture": "llama",
         "general.alignment": 64,
@@ -82,7 +82,7 @@ def test_values_are_copied_as_they_stand(tmp_path: Path) -> None:
         [1 << 31], [-1, 1 << 63], [1 << 400, 0.5], [1e39], ["a", "\udfff"], np.zeros((2, 2)), np.zeros(()),
         np.array(["2020"], "datetime64[D]"), np.array([1j]),
     ],
-    ids=lambda value: "object" if type(value) is object else repr(value),  # whose address differs between workers
+    ids=lambda value: "object" if type(value) is object else repr(value),  # addresses vary
 )  # fmt: skip
 def test_values_that_no_file_has(value: object) -> None:
     with pytest.raises(
@@ -123,7 +123,7 @@ NO_FILE: dict[str, tuple[dict[str, bytes], list[TensorSpec], str]] = {
 
 
 @pytest.mark.parametrize("name", NO_FILE)
-def test_what_the_reader_refuses_is_not_written(tmp_path: Path, name: str) -> None:
+def test_values_that_the_reader_refuses_are_not_written(tmp_path: Path, name: str) -> None:
     metadata, tensors, message = NO_FILE[name]
     with pytest.raises(OutputError, match=r"new\.gguf would not load: .*" + message):
         GGUFWriter(tmp_path / "new.gguf", metadata, tensors)
@@ -151,7 +151,7 @@ TENSORS_GIVEN = st.lists(GOOD_SPECS, max_size=3) | st.lists(GOOD_SPECS | SPECS, 
 
 
 def same(given: Any, found: Any) -> bool:
-    """Whether a value was read as it was given, floats as float32."""
+    """Return whether a value was read unchanged, floats as float32."""
     if isinstance(given, list):
         return isinstance(found, np.ndarray | StringArray) and [
             same(*pair) for pair in zip(given, found, strict=True)
@@ -190,7 +190,7 @@ def test_anything_is_refused_or_loads_equal(
     path.unlink()
 
 
-def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     def stopped() -> None:
         with GGUFWriter(tmp_path / "new.gguf", METADATA, TENSORS) as writer:
             writer.write(DATA[0])
@@ -202,7 +202,7 @@ def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "new.gguf"
     path.write_bytes(b"precious")
     with pytest.raises(KeyboardInterrupt), GGUFWriter(path, METADATA, TENSORS):
@@ -213,7 +213,7 @@ def test_a_file_that_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("system", ["here", "windows"])
-def test_a_file_that_another_program_writes_is_left_alone(
+def test_a_file_of_another_program_is_not_overwritten(
     system: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if system == "windows":
@@ -275,7 +275,7 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path: Path) -> None:
 
 
 class Full:
-    """A file on a disk that is full."""
+    """A file on a full disk."""
 
     def __init__(self, file: Any) -> None:
         self.close = file.close

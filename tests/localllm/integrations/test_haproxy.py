@@ -1,4 +1,4 @@
-"""The configuration of HAProxy in docs/many-machines.md, before two servers."""
+"""The HAProxy configuration of docs/many-machines.md, with two servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def haproxy() -> str:
 
 
 def ask(url: str, *said: str) -> tuple[int, int]:
-    """Asks for the next reply of a conversation that a user began; returns its tokens, and those in the cache."""
+    """Request the next reply of a conversation; return its tokens and the number of cached tokens."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     body = {"messages": messages, "max_tokens": 2, "temperature": 0}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)

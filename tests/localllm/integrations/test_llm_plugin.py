@@ -1,4 +1,4 @@
-"""localllm as models of the program llm."""
+"""localllm's models in the program llm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("llm", reason="llm is not installed")
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("llm.plugins._loaded", True)  # no others
+    monkeypatch.setattr("llm.plugins._loaded", True)  # no other plugins
     from llm.plugins import pm
 
     from localllm.integrations import llm_plugin

@@ -1,4 +1,4 @@
-"""A program that PyInstaller makes one folder of runs, also where no kernels are kept."""
+"""A one-folder PyInstaller program runs, also without a kernel cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of three machines, as Ray simulates it: some of them are killed while they work."""
+"""A cluster of three machines simulated by Ray; some are killed while they work."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import pytest
 
 import localllm
 
-# Beside other work, Ray's proxy takes longer to start than the five seconds that Ray gives it.
+# Ray's proxy may need more than Ray's five seconds to start on a busy machine.
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 
-#: Of Ray's own modules.
+#: Warnings of Ray's modules.
 pytestmark = pytest.mark.filterwarnings("default")
 
-#: Slow enough that a machine can be killed meanwhile.
+#: Slow enough to kill a machine during a reply.
 SLOW = {"device": "reference"}
 N_TOKENS = 30
 
@@ -40,16 +40,16 @@ def chat(url: str, text: str, **more: Any) -> dict[str, Any]:
     return dict(answer.json())
 
 
-#: Of each machine. Its object store is memory, of which Ray would take a third of what there is.
+#: Options of each machine.  Ray's object store is memory, by default a third of the machine's.
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
-#: Ray gives its workers the lowest priority but four; beside other work on two processors they take minutes to start.
+#: Ray runs workers at low priority; on two busy processors they would take minutes to start.
 SYSTEM = {"worker_niceness": 0}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three machines. One that a test takes away is replaced, see `losing_a_machine`."""
+    """Three machines.  A machine that a test removes is replaced, see `losing_a_machine`."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -64,7 +64,7 @@ def cluster() -> Iterator[Any]:
 
 
 def test_the_command_serve_run_makes_a_config_of_its_words() -> None:
-    """Ray converts ``model=demo max_replicas=2`` to the type of the argument, which must not be a string."""
+    """Ray converts ``model=demo max_replicas=2`` to the type of the parameter, which must not be str."""
     from ray.serve import Application
 
     from localllm.integrations.ray_serve import Config, app
@@ -76,7 +76,7 @@ def test_the_command_serve_run_makes_a_config_of_its_words() -> None:
 
 @contextmanager
 def losing_a_machine(cluster: Any) -> Iterator[None]:
-    """Kills one, and adds another at the end."""
+    """Kill a machine, and add another one at the end."""
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     yield
     cluster.add_node(**NODE)
@@ -91,12 +91,12 @@ def url(cluster: Any) -> Iterator[str]:
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # All machines of this cluster have one address: connections would go to any of them, and break with it.
+    # All machines of this cluster share an address, so connections would go to any machine and break with it.
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
     try:
         serve.run(app(Config(min_replicas=3, max_replicas=3, threads=1, load=SLOW)))
         yield f"http://127.0.0.1:{port}"
-    finally:  # also where it did not start in time: the next test starts it at another port
+    finally:  # also if it did not start in time: the next test uses another port
         serve.shutdown()
 
 
@@ -119,7 +119,7 @@ def test_a_machine_is_killed_in_the_middle_of_requests(cluster: Any, url: str) -
 
 
 def streamed(url: str, text: str) -> tuple[str, bool]:
-    """A reply as far as it came, and whether that was all."""
+    """Return the received part of a reply, and whether it is complete."""
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": N_TOKENS, "stream": True}
     said = ""
     try:
@@ -187,7 +187,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def alone(rows: Path) -> dict[int, str]:
-    """What one machine writes."""
+    """Generate on one machine."""
     with localllm.load(**SLOW) as llm:
         prompts = [f"Once upon a time there were {id_} dogs" for id_ in range(24)]
         return dict(enumerate(each.text for each in llm.generate_many(prompts, max_tokens=12, temperature=0)))
@@ -237,7 +237,7 @@ def test_a_later_run_goes_on_where_an_earlier_one_ended(cluster: Any, rows: Path
 
     with pytest.raises(Exception, match="the power fails"):
         run()
-    # The error's traceback holds the first run's actors, without whose processors the second one waits for ever.
+    # The error's traceback refers to the first run's actors, whose processors the second run needs.
     end = time.monotonic() + 120
     while ray.available_resources().get("CPU", 0) < 3:
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what transformers and peft compute, several in one batch, and files that are refused."""
+"""Low-rank adapters: comparison with transformers and peft, several in one batch, and rejected files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.tiny_models import CONFIG, config, interleave_pairs, random_w
 Array = NDArray[np.float32]
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 21)]
-#: Hugging Face's name of a layer's matrix, GGUF's, and its rows and columns.
+#: Hugging Face's name of a layer's matrix, GGUF's name, and its rows and columns.
 MATRICES = {
     "self_attn.q_proj": ("attn_q", 64, 64),
     "self_attn.k_proj": ("attn_k", 32, 64),
@@ -33,7 +33,7 @@ MATRICES = {
 
 
 def pairs(seed: int, rank: int) -> dict[str, tuple[Array, Array]]:
-    """A and B of every layer, by Hugging Face's names."""
+    """Return A and B of every layer, with Hugging Face's names."""
     rng = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> Array:
@@ -47,7 +47,7 @@ def pairs(seed: int, rank: int) -> dict[str, tuple[Array, Array]]:
 
 
 def write_peft(folder: Path, seed: int, rank: int = 4, alpha: float = 8, **more: Any) -> Path:
-    """A folder as peft's ``save_pretrained`` makes it."""
+    """Write an adapter folder in the format of peft's ``save_pretrained``."""
     folder.mkdir()
     tensors = {
         f"base_model.model.{name}.lora_{part}.weight": matrix
@@ -61,7 +61,7 @@ def write_peft(folder: Path, seed: int, rank: int = 4, alpha: float = 8, **more:
 
 
 def write_gguf(path: Path, seed: int, rank: int = 4, alpha: float = 8, architecture: str = "llama") -> Path:
-    """The same as llama.cpp's converter writes it."""
+    """Write the same adapter in the format of llama.cpp's converter."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -87,7 +87,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of both kinds and several ranks."""
+    """Adapters in both formats and with several ranks."""
     folder = tmp_path_factory.mktemp("adapters")
     return {
         "a": write_peft(folder / "a", 1),
@@ -104,14 +104,14 @@ def llm(base: Path, adapters: dict[str, Path]) -> Iterator[localllm.LLM]:
 
 
 def logits_of(llm: localllm.LLM, **shares: float) -> Array:
-    """The logprobs after `IDS`, of all tokens."""
+    """Return the logprobs of all tokens after `IDS`."""
     reply = llm.generate(IDS, max_tokens=1, temperature=0.0, logprobs=300, adapters=shares)
     assert reply.logprobs is not None
     top = reply.logprobs[0].top
     return np.array([logprob for _, logprob in sorted(top)])
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers warns in peft
 def test_a_peft_adapter_gives_the_logits_of_transformers_and_peft(base: Path, adapters: dict[str, Path]) -> None:
     torch = pytest.importorskip("torch", reason="needs the extra 'reference'")
     transformers = pytest.importorskip("transformers", reason="needs the extra 'reference'")
@@ -138,13 +138,13 @@ def test_requests_with_different_adapters_share_a_batch(llm: localllm.LLM) -> No
     llm.forget()
     streams = [llm.stream(IDS, max_tokens=12, temperature=0.0, adapters=each) for each in choices]
     assert [stream.read().ids for stream in streams] == alone
-    # What was evaluated with an adapter is found again with the same, and with no other.
+    # Cached tokens are reused with the same adapter only.
     assert llm.generate(IDS, max_tokens=1, adapters={"a": 1}).usage.cached_tokens == len(IDS) - 1
     assert llm.generate(IDS, max_tokens=1, adapters={"a": 0.25}).usage.cached_tokens == 0
 
 
 def test_a_server_with_adapters(base: Path, adapters: dict[str, Path], llm: localllm.LLM) -> None:
-    """All requests get their share, one that says its own gets that, and /lora-adapters changes what all get."""
+    """Requests use the default scales unless they set their own; /lora-adapters changes the defaults."""
     httpx = pytest.importorskip("httpx", reason="needs httpx")
     http_server = pytest.importorskip("tests.helpers.http_server", reason="needs the extra 'serve'")
     load = http_server.demo(path=base, context=128, adapters={"a": adapters["a"], "b": adapters["b"]})
@@ -236,7 +236,7 @@ def test_a_merged_model_is_the_model_with_the_adapters(
 
 
 def changed(kind: str, part: str, folder: Path) -> tuple[Path, Path, Any]:
-    """A tiny model's file, an adapter of PEFT's for one of its matrices, and the model with that in its weights."""
+    """Write a tiny model's file, a PEFT adapter for one of its matrices, and the model merged with it."""
     pytest.importorskip("transformers", reason="needs the extra 'reference'")
     from tests.models.tiny import TINY, make_model, write
 
@@ -266,8 +266,8 @@ def changed(kind: str, part: str, folder: Path) -> tuple[Path, Path, Any]:
         ("nemotron-h", "q_proj"),
     ],
 )
-def test_a_peft_adapter_changes_the_rows_that_it_is_for(kind: str, part: str, tmp_path: Path) -> None:
-    """Against a checkpoint into which it is merged before it is converted."""
+def test_a_peft_adapter_changes_its_target_rows(kind: str, part: str, tmp_path: Path) -> None:
+    """Compare with a checkpoint into which the adapter is merged before conversion."""
     path, adapter, model = changed(kind, part, tmp_path)
     from tests.models.tiny import TINY, write
 
@@ -279,13 +279,13 @@ def test_a_peft_adapter_changes_the_rows_that_it_is_for(kind: str, part: str, tm
 
 
 @pytest.mark.parametrize(("kind", "part"), [("qwen35", "in_proj_qkv"), ("falcon-h1", "o_proj")])
-def test_a_peft_adapter_of_what_the_file_has_otherwise_is_refused(kind: str, part: str, tmp_path: Path) -> None:
+def test_a_peft_adapter_for_a_transformed_tensor_is_refused(kind: str, part: str, tmp_path: Path) -> None:
     path, adapter, _ = changed(kind, part, tmp_path)
     with GGUFFile.open(path) as file, pytest.raises(ModelError, match="merge it into its model with PEFT"):
         read_adapter("a", adapter, file)
 
 
-def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_an_unsuitable_adapter_is_reported(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     wide = tiny_gguf(tmp_path / "wide.gguf", hidden_size=128)
     with GGUFFile.open(wide) as file, pytest.raises(ModelError, match="is for another model"):
         read_adapter("a", adapters["a"], file)

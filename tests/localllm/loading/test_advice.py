@@ -1,4 +1,4 @@
-"""What errors of loading advise: the limit that the user set, or the command that makes a file that can be loaded."""
+"""Advice in loading errors: the user's limit, or a command that creates a loadable file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What device names mean, on machines with GPUs and without."""
+"""Device names on machines with and without GPUs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Machine = Callable[[Driver | DeviceError | None], None]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Makes this a machine with such devices; with a driver that does not work; or without one."""
+    """Simulate these devices, a driver that does not work, or no driver."""
     return lambda found: have_gpus(monkeypatch, found)
 
 
 class MixedDriver(EmulatedDriver):
-    """Three devices, of which the first is too old."""
+    """Three devices, the first of them too old."""
 
     def __init__(self) -> None:
         super().__init__(3, memory=1 << 34)
@@ -107,7 +107,7 @@ def test_devices_that_are_too_old(machine: Machine) -> None:
         open_devices("cuda")
 
 
-def test_what_is_known_of_a_device(machine: Machine) -> None:
+def test_properties_of_a_device(machine: Machine) -> None:
     driver = EmulatedDriver(memory=GPU_OVERHEAD_BYTES + 1000)
     machine(driver)
     _, gpu = open_devices("cuda", threads=1)

@@ -1,4 +1,4 @@
-"""Layers on devices: what every plan keeps to, and the best that there is, for any sizes."""
+"""Placement of layers on devices: invariants of every plan, and optimality, for random sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localllm.loading.layer_split import LayerRange, in_proportion, plan_layers
 
 
 class Room(NamedTuple):
-    """A device: the bytes that it has, and those that pieces of a model would take there."""
+    """A device: its memory, and the bytes that parts of a model need there."""
 
     name: str
     free: int
@@ -33,7 +33,7 @@ N_LAYERS = st.integers(1, 9)
 
 @st.composite
 def rooms(draw: st.DrawFn, n_gpus: st.SearchStrategy[int] | None = None) -> tuple[Room, list[Room]]:
-    """A host and some GPUs, on which the same layer may take other bytes."""
+    """A host and some GPUs, with different layer sizes per device."""
     n_layers = draw(N_LAYERS)
 
     def room(name: str) -> Room:
@@ -56,12 +56,12 @@ def plan(host: Room, gpus: Sequence[Room] = (), *, tied: bool = False, **options
 
 
 def counts_of(ranges: Sequence[LayerRange], devices: Sequence[Room]) -> list[int]:
-    """How many layers each device has."""
+    """Return the number of layers per device."""
     return [sum(len(each.layers) for each in ranges if each.device == device.name) for device in devices]
 
 
 def check(ranges: Sequence[LayerRange], host: Room, gpus: Sequence[Room], *, tied: bool = False) -> None:
-    """Every layer once, in contiguous ranges in the order of the devices; and no GPU beyond its memory."""
+    """Check that contiguous ranges in device order contain every layer once, within the memory of each GPU."""
     n_layers = len(host.layers)
     assert [i for each in ranges for i in each.layers] == list(range(n_layers))
     rooms = {room.name: room for room in (host, *gpus)}
@@ -73,7 +73,7 @@ def check(ranges: Sequence[LayerRange], host: Room, gpus: Sequence[Room], *, tie
 
 
 def needed(room: Room, layers: range, n_layers: int, *, tied: bool) -> int:
-    """Bytes of some layers on a device, with what comes before the first and behind the last."""
+    """Return the bytes of a range of layers on a device, including embedding or output at the ends."""
     total = room.scratch + sum(room.layers[i] + room.cache for i in layers)
     if layers.stop == n_layers:
         total += room.output + room.logits
@@ -83,7 +83,7 @@ def needed(room: Room, layers: range, n_layers: int, *, tied: bool) -> int:
 
 
 def fits_somehow(gpus: Sequence[Room], n_layers: int, n: int, *, tied: bool) -> bool:
-    """Whether there is any way to cut the last ``n`` layers in ranges that fit on the GPUs."""
+    """Return whether the last ``n`` layers can be divided into ranges that fit on the GPUs."""
     for cuts in combinations_with_replacement(range(n_layers - n, n_layers + 1), len(gpus) - 1):
         ends = (n_layers - n, *cuts, n_layers)
         ranges = [range(*ends_) for ends_ in pairwise(ends)]
@@ -96,7 +96,7 @@ def fits_somehow(gpus: Sequence[Room], n_layers: int, n: int, *, tied: bool) -> 
 
 
 @given(given_rooms=rooms(), tied=st.booleans())
-def test_every_plan_is_sound(given_rooms: tuple[Room, list[Room]], tied: bool) -> None:
+def test_every_plan_satisfies_the_invariants(given_rooms: tuple[Room, list[Room]], tied: bool) -> None:
     host, gpus = given_rooms
     check(plan(host, gpus, tied=tied), host, gpus, tied=tied)
 
@@ -157,7 +157,7 @@ def room(name: str, free: int, n_layers: int = 10) -> Room:
 def test_gpus_share_in_proportion_to_their_memory_where_that_fits() -> None:
     shares = plan(room("cpu", 0), [room("cuda:0", 60), room("cuda:1", 20)])
     assert shares == [("cuda:0", range(8)), ("cuda:1", range(8, 10))]
-    # The second has the output too: of the 9 layers that fit, 4.5 and 4.5 would be its share of them.
+    # The second GPU also has the output; otherwise each would get half of the 9 layers that fit.
     shares = plan(room("cpu", 0), [room("cuda:0", 7), room("cuda:1", 7)])
     assert [(s.device, len(s.layers)) for s in shares] == [("cpu", 2), ("cuda:0", 5), ("cuda:1", 3)]
 
@@ -176,7 +176,7 @@ def test_an_explicit_number_that_does_not_fit_is_refused_with_the_numbers() -> N
         plan(room("cpu", 0), [room("cuda:0", 1)], n_gpu_layers=1)
 
 
-def test_what_is_asked_of_gpus_that_are_not_there() -> None:
+def test_requests_for_missing_gpus() -> None:
     with pytest.raises(UsageError, match="n_gpu_layers is 3, but no GPU was chosen"):
         plan(room("cpu", 0), n_gpu_layers=3)
     [share] = plan(room("cpu", 0), n_gpu_layers=0)

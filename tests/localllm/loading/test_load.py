@@ -1,4 +1,4 @@
-"""From a file to a model in memory: what is read, held and said, and what becomes of a file that changes."""
+"""Loading a file: reading, memory, reported details, and files that change afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_model(
     metadata: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
-    """A tiny model in F32, with encoded tensors and metadata added or replaced."""
+    """Write a tiny F32 model with encoded tensors and metadata added or replaced."""
     settings = tiny_models.config(**changes)
     arrays = tiny_models.gguf_tensors(settings, tiny_models.random_weights(settings))
     encoded = {name: tiny_models.encode(array, T.F32) for name, array in arrays.items()} | (tensors or {})
@@ -69,8 +69,8 @@ def test_tensors_of_any_shape_are_refused_by_name(name: str, shape: tuple[int, .
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_longrope_takes_its_factors_by_the_context_asked_for(device: str, tmp_path: Path) -> None:
-    """Each choice gives the logits of a plain model with those factors in ``rope_freqs``."""
+def test_longrope_selects_factors_by_the_loaded_context(device: str, tmp_path: Path) -> None:
+    """Each choice gives the logits of a plain model with these factors in ``rope_freqs``."""
     short, long = np.linspace(1, 2, 8, dtype=np.float32), np.linspace(3, 9, 8, dtype=np.float32)
     keys = {
         "llama.rope.scaling.type": "longrope",
@@ -93,13 +93,13 @@ def test_longrope_takes_its_factors_by_the_context_asked_for(device: str, tmp_pa
 
 
 def quantised(tmp_path: Path, scales: list[float]) -> Path:
-    """A model whose layer 0 has a matrix [512, 256] in IQ2_XS, with scales among these."""
+    """Write a model with a matrix [512, 256] in IQ2_XS in layer 0, with scales from ``scales``."""
     changes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     rows = random_rows(T.IQ2_XS, 512, 256, scales=scales)
     return write_model(tmp_path / "iq2.gguf", {"blk.0.ffn_up.weight": (rows, T.IQ2_XS)}, **changes)
 
 
-def test_what_kernels_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_formats_of_kernels_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = quantised(tmp_path, [0.001])
     caplog.set_level(logging.INFO, "localllm")
     with localllm.load(path, device="cpu", threads=1) as llm:
@@ -113,7 +113,7 @@ def test_what_kernels_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert f"IQ2_XS read as LUT_IQ2_16 ({n_bytes:,} bytes)" in caplog.text
 
 
-def test_scales_out_of_range_are_warned_of_with_what_they_cost(tmp_path: Path) -> None:
+def test_a_warning_reports_scales_out_of_range_and_their_memory(tmp_path: Path) -> None:
     path = quantised(tmp_path, [40000.0])
     with pytest.warns(UserWarning, match=r"1 of .*\(blk\.0\.ffn_up\.weight\).*float16.*IQ2_XS.*F32.*GB") as caught:
         llm = localllm.load(path, device="cpu", threads=1)
@@ -133,10 +133,10 @@ def test_scales_of_a_draft_model_out_of_range_are_warned_of(tmp_path: Path) -> N
     assert len(caught) == 2
 
 
-def test_a_plan_tells_the_bytes_that_loading_takes(
+def test_a_plan_states_the_bytes_that_loading_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """With as many threads as there are cores: the more there are, the more partials attention has."""
+    """With one thread per core: the number of partial results in attention grows with the threads."""
     path = write_model(tmp_path / "model.gguf", max_position_embeddings=1024)
     monkeypatch.setattr(host, "core_speeds", lambda: [1.0] * 3)
     monkeypatch.setattr(host, "cpu_quota", lambda: None)
@@ -193,7 +193,7 @@ for path, device in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not let anyone write into a mapped file")
 def test_a_file_that_is_overwritten_after_it_was_loaded(tmp_path: Path) -> None:
-    """In a process of its own, which the system ends where a page of the file is read that is gone."""
+    """A separate process, which the system kills if it reads a page that the file lost."""
     models: list[object] = []
     for device in DEVICES:
         for tied in (False, True):
@@ -208,7 +208,7 @@ def touch(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
-    os.utime(path, ns=(0, 1))  # clocks of file systems are coarse
+    os.utime(path, ns=(0, 1))  # file system timestamps are coarse
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not let anyone write into a mapped file")
@@ -221,7 +221,7 @@ def test_a_file_that_is_written_while_it_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not let anyone replace a mapped file")
 def test_a_file_that_is_replaced_or_deleted_while_it_is_loaded(tmp_path: Path) -> None:
-    """The one that was opened is still there, and whole."""
+    """The opened file still exists unchanged."""
     path = write_model(tmp_path / "tiny.gguf")
     with localllm.load(path, device="reference") as llm:
         expected = greedy(llm)
@@ -237,7 +237,7 @@ def test_a_file_that_is_replaced_or_deleted_while_it_is_loaded(tmp_path: Path) -
         assert greedy(llm) == expected
 
 
-# The vocabulary, which is read beside the packing of weights.
+# The vocabulary is read while weights are packed.
 
 
 @pytest.mark.parametrize("is_early", [False, True])

@@ -1,4 +1,4 @@
-"""Memory plans against sums done by hand, for the published shape of TinyLlama 1.1B."""
+"""Memory plans compared with manual calculations for the published shape of TinyLlama 1.1B."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ IN_LAYERS = 2 * LAYERS * (2 * WIDTH * WIDTH + 2 * KV_WIDTH * WIDTH + 3 * WIDTH *
 HEAD = 2 * (VOCABULARY * WIDTH)
 
 
-#: Bytes that a token takes of a step to compute in, and an output.
+#: Bytes per token of a step's scratch memory, and per output.
 SCRATCH, LOGITS = 4 * (3 * FF + 2 * WIDTH), 4 * VOCABULARY
 
 
@@ -117,7 +117,7 @@ def never_loaded(progress: Progress | None) -> Step:
 def footprint(
     graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
 ) -> Footprint:
-    """Of a device that keeps weights as the file has them, and caches without padding."""
+    """A device that stores weights in the file's format, and caches without padding."""
     weights = tuple(use.packed(use.weight.type.name, use.weight.data.nbytes) for use in weights_of(graph))
     caches = {layer: n_pages[0] * 16 * cache.bytes_per_token() for layer, cache in graph.caches.items()}
     has_output = any(node.layer == "output" for node in graph.nodes)
@@ -127,7 +127,7 @@ def footprint(
 
 @dataclass(frozen=True)
 class Plans(Backend):
-    """A backend that only tells what graphs take."""
+    """A backend that only reports the memory of graphs."""
 
     footprint: Measure
     page_size: int = 16
@@ -153,7 +153,7 @@ def planner(
     n_gpu_layers: int | None = None,
     tensor_split: tuple[float, ...] | None = None,
 ) -> Planner:
-    """``gpus``: the bytes that each has."""
+    """Simulate GPUs with these bytes of memory."""
     free = {"cpu": 0} | {f"cuda:{i}": free for i, free in enumerate(gpus)}
     devices = tuple(map(device, free))
     return Planner(name, Model(config, model(tied).graph), devices, free, parallel, n_gpu_layers, tensor_split)
@@ -204,7 +204,7 @@ def test_a_matrix_that_is_embedding_and_output_counts_once() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_formats_by_group(tied: bool) -> None:
-    """As if every matrix in F16 was read as F32."""
+    """Report every F16 matrix as converted to F32."""
     placed = place(tied=tied)
     held = [
         replace(w, kernel_type="F32" if len(tensors(tied=tied)[w.name].shape) == 2 else "F16", n_bytes=2 * w.n_bytes)
@@ -225,8 +225,8 @@ def test_parallel_sequences_take_a_cache_each() -> None:
     assert place(context=512, parallel=3).kv_cache == 3 * 512 * TOKEN_BYTES
 
 
-def test_the_plan_is_what_backends_say() -> None:
-    """They may pad heads, or keep other types."""
+def test_the_plan_uses_the_backends_sizes() -> None:
+    """Devices may pad heads or use other types."""
     asked: list[dict[str, Any]] = []
 
     def said(graph: Graph, **sizes: Any) -> Footprint:
@@ -241,15 +241,15 @@ def test_the_plan_is_what_backends_say() -> None:
     assert asked == len(CACHE_TYPES) * [sizes]
 
 
-def test_the_cpu_takes_what_a_step_of_512_tokens_computes_in() -> None:
-    """Gate, up, the residual stream and its norm; integers of the widest; logits, and what is read of a batch."""
+def test_the_cpu_needs_the_scratch_memory_of_512_tokens() -> None:
+    """Gate, up, the residual stream and its norm; integers of the widest; logits, and a batch's inputs."""
     scratch = plan(cpu_planner(CPUBackend(threads=2), model()), 1 << 50, 2048).scratch
     activations = 4 * 512 * (2 * FF + 2 * WIDTH)
     assert activations <= scratch <= activations + (64 << 20)
 
 
 def test_a_gpu_takes_more_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And windows have pages for them; where all layers stay on the host, it does not."""
+    """Windows also get pages for parallel sequences, unless all layers stay on the host."""
     monkeypatch.setattr(runner, "KEPT_BYTES", 0)
     gpu = replace(device("cuda:0"), backend=Plans(footprint, step_tokens=2048))
     it = Planner("it", replace(model(), graph=hybrid()), (device(), gpu), {"cpu": 0, "cuda:0": 1 << 40})
@@ -259,11 +259,11 @@ def test_a_gpu_takes_more_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def grown(placed: Placement) -> int:
-    """Bytes that grow with the context."""
+    """Return the bytes that grow with the context."""
     return placed.kv_cache + placed.scratch
 
 
-def test_default_context_is_what_the_model_was_trained_on() -> None:
+def test_default_context_is_the_trained_context() -> None:
     assert place().context == 8192
     assert place(config=replace(CONFIG, context_length=2048)).context == 2048
     assert place(config=replace(CONFIG, context_length=1 << 20)).context == 1 << 20
@@ -272,7 +272,7 @@ def test_default_context_is_what_the_model_was_trained_on() -> None:
 
 @settings(max_examples=8)
 @given(free=st.integers(1 << 27, 1 << 32))
-def test_a_long_default_context_takes_half_of_what_is_free(free: int) -> None:
+def test_a_long_default_context_uses_half_of_the_free_memory(free: int) -> None:
     config = replace(CONFIG, context_length=1 << 17)
     short = place(context=SHORT_CONTEXT)
     available = short.weights + short.overhead + free
@@ -312,7 +312,7 @@ def test_a_server_has_room_for_as_many_as_leave_half_of_the_memory() -> None:
 
 @settings(max_examples=30)
 @given(missing=st.integers(1, 1 << 28))
-def test_default_context_shrinks_to_what_fits(missing: int) -> None:
+def test_default_context_shrinks_to_fit(missing: int) -> None:
     full = place(context=SHORT_CONTEXT)
     available = full.total - missing
     try:
@@ -325,7 +325,7 @@ def test_default_context_shrinks_to_what_fits(missing: int) -> None:
     assert place(context=placed.context + 16).total > available
 
 
-def test_a_context_asked_for_is_not_shrunk() -> None:
+def test_an_explicit_context_is_not_shrunk() -> None:
     needed = place(context=4096)
     available = needed.total - 1
     with pytest.raises(NotEnoughMemoryError) as caught:
@@ -339,20 +339,20 @@ def test_a_context_asked_for_is_not_shrunk() -> None:
     assert place(available, context=4080).context == 4080
 
 
-def test_where_no_context_helps_none_is_advised() -> None:
+def test_no_context_is_advised_if_none_fits() -> None:
     with pytest.raises(NotEnoughMemoryError, match="smaller quantisation") as caught:
         place(IN_LAYERS)
     assert "context=" not in str(caught.value)
 
 
-# A model and one that drafts for it.
+# A model and a draft model.
 
-#: A draft model nearly as large, and one that was trained on less context.
+#: A draft model of nearly the same size, and one trained on less context.
 DRAFT = planner(name="the draft model small.gguf", tied=True)
 SHORT_DRAFT = planner(replace(CONFIG, context_length=1024), name="the draft model small.gguf", tied=True)
 
 
-def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> None:
+def test_a_draft_model_uses_the_models_context_or_its_trained_context() -> None:
     for context in (None, 512, 1024, 4096):
         placed, draft = plan_with_draft(planner(), SHORT_DRAFT, 1 << 50, context)
         assert placed == place(context=context)
@@ -382,7 +382,7 @@ def test_a_draft_models_shorter_context_leaves_the_model_more() -> None:
     assert (placed.context, draft.context) == (4000, 1024)
 
 
-def test_which_of_the_two_does_not_fit_is_said() -> None:
+def test_the_error_names_the_model_that_does_not_fit() -> None:
     small, large = planner(tied=True), planner()
     available = large.at(512).total - 1
     assert small.at(512).total <= available
@@ -401,13 +401,13 @@ def test_which_of_the_two_does_not_fit_is_said() -> None:
     assert plan_with_draft(large, DRAFT, together, 512) == (large.at(512), DRAFT.as_draft(512))
 
 
-def test_a_context_with_which_both_would_fit_is_advised() -> None:
+def test_a_context_that_fits_both_models_is_advised() -> None:
     available = planner().at(1008).total + DRAFT.as_draft(1008).total
     with pytest.raises(NotEnoughMemoryError, match="leave the draft model out, load both with context=1008 or less"):
         plan_with_draft(planner(), DRAFT, available, 2048)
 
 
-def test_what_the_program_takes_counts_once() -> None:
+def test_the_programs_memory_counts_once() -> None:
     alone, beside = DRAFT.at(512), DRAFT.as_draft(512)
     assert alone.total - beside.total == OVERHEAD_BYTES
     assert replace(beside, overhead=OVERHEAD_BYTES) == alone
@@ -416,11 +416,11 @@ def test_what_the_program_takes_counts_once() -> None:
 # Layers on GPUs.
 
 
-def test_what_lies_where_on_several_devices() -> None:
-    """As many layers as the GPU has room for, with norm and output matrix behind them."""
+def test_placement_on_several_devices() -> None:
+    """The GPU gets all layers that fit, and norm and output matrix after them."""
     per_layer, output = IN_LAYERS // LAYERS + 1008 * TOKEN_BYTES // LAYERS, HEAD + 2 * WIDTH
     whole = place(context=1000)
-    scratch, logits = MICRO_BATCH * SCRATCH, (32 << 20) // LOGITS * LOGITS  # a part is never given more tokens
+    scratch, logits = MICRO_BATCH * SCRATCH, (32 << 20) // LOGITS * LOGITS  # of one micro-batch
     placed = plan(planner(gpus=(5 * per_layer + output + scratch + logits,)), 1 << 50, 1000)
     assert [(g.name, g.device, g.kernels) for g in placed.groups] == [
         ("embedding", "cpu", "kernels of cpu"),
@@ -440,7 +440,7 @@ def test_what_lies_where_on_several_devices() -> None:
     assert plan(planner(gpus=(1 << 40,)), 1 << 50).spilled_layers == 0
 
 
-def test_a_matrix_that_is_embedding_and_output_lies_on_both_devices() -> None:
+def test_a_shared_embedding_and_output_matrix_is_on_both_devices() -> None:
     placed = plan(planner(tied=True, gpus=(1 << 40,), n_gpu_layers=2), 1 << 50)
     assert [(g.name, g.device, g.weights) for g in placed.groups if not g.layers] == [
         ("embedding", "cpu", HEAD),
@@ -486,7 +486,7 @@ def test_layers_that_no_device_has_room_for() -> None:
         plan(split, on_cpu.total - 1, 512)
 
 
-def test_a_draft_model_takes_its_room_on_a_gpu_first() -> None:
+def test_a_draft_model_gets_gpu_memory_first() -> None:
     small = planner(SHORT_DRAFT.model.config, tied=True, gpus=(3 << 30,), name="small")
     placed, draft = plan_with_draft(planner(gpus=(3 << 30,)), small, 1 << 50, 1024)
     assert (draft.devices, draft.overhead) == (("cuda:0",), 0)
@@ -513,12 +513,12 @@ def test_windows_and_states_are_planned_as_they_are_taken() -> None:
     )
 
 
-def test_windows_keep_what_is_likely_to_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_keep_pages_that_are_likely_to_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "KEPT_BYTES", 0)
     graph = hybrid()
-    # Windows of 24 tokens lie in 3 pages of 16: those of two sequences, twice as many, and the 512 tokens of a step.
+    # Windows of 24 tokens use 3 pages of 16: two sequences need twice that, plus the 512 tokens of a step.
     assert runner.n_cache_pages(graph, 4096, 2, 16) == (512, 3 * 2 * 3 + 32)
-    assert runner.n_cache_pages(graph, 160, 2, 16) == (20, 20), "no more than there are of all tokens"
+    assert runner.n_cache_pages(graph, 160, 2, 16) == (20, 20), "at most the pages of all tokens"
     assert runner.n_states(graph, 4096, 2) == 3 * 2
     monkeypatch.setattr(runner, "KEPT_BYTES", 1 << 20)
     page_bytes = 16 * 2 * (2 * 2 * 16 + 5 * 32)

@@ -1,4 +1,4 @@
-"""What is said while kernels are compiled."""
+"""Messages during the compilation of kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock's time; a test changes it."""
+    """A clock whose time a test sets."""
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     return clock
 
 
-def test_compiling_for_long_is_said_once(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_compilation_is_reported_once(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     notice = CompileNotice()
     for done, seconds in ((0, 0), (1, 1.9), (2, 2.1), (3, 9), (4, 20)):
         now[0] = 100.0 + seconds
@@ -36,7 +36,7 @@ def test_compiling_for_long_is_said_once(now: list[float], capsys: pytest.Captur
         assert ("compiling" in said.err) == (done == 2)
 
 
-def test_what_is_short_or_no_compiling_is_not_said(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_compilations_are_not_reported(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     notice = CompileNotice()
     for stage, done, seconds in (("weights", 0, 0), ("weights", 5, 60), ("kernels", 0, 61), ("kernels", 9, 70)):
         now[0] = 100.0 + seconds
@@ -44,7 +44,7 @@ def test_what_is_short_or_no_compiling_is_not_said(now: list[float], capsys: pyt
     assert capsys.readouterr().err == ""
 
 
-def test_only_terminals_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_appears_only_on_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = Terminal()
     closed.close()
     for stream in (io.StringIO(), closed, None):

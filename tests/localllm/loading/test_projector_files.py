@@ -1,4 +1,4 @@
-"""Which projector file belongs to which model."""
+"""The projector file that belongs to a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BETA = ["beta-7b-it-Q8_0.gguf", "mmproj-beta-7b-it-f16.gguf"]
         ),
         ("qwen2.5-vl-7b-q8_0.gguf", ["mmproj-qwen2.5-vl-72b-f16.gguf", "qwen2.5-vl-72b-q4_0.gguf"], []),
         ("g-4b-it.gguf", ["mmproj-g-4b-it.gguf", "mmproj-g-12b-it.gguf", "g-12b-it.gguf"], ["mmproj-g-4b-it.gguf"]),
-        # the longer name first, and a name that goes on
+        # the longer name first, and a name with a suffix
         (
             "g-4b-it-qat-q4_0.gguf",
             ["mmproj-g-4b-it.gguf", "mmproj-g-4b-it-qat.gguf", "x.gguf"],
@@ -38,7 +38,7 @@ BETA = ["beta-7b-it-Q8_0.gguf", "mmproj-beta-7b-it-f16.gguf"]
         ("g-4b.gguf", ["mmproj-g-4b-it.gguf", "x.gguf"], ["mmproj-g-4b-it.gguf"]),
         ("g.gguf", ["mmproj-g-4b-it.gguf", "g-4b.gguf"], []),
         ("g.gguf", ["mmproj-F16.gguf", "g-eagle3.gguf"], ["mmproj-F16.gguf"]),
-        # one model in several types, split, and beside its statistics
+        # one model in several types, split, and next to its statistics
         (
             "m-Q4_K_M-00001-of-00002.gguf",
             ["m-Q4_K_M-00002-of-00002.gguf", "m-BF16.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf", "imatrix.gguf"],

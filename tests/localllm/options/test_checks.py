@@ -20,7 +20,7 @@ def test_integers_of_every_kind(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 7.0, np.float32(7), "7", None, np.array([7]), b"7", 7j])
-def test_what_is_no_integer(value: Any) -> None:
+def test_values_that_are_not_integers(value: Any) -> None:
     assert checks.as_int(value) is None
     with pytest.raises(UsageError, match="n is"):
         checks.whole_number("n", value, 0)
@@ -42,7 +42,7 @@ def test_seconds_of_every_kind(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "2", None, math.nan, math.inf, -math.inf, 10**400, np.array([2.0])])
-def test_what_is_no_time(value: Any) -> None:
+def test_values_that_are_not_durations(value: Any) -> None:
     with pytest.raises(UsageError, match="must be a number of seconds above 0"):
         checks.seconds("timeout", value)
 

@@ -1,4 +1,4 @@
-"""What is declared once is everywhere: in help, on the command line, in the settings file and in the chat's form."""
+"""A declared option appears in help, on the command line, in the settings file and in the chat's form."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_flags_set_the_option_of_their_name(cls: type) -> None:
             assert f"(default: {default_text(cls, name)})" in str(actions[flag].help)
 
 
-#: Flags that set an option of their destination's name in other words than the option declares.
+#: Flags whose destination is an option, with a description different from the option's.
 _OTHER_FLAGS = {
     "cache_type": {"--cache-type-k", "--cache-type-v", "-ctk", "-ctv"},
     "chat_template": {"--chat-template"},
@@ -67,7 +67,7 @@ _OTHER_FLAGS = {
 
 @pytest.mark.parametrize("command", command_names())
 def test_a_flag_with_an_options_destination_sets_that_option(command: str) -> None:
-    """Flags become options by the names of their destinations, so no other flag may have such a name."""
+    """Flags set the option with the name of their destination, so no other flag may use such a name."""
     options = {name: each for cls in (LoadOptions, Sampling, CheckedOptions) for name, each in declared(cls).items()}
     for action in parser_of(command)._actions:
         if action.dest in options:
@@ -98,7 +98,7 @@ def test_words_of_a_range_name_what_it_has() -> None:
         LoadOptions(context=10**5000)
 
 
-def test_minus_one_leaves_open_what_can_be_left_open() -> None:
+def test_minus_one_means_unset_for_optional_values() -> None:
     for cls in (LoadOptions, Sampling):
         for option in declared(cls).values():
             if option.kind.parse is int and option.none:

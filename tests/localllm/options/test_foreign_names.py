@@ -1,4 +1,4 @@
-"""Users of other libraries are told what to write; models are found by the names that the command line takes."""
+"""Errors for other libraries' names suggest the right name; the library finds models by the command line's names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def llm(path: Path) -> Iterator[LLM]:
         ("xyzzy", "there are path, device, "),
     ],
 )
-def test_keywords_of_load_that_are_not_there(keyword: str, hint: str) -> None:
+def test_unknown_keywords_of_load(keyword: str, hint: str) -> None:
     with pytest.raises(TypeError, match=rf"^unexpected keyword argument '{keyword}': .*{hint.replace('?', '.')}"):
         localllm.load("missing.gguf", **{keyword: 1})  # type: ignore[arg-type]
 
@@ -60,13 +60,13 @@ def test_keywords_of_load_that_are_not_there(keyword: str, hint: str) -> None:
         ("xyzzy", "there are max_tokens, "),
     ],
 )
-def test_keywords_of_generate_that_are_not_there(llm: LLM, keyword: str, hint: str) -> None:
+def test_unknown_keywords_of_generate(llm: LLM, keyword: str, hint: str) -> None:
     for call in (llm.generate, llm.chat, llm.stream, llm.generate_many):
         with pytest.raises(TypeError, match=f"^unexpected keyword argument '{keyword}': {hint}"):
             call("a", **{keyword: 1})  # type: ignore[operator]
 
 
-def test_methods_that_are_not_there(llm: LLM) -> None:
+def test_unknown_methods(llm: LLM) -> None:
     with pytest.raises(
         AttributeError, match=r"no attribute 'create_chat_completion': use LLM\.chat, .*compat\.Llama"
     ):
@@ -95,7 +95,7 @@ def test_methods_that_are_not_there(llm: LLM) -> None:
     assert not hasattr(llm, "__len__")
 
 
-def test_advice_names_what_is_there() -> None:
+def test_suggested_names_exist() -> None:
     assert not THEIR_LOAD.keys() & inspect.signature(localllm.load).parameters.keys()
     assert not THEIR_OPTIONS.keys() & Options.__annotations__.keys()
     assert not [name for name in THEIR_METHODS if hasattr(LLM, name) and name != "__call__"]
@@ -122,7 +122,7 @@ def test_chat_wants_messages(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.gguf", Path("missing.gguf"), "no/such", "~/missing.gguf", "x" * 40])
-def test_a_model_that_is_not_there_is_a_file_not_found_error(name: Any) -> None:
+def test_a_missing_model_is_a_file_not_found_error(name: Any) -> None:
     with pytest.raises(FileNotFoundError) as raised:
         localllm.load(name)
     assert isinstance(raised.value, GGUFError)
@@ -130,7 +130,7 @@ def test_a_model_that_is_not_there_is_a_file_not_found_error(name: Any) -> None:
 
 
 def test_names_of_models(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home folder, a name in a folder of models, and the demo model, for the model and for one that drafts."""
+    """A home folder, a name in a folder of models, and the demo model, as model and as draft model."""
     monkeypatch.setenv("HOME", str(path.parent))
     monkeypatch.setenv("USERPROFILE", str(path.parent))
     for name in ("~/tiny.gguf", Path("~/tiny.gguf")):
@@ -162,7 +162,7 @@ def test_the_demo_model_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.posix("Windows has no such names")
 def test_info_as_a_table(llm: LLM, tmp_path: Path) -> None:
-    """A file's name is text, whatever it is."""
+    """File names are always text."""
     hostile = tiny_gguf(tmp_path / "<b onclick=x>&.gguf")
     with localllm.load(hostile, draft_model=hostile, device="reference", context=64) as other:
         html = other.info._repr_html_()

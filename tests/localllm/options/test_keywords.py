@@ -1,4 +1,4 @@
-"""Options of a generation that do not depend on what the model writes."""
+"""Generation options that do not depend on the generated tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.mark.parametrize(("max_tokens", "room"), [(None, 16), (8, 8), (60, 32), (0, 0)])
 def test_a_truncated_prompt_leaves_room_for_the_answer(llm: LLM, max_tokens: int | None, room: int) -> None:
-    """For a quarter of the context by default, and for half of it at most."""
+    """A quarter of the context by default, and at most half."""
     done = llm.generate([40] * 100, overflow="truncate", max_tokens=max_tokens, ignore_eos=True)
     assert done.usage.prompt_tokens == 64 - room
 
@@ -47,7 +47,7 @@ def test_a_truncated_prompt_leaves_room_for_the_answer(llm: LLM, max_tokens: int
     ],
     ids=str,
 )
-def test_what_an_option_cannot_be_is_refused_by_name(llm: LLM, options: dict[str, Any]) -> None:
+def test_an_invalid_value_is_refused_with_the_options_name(llm: LLM, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"^{next(iter(options))} is "):
         llm.generate("a", **options)
 

@@ -1,4 +1,4 @@
-"""The settings file: where it is, what it may have, and what is said of the rest."""
+"""The settings file: location, valid contents, and errors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
         ("a = " + 2000 * "[", "is not valid TOML: "),
     ],
 )
-def test_what_a_file_cannot_have(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_settings(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path / "c.toml", text)
     with pytest.raises(SettingsError) as raised:
         load_settings(path)
@@ -138,8 +138,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             load_settings(tmp_path / name)
 
 
-@pytest.mark.linux("platformdirs tells XDG's folders there")
-def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.linux("platformdirs uses XDG folders there")
+def test_the_path_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "x.toml"))
     assert settings_path() == tmp_path / "x.toml"
     monkeypatch.delenv(CONFIG_VARIABLE)
@@ -151,7 +151,9 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
-def test_where_the_file_is_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str) -> None:
+def test_the_path_of_the_file_on_other_systems(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str
+) -> None:
     monkeypatch.delenv(CONFIG_VARIABLE)
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
@@ -180,7 +182,7 @@ def test_every_sampling_setting_can_be_given_as_its_default(tmp_path: Path) -> N
     assert os.environ[CONFIG_VARIABLE]  # see conftest.py
 
 
-def test_the_home_of_nobody_is_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unknown_home_folder_is_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('model_folders = "~nobody-of-this-name/x"')
     assert load_settings(path).model_folders == (tmp_path / "~nobody-of-this-name" / "x",)

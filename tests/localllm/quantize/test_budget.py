@@ -1,4 +1,4 @@
-"""Types for a budget: the choice itself against all choices, and what it makes of a tiny model."""
+"""Types for a size limit: the choice compared with all choices, and the result for a tiny model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def options(seed: int, n: int = 5) -> dict[str, list[TypeOption]]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_choice_is_the_best_of_its_size(seed: int) -> None:
-    """Of all choices that take no more than it takes, none loses less: a corner of the hull is the optimum."""
+    """No choice of at most the same size loses less: a corner of the convex hull is the optimum."""
     given = options(seed)
     every = [(sum(o.n_bytes for o in chosen), sum(o.loss for o in chosen)) for chosen in product(*given.values())]
     loss = float(np.median([loss for _, loss in every]))
@@ -44,7 +44,7 @@ def test_the_choice_is_the_best_of_its_size(seed: int) -> None:
     assert cost <= min(loss for n_bytes, loss in every if n_bytes <= size) + 1e-12
 
 
-def test_a_size_is_kept_and_used() -> None:
+def test_a_size_limit_is_respected_and_used() -> None:
     given = options(0)
     least, most = (sum(f(o.n_bytes for o in each) for each in given.values()) for f in (min, max))
     for n_bytes in (least, (least + most) // 2, most):
@@ -67,7 +67,7 @@ def chosen(model: Path, **target: float) -> TypeChoice:
 
 
 def test_a_file_of_a_size(model: Path, tmp_path: Path) -> None:
-    target = model.stat().st_size // 8  # about four bits a weight
+    target = model.stat().st_size // 8  # about four bits per weight
     choice = chosen(model, n_bytes=target)
     with GGUFFile.open(model) as file:
         list(run(plan(file, tmp_path / "small.gguf", None, types=choice.types)))
@@ -75,14 +75,14 @@ def test_a_file_of_a_size(model: Path, tmp_path: Path) -> None:
     assert chosen(model, n_bytes=2 * target).divergence < choice.divergence
 
 
-def test_a_divergence_is_kept(model: Path) -> None:
+def test_a_divergence_limit_is_respected(model: Path) -> None:
     loose = chosen(model, n_bytes=model.stat().st_size // 8).divergence
     assert chosen(model, divergence=loose / 3).divergence <= loose / 3
     with pytest.raises(UsageError, match=r"divergence stays at 0\.0.*more than 0\.00000: allow a larger one"):
         chosen(model, divergence=1e-9)
 
 
-def test_what_the_command_needs_beside_a_target(
+def test_the_command_needs_a_text_for_a_target(
     capfdbinary: pytest.CaptureFixture[bytes], model: Path, tmp_path: Path
 ) -> None:
     for more in (["--target-size", "1MB"], ["Q4_0", "--target-kl", "0.1", "-f", "a"], []):

@@ -1,4 +1,4 @@
-"""Importance matrices: both formats, and files that are none or of another model."""
+"""Importance matrices: both formats, and files that are invalid or of another model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_gguf_has_means_of_each_expert(tmp_path: Path) -> None:
     assert (found.datasets, found.n_chunks) == (("wiki.txt",), 12)
     of_experts = found.of("a.weight", (3, 5, 2))
     assert of_experts is not None
-    np.testing.assert_array_equal(of_experts, [[1, 2], [1, 1], [3, 6]])  # the unused one counts alike
+    np.testing.assert_array_equal(of_experts, [[1, 2], [1, 1], [3, 6]])  # the unused expert has equal values
     assert found.of("b.weight", (5, 2)) is None
 
 
@@ -75,7 +75,7 @@ def test_another_model_is_noticed(tmp_path: Path) -> None:
         (old_format({"a": (1, [1, -2])}), "'a' are not all finite and at least 0"),
     ],
 )
-def test_what_is_no_importance_matrix_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
+def test_an_invalid_importance_matrix_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "i.dat"
     path.write_bytes(data)
     with pytest.raises(GGUFError, match=words):

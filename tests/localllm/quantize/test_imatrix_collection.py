@@ -1,4 +1,4 @@
-"""Collecting importance matrices, against the formulas of `plain_transformer`; and the command."""
+"""Collection of importance matrices compared with `plain_transformer`'s formulas, and the command."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-#: Longer than a step: what later steps add counts, too.
+#: Longer than a step, so that later steps count too.
 PIECES = [[(7 * i + 3 * j) % 290 + 5 for i in range(200)] for j in range(2)]
 
 
 class _Watched:
-    """Sums of squares of what the plain transformer multiplies, and of the experts' also how many rows met each."""
+    """Return sums of squares of the plain transformer's inputs of matrices, and row counts per expert."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, n_experts: int) -> None:
         self.sums: dict[str, Any] = defaultdict(float)
@@ -68,7 +68,7 @@ class _Watched:
 
 @pytest.mark.parametrize("make_backend", [ReferenceBackend, lambda: CPUBackend(1)], ids=["reference", "cpu"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_sums_are_those_of_what_weights_multiply(
+def test_sums_match_the_inputs_of_the_weights(
     model_type: str, make_backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny_models.config(model_type, num_hidden_layers=1, vocab_size=300)
@@ -92,7 +92,7 @@ def test_sums_are_those_of_what_weights_multiply(
         assert np.abs(entry.sums - sums).max() < 1e-2 * sums.max()
 
 
-def test_a_file_of_each_format_is_what_was_collected(tmp_path: Path) -> None:
+def test_files_of_both_formats_contain_the_collected_sums(tmp_path: Path) -> None:
     path = tiny_models.tiny_gguf(tmp_path / "model.gguf", "qwen3_moe")
     with GGUFFile.open(path) as file:
         *_, found = collect(file, PIECES, ReferenceBackend())
@@ -106,12 +106,12 @@ def test_a_file_of_each_format_is_what_was_collected(tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.entries[name].counts, entry.counts)
         met = entry.counts.repeat(entry.sums.shape[1]) > 0
         np.testing.assert_allclose(old.entries[name].means[met], entry.means[met], rtol=1e-6)
-    # llama.cpp's quantiser looks for these.
+    # keys that llama.cpp's quantiser requires
     fields = gguf.GGUFReader(tmp_path / "i.gguf").fields
     assert {"general.type", "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"} <= set(fields)
 
 
-def test_both_together_are_what_all_pieces_give(tmp_path: Path) -> None:
+def test_merged_files_equal_one_collection(tmp_path: Path) -> None:
     path = tiny_models.tiny_gguf(tmp_path / "model.gguf")
     with GGUFFile.open(path) as file:
         first, second = (list(collect(file, [piece], ReferenceBackend()))[-1] for piece in PIECES)
@@ -122,7 +122,7 @@ def test_both_together_are_what_all_pieces_give(tmp_path: Path) -> None:
         np.testing.assert_allclose(both.entries[name].sums, entry.sums, rtol=1e-12)
 
 
-def test_pieces_begin_with_bos_and_need_a_text_that_is_long_enough(tmp_path: Path) -> None:
+def test_chunks_start_with_bos_and_need_a_long_enough_text(tmp_path: Path) -> None:
     path = tiny_models.tiny_gguf(tmp_path / "model.gguf")
     with GGUFFile.open(path) as file:
         tokenizer = Tokenizer.from_gguf(file)
@@ -133,7 +133,7 @@ def test_pieces_begin_with_bos_and_need_a_text_that_is_long_enough(tmp_path: Pat
         chunks(tokenizer, "abc", 512)
 
 
-def test_the_command_writes_what_quantize_takes(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_quantize_reads_the_commands_file(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     path = tiny_models.tiny_gguf(tmp_path / "model.gguf", hidden_size=256, intermediate_size=256, head_dim=64)
     text, target = tmp_path / "text.txt", tmp_path / "i.gguf"
     text.write_text("abc def " * 60)
@@ -170,7 +170,9 @@ def test_a_text_that_cannot_be_used_is_refused(
     assert not (tmp_path / "i.gguf").exists()
 
 
-def test_hessians_are_of_what_weights_multiply_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hessians_match_the_inputs_of_the_weights_and_are_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = tiny_models.config(num_hidden_layers=1, vocab_size=300)
     weights = tiny_models.random_weights(settings)
     expected: dict[str, Any] = defaultdict(float)

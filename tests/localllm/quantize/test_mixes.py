@@ -1,7 +1,7 @@
-"""Mixes: what llama.cpp chooses.
+"""Mixes: llama.cpp's choices of types.
 
-What is expected here was taken from files that its ``llama_model_quantize`` wrote; `tests/benchmarks/quantizers.py`
-compares all mixes on models of many kinds with the library itself.
+The expected types are those of files that its ``llama_model_quantize`` wrote; `tests/benchmarks/quantizers.py`
+compares all mixes on many models with the library itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def layers(types: dict[str, GGMLType], part: str, type: GGMLType) -> list[int]:
 
 
 @pytest.mark.parametrize("value", ["x", [], ["x"], 2.5])
-def test_a_number_of_heads_that_is_none_is_refused(value: Any) -> None:
+def test_an_invalid_number_of_heads_is_refused(value: Any) -> None:
     metadata = {"llama.attention.head_count": 8, "llama.attention.head_count_kv": value}
     with pytest.raises(ModelError, match=r"llama.attention.head_count_kv is .* must be of type int"):
         chooser_for("Q4_K_M", "llama", metadata, [], False)
@@ -171,11 +171,11 @@ def test_overrides_count_before_the_mix_but_not_before_the_shape() -> None:
         ("blk.0.time_mix_w1.weight", (4, 4), False),
     ],
 )
-def test_what_is_ever_quantised(name: str, shape: tuple[int, ...], expected: bool) -> None:
+def test_tensors_that_are_quantised(name: str, shape: tuple[int, ...], expected: bool) -> None:
     assert is_quantizable(name, shape) is expected
 
 
-def test_what_needs_an_importance_matrix() -> None:
+def test_types_that_need_an_importance_matrix() -> None:
     assert needs_importance("blk.0.ffn_up.weight", T.IQ2_XS, "IQ2_XS")
     assert needs_importance("blk.0.ffn_up.weight", T.Q2_K, "Q2_K_S")
     assert not needs_importance("blk.0.ffn_up.weight", T.Q2_K, "Q2_K")

@@ -1,4 +1,4 @@
-"""Quantising a file: everything but the weights stays, and what goes wrong leaves nothing behind."""
+"""Quantising a file: only weights change, and an error leaves no file."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_importance_is_used_and_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_model_still_runs(tmp_path: Path) -> None:
-    """Activations in eight bits add no more to the error than rounding the weights alone makes, in floats, or so."""
+    """8-bit activations add at most about the error of rounding the weights."""
     files = {"model": tiny_gguf(tmp_path / "model.gguf", hidden_size=256, intermediate_size=512, head_dim=64)}
     for mix in ("Q8_0", "Q4_K_M"):
         files[mix], files[f"{mix} in floats"] = tmp_path / f"{mix}.gguf", tmp_path / f"{mix}-F32.gguf"
@@ -148,13 +148,13 @@ def test_a_floating_type_and_back_to_a_small_one(model: Path, tmp_path: Path) ->
     assert set(types(tmp_path / "small.gguf").values()) == {"Q8_0", "F32"}
 
 
-def test_what_is_quantised_needs_leave(model: Path, tmp_path: Path) -> None:
+def test_requantising_needs_permission(model: Path, tmp_path: Path) -> None:
     write(model, tmp_path / "small.gguf", "Q8_0")
     with pytest.raises(ModelError, match=r"'output.weight' is quantised already, as Q8_0, and would lose .* Q6_K"):
         write(tmp_path / "small.gguf", tmp_path / "smaller.gguf", "Q4_K_S")
     write(tmp_path / "small.gguf", tmp_path / "smaller.gguf", "Q4_K_S", allow_requantize=True)
     assert types(tmp_path / "smaller.gguf")["token_embd.weight"] == "Q4_K"
-    # Copies lose nothing.
+    # Copies are exact.
     write(tmp_path / "small.gguf", tmp_path / "same.gguf", "Q8_0")
     assert (tmp_path / "same.gguf").read_bytes()[-1000:] == (tmp_path / "small.gguf").read_bytes()[-1000:]
 
@@ -185,7 +185,7 @@ def test_values_too_large_for_the_type(tmp_path: Path) -> None:
         write(source, tmp_path / "half.gguf", "F16")
 
 
-def test_a_part_that_fails_takes_the_others_along(tmp_path: Path) -> None:
+def test_a_failed_part_removes_the_others(tmp_path: Path) -> None:
     values = tensors()
     names = list(values)
     values["output_norm.weight"][7] = np.nan

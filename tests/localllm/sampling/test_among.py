@@ -1,4 +1,4 @@
-"""Choosing from the largest logits alone: what comes out must be what all logits give."""
+"""Choices among the largest logits only must equal choices among all logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ N = 60
 
 
 def largest(logits: np.ndarray, k: int) -> np.ndarray:
-    """The ids of the k largest, of equals the lowest, NaN first."""
+    """Return the ids of the k largest logits, lowest ids first among equal ones, NaN first."""
     return np.array(sorted(range(len(logits)), key=lambda i: (not math.isnan(logits[i]), -logits[i], i))[:k])
 
 
@@ -48,7 +48,7 @@ chosen = st.fixed_dictionaries(
 @given(rows, chosen, st.integers(0, 20), st.randoms(use_true_random=False))
 @settings(max_examples=120)
 def test_the_choice_is_that_of_all_logits(logits: Any, options: dict[str, Any], more: int, random: Any) -> None:
-    """For several tokens with the same random numbers, in whatever order the largest come."""
+    """Several tokens with the same random numbers, with the largest logits in any order."""
     sampling = Sampling(**options)
     whole, part = make_sampler(sampling, N), make_sampler(sampling, N)
     assert part.n_enough == (sampling.top_k + 1 if sampling.temperature else 1) + len(sampling.logit_bias)

@@ -1,4 +1,4 @@
-"""The truncation steps and the draw, against plain Python that sorts everything and adds term by term."""
+"""The truncation steps and the draw compared with plain Python that sorts everything and adds term by term."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import AdaptiveP, Candidates, Mirostat2
 
 SIZES = (1, 2, 40, 4096, 6000)
-"""Both sides of the size from which float32 is used, and only the end of an order is sorted."""
+"""Sizes around the threshold for float32, where only the end of an order is sorted."""
 
 Pairs = list[tuple[int, float]]
-"""(id, logit), the likeliest first and of equal ones the lowest id: how the oracles hold candidates."""
+"""(id, logit), the likeliest first, and the lowest id first among equal ones."""
 
 
 def random_logits(n: int, seed: int, scale: float = 3.0) -> npt.NDArray[np.float32]:
@@ -129,7 +129,7 @@ def test_top_p_and_typical(
     for p in (0.0, 1e-9, 0.2, 0.5, 0.9, 0.999):
         kept = {id_ for id_, _ in in_order(step(candidates, p))}
         expected = {id_ for id_, _ in plain(in_order(candidates), p)}
-        # Among thousands of all but equal tokens float32 weights may move the end by one.
+        # Among thousands of nearly equal tokens, float32 weights may move the end by one.
         assert len(kept ^ expected) <= (n > 4096)
 
 
@@ -158,7 +158,7 @@ def test_xtc_that_acts(n: int, threshold: float) -> None:
 
 
 def test_xtc_on_the_published_example() -> None:
-    # The pull request that introduced it removes all above the threshold but the last of them.
+    # The pull request that introduced it removes all tokens above the threshold except the last.
     logits = np.log(np.array([0.05, 0.4, 0.25, 0.05, 0.15, 0.1]))
     assert steps.xtc(whole(logits), 1.0, 0.12, lambda: 0.0).ids.tolist() == [0, 3, 4, 5]
 
@@ -204,7 +204,7 @@ def test_draw(n: int, scale: float) -> None:
     ranks = {id_: rank for rank, (id_, _) in enumerate(pairs)}
     for u in (0.0, 0.1234, 0.5432, 0.7654, 0.9543, 0.99876):
         drawn = int(candidates.ids[steps.draw(candidates, u)])
-        # Among thousands of all but equal tokens float32 weights may move the place by one.
+        # Among thousands of nearly equal tokens, float32 weights may move the position by one.
         assert abs(ranks[drawn] - ranks[plain_draw(pairs, u)]) <= (n > 4096)
 
 
@@ -232,7 +232,7 @@ def test_draw_gives_no_token_of_probability_0(items: list[float], u: float) -> N
 @pytest.mark.parametrize("mass", [0.0, 0.3, 0.95, 1 - 2**-53])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
 def test_reach_over_a_whole_vocabulary(scale: float, mass: float) -> None:
-    """What is passed for certain and what comes next are the highest scores, in order at the end."""
+    """The candidates of the mass and the next one are the highest scores, sorted at the end."""
     scores = random_logits(130_000, 4, scale)
     scores[::3] = -math.inf
     weights = steps.relative_weights(scores)
@@ -287,7 +287,7 @@ def test_adaptive_p_follows_its_formula(target: float) -> None:
     for step in range(200):
         pairs = in_order(whole(random_logits(30, step)))
         probs = probabilities(pairs)
-        # The mean of all drawn before, the last one first, with as many before them that met the target.
+        # The mean of all earlier draws, the last one first, preceded by many that met the target.
         weights = [0.9**i for i in range(step + 500)]
         mean = np.dot([*drawn[::-1], *[target] * 500], weights) / sum(weights)
         aim = min(max(2 * target - mean, 0), 1)

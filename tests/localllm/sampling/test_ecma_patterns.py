@@ -1,4 +1,4 @@
-"""Patterns of JSON schemas in JavaScript's syntax: what they match, and that texts are held to them."""
+"""Patterns of JSON schemas in JavaScript's syntax: their matches, and generated texts that satisfy them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localllm.sampling.ecma_patterns import from_ecma
 from localllm.sampling.grammar import check_grammar
 from localllm.sampling.json_schema import _is_enforced, enforceable_schema
 
-#: Patterns, with texts that they match and texts that they do not match (checked with node).
+#: Patterns, with matching and other texts (checked with node).
 PATTERNS = [
     (r"^[^]{2}$", ["a\n", "]]"], ["a", "abc"]),
     (r"^a[^]b$", ["a]b", "a\nb"], ["ab", "a]]b"]),

@@ -1,4 +1,4 @@
-"""Texts held to a JSON schema, a regular expression or a grammar."""
+"""Texts constrained by a JSON schema, a regular expression or a grammar."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tokenizer(llm: LLM) -> Tokenizer:
 
 
 def bytes_tokenizer(*special: str, **changes: Any) -> Tokenizer:
-    """A token for each byte, and for each of some tags."""
+    """Return a vocabulary with a token for each byte, and for each of some tags."""
     special_tokens = [("<end>", 3), *((text, USER_DEFINED) for text in special)]
     return Tokenizer.from_gguf(FakeFile(bpe_metadata(special=special_tokens, eos_token_id=256, **changes)))
 
@@ -99,7 +99,7 @@ def write(held: Constraint, ids: Sequence[int], n_vocab: int) -> None:
 
 
 def test_every_schema_gives_json_that_is_valid(tokenizer: Tokenizer) -> None:
-    """At random logits, which favour what ends a text."""
+    """With random logits, which favour tokens that end a text."""
     jsonschema = pytest.importorskip("jsonschema")
     assert len({json.dumps(schema) for schema in SCHEMAS}) > 300
     formats = jsonschema.FormatChecker(["date", "email", "ipv4", "ipv6", "uuid"])
@@ -175,7 +175,7 @@ def test_a_vocabulary_without_an_end_will_do() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"mirostat": 2, "mirostat_tau": 20.0}])
 def test_what_is_allowed_is_as_likely_as_the_model_finds_it(settings: dict[str, Any]) -> None:
-    """Though only what is not allowed is drawn again."""
+    """Only forbidden tokens are drawn again."""
     tokenizer = bytes_tokenizer()
     logits = np.full(257, -5, np.float32)
     a, b, other = (tokenizer.encode(text)[0] for text in "ab!")
@@ -250,7 +250,7 @@ def test_a_grammar_begins_after_the_thought_that_the_prompt_opens() -> None:
     thought = tokenizer.encode("no, 7! <think> </th")
     write(held, thought, 259)
     assert held.n_possible([1, 2, 3]) == 3
-    assert 256 not in allowed(held, 259), "a thought must end before the text does"
+    assert 256 not in allowed(held, 259), "reasoning must end before the text does"
     write(held, tokenizer.encode("</think>"), 259)
     assert allowed(held, 259) == sorted(tokenizer.encode("ny"))
     assert held.n_possible(tokenizer.encode("yex")) == 2
@@ -285,7 +285,7 @@ def test_a_model_may_open_a_thought_where_its_template_knows_the_tag() -> None:
     assert held.is_complete
     held = constraint(tokenizer, "a: ", "</think>", regex="yy")
     held.accept(plain[0])
-    assert allowed(held, 259) == plain, "later on tags are text"
+    assert allowed(held, 259) == plain, "later tags are text"
 
 
 def test_the_answer_of_gpt_oss_is_its_last_message() -> None:
@@ -311,7 +311,7 @@ def test_every_way_to_generate_takes_a_schema(llm: LLM) -> None:
     done += llm.generate_many(["The", "In", "A"], **options)
     assert all(each.finish_reason == "stop" and valid(each.text) for each in done)
     assert valid("".join(chunk.text for chunk in llm.stream("Once", **options)))
-    # Texts beside one that has a grammar have none.
+    # Texts without a grammar in the same batch are not constrained.
     together = [llm.stream("Once", temperature=0, max_tokens=20), llm.stream("Once", seed=3, **options)]
     free, held = [stream.read().text for stream in together]
     assert free == llm.generate("Once", temperature=0, max_tokens=20).text
@@ -420,7 +420,7 @@ def test_bad_flags_fail_before_a_model_is_loaded(
 
 
 def _chain(n: int) -> dict[str, Any]:
-    """A schema of references to references, as deep as that."""
+    """Return a schema with ``n`` nested references."""
     defs: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n)}
     return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {"const": 1}}}
 
@@ -507,7 +507,7 @@ def test_the_only_text_that_can_follow_is_spelled_in_the_longest_tokens(tokenize
         logits = rng.normal(size=tokenizer.n_vocab).astype(np.float32)
         ids.append(int(held.masked(logits).argmax()))
         if tokenizer.token_bytes(ids[-1]) in (b"", b"!", b"?"):
-            break  # where several can follow, the logits choose
+            break  # if several tokens are allowed, the logits choose
         held.accept(ids[-1])
     assert tokenizer.decode(ids[:-1], continuation=True) == text
     assert len(ids) - 1 <= 1.1 * len(tokenizer.encode(text, add_special=False, continuation=True))
@@ -540,7 +540,7 @@ def takes(schema: dict[str, Any], value: Any) -> bool:
 @pytest.mark.parametrize(
     ("schema", "taken", "not_taken"),
     [
-        # What older drafts, OpenAPI and careless programs write.
+        # Schemas of older drafts, OpenAPI and careless programs.
         ({"items": [TEXT, INTEGER], "additionalItems": False, "type": "array"}, ["a", 1], ["a", 1, 1]),
         ({"type": "array", "prefixItems": INTEGER}, [1, 2], ["a"]),
         ({"minimum": 3, "exclusiveMinimum": True, "type": "integer"}, 4, 3),
@@ -559,14 +559,14 @@ def takes(schema: dict[str, Any], value: Any) -> bool:
             {"a": [{"a": []}]},
             BOTH,
         ),
-        # Patterns are held as far as they can be.
+        # Patterns apply as far as possible.
         ({"type": "string", "pattern": "^(?=.*[A-Z(])(?!x)\\w{3}\\b$"}, "abc", "ab"),
         ({"type": "string", "pattern": r"^(a|b)\1$"}, "anything", 3),
         # Names of properties.
         ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER}, BOTH, {"c": 1}),
         ({"type": "object", "propertyNames": {"pattern": "^[ab]$"}}, BOTH, {"c": 1}),
         ({"type": "object", "propertyNames": {"maxLength": 1}}, BOTH, {"cc": 1}),
-        # Objects are closed with what stands beside them.
+        # Objects are closed only together with their neighbours' properties.
         ({**IN_A, "$ref": "#/$defs/A", "properties": {"b": INTEGER}}, {"b": 2, "a": 1}, {"a": 1, "c": 1}),
         (
             {**IN_A, "$ref": "#/$defs/A", "properties": {"b": {}}, "additionalProperties": False},
@@ -641,7 +641,7 @@ def x_of(schema: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_closed_objects_allow_what_a_schema_beside_them_requires(schema: dict[str, Any], taken: Any) -> None:
-    """By the standard such schemas exclude each other. Their author means the properties of all of them."""
+    """By the standard such schemas exclude each other; their authors want all their properties."""
     assert takes(schema, taken)
     more = {**taken, "z": 1} if isinstance(taken, dict) else [{**taken[0], "z": 1}]
     assert not takes(schema, more)
@@ -689,7 +689,7 @@ def test_what_texts_are_not_held_to_is_a_warning(schema: dict[str, Any], words: 
 
 
 def random_schema(rng: np.random.Generator, names: Iterator[str], depth: int, definitions: dict[str, Any]) -> Any:
-    """Objects beside references, alternatives and others, all of whose properties are required."""
+    """Return a random schema of references, alternatives and other types, whose properties are all required."""
 
     def deeper() -> Any:
         return random_schema(rng, names, depth - 1, definitions)
@@ -725,7 +725,7 @@ def random_schema(rng: np.random.Generator, names: Iterator[str], depth: int, de
 
 
 def test_closed_objects_never_contradict_what_stands_beside_them() -> None:
-    """Random schemas, each with something that satisfies it: random texts that follow them are valid."""
+    """Random schemas with a satisfying value: random texts that follow them are valid."""
     jsonschema = pytest.importorskip("jsonschema")
     tokenizer = bytes_tokenizer()
     grammars = Grammars(tokenizer, 257)
@@ -765,7 +765,7 @@ def test_references_of_a_tool_lead_into_its_own_schema() -> None:
             to = {"x": right, "default": {"x": right}}
             assert takes(schema, {"name": name, "arguments": {"to": to}})
             assert not takes(schema, {"name": name, "arguments": {"to": {"x": wrong}}})
-        # As what stands between tags, too.
+        # Also as text between tags.
         grammar = calls_grammar([tool("integer", **more), tool("string", **more)])
         tokenizer = bytes_tokenizer()
         held = constraint(tokenizer, grammar=grammar)

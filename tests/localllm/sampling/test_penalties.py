@@ -1,4 +1,4 @@
-"""Penalties and DRY, against plain Python that looks at the whole history anew for every token."""
+"""Penalties and DRY compared with plain Python that scans the whole history for every token."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ LETTERS = "abcd\n:"
 def plain_dry(
     text: str, *, window: int, multiplier: float, base: float, allowed: int, breakers: str
 ) -> dict[str, float]:
-    """The penalty of each letter, as the pull request that proposed DRY describes it."""
+    """Return the penalty of each letter, by the definition of the pull request that proposed DRY."""
     recent = text if window < 0 else text[-window:]
     longest: dict[str, int] = {}
     for end in range(len(recent) - 1):
@@ -156,7 +156,7 @@ def test_dry_is_as_described(prompt: str, generated: str, window: int, allowed: 
 
 
 def test_dry_on_the_example_in_llama_cpp() -> None:
-    # "abccbcyabc": c would prolong a match of 3 tokens, b one of 1, y (here d) one of 2.
+    # "abccbcyabc": c would extend a match of 3 tokens, b one of 1, y (here d) one of 2.
     rules: dict[str, Any] = {"window": -1, "multiplier": 1.0, "base": 2.0, "allowed": 1, "breakers": ""}
     assert dry_penalties("abccbcdabc", "", **rules) == {"c": 4.0, "b": 1.0, "d": 2.0}
     assert dry_penalties("", "abccbcdabc", **rules) == {"c": 4.0, "b": 1.0, "d": 2.0}
@@ -179,7 +179,7 @@ PIECES = (b"x", b"yes", b"<|", b"end|", b">", b" a", b"b<|end|> ", "é".encode()
 
 
 def tokens_since_last(breakers: Sequence[str], pieces: Sequence[bytes]) -> int:
-    """Looks for the breakers in the joined text and finds the token in which the last of them ends."""
+    """Find the breakers in the joined text, and the token that contains the end of the last one."""
     text = b"".join(pieces)
     ends = [end for breaker in breakers for end in range(len(text) + 1) if text[:end].endswith(breaker.encode())]
     if not ends:

@@ -1,4 +1,4 @@
-"""Settings, the chain as a whole, greedy, log-probabilities, processors, random numbers and errors."""
+"""Settings, the whole chain, greedy, log-probabilities, processors, random numbers and errors."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_none_is_the_default() -> None:
     names = declared(Sampling)
     assert Sampling(**dict.fromkeys(names)) == Sampling()
     given = CheckedOptions.of(dict.fromkeys([*names, *declared(CheckedOptions)]))
-    assert given == CheckedOptions(speculate=None)  # where None has a meaning of its own
+    assert given == CheckedOptions(speculate=None)  # None has a separate meaning
     own = Sampling(temperature=0.1, seed=5)
     assert CheckedOptions.of({"sampling": own, "temperature": None}).sampling == own
     assert LoadOptions(**dict.fromkeys(declared(LoadOptions))) == LoadOptions(parallel=None)
@@ -181,7 +181,7 @@ def test_greedy_heeds_bias_and_penalties() -> None:
 
 
 def plain_sample(logits: Logits, s: Sampling, text: list[int], uniform: Any, chance: Any) -> int:
-    """The chain without DRY in plain Python: everything sorted, one term after another."""
+    """Apply the chain without DRY in plain Python: sort everything, one term after another."""
     scores = [float(logit) for logit in logits]
     for id_, bias in s.logit_bias.items():
         scores[id_] += bias
@@ -251,7 +251,7 @@ def random_settings(rng: np.random.Generator, n_vocab: int) -> Sampling:
 def test_the_chain_equals_a_plain_one(n_vocab: int) -> None:
     rng = np.random.default_rng(n_vocab)
     disagreements = 0
-    for _ in range({2: 100, 9: 100, 300: 20, 4200: 5}[n_vocab]):  # the plain one takes seconds for thousands
+    for _ in range({2: 100, 9: 100, 300: 20, 4200: 5}[n_vocab]):  # thousands of tokens take seconds
         s = random_settings(rng, n_vocab)
         text = rng.integers(0, n_vocab, rng.integers(0, 8)).tolist()
         sampler = make_sampler(s, n_vocab, prompt_ids=text)
@@ -263,7 +263,7 @@ def test_the_chain_equals_a_plain_one(n_vocab: int) -> None:
             disagreements += choice.id != plain_sample(logits, s, text, uniform, chance)
             sampler.accept(choice.id)
             text.append(choice.id)
-    # Above 4096 tokens weights are float32: a number drawn within 1e-7 of the border between two may differ.
+    # Above 4096 tokens weights are float32: a number within 1e-7 of a border may give another token.
     assert disagreements <= (n_vocab > 4096)
 
 
@@ -343,7 +343,7 @@ def test_mirostat_takes_the_place_of_the_truncations() -> None:
 def test_random_numbers_are_cpps() -> None:
     uniform = UniformNumbers(5489)
     number = [uniform() for _ in range(5000)][-1]
-    assert int(number * 2**32) == 4123659995  # the 10,000th word, as the C++ standard has it ([rand.predef])
+    assert int(number * 2**32) == 4123659995  # the 10,000th word, by the C++ standard ([rand.predef])
     single = UniformNumbers(5489, is_single=True)
     assert [single() for _ in range(10_000)][-1] == np.float32(4123659995) / np.float32(2**32)
 
@@ -359,7 +359,7 @@ def test_random_numbers_are_below_1(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 - 1e-7 < UniformNumbers(0, is_single=is_single)() < 1
 
 
-#: What llama.cpp's own samplers (of llama-cpp-python 0.3.36) draw, by settings and seed, of the same logits.
+#: Draws of llama.cpp's samplers (llama-cpp-python 0.3.36) for the same logits, by settings and seed.
 LLAMA_CPPS: list[tuple[dict[str, Any], int, list[int]]] = [
     ({}, 42, [4, 47, 31, 0, 24, 2, 10, 47, 5, 31, 23, 23, 47, 17, 17]),
     ({}, 4294967294, [24, 10, 31, 31, 24, 2, 10, 0, 7, 31, 23, 23, 9, 6, 32]),

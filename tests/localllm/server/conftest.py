@@ -1,4 +1,4 @@
-"""Servers that the tests of one file share; without the packages of the extra ``dev`` there is nothing to test."""
+"""Servers shared by the tests of one file; without the packages of the extra ``dev``, the tests are skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# Clients would read all certificates for each request, for 20 ms, though none is for https.
+# Clients would load all certificates for each request, which takes 20 ms, although none uses https.
 os.environ.pop("SSL_CERT_FILE", None)
 
 collect_ignore_glob = [] if all(map(find_spec, ("starlette", "uvicorn", "msgspec", "httpx"))) else ["test_*.py"]
@@ -17,7 +17,7 @@ collect_ignore_glob = [] if all(map(find_spec, ("starlette", "uvicorn", "msgspec
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
-    """A server over the demo model."""
+    """A server with the demo model."""
     from tests.helpers.http_server import demo, serving
 
     with serving(demo()) as started:

@@ -1,4 +1,4 @@
-"""Anthropic's own client runs messages, streams of them, tools, thinking and the count of tokens."""
+"""Anthropic's client runs messages, streams, tools, thinking and token counts."""
 
 from __future__ import annotations
 

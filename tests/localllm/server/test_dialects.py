@@ -1,6 +1,6 @@
-"""What a client says of a conversation and wants of it, in the words of each API: all become the same.
+"""Every API must produce equal messages and arguments for a conversation and its options.
 
-Two tables of features by dialects; a cell is a request, or why the API has no words for it.
+Two tables of features by dialects; a cell is a request, or the reason why the API lacks the feature.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.helpers.http_server import Serving, serving
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
-#: The beginning of a file of a picture.
+#: First bytes of an image file.
 DATA = base64.b64encode(b"\x89PNG").decode()
 URL, PART = f"data:image/png;base64,{DATA}", {"type": "text", "text": "hi"}
 SOUND = {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 
-#: What every dialect makes of each feature: messages, and how the reply begins.
+#: Expected messages and start of the reply for each feature.
 EXPECTED: dict[str, tuple[list[Message], str]] = {
     "a text": ([Message("user", ("hi",))], ""),
     "parts of text": ([Message("user", ("h", "i"))], ""),
@@ -236,7 +236,7 @@ def test_all_say_the_same(dialect: str, feature: str) -> None:
 
 
 def with_shown(messages: list[Message]) -> list[Message]:
-    """Messages whose pictures and sounds are what is equal of them."""
+    """Replace images and audio in messages by comparable values."""
     shown = lambda part: part if isinstance(part, str) else (part.source, part.max_tokens, part.kind)  # noqa: E731
     return [replace(each, parts=tuple(map(shown, each.parts))) for each in messages]
 
@@ -332,9 +332,9 @@ def test_what_was_thought_stays_in_its_turn() -> None:
     said, call = {"type": "message", **HO}, FUNCTION_CALL
     calls = (ToolCall("now", '{"zone": "UTC"}', "call_1"),)
     for items, expected in (
-        # A reply that was cut off in its thoughts, with the next one.
+        # A reply that was cut during its reasoning, with the next reply.
         ([first, HI, said], [Message("assistant", (), "a"), Message("user", ("hi",)), Message("assistant", ("ho",))]),
-        # Thoughts between a text and a call.
+        # Reasoning between a text and a call.
         ([first, said, second, call], [Message("assistant", ("ho",), "a"), Message("assistant", (), "b", calls)]),
         ([first, second, call, said], [Message("assistant", (), "ab", calls), Message("assistant", ("ho",))]),
     ):
@@ -344,13 +344,13 @@ def test_what_was_thought_stays_in_its_turn() -> None:
 @pytest.mark.parametrize("feature", [name for name, each in RESPONSES.items() if isinstance(each, list)])
 def test_messages_become_the_items_that_they_were_read_of(feature: str) -> None:
     messages, begun = response(RESPONSES[feature])
-    messages = [replace(each, reasoning="") for each in messages]  # which is not kept as an item
+    messages = [replace(each, reasoning="") for each in messages]  # not stored in an item
     read, again = response([item for each in messages for item in responses._items(each)])
     assert (with_shown(read), again) == (with_shown(messages), "")
     assert not begun or feature == "a reply that has begun"
 
 
-# -- What is wanted beside messages --------------------------------------------------------------------------------
+# -- Options besides messages -------------------------------------------------------------------------------------
 
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
 FUNCTION = {"name": "now", "description": "Tells it.", "parameters": SCHEMA}
@@ -362,7 +362,7 @@ def call_of(*functions: Mapping[str, Any]) -> dict[str, Any]:
     return call_schema([{"type": "function", "function": function} for function in functions])
 
 
-#: What every dialect asks of the library for each feature, where tools are the names of those that are offered.
+#: Expected arguments of the library for each feature; tools are the names of the offered tools.
 WANTED: dict[str, dict[str, Any]] = {
     "a limit of tokens": {"max_tokens": 7},
     "texts that end a reply": {"stop": ("a", "b")},
@@ -523,7 +523,7 @@ AS_FAR = "this is as far as it goes"
 
 
 class AskedLLM(LLM):
-    """Goes no further than to be asked."""
+    """Records its arguments and then fails."""
 
     asked: ClassVar[dict[str, Any]] = {}
 
@@ -554,7 +554,7 @@ def server() -> Iterator[Serving]:
 
 
 HELLO = {"messages": [HI]}
-#: Where each dialect is asked, a request without anything wanted, and how each thing is.
+#: Path of each dialect, a minimal request, and the request for each feature.
 ASKED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "library": ("", HELLO, OF_LIBRARY),
     "compat": ("", HELLO, OF_COMPAT),
@@ -636,6 +636,6 @@ def test_all_want_the_same(
     asked = {name: AskedLLM.asked.get(name) for name in WANTED[feature]}
     if "stop" in asked:
         asked["stop"] = tuple(asked["stop"])
-    if variables := asked.get("template_variables"):  # a level says that there is some thinking, too
+    if variables := asked.get("template_variables"):  # a level also enables thinking
         asked["template_variables"] = {name: variables[name] for name in WANTED[feature]["template_variables"]}
     assert asked == WANTED[feature]

@@ -1,6 +1,6 @@
-"""Embeddings and reranking through the clients of OpenAI and Ollama, and LangChain's own tests of embeddings.
+"""Embeddings and reranking with the clients of OpenAI and Ollama, and LangChain's test suite for embeddings.
 
-LangChain's run with `pytest -W default -o asyncio_mode=auto`.
+LangChain's tests run with `pytest -W default -o asyncio_mode=auto`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that embeds, one that reranks, and one that does both by vectors of tokens."""
+    """Models for embeddings, for reranking, and for both with token vectors."""
     folder, entry = tmp_path_factory.mktemp("models"), ENCODERS["bert"]
     model = make_model(entry)
     write(folder / "embedder.gguf", entry, model)
@@ -72,7 +72,7 @@ def test_openai(openai_client: Any, folder: Path) -> None:
     openai, client = pytest.importorskip("openai"), openai_client
     with localllm.load(folder / "embedder.gguf", device="cpu") as llm:
         expected, ids = llm.embed(["a cat", "b"]), llm.tokenize("a cat")
-    reply = client.embeddings.create(model="embedder", input=["a cat", "b"])  # which asks for base64
+    reply = client.embeddings.create(model="embedder", input=["a cat", "b"])  # requests base64
     np.testing.assert_allclose([each.embedding for each in reply.data], expected, rtol=1e-5, atol=1e-6)
     assert reply.usage.prompt_tokens == len(ids) + 3
     (of_ids,) = client.embeddings.create(model="embedder", input=ids, encoding_format="float").data

@@ -1,6 +1,6 @@
-"""LangChain's own tests of chat models, Instructor, and OpenAI's agents, over a model that says what a script says.
+"""LangChain's test suite for chat models, Instructor, and OpenAI's agents, with a scripted model.
 
-LangChain's run with `pytest -W default -o asyncio_mode=auto`.
+LangChain's tests run with `pytest -W default -o asyncio_mode=auto`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def script(prompt: str) -> str:
     if tools is None or "\ntool: " in last:
         return "It is " + last.rpartition("tool: ")[2].strip()
     name = tools[1].split()[0]
-    if name not in ARGUMENTS:  # an example of its schema, where the call is forced
+    if name not in ARGUMENTS:  # an example of its schema, for a forced call
         return "Well."
     if "株式会社" in last:
         return CALL % (name, json.dumps({"customer_name": "株式会社", "description": ""}, ensure_ascii=False))
@@ -67,7 +67,7 @@ if all(map(find_spec, ("langchain_tests", "langchain_openai", "langchain_anthrop
     from langchain_tests.integration_tests import ChatModelIntegrationTests
 
     class Standard(ChatModelIntegrationTests):
-        """The tests for what a model that reads text alone can do."""
+        """The tests for a model that reads only text."""
 
         @pytest.fixture(autouse=True)
         def _at(self, actor: Serving) -> None:
@@ -88,7 +88,7 @@ if all(map(find_spec, ("langchain_tests", "langchain_openai", "langchain_anthrop
 
     class TestAnthropic(Standard):
         chat_model_class = ChatAnthropic
-        supports_json_mode = False  # it has none
+        supports_json_mode = False  # not supported
 
         @property
         def chat_model_params(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ if all(map(find_spec, ("langchain_tests", "langchain_openai", "langchain_anthrop
 
     class TestOllama(Standard):
         chat_model_class = ChatOllama
-        has_tool_choice = False  # it has none
+        has_tool_choice = False  # not supported
 
         @property
         def chat_model_params(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def test_an_agent_uses_a_tool(actor: Serving, api: str) -> None:
 
     @agents.function_tool
     def add(a: int, b: int) -> int:
-        """Adds."""
+        """Add two numbers."""
         seen.append((a, b))
         return a + b
 

@@ -1,4 +1,4 @@
-"""Who may ask, what hostile requests come to, and what happens when clients go: never a 5xx, never a leak."""
+"""Access control, hostile requests and disconnecting clients: never a 5xx status, never a leak."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def status(server: Serving, method: str = "GET", path: str = "/v1/models", **mor
     return httpx.request(method, server.url + path, timeout=60, **more).status_code
 
 
-# -- Who may ask ---------------------------------------------------------------------------------------------------
+# -- Access control --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def status(server: Serving, method: str = "GET", path: str = "/v1/models", **mor
     ],
 )
 def test_a_name_that_is_not_this_machines_is_refused(server: Serving, host: str, expected: int) -> None:
-    """So that a page whose name is made to mean this machine reads nothing."""
+    """A page whose host name resolves to this machine must not read anything."""
     assert status(server, headers={"Host": host}) == expected
 
 
@@ -112,7 +112,7 @@ def test_errors_have_the_form_of_each_api(server: Serving) -> None:
     assert missing.json()["error"]["type"] == "not_found_error"
 
 
-#: What each path that reads or writes text cannot do without.
+#: Required field of each path that reads or writes text.
 NEEDED = {
     "/completion": "prompt", "/completions": "prompt", "/v1/completions": "prompt", "/infill": "input_prefix",
     "/v1/chat/completions": "messages", "/chat/completions": "messages", "/v1/responses": "input",
@@ -125,7 +125,7 @@ NEEDED = {
     "/tokenize": "content", "/detokenize": "tokens", "/audio/transcriptions": "file",
     "/v1/audio/transcriptions": "file",
 }  # fmt: skip
-#: Ollama's clients load a model by asking for nothing; the rest neither reads nor writes text.
+#: Ollama's clients load a model with an empty request; the other paths neither read nor write text.
 NEED_NOTHING = {"/api/chat", "/api/generate", "/api/show", "/api/pull", "/slots/{id}", "/lora-adapters"}
 NEED_NOTHING |= {"/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"}
 
@@ -217,7 +217,7 @@ PATHS = [
     "/apply-template",
 ]
 
-#: Small enough that no test waits for a text that goes on to the end of the context.
+#: Short enough that no test waits for a text that continues to the end of the context.
 FEW = b'"max_tokens": 2, "n_predict": 2, "max_output_tokens": 2, "options": {"num_predict": 2}, '
 
 
@@ -279,7 +279,7 @@ def test_a_long_request_takes_time_in_proportion(server: Serving, path: str) -> 
 def test_other_connections_have_their_turn_while_a_body_is_parsed(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body of short chunks takes seconds to parse."""
+    """Parsing a body of short chunks takes seconds."""
     sizes: list[int] = []
     parse = uvicorn_server.H11Protocol.data_received
 
@@ -319,7 +319,7 @@ def test_a_request_that_never_comes_to_an_end_is_refused() -> None:
     with serving(demo(), limits=Limits(read_timeout_s=0.3)) as server, connect(server) as connection:
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         connection.settimeout(0.05)
-        for _ in range(99):  # a byte now and then is no excuse
+        for _ in range(99):  # bytes that trickle in do not extend the limit
             connection.sendall(b" ")
             with contextlib.suppress(TimeoutError):
                 reply = connection.recv(4096)
@@ -342,7 +342,7 @@ def test_a_head_has_to_come_in_time(server: Serving, half: str, monkeypatch: pyt
     with connect(server) as connection:
         for byte in HALF_SENT[half][:-2]:
             connection.sendall(bytes((byte,)))
-        with contextlib.suppress(OSError):  # a byte now and then is no excuse
+        with contextlib.suppress(OSError):  # bytes that trickle in do not extend the limit
             for _ in range(200):
                 time.sleep(0.02)
                 connection.sendall(b"o")
@@ -368,11 +368,11 @@ def test_connections_that_say_nothing_shut_nobody_out(half: str, monkeypatch: py
         for _ in range(5):
             assert status(server, path="/health") == 200
         silent[0].settimeout(10)
-        with contextlib.suppress(ConnectionResetError):  # the longest silent is gone
+        with contextlib.suppress(ConnectionResetError):  # the connection that was silent longest is closed
             while silent[0].recv(4096):
                 pass
         received = b""
-        while received.count(b"data:") < 50:  # what is answered goes on
+        while received.count(b"data:") < 50:  # answered requests continue
             piece = busy.recv(1 << 16)
             assert piece
             received += piece
@@ -391,7 +391,7 @@ def test_connections_that_say_nothing_shut_nobody_out(half: str, monkeypatch: py
 def test_a_process_may_have_files_for_all_connections(
     limits: tuple[int, int], refuses: bool, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """macOS lets a process have 256, and more if it asks."""
+    """macOS allows a process 256 files, and more on request."""
     resource = pytest.importorskip("resource")
     asked: list[tuple[int, int]] = []
 
@@ -417,11 +417,11 @@ def test_more_clients_than_places_are_told_so(monkeypatch: pytest.MonkeyPatch) -
             assert connection.recv(100).startswith(expected)
 
 
-# -- Work that takes long ------------------------------------------------------------------------------------------
+# -- Slow work -----------------------------------------------------------------------------------------------------
 
 
 class SlowWork:
-    """Takes the place of the library's work: it goes on until nobody waits for it any more."""
+    """Replaces the library's work: it runs until its caller is gone."""
 
     def __init__(self) -> None:
         self.begun, self.ended = threading.Event(), threading.Event()
@@ -475,7 +475,7 @@ def test_work_ends_with_the_server(stops: bool, monkeypatch: pytest.MonkeyPatch)
     assert replies[0].status_code == 503
     assert "the server is stopping" in replies[0].text
     assert not stops or work.ended.wait(30)
-    assert not go_on.is_set()  # the server has ended without it
+    assert not go_on.is_set()  # the server ended without waiting for it
     go_on.set()
 
 
@@ -487,7 +487,7 @@ def test_a_request_that_has_yet_to_arrive_does_not_delay_the_end() -> None:
             while not any(each.cycle for each in server.server.server_state.connections):
                 time.sleep(0.01)
             server.server.handle_exit(2, None)
-            client.recv(1000)  # with the grace of running replies it would time out
+            client.recv(1000)  # with the grace period of running replies it would time out
 
 
 def test_a_load_ends_with_the_server() -> None:
@@ -517,7 +517,7 @@ def test_the_process_ends_though_a_thread_does_not() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, cwd=ROOT).returncode == 3
 
 
-# -- Clients that go -----------------------------------------------------------------------------------------------
+# -- Disconnects ---------------------------------------------------------------------------------------------------
 
 
 def connect(server: Serving) -> socket.socket:
@@ -532,7 +532,7 @@ def send_chat(connection: socket.socket, **body: Any) -> None:
 
 @pytest.fixture(scope="module")
 def endless() -> Iterator[Serving]:
-    """A server whose model goes on to the end of its context."""
+    """A server whose model continues to the end of its context."""
     with serving(scripted("word " * 900)) as started:
         yield started
 
@@ -560,7 +560,7 @@ def test_a_reader_that_takes_nothing_stalls_nobody_and_is_dropped(
 ) -> None:
     monkeypatch.setattr(EventStream, "send_timeout_s", 0.2)
     before = endless.llm.counts.generated_tokens
-    for each in endless.server.servers[0].sockets:  # connections take it over: else all 7,200 tokens have room
+    for each in endless.server.servers[0].sockets:  # connections inherit it; larger buffers hold all 7,200 tokens
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -572,7 +572,7 @@ def test_a_reader_that_takes_nothing_stalls_nobody_and_is_dropped(
         assert reply["choices"][0]["message"]["content"].startswith("word word")
         endless.wait_until_idle()
         assert endless.llm.counts.generated_tokens - before < 8 * 900
-    # Tasks that nobody ended would be garbage, and closed in whatever thread comes upon it, which has crashed Python.
+    # Unfinished tasks would be closed by the garbage collector in another thread, which has crashed Python.
     loop, end = endless.server._loop, time.monotonic() + 20
     assert loop is not None
     while [each for each in asyncio.all_tasks(loop) if "_put_parts" in repr(each)]:

@@ -1,4 +1,4 @@
-"""Small bodies that cost a server much time or memory are refused, and what reads them can be stopped."""
+"""Small bodies that cost a server much time or memory are rejected, and reading them can be stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from localllm.server.http import HTTPError
 from localllm.server.llamacpp import MAX_CONTENT
 from tests.helpers.http_server import Serving
 
-#: Seconds that no attack may take: each takes less than one on an idle machine.
+#: Limit in seconds for every attack: each takes less than one on an idle machine.
 LIMIT = 60.0
 FORM = {"content-type": "multipart/form-data; boundary=a"}
 JSON = {"content-type": "application/json"}
@@ -122,7 +122,7 @@ def test_reading_a_body_ends_when_its_client_has_gone() -> None:
 
 
 def test_other_bodies_wait_for_no_client_that_has_gone(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that reads long bodies is free again as soon as a client has gone."""
+    """The thread that reads long bodies is free as soon as the client disconnects."""
     is_reading, may_end = threading.Event(), threading.Event()
     check = bodies._check_json
 
@@ -152,7 +152,7 @@ def test_a_text_of_millions_of_tokens_is_refused(server: Serving) -> None:
 
 
 def test_a_form_may_have_long_values(server: Serving) -> None:
-    """Only the number of parts and the length of their headers are bounded."""
+    """Only the number of parts and the length of their headers are limited."""
     value = base64.b64encode(bytes(3_000_000))
     form = (
         PART + b"\r\n\r\n" + value + b"\r\n" + PART.replace(b"prompt", b"file") + b"; filename=a\r\n\r\n;;\r\n--a--"

@@ -1,4 +1,4 @@
-"""What llama.cpp's server has of its own."""
+"""Features that only llama.cpp's server has."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def test_completions_follow_a_grammar(server: Serving, text: dict[str, str]) -> 
 
 
 def test_strict_tools_hold_calls_to_their_schema() -> None:
-    """The scripted model wants 3, which the schema does not allow."""
+    """The scripted model wants 3, which the schema forbids."""
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     parameters["additionalProperties"] = False
     messages = [{"role": "user", "content": "a"}]

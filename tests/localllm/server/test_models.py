@@ -1,4 +1,4 @@
-"""Several models by name: loaded when they are asked for, and unloaded when memory or time is up."""
+"""Several models by name: loaded on request, and unloaded when memory is short or after a timeout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeLLM:
 
 
 class Memory:
-    """Room for so many models."""
+    """Memory for ``n`` models."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -41,7 +41,7 @@ class Memory:
         if source == "broken":
             raise GGUFError("/home/me/broken.gguf is damaged")
         if sum(not llm.is_closed for llm in self.loaded) == self.room:
-            raise NotEnoughMemoryError("there is no room")
+            raise NotEnoughMemoryError("not enough memory")
         self.loaded.append(FakeLLM(source))
         return self.loaded[-1]
 
@@ -83,14 +83,14 @@ def test_what_is_in_use_stays() -> None:
 
 
 def test_a_model_that_fits_beside_no_other_is_too_large() -> None:
-    """To try again later would not help: that is a 400, which says why."""
+    """A retry would not help, so the status is 400, with the reason."""
 
     async def use() -> None:
         for name in ("a", "b"):
             with pytest.raises(TooLargeError) as caught:
                 await models.acquire(name)
             error = HTTPError.of(caught.value)
-            assert (error.status, str(error)) == (400, f"the model {name} cannot be loaded: there is no room")
+            assert (error.status, str(error)) == (400, f"the model {name} cannot be loaded: not enough memory")
 
     models = models_in(Memory(0))
     asyncio.run(use())

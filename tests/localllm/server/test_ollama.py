@@ -1,4 +1,4 @@
-"""Ollama's own client runs chat, generate, and what is said about models."""
+"""Ollama's client runs chat, generate, and information about models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weather(place: str) -> str:
     """The weather.
 
     Args:
-        place: where.
+        place: a city.
     """
     return place
 

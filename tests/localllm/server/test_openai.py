@@ -1,4 +1,4 @@
-"""OpenAI's own client runs chat, completions, models and responses."""
+"""OpenAI's client runs chat, completions, models and responses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def client(server: Serving) -> Iterator[Any]:
 
 
 def script(prompt: str) -> str:
-    """What the scripted model says: it calls a tool if it has one and no result of it yet."""
+    """Return the scripted reply: a tool call if there is a tool and no result yet."""
     if "tool: " in prompt:
         return "It is sunny in " + prompt.split("tool: ")[1].split("\n")[0]
     if "two calls" in prompt:
@@ -53,7 +53,7 @@ def script(prompt: str) -> str:
 
 @pytest.fixture(scope="module")
 def actor() -> Iterator[Any]:
-    """A client of the scripted model."""
+    """Return a client of the scripted model."""
     with serving(scripted(script)) as started, client_of(started) as made:
         yield made
 
@@ -249,14 +249,14 @@ def test_completions_of_texts_and_tokens(client: Any, server: Serving) -> None:
     assert both.choices[1].text == expected
     ids = llm.tokenize("Once upon a time")
     assert client.completions.create(prompt=ids, **options).choices[0].text == expected
-    # Its type of a stream's events wants a reason to end in each, which OpenAI itself does not give.
+    # The client's type requires a reason to end in every event, which OpenAI itself omits.
     with client_of(server, strict=False) as lenient:
         stream = lenient.completions.create(prompt="Once upon a time", stream=True, **options)
         assert "".join(event.choices[0].text for event in stream) == expected
 
 
 def test_echo_with_the_logprobs_of_the_prompt(server: Serving) -> None:
-    with client_of(server, strict=False) as client:  # the first token has none, and its type does not know that
+    with client_of(server, strict=False) as client:  # its type forbids a missing logprob
         reply = client.completions.create(
             model="demo", prompt="Once upon a time", echo=True, logprobs=2, max_tokens=2, temperature=0
         ).choices[0]
@@ -357,7 +357,7 @@ def test_responses_in_a_folder_outlive_the_server(tmp_path: Path) -> None:
 
 
 def test_responses_are_of_a_key_whichever_its_place(tmp_path: Path) -> None:
-    """Else another could read them after a restart."""
+    """Otherwise another client could read them after a restart."""
     limits = Limits(api_keys=("none", "other"))
     with serving(demo(), limits=limits, responses_folder=tmp_path) as server, client_of(server) as client:
         first = client.responses.create(model="demo", input="Hello!", max_output_tokens=3)

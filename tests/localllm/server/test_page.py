@@ -1,4 +1,4 @@
-"""The page at / in a headless Chromium, where there is one, and Playwright to drive it."""
+"""The page at / in a headless Chromium with Playwright, if installed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.helpers.http_server import FAILS, TOOLS_TEMPLATE, Serving, scripted, 
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
-#: One that beeps, and needs no permission.
+#: A simulated microphone that beeps and needs no permission.
 MICROPHONE = ("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream")
 
-#: Numbers of models in which replies with many tokens take a while.
+#: Numbers of models whose long replies take a while.
 ENDLESS = "word " * 700
 
 MARKDOWN = """# A title
@@ -54,7 +54,7 @@ def double(n):
 \\(a_1 * b_1 * c\\)
 """
 
-#: What a model might write to get at those who read it.
+#: Attacks that a model might write.
 HOSTILE = """<script>hacked = 1</script><img src=x onerror="hacked=1"><svg/onload=hacked=1>
 
 <iframe src="javascript:parent.hacked=1"></iframe><form action="https://evil.example"><input name=key></form>
@@ -91,7 +91,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"proper
 
 
 def script(prompt: str) -> str:
-    """The reply to a prompt, by words in the last message."""
+    """Return the reply to a prompt, according to words in the last message."""
     last = prompt.rpartition("user:")[2]
     if last.rstrip().endswith("word"):
         return " and the end."
@@ -132,7 +132,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
-    """Opens the page in a browser of its own; an error in its script or a request to elsewhere fails the test."""
+    """Open the page in a separate browser; an error in its script or a request to another host fails the test."""
     complaints: list[str] = []
     contexts = []
 
@@ -162,7 +162,7 @@ def page(open_page: Open, actor: Serving) -> Any:
 
 
 def ask(page: Any, text: str, n: int | None = None) -> None:
-    """Sends a message; with ``n`` waits until that many replies are complete."""
+    """Send a message; with ``n``, wait until ``n`` replies are complete."""
     page.fill("#text", text)
     page.press("#text", "Enter")
     if n is not None:
@@ -174,12 +174,12 @@ def finished(page: Any, n: int) -> None:
 
 
 def kept(page: Any, said: str) -> None:
-    """Waits until a reply is in the browser's storage, which is when its end is said."""
+    """Wait until a reply is in the browser's storage, which happens when it ends."""
     page.locator("#said", has_text=said).wait_for(state="attached")
 
 
 def requests_of(page: Any) -> list[dict[str, Any]]:
-    """Bodies of chat completions from now on."""
+    """Record the bodies of future chat completions."""
     bodies: list[dict[str, Any]] = []
     page.on(
         "request",
@@ -216,7 +216,7 @@ def imported(page: Any, text: str) -> None:
     )
 
 
-# -- Talking ---------------------------------------------------------------------------------------------------------
+# -- Chatting --------------------------------------------------------------------------------------------------------
 
 
 def test_a_chat_goes_on_with_the_model_that_was_picked_and_is_there_after_a_reload(page: Any, actor: Serving) -> None:
@@ -376,7 +376,7 @@ PUT = """([kind, data, type = "image/png"]) => {
 
 
 def takes(page: Any, *modalities: str) -> list[dict[str, Any]]:
-    """Has the page take the model for one that sees or hears; bodies of chat completions, which it answers."""
+    """Make the page believe that the model sees or hears; record and answer chat completions."""
     page.route("**/props?*", lambda route: route.fulfill(json={"modalities": dict.fromkeys(modalities, True)}))
     bodies: list[dict[str, Any]] = []
 
@@ -413,7 +413,7 @@ def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) ->
     assert second["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
     page.reload()
     page.locator(".user .pictures img").nth(1).wait_for()
-    read = from_json(exported(page, "json"))  # as the terminal's chat does
+    read = from_json(exported(page, "json"))  # like the terminal's chat
     assert [each.picture[:4] for each in read.path()[2].attachments] == [b"\xff\xd8\xff\xe0", b"\x89PNG"]
     imported(page, to_json(read))
     page.locator("#chats a").nth(1).wait_for()
@@ -422,7 +422,7 @@ def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) ->
 
 
 def wav(seconds: float, rate: int = 16000, n_channels: int = 1) -> bytes:
-    """A file of a sound: 440 Hz."""
+    """Return an audio file: 440 Hz."""
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
         writer.setnchannels(n_channels)
@@ -434,7 +434,7 @@ def wav(seconds: float, rate: int = 16000, n_channels: int = 1) -> bytes:
 
 
 def sound_of(part: dict[str, Any]) -> tuple[int, int, float]:
-    """The channels, the rate and the seconds of a part that is a sound in WAV."""
+    """Return the channels, the rate and the seconds of an audio part in WAV."""
     assert (part["type"], part["input_audio"]["format"]) == ("input_audio", "wav")
     with wave.open(io.BytesIO(base64.b64decode(part["input_audio"]["data"], validate=True))) as read:
         assert any(read.readframes(read.getnframes()))
@@ -469,13 +469,13 @@ def test_sounds_come_by_file_drop_and_microphone_where_the_model_hears(page: Any
     first, second, third, text = bodies[0]["messages"][-1]["content"]
     assert text == {"type": "text", "text": "What is it?"}
     assert base64.b64decode(first["input_audio"]["data"]) == small
-    assert sound_of(second) == (1, 16000, pytest.approx(30, abs=0.01))  # of 5 MB, as of 1
+    assert sound_of(second) == (1, 16000, pytest.approx(30, abs=0.01))  # from 5 MB, like from 1
     assert sound_of(third)[:2] == (1, 16000)
     assert sound_of(third)[2] > 0.5
     page.reload()
     page.locator(".user audio").nth(2).wait_for()
     assert page.locator(".user audio").first.evaluate(PLAYS) == pytest.approx(0.5, abs=0.01)
-    read = from_json(exported(page, "json"))  # as the terminal's chat does
+    read = from_json(exported(page, "json"))  # like the terminal's chat
     assert [each.is_sound for each in read.path()[2].attachments] == [True] * 3
     imported(page, to_json(read))
     page.locator("#chats a").nth(1).wait_for()
@@ -486,7 +486,7 @@ def test_sounds_come_by_file_drop_and_microphone_where_the_model_hears(page: Any
     assert not page.locator("#record").is_visible()
 
 
-#: Seconds of a sound that the browser can play.
+#: Seconds of audio that the browser can play.
 PLAYS = """async sound => {
     if (!sound.duration) await new Promise(resolve => sound.addEventListener("loadedmetadata", resolve));
     return sound.duration;
@@ -528,7 +528,7 @@ def test_chats_are_renamed_and_deleted(page: Any) -> None:
     page.click("#chat-menu")
     page.click("[data-do=delete]")
     page.get_by_text("Chats appear here.").wait_for()
-    ask(page, "very endless")  # still under way once it is deleted, also on a slow machine
+    ask(page, "very endless")  # still running after the deletion, also on a slow machine
     page.get_by_text("word word").wait_for()
     page.once("dialog", lambda dialog: dialog.accept())
     page.click("#chat-menu")
@@ -577,7 +577,7 @@ def test_all_chats_are_exported_and_imported(open_page: Open, actor: Serving) ->
     other.locator("#notice", has_text="it.messages[0].role is none of assistant, user").wait_for()
 
 
-#: Files that the terminal's chat refuses, and a browser takes: half a character is a character in JavaScript.
+#: Files that the terminal's chat rejects and a browser accepts: JavaScript allows half a character.
 TAKEN = {"half a character", r'arguments {"a": "\u'}
 
 READ = """text => {
@@ -684,7 +684,7 @@ def test_the_page_works_behind_a_path_prefix(open_page: Open, actor: Serving, pa
 
 # -- Markdown that is expensive to draw ------------------------------------------------------------------------------
 
-#: Milliseconds of ten redraws of a text that grows.
+#: Milliseconds of ten redraws of a growing text.
 DRAW = """text => {
     const element = document.createElement("div"), begun = performance.now();
     for (let i = 0; i < 10; i++) showMarkdown(element, text + "x".repeat(i), true);
@@ -727,7 +727,7 @@ def test_formulas(page: Any, text: str, formulas: list[str]) -> None:
     assert page.evaluate(SHOW, text) == formulas
 
 
-#: The HTML of a text that came in pieces, and of the whole one.
+#: The HTML of a text that arrived in chunks, and of the complete text.
 STREAM = """([text, lengths]) => {
     const one = document.createElement("div"), other = document.createElement("div");
     for (const length of lengths) showMarkdown(one, text.slice(0, length), true);
@@ -802,7 +802,7 @@ def test_an_error_is_shown_and_the_rest_of_the_chat_goes_on(page: Any) -> None:
 
 
 class Wire:
-    """Passes connections on to a server, until it is cut."""
+    """Forwards connections to a server until it is cut."""
 
     def __init__(self, port: int) -> None:
         self._to, self._open = port, list[socket.socket]()
@@ -873,7 +873,7 @@ def test_a_key_is_asked_for_or_comes_in_the_address(browser: Any) -> None:
         ask(page, "Hi", 1)
         assert "k%201" not in page.url
         page.close()
-        page = browser.new_page()  # the address without the key first, then all of it in the same tab
+        page = browser.new_page()  # the address without the key first, then with it in the same tab
         page.goto(locked.url)
         page.locator("#key-dialog").wait_for()
         page.goto(f"{locked.url}/#key=k%201")
@@ -904,7 +904,7 @@ def test_loading_shows_its_progress(browser: Any) -> None:
         page.close()
 
 
-# -- What models write -----------------------------------------------------------------------------------------------
+# -- Hostile output --------------------------------------------------------------------------------------------------
 
 INSIDE = """() => {
     const all = [...document.querySelectorAll("#messages *")];

@@ -1,4 +1,4 @@
-"""What clients send in ways of their own is taken as they mean it, and what they get back is what they read."""
+"""Unusual requests of clients are accepted as intended, and answers have the form that they read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from localllm.server.response_store import ResponseStore
 from tests.helpers.http_server import Serving
 
 HI = [{"role": "user", "content": "hi"}]
-#: A body of each API, and where its answer's text is.
+#: A body for each API, and the path of the answer's text.
 APIS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI, "max_tokens": 2},
     "/v1/completions": {"prompt": "hi", "max_tokens": 2},
@@ -52,7 +52,7 @@ def test_null_is_absent_and_whole_floats_are_integers(server: Serving, path: str
 
 
 def warnings_in(value: Any) -> list[str]:
-    """The texts of every ``warnings`` field in a JSON value."""
+    """Return the texts of every ``warnings`` field in a JSON value."""
     if isinstance(value, list):
         return [text for each in value for text in warnings_in(each)]
     if not isinstance(value, dict):
@@ -104,7 +104,7 @@ def test_whole_floats_are_integers_wherever_only_an_integer_can_be() -> None:
 
 
 def test_null_stays_where_it_is_a_value() -> None:
-    """What a schema or a message says is not for the reader to change."""
+    """Schemas and messages are passed on unchanged."""
     schema = {"type": "object", "default": None}
     body = {
         "messages": [{"role": "user", "content": None}],
@@ -242,7 +242,7 @@ def test_chat_template_flags_are_read_alike(tmp_path: Path) -> None:
                 chat_template(parser.parse_args(words))
 
 
-# -- What stops one who comes from another server -----------------------------------------------------------------
+# -- Compatibility with other servers ----------------------------------------------------------------------------
 
 
 def test_bodies_in_gzip(server: Serving) -> None:
@@ -437,7 +437,7 @@ def test_an_error_has_the_name_of_its_field_for_programs(server: Serving) -> Non
 def test_long_conversations_are_read_beside_the_event_loop(
     server: Serving, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
-    """Which meanwhile would send nobody his tokens."""
+    """The slow reader must not delay other clients' tokens."""
     threads: set[str] = set()
     make = Message.__init__
 

@@ -1,4 +1,4 @@
-"""Stored responses: a damaged file is a response that is not there."""
+"""Stored responses: a damaged file counts as a missing response."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STORED: dict[str, Any] = {
 
 
 def damaged() -> Iterator[bytes]:
-    """The file of a response with one value replaced or left out, cut off, or with a wrong byte."""
+    """Yield the file of a response with a value replaced or removed, truncated, or with a wrong byte."""
 
     def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

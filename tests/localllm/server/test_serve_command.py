@@ -1,4 +1,4 @@
-"""``localllm serve`` as a program, and every command that its page of documentation shows."""
+"""``localllm serve`` as a program, and every command of its documentation page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAGE = ROOT / "docs" / "serve.md"
 def started(
     *arguments: object, warns: bool = False, **variables: object
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command at work, and the address that it says."""
+    """The running command, and the address that it prints."""
     process = subprocess.Popen(
         command("serve", *arguments),
         stderr=subprocess.PIPE,
@@ -76,7 +76,7 @@ def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, tmp_path: Pa
     assert len(list((tmp_path / "prompts").glob("*.prompts"))) == 1
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="rights of files")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX permissions")
 def test_other_devices_are_let_in_by_a_key_that_stays(tmp_path: Path) -> None:
     keys = set()
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_one_model_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path, 
         assert message.startswith("the model big cannot be loaded: ")
         assert "big.gguf" in message
         assert str(tmp_path) not in message
-        shutil.copy(ROOT / "tests" / "data" / "demo-f16.gguf", model)  # as when its drive is plugged in
+        shutil.copy(ROOT / "tests" / "data" / "demo-f16.gguf", model)  # like mounting its drive
         reply = httpx.post(f"{url}/v1/chat/completions", json=body | {"model": "big"}, timeout=300)
         assert reply.status_code == 200
 
@@ -204,7 +204,7 @@ def test_the_context_is_divided_as_in_llama_server(tmp_path: Path) -> None:
         answer = httpx.post(f"{url}/completion", json={"prompt": "hi " * 300, "n_predict": 1}, timeout=300)
         assert answer.json()["error"]["n_ctx"] == 256
         assert "exceeds the available context size" in answer.json()["error"]["message"]
-        # Only the list is switched off.
+        # Only the list is disabled.
         assert httpx.get(f"{url}/slots").status_code == 501
         assert httpx.post(f"{url}/slots/0?action=save", json={"filename": "a"}).status_code == 200
 
@@ -250,7 +250,7 @@ def test_templates_read_what_flags_say(tmp_path: Path) -> None:
     flags = ("--chat-template", template, "--chat-template-kwargs", '{"style": "short"}', "--reasoning-budget", 0)
     with started("-m", "demo", "--port", 0, "-v", *flags) as (_, url):
         body = {"messages": [{"role": "user", "content": "hi"}]}
-        for more, has_prompt in (({}, False), ({"verbose": True}, True)):  # -v is for the log alone
+        for more, has_prompt in (({}, False), ({"verbose": True}, True)):  # -v applies to the log only
             asked = body | {"max_tokens": 1, **more}
             answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=300).json()
             assert ("__verbose" in answer) == has_prompt
@@ -261,7 +261,7 @@ def test_templates_read_what_flags_say(tmp_path: Path) -> None:
 
 
 def test_what_a_request_leaves_open_is_in_the_files_the_settings_and_the_flags(tmp_path: Path) -> None:
-    """Flags go before settings, and these before the model's file; a request before them all."""
+    """Flags override settings, settings override the model's file, and a request overrides all."""
     keys = {"general.sampling.temp": 0.3, "general.sampling.top_k": 7, "general.sampling.min_p": 9.0}
     settings = config("llama")
     file = write_gguf(tmp_path / "m.gguf", settings, random_weights(settings), metadata=keys)
@@ -371,7 +371,7 @@ def test_the_first_commands_of_the_page_start_a_server() -> None:
     assert all(line.startswith("localllm serve") for line in serve.splitlines() if line and line[0] != "#")
 
 
-@pytest.mark.skipif(shutil.which("curl") is None or sys.platform == "win32", reason="there is no curl, or no shell")
+@pytest.mark.skipif(shutil.which("curl") is None or sys.platform == "win32", reason="needs curl and a shell")
 def test_every_request_of_the_page_is_answered() -> None:
     with started("-m", "demo", "--port", 0) as (_, url):
         for block in blocks("sh")[1:]:

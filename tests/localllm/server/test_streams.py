@@ -1,6 +1,6 @@
-"""Scripted replies: every API's stream says what its whole reply says, the library's and compat's too.
+"""Scripted replies: the stream of every API, of the library and of compat contains the same as the whole reply.
 
-A scripted engine gives the tokens of a text at once; the streams, the parser, the server and all dialects are real.
+A scripted engine returns the tokens of a text at once; the streams, the parser, the server and all APIs are real.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}, "note":
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
-# -- What models say -----------------------------------------------------------------------------------------------
+# -- Replies -------------------------------------------------------------------------------------------------------
 
 WORDS = ["so", "Łódź", "日本語", "naïve", "🙂", "👩‍👧", "{x}", "<b>", "a < b", "[1]", "```", '"q"', "\n", "e\u0301"]
 CLOSING = ["</tool_call>", "</parameter>", "</function>", "</arg_value>", "\\", "\n", "}", '"']
@@ -70,7 +70,7 @@ FORMATS: list[Callable[[dict[str, Any]], str]] = [
 
 @dataclass
 class Case:
-    """A reply; ``said`` is what it thinks, says and calls, where it is neither cut off, stopped nor malformed."""
+    """A reply; ``said`` is its reasoning, text and calls, or None if it is cut, stopped or malformed."""
 
     text: str
     said: tuple[str, str, list[dict[str, Any]]] | None
@@ -90,7 +90,7 @@ def cases() -> list[Case]:
         form, calls = source.choice(FORMATS), []
         for _ in range(source.choice([0, 0, 1, 1, 2])):
             more = CLOSING if form not in (tagged, glm) else CLOSING[:1]
-            # Text between tags has no line breaks of its own at its ends, and ends Gemma's nowhere.
+            # Text between tags has no line breaks at its ends, and never ends Gemma's calls.
             calls.append({"n": source.randint(0, 999), "note": f"a {words(2, more)} z"})
         if text.startswith(("{", "[")) or (not text and not calls):
             text = "Hm " + text
@@ -115,7 +115,7 @@ CASES = cases()
 
 
 class ScriptedEngine:
-    """Gives a request the tokens of a text."""
+    """Delivers the tokens of a text to a request."""
 
     def __init__(self, ids: list[int], max_tokens: int | None) -> None:
         self._ids, self._max_tokens = ids, max_tokens
@@ -137,12 +137,12 @@ class ScriptedEngine:
         return items.get_nowait()
 
     def check_may_wait(self) -> None:
-        """Nothing is waited for."""
+        """Do nothing, because no method waits."""
 
     wake = check_may_wait
 
     def cancel(self, request: Request) -> None:
-        """It has ended."""
+        """Do nothing, because the request has ended."""
 
 
 class ScriptedLLM(LLM):
@@ -181,7 +181,7 @@ def server() -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Callable[..., bytes]]:
-    """The body of the answer to a request."""
+    """Return the body of the answer to a request."""
     app = App(Models({"demo": "demo"}, load))
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app.asgi), base_url="http://127.0.0.1")
 
@@ -198,12 +198,12 @@ def ask() -> Iterator[Callable[..., bytes]]:
         runner.run(life.__aexit__(None, None, None))
 
 
-# -- What is read of replies ---------------------------------------------------------------------------------------
+# -- Reading replies ----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Read:
-    """What a client knows of a reply; arguments are JSON, or values where the API has these."""
+    """A client's view of a reply; arguments are JSON, or values if the API uses values."""
 
     text: str = ""
     thinking: str = ""
@@ -214,7 +214,7 @@ class Read:
 
 
 def events(body: bytes) -> list[Any]:
-    """The objects of server-sent events, or of lines."""
+    """Return the objects of server-sent events, or of lines."""
     lines = [line.removeprefix(b"data: ") for line in body.split(b"\n") if line.startswith((b"data: ", b"{"))]
     return [json.loads(line) for line in lines if line != b"[DONE]"]
 
@@ -290,7 +290,7 @@ def openai_response(post: Any, case: int, stream: bool) -> Read:
 
 
 def rebuilt(told: list[Any]) -> list[Any]:
-    """The items of a response, put together of the deltas of its events."""
+    """Return the items of a response, built from the deltas of its events."""
     items: list[Any] = []
     for each in told:
         kind = each["type"]
@@ -395,7 +395,7 @@ def library(llm: LLM, case: int) -> Any:
         return llm.chat(**body_of(case), logprobs=1, **CASES[case].options)
 
 
-# -- They agree ----------------------------------------------------------------------------------------------------
+# -- Agreement -----------------------------------------------------------------------------------------------------
 
 
 def test_the_cases_have_everything(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""The libraries that the page contains: pinned, bundled as pinned, and without known vulnerabilities."""
+"""The libraries in the page: pinned, bundled from the pinned versions, and without known vulnerabilities."""
 
 from __future__ import annotations
 

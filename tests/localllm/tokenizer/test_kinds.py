@@ -1,6 +1,6 @@
-"""BPE of plain characters (Gemma 4), Unigram (T5) and WordPiece (BERT), against the libraries that made them.
+"""BPE of plain characters (Gemma 4), Unigram (T5) and WordPiece (BERT), compared with their original libraries.
 
-With LLAMA_CPP set to the folder of llama.cpp's source, all vocabularies that it carries are checked with its vectors.
+If LLAMA_CPP is the folder of llama.cpp's source, all its vocabularies are checked with its test vectors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tiny(tokens: list[str], types: list[int], **keys: Any) -> Tokenizer:
 
 
 def gemma(**changes: Any) -> Tokenizer:
-    """Bytes, characters, and what merges make of them; runs of line feeds that no merge leads to."""
+    """Return a vocabulary of bytes, characters and merge results, and runs of line feeds without merges."""
     merges = ["a b", "▁ ab", "é é"]
     words = ["a", "b", "▁", "é", "\n", *(merge.replace(" ", "") for merge in merges), "\n\n\n"]
     tokens = ["<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -53,7 +53,7 @@ def gemma(**changes: Any) -> Tokenizer:
 
 
 def test_gemmas_tokens_are_plain_characters() -> None:
-    tokenizer = gemma(add_bos_token=False)  # which older files say, and are wrong
+    tokenizer = gemma(add_bos_token=False)  # older files set it wrongly
     text = "ab abé éé\n\n\n\n漢\n\n\nab"
     ids = tokenizer.encode(text)
     assert [tokenizer.token_text(id_) for id_ in ids] == (
@@ -80,7 +80,7 @@ def test_white_space_alone_cuts_words() -> None:
 
 
 def unigram(**changes: Any) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
-    """A model of T5's kind, and the tokenizer of what a converter writes for it."""
+    """Train a T5-like model, and return it with the tokenizer of the converted file."""
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS.splitlines()),
@@ -120,7 +120,7 @@ def test_agrees_with_a_trained_unigram_model() -> None:
 
 
 def test_what_follows_a_replaced_character_is_kept() -> None:
-    """The library's own map takes a character with all its marks, and keeps what replaces the beginning."""
+    """The library's map replaces a character with all its marks, and keeps the rest of the replacement."""
     processor, tokenizer = unigram()
     for text in (
         "e\u0301\u0301",
@@ -136,7 +136,7 @@ def test_what_follows_a_replaced_character_is_kept() -> None:
 
 
 def test_sums_of_scores_are_of_double_precision() -> None:
-    """Of ways that are equal but for rounding, the one that llama.cpp takes: its ids, for scores of XLM-RoBERTa."""
+    """llama.cpp's choice among segmentations equal up to rounding: its ids, for scores of XLM-RoBERTa."""
     pieces = [("<unk>", 0.0), ("▁", -3.92997050), ("=", -9.74633789), ("==", -13.05228329), ("=" * 16, -14.79131794)]
     tokenizer = tiny(
         [text for text, _ in pieces],
@@ -168,7 +168,7 @@ def test_agrees_with_a_trained_wordpiece_model(lowercase: bool) -> None:
     reference = tokenizers.BertWordPieceTokenizer(lowercase=lowercase)
     reference.train_from_iterator([CORPUS], vocab_size=300, show_progress=False)
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    # As llama.cpp's converter spells them.
+    # In the spelling of llama.cpp's converter.
     tokens = [
         token if token in special else token[2:] if token.startswith("##") else f"▁{token}"
         for token, _ in sorted(reference.get_vocab().items(), key=lambda item: item[1])

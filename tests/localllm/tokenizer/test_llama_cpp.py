@@ -1,8 +1,8 @@
-"""Random texts and tokens against llama.cpp (the package llama_cpp_python); without it, what it once gave.
+"""Random texts and tokens compared with llama.cpp (the package llama_cpp_python), or with its stored results.
 
-``python -m tests.localllm.tokenizer.test_llama_cpp 5000`` compares so many texts a vocabulary: those of
-../shared/data, of real models whose packages are installed, of llama.cpp's source (the folder LLAMA_CPP), and one
-made for each way to cut words.  Where llama.cpp is not followed, `_is_known` says why; docs/models.md tells users.
+``python -m tests.localllm.tokenizer.test_llama_cpp 5000`` compares 5,000 texts per vocabulary: vocabularies in
+../shared/data, of installed packages, of llama.cpp's source (the folder LLAMA_CPP), and one for each pre-tokenizer.
+`_is_known` explains every intended difference from llama.cpp; docs/models.md describes them to users.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ N_TEXTS = 300
 
 
 def vocabularies() -> dict[str, Path]:
-    """The files that are here, by name."""
+    """Return the available files by name."""
     folders = [ROOT.parent / "shared" / "data" / "vocab", Path(os.environ.get("LLAMA_CPP", "/nowhere"), "models")]
     files = [path for folder in folders for path in sorted(folder.glob("ggml-vocab-*.gguf"))]
     found = {path.stem.removeprefix("ggml-vocab-"): path for path in reversed(files)}
@@ -45,7 +45,7 @@ def vocabularies() -> dict[str, Path]:
     if smollm2 is not None:
         found["smollm2"] = smollm2
     if _gemma_parts():
-        found["gemma3"] = Path()  # made of the parts
+        found["gemma3"] = Path()  # made from its parts
     return found
 
 
@@ -61,7 +61,7 @@ def _gemma_parts() -> list[Path]:
 
 
 def file_of(name: str, folder: Path) -> Path:
-    """A vocabulary's file; one that has to be made is written into the folder."""
+    """Return a vocabulary's file; generated ones are written into the folder."""
     if name == "gemma3":
         path = folder / "gemma3.gguf"
         with path.open("wb") as file:
@@ -72,7 +72,7 @@ def file_of(name: str, folder: Path) -> Path:
 
 
 def cutting_file(pre: str, folder: Path) -> Path:
-    """A vocabulary that shows where words are cut: any two bytes of one word join, in an order of no meaning."""
+    """Return a vocabulary that exposes word boundaries: any two bytes of a word merge, in an arbitrary order."""
     pairs = [(left, right) for left in BYTE_CHARACTERS for right in BYTE_CHARACTERS]
     random.Random(0).shuffle(pairs)
     tokens = [*BYTE_CHARACTERS, *map("".join, pairs), "<|end|>"]
@@ -91,7 +91,7 @@ def cutting_file(pre: str, folder: Path) -> Path:
     return write_gguf(folder / f"{pre}.gguf", {**model, **keys})
 
 
-# One name of each way to cut words.  llama.cpp ends the process where the words of "whitespace" have line feeds.
+# One name per pre-tokenizer.  llama.cpp aborts if a word of "whitespace" has line feeds.
 CUTTINGS = sorted({id(kind): f"pre={name}" for name, kind in PRE_TOKENIZERS.items() if name != "whitespace"}.values())
 
 
@@ -99,7 +99,7 @@ CUTTINGS = sorted({id(kind): f"pre={name}" for name, kind in PRE_TOKENIZERS.item
 
 
 class LlamaCpp:
-    """The vocabulary of a file as llama.cpp reads it."""
+    """A vocabulary file loaded by llama.cpp."""
 
     def __init__(self, path: Path) -> None:
         api = self._api = _llama_cpp()
@@ -129,7 +129,7 @@ class LlamaCpp:
 def _llama_cpp() -> Any:
     api: Any = pytest.importorskip("llama_cpp", reason="llama_cpp_python is not installed")
     api.llama_backend_init()
-    api.quiet = api.llama_log_callback(lambda *_: None)  # kept: llama.cpp calls it from now on
+    api.quiet = api.llama_log_callback(lambda *_: None)  # a reference is needed: llama.cpp calls it from now on
     api.llama_log_set(api.quiet, ctypes.c_void_p(0))
     return api
 
@@ -152,7 +152,7 @@ RUNS = " \n\r\t\u00a0\u3000-=.a1!漢\u0301"
 
 
 def random_text(chance: random.Random, names: list[str]) -> str:
-    """A text of words, characters of all Unicode and of one block, runs of one, and names of special tokens."""
+    """Return a text of words, characters of all Unicode and of one block, runs of one character, special tokens."""
     parts = []
     for _ in range(chance.randrange(1, 9)):
         kind = chance.random()
@@ -188,7 +188,7 @@ def _characters(chance: random.Random, low: int, high: int, most: int) -> str:
 
 
 def differences(tokenizer: Tokenizer, llama_cpp: LlamaCpp, n: int, seed: str) -> Iterator[tuple[str, bool]]:
-    """Texts that llama.cpp cuts otherwise for no reason that is known, and whether names were read in them."""
+    """Yield texts with unknown differences from llama.cpp, and whether special tokens were parsed in them."""
     chance = random.Random(seed)
     names = [
         "<|im_end|>",
@@ -198,7 +198,7 @@ def differences(tokenizer: Tokenizer, llama_cpp: LlamaCpp, n: int, seed: str) ->
         text, add_special, parse_special = random_text(chance, names), chance.random() < 0.5, chance.random() < 0.5
         ids = tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
         theirs = llama_cpp.encode(text, add_special=add_special, parse_special=parse_special)
-        # A text that begins with BOS gets no second one: llama.cpp adds it, and warns that it did.
+        # llama.cpp adds a second BOS to a text that starts with BOS, and warns about it.
         twice = add_special and ids[:1] == [tokenizer.bos_id] and theirs == [tokenizer.bos_id, *ids]
         if ids != theirs and not twice and not _is_known(tokenizer, text):
             yield text, parse_special
@@ -208,30 +208,30 @@ def _is_name(tokenizer: Tokenizer, id_: int) -> bool:
     return bool(tokenizer.token_text(id_)) and tokenizer.is_special(id_)
 
 
-#: Blocks with what Unicode 16 added: llama.cpp's tables are of version 15.
+#: Blocks with characters of Unicode 16: llama.cpp's tables are of version 15.
 _NEW = re.compile(
     "[\u0897\u1b4e\u1b4f\u1b7f\u1c89\u1c8a\u2427-\u2429\u31e4\u31e5\ua7cb-\ua7cd\ua7da-\ua7dc"
     "\U000105c0-\U000105f3\U00010d40-\U00010d8f\U00010ec2-\U00010ec4\U00011380-\U000113e2\U000116d0-\U000116e3"
     "\U00011bc0-\U00011bf9\U00013460-\U000143fa\U00016100-\U00016139\U00016d40-\U00016d79\U00018cff"
     "\U0001cc00-\U0001ceb3\U0001e5d0-\U0001e5ff\U0001f8b2-\U0001f8c1\U0001fa89-\U0001faef\U0001fbcb-\U0001fbef]"
 )
-#: Words that begin with a capital: llama.cpp has no Unicode classes in brackets, and takes a-z and A-Z for them ...
+#: Capitalised words: llama.cpp lacks Unicode classes in brackets and uses a-z and A-Z instead ...
 _BY_CASE = {PRE_TOKENIZERS[name] for name in ("gpt-4o", "tekken", "granite-embed-multi-97m")}
-#: ... or does not tell capitals apart.
+#: ... or does not distinguish capitals.
 _WITHOUT_CASE = {PRE_TOKENIZERS[name] for name in ("youtu", "kimi-k2", "tiny_aya")}
-#: Its engine takes white space beyond ASCII for none of the characters that these rules list.
+#: Its engine treats non-ASCII white space as none of the characters in these rules.
 _BY_SPACE = {PRE_TOKENIZERS[name] for name in ("deepseek-llm", "deepseek-coder")}
 
 
 def _is_known(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a text has something that llama.cpp is known to get wrong."""
+    """Return whether a text contains something that llama.cpp is known to handle wrongly."""
     if _NEW.search(text):
         return True
     if tokenizer.pre == "falcon" and "<<|endoftext|>" in text:
-        # Of names that overlap (>>MIDDLE<<|endoftext|>) it takes the longest; the models' own library, the leftmost.
+        # For overlapping names (>>MIDDLE<<|endoftext|>) it uses the longest; the models' library uses the leftmost.
         return True
     if "</s>" in text:
-        # An HTML tag in Gemma, Phi-3 and Qwen2, whose files do not call it a control token: llama.cpp makes it one.
+        # HTML tags in Gemma, Phi-3 and Qwen2: llama.cpp treats them as control tokens, unlike their files.
         ends = (id_ for id_ in range(tokenizer.n_vocab) if tokenizer.token_text(id_) == "</s>")
         if not all(map(tokenizer.is_special, ends)):
             return True
@@ -247,20 +247,20 @@ def _is_known(tokenizer: Tokenizer, text: str) -> bool:
     if kind in _BY_SPACE:
         return any(not c.isascii() and c.isspace() for c in text)
     if kind is PRE_TOKENIZERS["afmoe"]:
-        # It joins a number's first digits to the text before, and has U+8C48 where its rule means U+F900.
+        # It joins a number's first digits to the previous text, and uses U+8C48 instead of the rule's U+F900.
         return any(c.isnumeric() or "\u8c48" <= c < "\uf900" for c in text)
     if kind is PRE_TOKENIZERS["superbpe"]:
-        # Digits are those of ASCII to it, where the rule asks how many follow.
+        # It counts only ASCII digits where the rule looks ahead for digits.
         return any(c.isnumeric() and not c.isascii() for c in text)
-    # U+017F is an s where case is ignored.
+    # U+017F equals s if case is ignored.
     return "'\u017f" in text
 
 
 def _is_known_of_bert(text: str) -> bool:
-    """BERT removes marks of no width (Mn) and control characters and leaves other marks, as its own code does.
+    """BERT removes marks of no width (Mn) and control characters and keeps other marks, like its original code.
 
-    llama.cpp removes all marks, keeps of Hangul only the first letter, takes \\v and \\f for spaces, and cuts words
-    of more than 100 characters, which are unknown; and what counts as punctuation is of another version of Unicode.
+    llama.cpp removes all marks, keeps only the first letter of Hangul, treats \\v and \\f as spaces, and cuts words
+    of more than 100 characters, which are unknown; its punctuation follows another version of Unicode.
     """
     kinds = {unicodedata.category(c) for c in text}
     hangul = any("\uac00" <= c <= "\ud7a3" for c in text)
@@ -304,18 +304,18 @@ def test_pieces(name: str, tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_gguf(file)
     chance = random.Random(name)
     for id_ in chance.sample(range(tokenizer.n_vocab), 5000):
-        if tokenizer.token_text(id_) == "</s>" or tokenizer.token_text(id_).startswith("[PAD"):  # of padding no names
+        if tokenizer.token_text(id_) == "</s>" or tokenizer.token_text(id_).startswith("[PAD"):  # padding
             continue
         for special in (False, True):
             theirs = llama_cpp.piece(id_, special=special)
-            if b"[UNK_BYTE_" not in theirs:  # plain text in a byte-level vocabulary, which it does not expect
+            if b"[UNK_BYTE_" not in theirs:  # plain text in a byte-level vocabulary, which llama.cpp does not expect
                 assert tokenizer.token_bytes(id_, special=special) == theirs, id_
     llama_cpp.close()
 
 
-# -- What failed once ------------------------------------------------------------------------------------------------
+# -- Past failures --------------------------------------------------------------------------------------------------
 
-# Texts with bytes that the vocabulary lacks, which were refused, and llama.cpp's ids.
+# Texts with bytes that the vocabulary lacks, which were rejected, and llama.cpp's ids.
 RECORDED = {
     "starcoder": {"x\U00040000y": [125, 246, 246, 246, 126]},
     "smollm2": {
@@ -330,7 +330,7 @@ RECORDED = {
 @pytest.mark.parametrize("name", RECORDED)
 def test_texts_that_were_refused(name: str, tmp_path: Path) -> None:
     if name not in vocabularies():
-        pytest.skip(f"the vocabulary of {name} is not here")
+        pytest.skip(f"the vocabulary of {name} is missing")
     with GGUFFile.open(file_of(name, tmp_path)) as file:
         tokenizer = Tokenizer.from_gguf(file)
     for text, ids in RECORDED[name].items():

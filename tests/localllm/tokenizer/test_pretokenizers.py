@@ -1,7 +1,7 @@
-"""How each kind of vocabulary cuts words.
+"""Division of text into words for each pre-tokenizer.
 
-The kinds with real vocabularies at hand (gpt-2, llama-bpe, qwen2, starcoder) are checked with those in
-test_tokenizer; here each rule is shown by an example, and rewritten patterns face their originals.
+Pre-tokenizers with available vocabularies (gpt-2, llama-bpe, qwen2, starcoder) are tested with them in
+test_tokenizer.  Here each rule has an example, and rewritten patterns are compared with their originals.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_published_names_are_known() -> None:
         # contractions: capitals too in Llama 3, small letters only in GPT-2
         ("llama3", "I'LL don't", ["I", "'LL", " don", "'t"]),
         ("gpt-2", "I'LL don't", ["I", "'", "LL", " don", "'t"]),
-        # digits: by three from the left, one by one, all, three by three after all
+        # digits: threes from the left, single digits, all, threes after all
         ("llama3", "x12345", ["x", "123", "45"]),
         ("qwen2", "x12345", ["x", "1", "2", "3", "4", "5"]),
         ("gpt-2", "x12345", ["x", "12345"]),
@@ -97,7 +97,7 @@ def test_published_names_are_known() -> None:
         ("default", "12345", ["123", "45"]),
         ("deepseek-llm", "x 12345", ["x", " ", "12345"]),
         ("deepseek-v3", "x 12345", ["x", " ", "123", "45"]),
-        # and in threes from the right
+        # and threes from the right
         ("superbpe", "1234567 12", ["1", "234", "567", " ", "12"]),
         ("afmoe", "1234567 12", ["1", "234", "567", " ", "12"]),
         ("tiny_aya", "1234567 12", ["1", "234", "567", " ", "12"]),
@@ -116,14 +116,14 @@ def test_published_names_are_known() -> None:
         ("deepseek-coder", "ab, cd漢字", ["ab", ",", " cd", "漢字"]),
         ("deepseek-llm", "ab, cd漢字", ["ab", ",", " cd", "漢字"]),
         ("bloom", "Hi, du (x)", ["Hi", ",", " du", " (", "x", ")"]),
-        # capitals begin a word
+        # capitals start a word
         ("gpt-4o", "camelCase HTMLText it's", ["camel", "Case", " HTMLText", " it's"]),
         ("tekken", "camelCase it's", ["camel", "Case", " it", "'s"]),
         ("gpt-4o", "a//\n/b", ["a", "//\n/", "b"]),
-        # combining marks belong to their letters, or do not
+        # combining marks join their letters, or not
         ("qwen35", "e\u0301a", ["e\u0301a"]),
         ("qwen2", "e\u0301a", ["e", "\u0301a"]),
-        # Han characters are words of their own in Kimi
+        # Kimi: each Han character is a separate word
         ("kimi-k2", "ab漢字cd", ["ab", "漢字", "cd"]),
         ("youtu", "ab漢字，。cd", ["ab", "漢字", "，。", "cd"]),
         # words may span spaces
@@ -136,7 +136,7 @@ def test_words_are_cut_as_each_kind_says(name: str, text: str, expected: list[st
 
 
 def cut(text: str, *patterns: str) -> list[str]:
-    """The rule itself, with Python's regular expressions: matches, also empty ones, and gaps."""
+    """Apply a rule with Python's regular expressions: matches, including empty ones, and gaps."""
     pieces = [text] if text else []
     for pattern in patterns:
         cuts: list[str] = []
@@ -153,7 +153,7 @@ def cut(text: str, *patterns: str) -> list[str]:
 def test_linear_digit_groups_cut_where_the_original_does(text: str) -> None:
     assert words("superbpe", text) == cut(text, r"\d+", r"(?=(\d{3})+(?!\d))")
     aya = [word for word in words("tiny_aya", text) if word[0].isdigit()]
-    # What is left for the next pattern cuts the numbers that were not grouped by three from the left.
+    # The next pattern splits the remaining numbers, which were not grouped by three from the left.
     grouped = cut(text, r"\d{1,3}(?=(?:\d{3})*\b)", r"\d{1,3}")
     assert aya == [word for word in grouped if word[0].isdigit()]
 
@@ -161,5 +161,5 @@ def test_linear_digit_groups_cut_where_the_original_does(text: str) -> None:
 @settings(max_examples=100)
 @given(st.text(" \ta,", max_size=12))
 def test_trailing_spaces_of_deepseek_llm_are_one_word(text: str) -> None:
-    # The gaps between words are the spaces; the pattern for those at the end must not cut them.
+    # The gaps between words are spaces; the pattern for trailing spaces must not split them.
     assert words("deepseek-llm", text) == cut(text, r"\s?[a]+", r"\s?[,]+", r"\s+$")

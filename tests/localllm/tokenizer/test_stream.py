@@ -1,4 +1,4 @@
-"""The stream decoder against decoding the whole text at once."""
+"""The stream decoder compared with decoding the whole text."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def test_half_a_character_waits_for_the_other_half() -> None:
     tokenizer = bpe()
     ids = ids_of(tokenizer, "🙂!")
     assert feed(StreamDecoder(tokenizer), ids) == ["", "", "🙂", "!", ""]
-    # One that never comes shows as one replacement character, at the end or where something else follows.
+    # An incomplete character shows as one replacement character, at the end or before other text.
     assert feed(StreamDecoder(tokenizer), ids[:2]) == ["", "", "\ufffd"]
     assert feed(StreamDecoder(tokenizer), [*ids[:2], *ids_of(tokenizer, "a")]) == ["", "", "\ufffda", ""]
 
 
-def test_special_tokens_are_seen_only_when_asked_for() -> None:
+def test_special_tokens_are_shown_only_on_request() -> None:
     tokenizer = bpe()
     ids = tokenizer.encode("a<|im_end|>b", parse_special=True)
     assert feed(StreamDecoder(tokenizer), ids) == ["a", "", "b", ""]
     assert feed(StreamDecoder(tokenizer, special=True), ids) == ["a", "<|im_end|>", "b", ""]
 
 
-def test_the_space_that_encoding_adds_is_taken_away_once() -> None:
+def test_the_space_that_encoding_adds_is_removed_once() -> None:
     tokenizer = spm()
     a = ids_of(tokenizer, "a")  # "▁a"
     assert feed(StreamDecoder(tokenizer), [1, *a, *a]) == ["", "a", " a", ""]
@@ -90,7 +90,7 @@ def test_the_space_that_encoding_adds_is_taken_away_once() -> None:
 
 
 def cut_at_first(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The rule for a whole text: the stop string that begins first; of several the shortest."""
+    """Apply the rule to a whole text: the earliest stop string; among several at one position the shortest."""
     for begin in range(len(text)):
         found = [stop for stop in stops if text.startswith(stop, begin)]
         if found:
@@ -104,14 +104,14 @@ def cut_at_first(text: str, stops: list[str]) -> tuple[str, str | None]:
     st.lists(st.text("ab 漢", min_size=1, max_size=6), max_size=4),
     st.sampled_from([spm, bpe]),
 )
-def test_stop_strings_cut_wherever_token_boundaries_fall(text: str, stops: list[str], make: object) -> None:
+def test_stop_strings_are_independent_of_token_boundaries(text: str, stops: list[str], make: object) -> None:
     tokenizer = make()  # type: ignore[operator]
     expected, stop = cut_at_first(text, stops)
     decoder = StreamDecoder(tokenizer, stops)
     seen = ""
     for part in feed(decoder, ids_of(tokenizer, text)):
         seen += part
-        assert expected.startswith(seen)  # nothing of a stop string was shown, not even for a moment
+        assert expected.startswith(seen)  # no part of a stop string was ever shown
     assert (seen, decoder.stopped) == (expected, stop)
 
 
@@ -121,7 +121,7 @@ def test_stop_strings_cut_wherever_token_boundaries_fall(text: str, stops: list[
     st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
 )
 def test_text_is_released_as_early_as_it_is_certain(chunks: list[str], stops: list[str]) -> None:
-    """Held back is what some further text would cut off, and no more."""
+    """Only text that a later token could turn into a stop string is held back."""
     finder = _StopStrings(stops)
     endings = ["", *(stop[i:] for stop in stops for i in range(1, len(stop)))]
     text = seen = ""
@@ -136,13 +136,13 @@ def test_text_is_released_as_early_as_it_is_certain(chunks: list[str], stops: li
     ("end", "expected"),
     [("d", ("x", "abcd")), ("e", ("xa", "bc")), ("", ("xa", "bc"))],
 )
-def test_of_overlapping_stop_strings_the_one_that_begins_first_wins(end: str, expected: tuple[str, str]) -> None:
+def test_the_earliest_of_overlapping_stop_strings_wins(end: str, expected: tuple[str, str]) -> None:
     decoder = StreamDecoder(bpe(), ["bc", "abcd"])
     ids = [id_ for letter in "xabc" + end for id_ in ids_of(bpe(), letter)]
     assert ("".join(feed(decoder, ids)), decoder.stopped) == expected
 
 
-def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     tokenizer = bpe()
     decoder = StreamDecoder(tokenizer, ["<end>", "\n\n"])
     assert feed(decoder, ids_of(tokenizer, "x<en<e\ny\n")) == [

@@ -1,4 +1,4 @@
-"""The tokenizer against llama.cpp's test vectors, the libraries' own models, and itself read backwards."""
+"""The tokenizer compared with llama.cpp's test vectors and the libraries' models, and decoded again."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_agrees_with_the_vectors_of_llama_cpp(name: str) -> None:
         assert tokenizer.decode(ids) == text
 
 
-# SentencePiece spells a space U+2581; NUL and surrogates are in, and out, of every text as usual.
+# SentencePiece spells a space as U+2581; NUL and surrogates are dropped as usual.
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
 wordy_text = st.lists(
     st.sampled_from(["the", " the", "  ", "\n", "\r\n", "\t", "isn't", "1234567", "é", "e\u0301", "漢字", "🙂", "\0"])
@@ -86,7 +86,7 @@ def test_decoding_undoes_encoding(name: str) -> None:
 
     bytes_known = {tokenizer.token_bytes(token) for token in range(tokenizer.n_vocab)}
     missing = {byte for byte in range(256) if bytes([byte]) not in bytes_known}
-    # No text has these.  StarCoder lacks a few more, of planes of Unicode that nobody writes.
+    # No text has these bytes.  StarCoder lacks a few more, of unused planes of Unicode.
     assert missing - {0xC0, 0xC1, *range(0xF5, 0x100)} <= ({0xF1, 0xF2, 0xF4} if name == "starcoder" else set())
 
     @settings(max_examples=50)
@@ -121,7 +121,7 @@ def test_special_tokens_of_real_vocabularies() -> None:
 
 
 def test_a_word_that_looks_like_an_end_token_stays_a_word() -> None:
-    # To Qwen2 "</s>" is HTML: an ordinary token that merges lead to.  llama.cpp ends the answer there.
+    # Qwen2 treats "</s>" as HTML: an ordinary token.  llama.cpp ends generation there.
     tokenizer = vocabulary("qwen2")
     assert tokenizer.token_text(128_247) == "</s>"
     assert tokenizer.decode([128_247]) == "</s>"
@@ -158,13 +158,13 @@ def test_equal_scores_merge_from_left_to_right() -> None:
     for text in ("Once upon a time", "Lily likes her dog.", "a  b\nc"):
         assert tokenizer.encode(text) == [1, *merge_left_to_right(f"▁{text.replace(' ', '▁')}", source)]
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    # U+6F22 is no token.  The unknown token stands for it, and shows as nothing.
+    # U+6F22 is not a token; the unknown token replaces it and decodes to an empty string.
     assert tokenizer.encode("漢", add_special=False)[-1] == 0
     assert tokenizer.decode(tokenizer.encode("a漢b")) == "ab"
 
 
 def merge_left_to_right(text: str, source: Any) -> list[int]:
-    """Greedy merging where all pairs are equally good, in the plainest way."""
+    """Merge greedily, assuming equal scores, in the simplest way."""
     vocabulary = source["model"]["vocab"]
     parts = list(text)
     while True:
@@ -229,7 +229,7 @@ def test_agrees_with_a_trained_bpe_model(ignore_merges: bool) -> None:
 @settings(max_examples=60)
 @given(st.data(), st.text("abc", min_size=1, max_size=40))
 def test_merges_in_any_order_join_as_the_librarys(data: st.DataObject, text: str) -> None:
-    """Also where a merge makes a pair that an earlier one joins."""
+    """Also if a merge creates a pair that an earlier one joins."""
     tokens, merges = ["a", "b", "c"], list[tuple[str, str]]()
     for _ in range(data.draw(st.integers(1, 12))):
         left, right = data.draw(st.tuples(st.sampled_from(tokens), st.sampled_from(tokens)))
@@ -256,7 +256,7 @@ def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
 @pytest.mark.parametrize(
     ("changes", "front", "back"),
     [
-        ({}, ["<s>"], []),  # SentencePiece models get BOS unless the file says otherwise
+        ({}, ["<s>"], []),  # SentencePiece models add BOS unless the file disables it
         ({"add_bos_token": False}, [], []),
         ({"add_eos_token": True}, ["<s>"], ["</s>"]),
     ],
@@ -276,7 +276,7 @@ def test_bos_of_byte_level_models_depends_on_the_pre_tokenizer() -> None:
 def test_a_text_that_starts_with_bos_gets_no_second_one() -> None:
     tokenizer = tiny(spm_metadata(tiny_spm_pieces(WORDS)))
     assert tokenizer.encode("<s>hi", parse_special=True) == ids_of(tokenizer, "<s>", "▁hi")
-    assert tokenizer.encode("<s>hi").count(1) == 1  # the text's own is just text
+    assert tokenizer.encode("<s>hi").count(1) == 1  # the text's BOS is plain text
 
 
 def test_the_space_in_front_is_optional() -> None:
@@ -289,14 +289,14 @@ def test_the_space_in_front_is_optional() -> None:
     assert with_space.decode(with_space.encode("  hi")) == "  hi"
 
 
-def test_control_tokens_are_read_only_when_asked_for_but_user_defined_ones_always() -> None:
+def test_control_tokens_are_parsed_on_request_and_user_defined_ones_always() -> None:
     special = [("<|im_end|>", CONTROL), ("<tool>", USER_DEFINED), ("<tool>x", USER_DEFINED)]
     tokenizer = tiny(bpe_metadata([], special))
     end, tool, tool_x = ids_of(tokenizer, "<|im_end|>", "<tool>", "<tool>x")
     assert end not in tokenizer.encode("a<|im_end|>")
     assert tokenizer.decode(tokenizer.encode("a<|im_end|>")) == "a<|im_end|>"
     assert tokenizer.encode("<|im_end|>", parse_special=True) == [end]
-    assert tokenizer.encode("<tool><tool>x") == [tool, tool_x]  # the longest one that starts there
+    assert tokenizer.encode("<tool><tool>x") == [tool, tool_x]  # the longest token at this position
     assert tokenizer.decode([tool, end, tool_x]) == "<tool><tool>x"
     assert tokenizer.is_special(end)
     assert not tokenizer.is_special(tool)
@@ -325,7 +325,7 @@ def test_bytes_that_are_no_text_become_replacement_characters() -> None:
 
 
 def test_how_vocabularies_differ() -> None:
-    """Unused tokens at the end are padding, and no difference."""
+    """Unused tokens at the end are padding and make no difference."""
     words = tiny_spm_pieces(WORDS)
     others = {
         "same": words,
@@ -363,7 +363,7 @@ def test_how_vocabularies_differ() -> None:
         "<｜end▁of▁sentence｜>",
     ],
 )
-def test_end_tokens_are_known_by_their_text_whatever_their_type(text: str) -> None:
+def test_end_tokens_are_identified_by_their_text(text: str) -> None:
     for kind in (NORMAL, USER_DEFINED, CONTROL):
         tokenizer = tiny(bpe_metadata([], [(text, kind), ("<x>", CONTROL)], eos_token_id=257))
         assert tokenizer.eog_ids == {256, 257}
@@ -386,8 +386,8 @@ def test_end_tokens_are_known_by_metadata() -> None:
 
 
 @pytest.mark.parametrize("name", ["]<]minimax[>[", "<mm:think>", "</mm:think>", "</think>", "[TOOL_CALLS]"])
-def test_what_stands_around_reasoning_and_calls_is_text(name: str) -> None:
-    """Though files may call it control."""
+def test_tags_of_reasoning_and_calls_are_text(name: str) -> None:
+    """Files may mark them as control tokens."""
     tokenizer = tiny(bpe_metadata([], [(name, CONTROL), ("<x>", CONTROL)]))
     (id_,) = tokenizer.encode(name, add_special=False)
     assert tokenizer.decode([id_]) == name
@@ -432,7 +432,7 @@ def test_bytes_that_no_token_spells_are_left_out_with_a_warning() -> None:
     with pytest.warns(TokenizerWarning, match=r"'\\x04' \(U\+0004\) and 1 more"):
         assert short.decode(short.encode("a\x04zb\x04")) == "ab"
     with pytest.warns(TokenizerWarning, match=r"'\\U00040000' \(U\+40000\)"):
-        ids = short.encode("a\U00040000b")  # the first of its four bytes: llama.cpp leaves out that one as well
+        ids = short.encode("a\U00040000b")  # the first of its four bytes: llama.cpp also drops it
     assert b"".join(map(short.token_bytes, ids)) == b"a\x80\x80\x80b"
     with pytest.warns(TokenizerWarning):
         assert short.encode("zz\x04") == []
@@ -454,7 +454,7 @@ def test_one_text_warns_of_a_character_once() -> None:
     assert len(told) == 1
 
 
-def test_marks_of_fill_in_models_are_control_tokens_whatever_the_file_calls_them() -> None:
+def test_fill_in_markers_are_control_tokens_of_any_type() -> None:
     names = ("<｜fim▁begin｜>", "<fim_suffix>", "▁<MID>")
     tokenizer = tiny(bpe_metadata([], [*((name, USER_DEFINED) for name in names), ("<x>", CONTROL)]))
     for name in names:
@@ -479,7 +479,7 @@ def test_a_mask_swallows_the_white_space_before_it_in_jina_v2_and_modern_bert() 
 # --- tokens of one spelling
 
 
-def test_of_two_tokens_of_one_spelling_a_text_gets_the_first_ordinary_one() -> None:
+def test_the_first_ordinary_token_of_a_spelling_is_used() -> None:
     cases: list[tuple[list[tuple[str, int]], int]] = [
         ([("ab", NORMAL), ("ab", NORMAL)], 256),
         ([("ab", CONTROL), ("ab", NORMAL)], 257),
@@ -513,7 +513,7 @@ def test_sentencepiece_takes_tokens_of_one_spelling() -> None:
     assert not {1, 2, 262, 263} & set(ids)
 
 
-def test_the_name_of_a_byte_is_plain_text_also_where_not_all_bytes_have_tokens() -> None:
+def test_the_name_of_a_byte_is_plain_text_even_if_bytes_lack_tokens() -> None:
     begins = ["<", "<0", "<0x", "<0x4", "<0x41"]
     words = [*((text, -float(i), NORMAL) for i, text in enumerate([*"0x41>A", *begins])), ("▁", -20.0, NORMAL)]
     tokenizer = tiny(spm_metadata([*tiny_spm_pieces()[:3], ("<0x41>", 0.0, BYTE), *words], add_space_prefix=False))
@@ -527,7 +527,7 @@ def types_for(tokens: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", ["a", " ", "1", "!", "漢", "\n", "ab ", "🙂"])
 def test_a_long_run_of_one_kind_is_still_one_text(text: str) -> None:
-    # What takes quadratic time would not end here.
+    # Quadratic time would not end here.
     long = text * (20_000 // len(text)) + "x"
     for tokenizer in (
         tiny(spm_metadata(tiny_spm_pieces(WORDS))),

@@ -1,4 +1,4 @@
-"""Vocabularies that are broken, or leave things out: a TokenizerError that says what, or the right guess."""
+"""Incomplete or corrupt vocabularies: a TokenizerError with the reason, or the right default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers that see, as GGUF files: the text model's, and the encoder's beside it."""
+"""Tiny random transformers models that see, as GGUF files: the text model and its encoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 minicpmv = import_module("tests.models.encoders.minicpmv")
 
-#: Height and width of odd pictures: beyond a tile, long, and of a pixel.
+#: Height and width of odd images: larger than a tile, elongated, and one pixel.
 SIZES = ((75, 130), (211, 64), (1, 1))
 
 
@@ -32,11 +32,11 @@ class Family:
     """A tiny model.
 
     Attributes:
-        model, config: names of classes, of transformers or `minicpmv`, and what the second is given.
-        processor: the module and name of the class that prepares pictures, and what it is given.
-        seen: of the processor's result, the pixels [frames of [3, height, width]], or patches.
-        arguments: of it, what the model's ``get_image_features`` is given.
-        sizes: of the pictures.
+        model, config: names of a class of transformers or `minicpmv` and of its configuration, and the settings.
+        processor: module and name of the class that preprocesses images, and its arguments.
+        seen: key in the processor's result of pixels [frames of [3, height, width]] or patches.
+        arguments: keys in that result of the arguments of the model's ``get_image_features``.
+        sizes: sizes of the images.
     """
 
     model: str
@@ -378,7 +378,7 @@ FAMILIES: dict[str, Family] = {
         ("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"),
         {"size": {"longest_edge": 112}, "patch_size": {"height": 28, "width": 28}},
         ("pixel_values", "image_sizes"),
-        (*SIZES[:2], (1, 40)),  # transformers fails at pictures of one token
+        (*SIZES[:2], (1, 40)),  # transformers fails for images of one token
     ),
     "qwen2.5vl_merger": Family(
         "Qwen2_5_VLForConditionalGeneration",
@@ -438,7 +438,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def picture(height: int, width: int) -> Any:
-    """Smooth and rough places in three colours."""
+    """Return an image with smooth and rough areas in three colours."""
     rng = np.random.default_rng([height, width])
     y, x = np.mgrid[:height, :width]
     waves = np.stack([np.sin(x / 9 + c) * np.cos(y / (5 + c)) for c in range(3)], axis=-1)
@@ -451,7 +451,7 @@ def padded(images: Any, padding: tuple[int, int, int, int], **_: Any) -> Any:
 
 
 def by_pillow(module: str, kind: str) -> Any:
-    """A class of processors that exists for torchvision alone, which resizes by Pillow instead."""
+    """Return a variant of a torchvision-only processor class that resizes with Pillow."""
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
     stubs = {name: ModuleType(name) for name in (*names, "torchvision.transforms.v2.functional")}
     with pytest.MonkeyPatch.context() as patched:
@@ -490,7 +490,7 @@ def by_pillow(module: str, kind: str) -> Any:
                 if hasattr(self, key)
             }
             seen = self._preprocess(given, **settings | {"return_tensors": return_tensors, "disable_grouping": False})
-            return seen | {"pixel_values": seen["pixel_values"].float()}  # of Llama 4 bfloat16
+            return seen | {"pixel_values": seen["pixel_values"].float()}  # Llama 4's are bfloat16
 
     return ByPillow
 
@@ -510,7 +510,7 @@ def processor_of(name: str) -> Any:
 
 @dataclass
 class MergedPatches:
-    """What Gemma 4's processor prepares, with the patches of a token as one, as the 12B's own does by torchvision."""
+    """Gemma 4's processor with the patches of each token joined, as in the 12B's torchvision processor."""
 
     processor: Any
 
@@ -532,17 +532,17 @@ class MergedPatches:
 
 
 def in_sections(rope: Any, waves: Any) -> Any:
-    """[axes, 1, n, pairs] to [1, n, 2 * pairs]: each section of pairs turns by an axis of its own.
+    """Convert [axes, 1, n, pairs] to [1, n, 2 * pairs]: each section of pairs rotates by a separate axis.
 
-    transformers 5.24 cuts the doubled row instead, so that the two values of a pair turn by different axes, which is
-    no rotation; HunyuanOCR's own code and llama.cpp do as here.
+    transformers 5.24 splits the doubled row instead, so that the two values of a pair rotate by different axes, which
+    is not a rotation.  HunyuanOCR's code and llama.cpp agree with this function.
     """
     parts = [part[i] for i, part in enumerate(waves.split(rope.mrope_section, dim=-1))]
     return torch.cat(2 * parts, dim=-1)
 
 
 def make(name: str, folder: Path) -> Any:
-    """The model of a family, saved in a folder with its files, model.gguf and mmproj.gguf."""
+    """Return the model of a family, saved in a folder with its files, model.gguf and mmproj.gguf."""
     family = FAMILIES[name]
     torch.manual_seed(len(name))
     library = minicpmv if hasattr(minicpmv, family.model) else transformers
@@ -552,7 +552,7 @@ def make(name: str, folder: Path) -> Any:
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         for key, buffer in model.named_buffers():
-            if key.endswith(("_min", "_max")):  # bounds, which cut some values
+            if key.endswith(("_min", "_max")):  # bounds that clip some values
                 buffer.fill_(-2.0 if key.endswith("_min") else 1.5)
             elif ".std_" in key:
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
@@ -560,7 +560,7 @@ def make(name: str, folder: Path) -> Any:
         import_module(
             "transformers.models.hunyuan_vl.modeling_hunyuan_vl"
         ).HunYuanVLRotaryEmbedding.recomposition_frequencies = in_sections
-    if name == "llama4":  # transformers 5.24 asks the text model's result for it
+    if name == "llama4":  # transformers 5.24 expects the text model's result
         transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     model.save_pretrained(folder)
     processor_of(name).save_pretrained(folder)

@@ -1,7 +1,7 @@
-"""MiniCPM-V up to 4.5, which transformers does not have: written for tests from its paper (arXiv:2408.01800) and
-llama.cpp's ``tools/mtmd``, of transformers' Idefics 2 encoder, torch's attention and transformers' text models.
+"""MiniCPM-V up to 4.5, which transformers lacks: written for tests from its paper (arXiv:2408.01800) and llama.cpp's
+``tools/mtmd``, with transformers' Idefics 2 encoder, torch's attention and transformers' text models.
 
-It does nothing as localllm does: slices are cut by Pillow, and positions computed one by one.
+It is independent of localllm: Pillow crops the slices, and positions are computed one by one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Resampler(torch.nn.Module):  # type: ignore[misc, name-defined]
 
 
 def position(column: int, row: int, d: int) -> Any:
-    """A quarter each of sines and cosines of the column, then of the row."""
+    """Return sines and cosines of the column, then of the row, a quarter of the width each."""
     waves = [[at / 10000 ** (i / (d // 4)) for i in range(d // 4)] for at in (column, row)]
     return torch.tensor([f(angle) for angles in waves for f in (math.sin, math.cos) for angle in angles])
 
@@ -95,7 +95,7 @@ class MiniCPMV(torch.nn.Module):  # type: ignore[misc, name-defined]
 
 
 class MiniCPMVProcessor:
-    """Pictures as MiniCPM-V's own processor, of which transformers has none, prepares them."""
+    """Preprocess images like MiniCPM-V's processor, which transformers lacks."""
 
     def __init__(self, scale_resolution: int = 448, max_slice_nums: int = 9, patch_size: int = 14) -> None:
         self.scale, self.most, self.patch = scale_resolution, max_slice_nums, patch_size
@@ -130,7 +130,7 @@ class MiniCPMVProcessor:
         return [whole, *(refined.crop(box) for box in boxes)]
 
     def fitted(self, width: float, height: float) -> tuple[int, int]:
-        """About as many pixels as ``scale`` squared, of the same shape."""
+        """Return the size with about ``scale`` squared pixels and the same aspect ratio."""
         ratio = width / height
         height = int(self.scale / math.sqrt(ratio))
         return self.multiple(int(height * ratio), self.patch), self.multiple(height, self.patch)

@@ -1,4 +1,4 @@
-"""Pictures through every front end, by a tiny model that sees."""
+"""Images in every front end, with a tiny model that sees."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from tests.localllm.server.test_serve_command import started
 from tests.models.encoders.families import Image, make, picture
 from tests.models.encoders.test_seeing import TEMPLATE, messages
 
-#: Tokens that the model makes of a picture.
+#: Tokens per image.
 N_TOKENS = 4
 GREEDY: Any = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with a template that writes pictures, and of its encoder."""
+    """The folder of a model with a template that renders images, and of its encoder."""
     folder = tmp_path_factory.mktemp("files")
     written = TEMPLATE.replace("MARKER", "<start_of_image>")
     (folder / "chat_template.jinja").write_text(written, encoding="utf-8")
@@ -120,7 +120,7 @@ def test_the_encoder_of_another_model_is_not_used(files: Path, tmp_path: Path) -
         assert not llm.sees
 
 
-def test_an_encoder_that_is_none_is_inspected(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_an_unsupported_encoder_is_inspected(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "clip", "clip.projector_type": "new"})
     assert "an encoder that localllm cannot run: the projector 'new'" in run_main(capfdbinary, "inspect", path).out
 
@@ -150,7 +150,7 @@ def test_the_python_of_the_documentation(llm: LLM, files: Path, monkeypatch: pyt
     assert llm.counts.ended == before + 2
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 def test_the_chat_draws_pictures_in_a_terminal(files: Path, tmp_path: Path) -> None:
     picture(75, 130).save(tmp_path / "cat.jpg")
     picture(64, 64).save(tmp_path / "dog.png")
@@ -203,10 +203,10 @@ def test_official_clients_send_pictures(server: Serving) -> None:
         told.prompt_eval_count,
     )
     assert min(n_tokens) > N_TOKENS
-    assert server.llm.counts.encoded == before + 1  # all of them are the same picture
+    assert server.llm.counts.encoded == before + 1  # all images are equal
 
 
-def test_multimodal_data_and_what_the_server_says_of_itself(server: Serving, llm: LLM) -> None:
+def test_multimodal_data_and_the_reported_capabilities(server: Serving, llm: LLM) -> None:
     image = picture(64, 64)
     prompt = {"prompt_string": "a <__media__> b", "multimodal_data": [text_of(data_of(image))]}
     body = {"prompt": prompt, "n_predict": 3, "temperature": 0, "ignore_eos": True}
@@ -236,7 +236,7 @@ def pictures_on_the_web(data: bytes) -> Iterator[str]:
                 return
             self.send_response(200 if self.path == "/cat.png" else 404)
             self.end_headers()
-            with contextlib.suppress(OSError):  # nobody reads on
+            with contextlib.suppress(OSError):  # the client stops reading
                 self.wfile.write(data)
 
         def log_message(self, *_: Any) -> None:
@@ -269,7 +269,7 @@ def test_addresses_of_allowed_hosts_are_fetched(server: Serving, monkeypatch: py
 
 @contextlib.contextmanager
 def slow_host(beginning: bytes) -> Iterator[tuple[str, threading.Semaphore]]:
-    """A host that sends a byte now and then, for good: its address, and a semaphore of connections that ended."""
+    """A host that sends a byte now and then, forever: its address, and a semaphore of ended connections."""
     is_over, ended = threading.Event(), threading.Semaphore(0)
 
     def answer(connection: socket.socket) -> None:
@@ -302,7 +302,7 @@ def test_slow_hosts_stop_nothing(server: Serving, beginning: bytes, monkeypatch:
         return httpx.post(f"{server.url}/v1/chat/completions", json={"messages": asked(url)}, timeout=timeout)
 
     with slow_host(beginning) as (url, ended), ThreadPoolExecutor() as clients:
-        with pytest.raises(httpx.ReadTimeout):  # this client leaves
+        with pytest.raises(httpx.ReadTimeout):  # this client disconnects
             post(url, 0.3)
         assert ended.acquire(timeout=30)
         monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.5)
@@ -315,8 +315,8 @@ def test_slow_hosts_stop_nothing(server: Serving, beginning: bytes, monkeypatch:
 # -- Bad input -----------------------------------------------------------------------------------------------------
 
 
-def test_whatever_a_decoder_raises_is_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a GIF whose colours are beyond its palette: Pillow raises IndexError."""
+def test_any_error_of_a_decoder_is_reported_in_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail like a GIF file with colours outside its palette: Pillow raises IndexError."""
 
     def fail(*_: Any) -> None:
         raise IndexError("index out of range")
@@ -329,7 +329,7 @@ def test_whatever_a_decoder_raises_is_a_sentence(llm: LLM, monkeypatch: pytest.M
 
 
 def test_odd_pictures_are_seen(llm: LLM) -> None:
-    """Data URLs that lie about their type, modes, one pixel, a line, and an animation."""
+    """Return data URLs with a false type, of several modes, one pixel, a line, and an animation."""
     base = picture(30, 20)
     modes = [data_of(base.convert(mode), "TIFF") for mode in ("1", "L", "P", "CMYK", "RGBA")]
     deep = data_of(Image.fromarray(np.full((9, 9), 40_000, np.uint16)))
@@ -380,7 +380,7 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
     opened, prepare = threading.Event(), encoder.prepare
     monkeypatch.setattr(encoder, "prepare", lambda *given: opened.wait(60) and prepare(*given))
     work = encoder.encode([released])
-    assert [next(work) for _ in range(9)] == [None] * 9  # others have steps while a file is opened again
+    assert [next(work) for _ in range(9)] == [None] * 9  # other requests get steps while a file is reopened
     work.close()
     opened.set()
     monkeypatch.undo()
@@ -408,7 +408,7 @@ IMAGES = [data_of(picture(20 + i, 40)) for i in range(3)]
 
 
 def ten_turns(reply: Callable[[list[Any]], str]) -> list[list[Any]]:
-    """Has a conversation with three pictures: it with its first message edited, a branch of it, and itself."""
+    """Evaluate a conversation with three images; return it with its first message edited, a branch, and unchanged."""
     chat: list[Any] = []
     for i in range(10):
         chat += messages(f"turn {i}", *([IMAGES[i // 3]] if i in (0, 3, 6) else []))
@@ -466,7 +466,7 @@ def test_a_server_that_is_started_again_encodes_none_again(files: Path, tmp_path
 
 
 def as_openai(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of `messages`, its pictures as data URLs."""
+    """Return a message of `messages`, with its images as data URLs."""
     if isinstance(message["content"], str):
         return message
     urls = {data: {"url": f"data:image/png;base64,{text_of(data)}"} for data in IMAGES}

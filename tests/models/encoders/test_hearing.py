@@ -1,10 +1,10 @@
-"""Models that hear, against transformers: from samples to the ids that are written."""
+"""Models that hear compared with transformers: from samples to generated ids."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import localllm
 from localllm import LLM
 from localllm.chat import ChatTemplate
 from localllm.chat.conversation import read_messages
 from localllm.convert import Checkpoint, MmprojCheckpoint
 from localllm.engine.media import MediaTokens, PreparedMedia, PromptMedia
-from localllm.kernels.backend import Backend
 from localllm.loading.devices import open_devices
 from localllm.loading.media_encoder import MediaEncoder
 from localllm.models.encoders.registry import PROJECTORS, read_encoder
@@ -28,35 +26,36 @@ from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
 from tests.models.encoders.families import FAMILIES as VISION_FAMILIES
 from tests.models.encoders.families import GEMMA_4, TEXT, picture, processor_of, torch, transformers
-from tests.models.encoders.test_seeing import TEMPLATE, logits
+from tests.models.encoders.test_seeing import check_logits, loading, logits
+from tests.models.encoders.test_seeing import messages as image_messages
 from tests.models.encoders.test_transformers import encoded
 
 Samples = NDArray[np.float32]
 FAMILY = VISION_FAMILIES["gemma4v"]
-#: Positions of the tiny encoders of Whisper's kind: their pieces of a sound are as many times 20 ms.
+#: Number of positions in the tiny Whisper-like encoders; an audio chunk has 20 ms per position.
 N_POSITIONS = 40
 WHISPER = {"num_mel_bins": 80, "max_source_positions": N_POSITIONS}
 GREEDY: Any = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
 def sound(seconds: float, pitch: float = 300.0) -> Samples:
-    """Tones that rise, over noise."""
+    """Return rising tones with noise."""
     t = np.arange(round(seconds * RATE)) / RATE
     noise = np.random.default_rng(int(pitch)).standard_normal(len(t))
     return (0.4 * np.sin(2 * np.pi * pitch * t * (1 + t)) * (1 + np.cos(9 * t)) / 2 + 0.02 * noise).astype(np.float32)
 
 
 def mel_of_whisper(samples: Samples, n_mels: int, **options: Any) -> Any:
-    """What transformers' extractor makes: [n_mels, frames]."""
+    """Return the features of transformers' extractor: [n_mels, frames]."""
     extractor = transformers.WhisperFeatureExtractor(feature_size=n_mels)
     given: dict[str, Any] = {"sampling_rate": RATE, "truncation": False, "return_tensors": "pt", **options}
     return extractor(samples, padding="longest", **given)["input_features"][0]
 
 
 class Voxtral:
-    """The model of transformers."""
+    """transformers' model."""
 
-    #: Seconds of sounds: less than a piece, and several, of which the last is not whole.
+    #: Seconds of audio: less than one chunk, and several chunks of which the last is incomplete.
     seconds = (0.31, 1.9)
 
     def __init__(self) -> None:
@@ -76,7 +75,7 @@ class Voxtral:
 
 
 class Ultravox:
-    """Whisper's encoder, a projector, and a model of the kind of Llama; transformers has none of its own."""
+    """Whisper's encoder, a projector, and a Llama-like model; transformers lacks this model."""
 
     seconds = (0.01, 1.95)
 
@@ -135,9 +134,9 @@ class Ultravox:
 
 
 class Qwen3ASR:
-    """The model of transformers."""
+    """transformers' model."""
 
-    #: Less than half a second, and more than the eight that rows see.
+    #: Less than half a second, and more than the eight that a row attends to.
     seconds = (0.2, 9.43)
 
     def __init__(self) -> None:
@@ -160,7 +159,7 @@ class Qwen3ASR:
 
 
 class Gemma4Unified:
-    """The model of transformers, which sees, too."""
+    """transformers' model, which also sees."""
 
     seconds = (0.01, 50.01)
 
@@ -186,7 +185,7 @@ class Gemma4Unified:
 
 
 class Gemma4(Gemma4Unified):
-    """With embeddings for each layer, as the E2B and E4B."""
+    """transformers' model with embeddings for each layer, like E2B and E4B."""
 
     seconds = (0.09, 3.01)
 
@@ -199,7 +198,7 @@ class Gemma4(Gemma4Unified):
         )
         self.model = random_model(transformers.Gemma4ForConditionalGeneration(config))
         for key, bound in self.model.named_buffers():
-            if key.endswith(("_min", "_max")):  # which cut some values
+            if key.endswith(("_min", "_max")):  # bounds that clip some values
                 bound.fill_(-2.0 if key.endswith("_min") else 1.5)
 
     def features(self, samples: Samples) -> Any:
@@ -210,7 +209,7 @@ class Gemma4(Gemma4Unified):
         return out.pooler_output[out.attention_mask]
 
     def logits(self, ids: list[int], sounds: list[Samples]) -> Any:
-        """By ids, which embeddings for each layer are of."""
+        """Return transformers' logits; it needs ids, because each layer has embeddings by id."""
         from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
         seen = Gemma4AudioFeatureExtractor()(sounds, return_tensors="pt")
@@ -236,7 +235,7 @@ def random_model(model: Any) -> Any:
 
 @cache
 def made(name: str, folder: Path) -> Any:
-    """A family's model, with its files in a folder: model.gguf and mmproj.gguf."""
+    """Return a family's model, with its files in a folder: model.gguf and mmproj.gguf."""
     torch.manual_seed(len(name))
     family = FAMILIES[name]()
     family.save(folder)
@@ -249,33 +248,16 @@ def made(name: str, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Any, LLM]]]:
-    """Of each family transformers' model, and ours."""
-    loaded: list[LLM] = []
-    folder_of = cache(tmp_path_factory.mktemp)
-
     @cache
-    def get(name: str, device: str = "reference", step_tokens: int = Backend.step_tokens) -> tuple[Any, LLM]:
-        folder = folder_of(name)
-        family = made(name, folder)
-        encoder = MediaEncoder.open(folder / "mmproj.gguf")
-        marker = "".join(encoder.markers["audio"])
-        encoder.close()
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Backend, "step_tokens", step_tokens)
-            patched.setattr("localllm.kernels.reference._kept_types", lambda cache: [np.dtype(np.float32)] * 2)
-            template = TEMPLATE.replace("MARKER", marker).replace("'image'", "'audio'")
-            llm = localllm.load(folder / "model.gguf", device=device, context=512, threads=2, chat_template=template)
-        loaded.append(llm)
-        return family, llm
+    def of_family(name: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp(name)
+        return made(name, folder), folder
 
-    yield get
-    for llm in loaded:
-        llm.close()
+    with loading(of_family, "audio") as get:
+        yield get
 
 
-def messages(*parts: Any) -> list[dict[str, Any]]:
-    shown = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "audio", "audio": p} for p in parts]
-    return [{"role": "user", "content": shown}]
+messages = partial(image_messages, kind="audio")
 
 
 # -- Against transformers ------------------------------------------------------------------------------------------
@@ -310,7 +292,7 @@ def test_features_are_those_of_transformers(
 
 
 def forward(family: Any, ids: list[int], sounds: list[Samples]) -> NDArray[np.float32]:
-    """Transformers' logits [n, n_vocab]."""
+    """Return transformers' logits [n, n_vocab]."""
     if isinstance(family, Gemma4):
         return family.logits(ids, sounds)  # type: ignore[no-any-return]
     given = torch.tensor(ids)
@@ -323,27 +305,19 @@ def forward(family: Any, ids: list[int], sounds: list[Samples]) -> NDArray[np.fl
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("device", "bound"), [("reference", 1e-3), ("cpu", 5e-3)])
 def test_logits_are_those_of_transformers(hearing: Any, name: str, device: str, bound: float) -> None:
-    """Whole, in chunks, from the cache, and after an edit before and behind the sounds."""
     (family, llm), chunked = hearing(name, device), hearing(name, device, 16)[1]
     sounds = [sound(1.9), sound(0.7, 500.0)]
-    for parts in (
+    chats = [
         ("one", sounds[0], "and two", sounds[1], "what is it"),
         ("An", sounds[0], "and two", sounds[1], "what is it"),
         ("one", sounds[0], "and two", sounds[1], "who was there then"),
-    ):
-        ids, pictures = llm._chat_encoder(None, None, "")(read_messages(messages(*parts), may_open_files=True))
-        expected = forward(family, ids, sounds)
-        stop = len(ids) - 3  # from which on, the second time, the cache has the rest
-        for used, first in ((chunked, pictures.stop), (llm, pictures.stop), (llm, stop)):
-            found, request = logits(used, ids, pictures, first)
-            error = np.abs(found - expected[first:]).max() / np.abs(expected).max()
-            assert error < bound, (parts[0], used is chunked, first, error)
-        assert request.n_cached > 0
+    ]
+    check_logits(llm, chunked, chats, "audio", lambda ids: forward(family, ids, sounds), bound)
     assert llm.counts.encoded == 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_chat_with_sounds_goes_on_as_in_transformers(hearing: Any, name: str) -> None:
+def test_a_chat_with_audio_continues_as_in_transformers(hearing: Any, name: str) -> None:
     family, llm = hearing(name, "cpu")
     sounds = [sound(1.3, 700.0)]
     chat = messages("hm", *sounds, "what is it")
@@ -357,7 +331,7 @@ def test_a_chat_with_sounds_goes_on_as_in_transformers(hearing: Any, name: str) 
 
 
 def test_llama_cpp_writes_other_mel_bins_for_gemma_4_12b(hearing: Any) -> None:
-    """Its converter writes 128, whatever the samples of a token."""
+    """Its converter writes 128 for any number of samples per token."""
     _, llm = hearing("gemma4ua", "reference")
     file = llm._encoder._file
     changed: Any = SimpleNamespace(
@@ -367,8 +341,8 @@ def test_llama_cpp_writes_other_mel_bins_for_gemma_4_12b(hearing: Any) -> None:
     assert encoder.n_samples == 640
 
 
-def test_pictures_and_sounds_stand_in_one_prompt(hearing: Any) -> None:
-    """Tokens of pictures see each other, and those of sounds do not."""
+def test_images_and_audio_in_one_prompt(hearing: Any) -> None:
+    """Image tokens attend to each other; audio tokens do not."""
     family, llm = hearing("gemma4ua", "reference")
     samples, image = sound(0.3), picture(75, 130)
     template = "{% for part in messages[0].content %}{{ '<|' + part.type + '|>' }}.{% endfor %}"
@@ -390,8 +364,8 @@ def test_pictures_and_sounds_stand_in_one_prompt(hearing: Any) -> None:
     assert np.abs(found - expected[placed.stop :]).max() / np.abs(expected).max() < 1e-3
 
 
-def test_tokens_of_sounds_stand_one_behind_the_other() -> None:
-    """In models whose tokens turn by several axes, as in text; beside a picture's."""
+def test_audio_tokens_have_consecutive_positions() -> None:
+    """In models with several position axes audio tokens rotate like text, also next to an image."""
     placed = PromptMedia(
         [MediaTokens(1, PreparedMedia(b"a", 3, is_causal=True)), MediaTokens(5, PreparedMedia(b"b", 4, (2, 2)))]
     )

@@ -1,6 +1,6 @@
-"""Damaged files of pictures through every front end: all give the same reply, or refuse in one sentence.
+"""Damaged image files in every front end: all give the same reply, or refuse the image in one sentence.
 
-``LOCALLLM_PICTURES=2000`` tries so many, which takes ten minutes or more; else it is a few.
+``LOCALLLM_PICTURES=2000`` tests 2,000 files, which takes ten minutes or more; the default is a few.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from tests.models.encoders.test_front_ends import GREEDY, asked, data_of, files,
 __all__ = ["files", "llm", "server"]  # fixtures
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-#: Files to try, over all formats.
+#: Number of files to test, over all formats.
 N_FILES = int(os.environ.get("LOCALLLM_PICTURES", "18"))
 QUESTION = "what is it"
 
-#: Gives the reply to a picture in a file; None if it is refused.
+#: Returns the reply to an image file, or None if the file is refused.
 Ask = Callable[[Path], str | None]
 
 
 def mutated(kind: str, number: int) -> bytes:
-    """The file of a picture, cut, or with bytes, lengths or whole stretches changed."""
+    """Return a truncated image file, or one with changed bytes, lengths or whole ranges."""
     rng = np.random.default_rng([len(kind), ord(kind[0]), number])
     image = picture(24, 31)
     modes = {"PNG": ("RGB", "P", "RGBA", "L"), "TIFF": ("RGB", "CMYK", "1"), "GIF": ("P", "L"), "BMP": ("RGB", "P")}
     options: dict[str, Any] = {"append_images": [picture(24, 31)], "save_all": True} if number % 5 == 4 else {}
     if kind in ("JPEG", "WEBP", "TIFF", "PNG"):
         exif = Image.Exif()
-        exif[0x0112] = number % 9  # the orientation
+        exif[0x0112] = number % 9  # orientation
         options["exif"] = exif
     kept = options if kind in ("GIF", "WEBP", "TIFF", "PNG") else {k: v for k, v in options.items() if k == "exif"}
     choices = modes.get(kind, ("RGB",))
     bad = bytearray(data_of(image.convert(choices[number % len(choices)]), kind, **kept))
     if number % 3 == 0:
         del bad[int(rng.integers(1, len(bad))) :]
-    # Headers are where sizes and offsets are.
+    # Headers contain the sizes and offsets.
     for place in rng.integers(0, min(len(bad), (len(bad), 64)[number % 2]), 1 + number % 4):
         bad[place] = int(rng.choice([0, 1, 0x7F, 0x80, 0xFF, int(rng.integers(256))]))
     if number % 7 == 6:
@@ -70,9 +70,9 @@ def compat(files: Path) -> Iterator[Llama]:
 
 
 def refusal(text: str) -> None:
-    """Fails unless it is a sentence on the picture."""
+    """Check that an error is one sentence about the image."""
     assert "\n" not in text.strip()
-    # A JPEG file whose second byte has changed begins as MP3 files do; in llama.cpp's API nothing says what it is.
+    # A JPEG file with a changed second byte looks like an MP3 file; llama.cpp's API does not state the media type.
     assert "picture" in text or "multimodal_data[0]" in text or "no encoder of sounds" in text
     assert "Traceback" not in text
 
@@ -104,7 +104,7 @@ def by_compat(llm: Llama) -> Ask:
 
 
 def by_server(server: Serving, path: str, body: Callable[[str], dict[str, Any]], *keys: str | int) -> Ask:
-    """``body`` makes a request of a picture in base64, and ``keys`` lead to the reply in the answer."""
+    """Return a client; ``body`` creates a request from an image in base64, ``keys`` are the path of the reply."""
 
     def ask(file: Path) -> str | None:
         answer = httpx.post(f"{server.url}{path}", json=body(text_of(file.read_bytes())), timeout=60)
@@ -137,7 +137,7 @@ def by_command(files: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Ask:
 
 
 def by_chat(llm: LLM) -> Ask:
-    """Attached, drawn and asked about."""
+    """Attach an image, draw it and ask about it."""
 
     def ask(path: Path) -> str | None:
         assert half_blocks(path.read_bytes()).plain

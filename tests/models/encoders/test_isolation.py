@@ -1,4 +1,4 @@
-"""Decoding in worker processes: hostile files are bounded, requests are cancelled, no worker outlives a program."""
+"""Decoding in worker processes: hostile files are bounded, requests can be cancelled, workers exit."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.helpers import decoders
 from tests.helpers.data import ROOT
 from tests.helpers.fork import in_forked_child, needs_fork
 
-#: A generous bound of what takes a second or less.
+#: Generous limit for work that takes a second or less.
 BOUND_S = 30
 
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[isolation._Pool]:
-    """Workers of this test's own, which end themselves after 4 seconds."""
+    """Give this test separate workers, which end after 4 idle seconds."""
     monkeypatch.setattr(isolation, "SECONDS", 4)
     pool = isolation._Pool()
     monkeypatch.setattr(isolation, "_pool", pool)
@@ -50,20 +50,20 @@ def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def many_scans() -> bytes:
-    """A progressive JPEG file whose last scan comes 20,000 times."""
+    """Return a progressive JPEG file with 20,000 copies of its last scan."""
     data = file_of(Image.new("RGB", (8000, 8000)), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
     return data[:-2] + 20_000 * scan + data[-2:]
 
 
 def many_segments() -> bytes:
-    """A JPEG file of 10 million comments."""
+    """Return a JPEG file with 10 million comments."""
     data = file_of(Image.new("RGB", (8, 8)), "JPEG")
     return data[:2] + 10_000_000 * b"\xff\xfe\x00\x02" + data[2:]
 
 
 def many_directories() -> bytes:
-    """A TIFF file of 300,000 pages of a pixel."""
+    """Return a TIFF file with 300,000 pages of one pixel."""
     tags = struct.pack("<HHIHHHHIHHHHIHHHHIHH", 256, 3, 1, 1, 0, 257, 3, 1, 1, 0, 258, 3, 1, 8, 0, 262, 3, 1, 1, 0)
     tags += struct.pack("<HHII", 273, 4, 1, 8) + struct.pack("<HHII", 279, 4, 1, 1)
     parts, size = [b"II*\0", struct.pack("<I", 8)], 8
@@ -75,7 +75,7 @@ def many_directories() -> bytes:
 
 
 def circle_of_directories() -> bytes:
-    """A TIFF file whose directory is followed by itself."""
+    """Return a TIFF file whose directory links to itself."""
     data = bytearray(file_of(Image.new("L", (9, 9)), "TIFF"))
     (start,) = struct.unpack_from("<I", data, 4)
     (n_tags,) = struct.unpack_from("<H", data, start)
@@ -84,7 +84,7 @@ def circle_of_directories() -> bytes:
 
 
 def many_frames() -> bytes:
-    """A GIF file of a million frames of a pixel."""
+    """Return a GIF file with a million frames of one pixel."""
     data = file_of(Image.new("P", (1, 1)), "GIF")
     frame = b"\x2c" + struct.pack("<4HB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
     return data[:-1] + 1_000_000 * frame + data[-1:]
@@ -104,17 +104,17 @@ def test_endless_images_name_the_limit(make: Callable[[], bytes], pool: isolatio
     with pytest.raises(UsageError, match=r"the picture of message 0 takes more than 4 seconds or \d GiB to decode"):
         open_picture(data, "the picture of message 0")
     assert time.monotonic() - begin < BOUND_S
-    assert open_picture(file_of(Image.new("RGB", (5, 4)), "PNG")).size == (5, 4)  # others work
+    assert open_picture(file_of(Image.new("RGB", (5, 4)), "PNG")).size == (5, 4)  # other files work
 
 
 def test_large_photos_work() -> None:
-    """50 megapixels in 10 scans."""
+    """Return 50 megapixels in 10 scans."""
     data = file_of(Image.linear_gradient("L").convert("RGB").resize((8160, 6144)), "JPEG", progressive=True)
     assert data.count(b"\xff\xda") == 10
     assert open_picture(data).size == (8160, 6144)
 
 
-def test_a_damaged_sound_is_a_sentence(pool: isolation._Pool) -> None:
+def test_damaged_audio_is_reported_in_a_sentence(pool: isolation._Pool) -> None:
     pytest.importorskip("soundfile")
     for data in (b"fLaC" + bytes(5000), b"OggS" + bytes(5000), b"ID3" + bytes(5000), b"RIFF\xff\xff\xff\xffWAVE"):
         with pytest.raises(UsageError, match="the sound cannot be read"):
@@ -144,7 +144,7 @@ def test_a_worker_that_crashes_is_replaced(pool: isolation._Pool) -> None:
     with pytest.raises(UsageError, match="crashes its decoder"):
         isolation.decode(decoders.crash, b"", "x")
     pid = isolation.decode(decoders.worker_pid, b"", "x").info["pid"]
-    psutil.Process(pid).kill()  # while it is idle, as the system does without memory
+    psutil.Process(pid).kill()  # while it is idle, like the system when memory runs out
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 10)
     assert isolation.decode(decoders.worker_pid, b"", "x").info["pid"] != pid
 
@@ -215,7 +215,7 @@ print(isolation.decode(decoders.worker_pid, b"", "x").info["pid"], flush=True)
 
 
 def program(more: str) -> subprocess.Popen[str]:
-    """A program without a main guard, which daemon threads may use."""
+    """A program without a main guard that uses daemon threads."""
     command = [sys.executable, "-c", PROGRAM + more, str(ROOT)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

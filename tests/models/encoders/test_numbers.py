@@ -22,9 +22,9 @@ from tests.models.encoders import families, test_hearing
 
 T = TypeVar("T")
 
-#: Bytes that an image of 1,024 × 768 pixels, or a second of sound, may take while it is prepared.
+#: Bytes that preparing an image of 1,024 × 768 pixels, or a second of audio, may use.
 MAX_BYTES = 2 << 30
-#: Bytes of the steps of an encoder.
+#: Bytes that an encoder's steps may use.
 MAX_STEP_BYTES = 16 << 30
 
 INTEGERS = (0, -1, 1, 65_535, 1 << 31, 1 << 63)
@@ -48,7 +48,7 @@ def file_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def mutations(metadata: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys with other values: of a list, one value is another."""
+    """Return keys with changed values: in a list, one element changes."""
     for key, value in metadata.items():
         first = value[0] if isinstance(value, list) and value else value
         if not key.startswith("clip.") or isinstance(first, bool | str) or not isinstance(first, int | float):

@@ -1,4 +1,4 @@
-"""Images and sounds of odd formats: their pixels and samples have the values that other programs show."""
+"""Images and audio in unusual formats: pixels and samples match those of other programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localllm.errors import UsageError
 from localllm.models.encoders.images import open_picture
 from localllm.models.encoders.sounds import RATE, open_sound
 
-#: From black to white.
+#: Black to white.
 RAMP = np.tile(np.linspace(0, 255, 16).astype(np.uint8), (4, 1))
 RGB = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
 
@@ -45,7 +45,7 @@ WIDE = RAMP.astype(np.uint16) * 257
 def test_16_bits_of_grey_are_scaled(kind: str) -> None:
     np.testing.assert_array_equal(grey(Image.fromarray(WIDE), kind), RAMP)
     np.testing.assert_array_equal(pixels(Image.fromarray(WIDE))[..., 0], RAMP)
-    dark = Image.fromarray((WIDE // 16).astype(np.uint16))  # of 12 bits, which no file names
+    dark = Image.fromarray((WIDE // 16).astype(np.uint16))  # 12 bits; the file does not state it
     np.testing.assert_array_equal(grey(dark, kind), RAMP // 16)
 
 
@@ -128,7 +128,7 @@ def test_upright_16_bits() -> None:
 
 
 def test_further_images_of_a_file_are_no_animation() -> None:
-    """The preview of a phone's photo (MPO), and pages of a TIFF file; files of one frame that could have more."""
+    """The preview of a phone's photo (MPO), TIFF pages, and single-frame files of formats with several frames."""
 
     def file(kind: str, *more: Image.Image) -> bytes:
         return file_of(Image.fromarray(RGB), kind, save_all=True, append_images=more)

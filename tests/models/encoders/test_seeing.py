@@ -1,11 +1,12 @@
-"""Models that see against transformers, from a picture to the ids that are written, through `localllm.load`."""
+"""Models that see, compared with transformers from the image to the generated ids, through `localllm.load`."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,37 +28,32 @@ from tests.helpers.backends import no_harness
 from tests.helpers.gpus import have_gpus
 from tests.models.encoders.families import FAMILIES, SIZES, make, picture, processor_of, torch
 
-#: A template that writes what families' own ones do for a picture.
+#: A template that renders an image like the families' templates.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}MARKER{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %};{% endfor %}"
 )
 N = 6
-#: Tokens of a step, where prompts come in chunks.
+#: Tokens per step for chunked prompts.
 CHUNK = 80
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Any, LLM]]]:
-    """Of each family transformers' model, and ours."""
+@contextlib.contextmanager
+def loading(made: Callable[[str], tuple[Any, Path]], kind: str) -> Iterator[Callable[..., tuple[Any, LLM]]]:
+    """Yield a function that returns transformers' model of a family and this project's, loaded once per device."""
     loaded: list[LLM] = []
-
-    @cache
-    def made(name: str) -> tuple[Any, Path]:
-        folder = tmp_path_factory.mktemp(name)
-        return make(name, folder), folder
 
     @cache
     def get(name: str, device: str = "reference", step_tokens: int = Backend.step_tokens) -> tuple[Any, LLM]:
         model, folder = made(name)
         encoder = MediaEncoder.open(folder / "mmproj.gguf")
-        template = TEMPLATE.replace("MARKER", "".join(encoder.markers["image"]))
+        template = TEMPLATE.replace("MARKER", "".join(encoder.markers[kind])).replace("'image'", f"'{kind}'")
         encoder.close()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Backend, "step_tokens", step_tokens)
             patched.setattr("localllm.kernels.reference._kept_types", lambda cache: [np.dtype(np.float32)] * 2)
-            llm = localllm.load(folder / "model.gguf", device=device, context=1024, chat_template=template)
+            llm = localllm.load(folder / "model.gguf", device=device, context=1024, threads=2, chat_template=template)
         loaded.append(llm)
         return model, llm
 
@@ -66,13 +62,24 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., t
         llm.close()
 
 
-def messages(*parts: Any) -> list[dict[str, Any]]:
-    shown = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Any, LLM]]]:
+    @cache
+    def made(name: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp(name)
+        return make(name, folder), folder
+
+    with loading(made, "image") as get:
+        yield get
+
+
+def messages(*parts: Any, kind: str = "image") -> list[dict[str, Any]]:
+    shown = [{"type": "text", "text": p} if isinstance(p, str) else {"type": kind, kind: p} for p in parts]
     return [{"role": "user", "content": shown}]
 
 
 def forward(model: Any, name: str, ids: list[int], images: list[Any]) -> NDArray[np.float32]:
-    """Transformers' logits [n, n_vocab]: in its ids pictures' places have one token."""
+    """Return transformers' logits [n, n_vocab]; its ids have an image token at image positions."""
     family = FAMILIES[name]
     seen = processor_of(name)(images=images if name != "idefics3" else [images], return_tensors="pt")
     token = next(
@@ -89,7 +96,7 @@ def forward(model: Any, name: str, ids: list[int], images: list[Any]) -> NDArray
 
 
 def greedy(model: Any, name: str, ids: list[int], images: list[Any]) -> list[int]:
-    """What transformers goes on with."""
+    """Return the tokens that transformers generates."""
     written = list(ids)
     for _ in range(N):
         written.append(int(forward(model, name, written, images)[-1].argmax()))
@@ -97,7 +104,7 @@ def greedy(model: Any, name: str, ids: list[int], images: list[Any]) -> list[int
 
 
 def logits(llm: LLM, ids: list[int], pictures: PromptMedia, first: int) -> tuple[NDArray[np.float32], Request]:
-    """Those after the tokens from position ``first`` on, and the request for them."""
+    """Return the logits from position ``first``, and the request for them."""
     rows: list[NDArray[np.float32]] = []
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     output: Any = SimpleNamespace(
@@ -117,7 +124,7 @@ def logits(llm: LLM, ids: list[int], pictures: PromptMedia, first: int) -> tuple
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("device", ["reference", "cpu"])
-def test_a_chat_with_pictures_goes_on_as_in_transformers(seeing: Any, name: str, device: str) -> None:
+def test_a_chat_with_images_continues_as_in_transformers(seeing: Any, name: str, device: str) -> None:
     model, llm = seeing(name, device)
     images = [picture(*size) for size in SIZES[:2]]
     chat = messages("one", images[0], "and two", images[1], "what is it")
@@ -126,7 +133,7 @@ def test_a_chat_with_pictures_goes_on_as_in_transformers(seeing: Any, name: str,
     options: Any = {"max_tokens": N, "temperature": 0, "ignore_eos": True}
     assert list(llm.chat(chat, **options).ids) == expected
     assert llm.counts.encoded == 2
-    # From the cache, with something before the pictures edited, and with others' bytes of the same pixels.
+    # From the cache, after an edit before the image, and with another file of the same pixels.
     file = io.BytesIO()
     images[0].save(file, "PNG")
     edited = messages("ones", file.getvalue(), "and two", np.asarray(images[1]), "what is it")
@@ -135,35 +142,46 @@ def test_a_chat_with_pictures_goes_on_as_in_transformers(seeing: Any, name: str,
     assert llm.counts.encoded == 2
 
 
+def check_logits(
+    llm: LLM,
+    chunked: LLM,
+    chats: Iterable[tuple[Any, ...]],
+    kind: str,
+    expect: Callable[[list[int]], Any],
+    bound: float,
+) -> None:
+    """Compare a prompt evaluated at once, in chunks, from the cache, and after the edits of the following chats."""
+    for parts in chats:
+        ids, media = llm._chat_encoder(None, None, "")(
+            read_messages(messages(*parts, kind=kind), may_open_files=True)
+        )
+        expected = expect(ids)
+        stop = len(ids) - 3  # from here, the last run finds the rest in the cache
+        for used, first in ((chunked, media.stop), (llm, media.stop), (llm, stop)):
+            found, request = logits(used, ids, media, first)
+            error = np.abs(found - expected[first:]).max() / np.abs(expected).max()
+            assert error < bound, (parts[0], used is chunked, first, error)
+        assert request.n_cached > 0
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("device", "bound"), [("reference", 1e-3), ("cpu", 5e-3)])
 def test_logits_are_those_of_transformers(seeing: Any, name: str, device: str, bound: float) -> None:
-    """Whole, in chunks, from the cache, and after an edit before and behind the pictures."""
-    model, llm = seeing(name, device)
-    chunked = seeing(name, device, CHUNK)[1]
+    (model, llm), chunked = seeing(name, device), seeing(name, device, CHUNK)[1]
     images = [picture(*size) for size in SIZES[:2]]
-    chats = {
-        "whole": ("one", images[0], "and two", images[1], "what is it"),
-        "edited before": ("An", images[0], "and two", images[1], "what is it"),
-        "edited between": ("one", images[0], "or else", images[1], "what is it"),
-        "edited behind": ("one", images[0], "and two", images[1], "who was there then"),
-    }
-    for what, parts in chats.items():
-        ids, pictures = llm._chat_encoder(None, None, "")(read_messages(messages(*parts), may_open_files=True))
-        expected = forward(model, name, ids, images)
-        largest = np.abs(expected).max()
-        stop = len(ids) - 3  # from which on, the second time, the cache has the rest
-        for used, first in ((chunked, pictures.stop), (llm, pictures.stop), (llm, stop)):
-            found, request = logits(used, ids, pictures, first)
-            error = np.abs(found - expected[first:]).max() / largest
-            assert error < bound, (what, used is chunked, first, error)
-        assert request.n_cached > 0
+    chats = [
+        ("one", images[0], "and two", images[1], "what is it"),
+        ("An", images[0], "and two", images[1], "what is it"),
+        ("one", images[0], "or else", images[1], "what is it"),
+        ("one", images[0], "and two", images[1], "who was there then"),
+    ]
+    check_logits(llm, chunked, chats, "image", lambda ids: forward(model, name, ids, images), bound)
 
 
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
 @pytest.mark.parametrize("name", ["qwen3vl_merger", "gemma3", "hunyuanvl"])
 def test_a_gpu_sees(seeing: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the emulator; pictures are encoded on the CPU, for layers of the GPU, too."""
+    """Run in the emulator; the CPU encodes images, also for layers on the GPU."""
     model, llm = seeing(name)
     have_gpus(monkeypatch, EmulatedDriver(memory=1 << 29))
     images = [picture(*size) for size in SIZES[:2]]
@@ -187,5 +205,5 @@ def test_a_limit_of_tokens_makes_images_smaller(seeing: Any) -> None:
         return model.chat([{"role": "user", "content": parts}], max_tokens=1).usage.prompt_tokens
 
     with localllm.load(path, device="reference", context=512, image_max_tokens=5, chat_template=template) as limited:
-        # The tiny processor gives the image 4 × 3 tokens; 5 allow 2 × 2, or 2 × 1.
+        # The tiny processor gives the image 4 × 3 tokens; a limit of 5 allows 2 × 2 or 2 × 1.
         assert n_prompt(llm) - n_prompt(limited) in (12 - 4, 12 - 2)

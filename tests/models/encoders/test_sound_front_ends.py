@@ -1,4 +1,4 @@
-"""Sounds through every front end, by a tiny model that hears; and the files that are read."""
+"""Audio in every front end, with a tiny model that hears; and the accepted file formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import Serving, demo, serving
 
-pytest.importorskip("transformers", reason="models that hear are made by transformers")
+pytest.importorskip("transformers", reason="creates the models that hear")
 from tests.models.encoders.test_hearing import GREEDY, made, messages, sound
 from tests.models.encoders.test_seeing import TEMPLATE
 
@@ -49,12 +49,12 @@ def test_files_become_samples(kind: str, bound: float, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(data)
     for source in (data, tmp_path / "a.bin"):
         found = open_sound(source)
-        assert abs(len(found) - len(samples)) < 2400  # MP3 has silence around
+        assert abs(len(found) - len(samples)) < 2400  # MP3 adds silence at both ends
         assert kind == "MP3" or np.abs(found - samples).max() < bound
 
 
 def test_rates_and_channels() -> None:
-    """Against soxr over the whole mean, which is what librosa does for transformers."""
+    """Compare with soxr applied to the mean of the channels, as librosa does for transformers."""
     soxr = pytest.importorskip("soxr")
     for rate, n in ((8000, 1), (44_100, 2), (48_000, 6)):
         t = np.arange(rate * 3) / rate
@@ -68,7 +68,7 @@ def test_rates_and_channels() -> None:
 
 @pytest.mark.parametrize("n_samples", [0, (1 << 36) - 1])
 def test_flac_files_of_unknown_or_too_long_length_are_read(n_samples: int) -> None:
-    """Programs that write FLAC to a pipe leave the number of samples 0."""
+    """Programs that write FLAC to a pipe set the number of samples to 0."""
     data = file_of(sound(0.1), "FLAC")
     expected = open_sound(data)
     header = int.from_bytes(data[18:26], "big") >> 36 << 36 | n_samples
@@ -115,7 +115,7 @@ def test_bad_sounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for long in (sound(1.1), file_of(sound(1.1)), file_of(sound(3.0), "FLAC")):
         with pytest.raises(UsageError, match="is longer than 1 seconds: cut it into parts"):
             open_sound(long)
-    # Without a Python interpreter, as in frozen programs, the file is decoded in this process.
+    # Without a Python interpreter, as in a frozen program, this process decodes the file.
     monkeypatch.setattr("localllm.models.encoders.isolation._interpreter", lambda: None)
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(UsageError, match=r'pip install "localllm\[audio\]"'):
@@ -138,7 +138,7 @@ def test_mutated_files_are_heard_or_refused(kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with a template that writes sounds, and of its encoder."""
+    """The folder of a model with a template that renders audio, and of its encoder."""
     folder = tmp_path_factory.mktemp("files")
     written = TEMPLATE.replace("MARKER", "[AUDIO]").replace("'image'", "'audio'")
     (folder / "chat_template.jinja").write_text(written, encoding="utf-8")
@@ -178,7 +178,7 @@ def test_inspect_shows_what_an_encoder_is_for(files: Path, capfdbinary: pytest.C
     )
 
 
-def test_models_and_templates_without_a_place_for_sounds_refuse(llm: LLM, files: Path) -> None:
+def test_models_and_templates_without_audio_refuse(llm: LLM, files: Path) -> None:
     assert (llm.hears, llm.sees) == (True, False)
     with pytest.raises(UsageError, match="has no encoder of pictures, so the model sees none"):
         llm.chat([{"role": "user", "content": [{"type": "image", "image": np.zeros((8, 8, 3), np.uint8)}]}])
@@ -214,7 +214,7 @@ def server(files: Path) -> Iterator[Serving]:
         yield started
 
 
-def test_official_clients_send_sounds(server: Serving, llm: LLM) -> None:
+def test_official_clients_send_audio(server: Serving, llm: LLM) -> None:
     openai = pytest.importorskip("openai")
     wav = file_of(sound(1.5))
     data, before = base64.b64encode(wav).decode(), server.llm.counts.encoded
@@ -239,10 +239,10 @@ def test_official_clients_send_sounds(server: Serving, llm: LLM) -> None:
     assert other.usage.input_tokens > again.usage.input_tokens - 80 > 0
     items = httpx.get(f"{server.url}/v1/responses/{again.id}/input_items").json()["data"]
     assert items[0]["content"][0] == part
-    assert server.llm.counts.encoded == before + 1  # all of them are the same sound
+    assert server.llm.counts.encoded == before + 1  # all audio is equal
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_request_of_the_documentation(server: Serving, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "audio.md").read_text("utf-8")
     (command,) = re.findall(r"`(curl [^`]*)`", page)
@@ -252,7 +252,7 @@ def test_the_request_of_the_documentation(server: Serving, tmp_path: Path) -> No
     assert json.loads(done.stdout)["usage"]["output_tokens"] <= 2
 
 
-def test_multimodal_data_and_what_the_server_says_of_itself(server: Serving, llm: LLM) -> None:
+def test_multimodal_data_and_the_reported_capabilities(server: Serving, llm: LLM) -> None:
     wav = file_of(sound(0.9), "FLAC")
     prompt = {"prompt_string": "a <__media__> b", "multimodal_data": [base64.b64encode(wav).decode()]}
     body = {"prompt": prompt, "n_predict": 4, "temperature": 0, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Encoders of pictures against transformers: tiny random models, converted here, give its pixels and its features."""
+"""Image encoders compared with transformers: tiny converted random models produce its pixels and its features."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.models.encoders.families import FAMILIES, make, picture, processor_of
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path, Path]]:
-    """Of each family the model, its folder and the file of its encoder."""
+    """Yield the model of each family, its folder and its encoder file."""
 
     @functools.cache
     def cached(name: str) -> tuple[Any, Path, Path]:
@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
 
 
 def features(model: Any, name: str, image: Any) -> tuple[Any, NDArray[np.float32]]:
-    """The processor's result, and the rows [n, n_embeddings, width] that the model makes of it."""
+    """Return the processor's result and the model's rows [n, n_embeddings, width] for it."""
     family = FAMILIES[name]
     seen = processor_of(name)(images=[image], return_tensors="pt")
     inner = getattr(model, "model", model)
@@ -87,7 +87,7 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
 
 
 def encoded(encoder: MediaEncoder, prepared: list[Prepared]) -> list[Embeddings]:
-    """Their embeddings, as the engine has them computed: in pieces."""
+    """Return the images' embeddings, computed in steps like in the engine."""
     work = encoder.encode([encoder.picture(each) for each in prepared])
     while True:
         try:
@@ -98,17 +98,17 @@ def encoded(encoder: MediaEncoder, prepared: list[Prepared]) -> list[Embeddings]
 
 
 def patches_of(encoder: MediaEncoder, frame: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The patches that the graph is given, those of each token together, in the order of tokens."""
+    """Return the graph's input patches, grouped by token, in token order."""
     rows = encoder.model.rows(frame)
     return rows.given[(rows.outputs[:, None] + np.arange(encoder.model.n_joined)).ravel()]
 
 
 def check_pixels(encoder: MediaEncoder, frames: list[NDArray[np.float32]], theirs: NDArray[np.float32]) -> None:
-    """Whether the patches that the graph is given have transformers' pixels."""
+    """Check that the graph's input patches have transformers' pixels."""
     model = encoder.model
     n = 3 * model.patch_size**2
     own = np.concatenate([rows[:, :n] for rows in frames])
-    if theirs.shape[1:] == (2 * n,):  # patches, each of two pictures that are the same
+    if theirs.shape[1:] == (2 * n,):  # patches of two equal images each
         theirs = theirs.reshape(len(theirs), 3, 2, -1)[:, :, 0].reshape(len(theirs), n)
     elif theirs.ndim > 2:
         theirs = theirs.reshape(-1, *theirs.shape[-3:])
@@ -116,14 +116,14 @@ def check_pixels(encoder: MediaEncoder, frames: list[NDArray[np.float32]], their
         rows, columns = (side // size for side in theirs.shape[-2:])
         cut = theirs.reshape(len(theirs), 3, rows // merge, merge, size, columns // merge, merge, size)
         theirs = cut.transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, n)
-    if encoder.family in ("kimik25", "lfm2"):  # whose processors have torchvision scale and normalise at once
+    if encoder.family in ("kimik25", "lfm2"):  # processors that make torchvision scale and normalise in one step
         np.testing.assert_allclose(own, theirs, rtol=0, atol=3e-7)
     else:
         np.testing.assert_array_equal(own, theirs)
 
 
 def in_blocks(encoder: MediaEncoder, frame: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The numbers of patches in the order of tokens."""
+    """Return the patch indices in token order."""
     model = encoder.model
     return block_order(frame.shape[0] // model.patch_size, frame.shape[1] // model.patch_size, model.merge)
 
@@ -131,7 +131,7 @@ def in_blocks(encoder: MediaEncoder, frame: NDArray[np.uint8]) -> NDArray[np.int
 def in_slices(
     encoder: MediaEncoder, frames: Sequence[NDArray[np.uint8]], theirs: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """[1, 3, size, all patches of all frames times size] in the order of tokens, in each of which are windows."""
+    """Reorder [1, 3, size, patches of all frames times size] to token order, within windows."""
     size = encoder.model.patch_size
     patches = theirs[0].reshape(3, size, -1, size).transpose(2, 0, 1, 3).reshape(-1, 3 * size * size)
     counts = [frame.shape[0] * frame.shape[1] // size**2 for frame in frames]
@@ -143,7 +143,7 @@ def in_slices(
 
 
 def by_colour(encoder: MediaEncoder, prepared: Prepared, theirs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Patches as ours, without the empty ones: those of a token together, and the colours one by one."""
+    """Reorder patches to this project's layout without empty patches: grouped by token, colours separate."""
     found = []
     for frame, patches in zip(prepared.frames, theirs, strict=True):
         order = in_blocks(encoder, frame)
@@ -153,7 +153,7 @@ def by_colour(encoder: MediaEncoder, prepared: Prepared, theirs: NDArray[np.floa
 
 
 def test_many_small_pictures_after_a_larger_one(made: Any) -> None:
-    """Each takes a page of the cache, where the larger one took few for as many patches."""
+    """Each image needs one page of the cache; a larger image needed few pages for the same number of patches."""
     encoder, (host, *_) = MediaEncoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
     encoder.backend = host.backend
     large, small = (encoder.prepare(picture(side, side)) for side in (112, 28))
@@ -175,8 +175,8 @@ def test_a_picture_too_large_for_memory_is_refused(made: Any, monkeypatch: pytes
     host.close()
 
 
-def test_a_stream_goes_on_while_weights_are_packed(made: Any) -> None:
-    """One after the other, and again where the request was cancelled among them."""
+def test_a_stream_continues_while_weights_are_packed(made: Any) -> None:
+    """Weights are packed one at a time, and packing resumes after a request was cancelled in between."""
     encoder, (host, *_) = MediaEncoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
     encoder.backend = host.backend
     image = encoder.prepare(picture(75, 130))
@@ -203,7 +203,7 @@ def test_the_command_line_writes_the_same_file(
         assert len(ours.tensors) == len(theirs.tensors) > 30
 
 
-def test_a_token_s_embedding_stands_in_the_encoder_s_file_where_llama_cpp_wants_it(made: Any, tmp_path: Path) -> None:
+def test_a_token_embedding_has_llama_cpps_name_in_the_encoder_file(made: Any, tmp_path: Path) -> None:
     model, folder, file = made("pixtral")
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy/tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "[IMG_BREAK]"}]}', "utf-8")
@@ -218,7 +218,7 @@ def test_a_token_s_embedding_stands_in_the_encoder_s_file_where_llama_cpp_wants_
 @pytest.mark.parametrize(
     ("name", "renamed", "keys"),
     [
-        # LLaVA's of 2023 swap the matrices of an MLP, do not say which layer's rows count, and have CLIP's own width.
+        # LLaVA files of 2023 swap an MLP's matrices, omit the feature layer, and state CLIP's width.
         ("mlp", {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}, {"clip.vision.projection_dim": 768}),
         ("llama4", {"ln2": "attn_post_norm"}, {}),
         ("qwen2vl_merger", {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}, {"clip.vision.feed_forward_length": 0}),
@@ -248,7 +248,7 @@ def test_other_names_of_llama_cpp_s_converters(
 def test_qwen_2_takes_pictures_as_large_as_its_released_processor(
     made: Any, name: str, size: tuple[int, int]
 ) -> None:
-    """llama.cpp's converter writes no limits of pixels.  Those of preprocessor_config.json are 3136 and 12845056."""
+    """llama.cpp's converter writes no pixel limits.  preprocessor_config.json has 3136 and 12845056."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     encoder = MediaEncoder.open(made(name)[2])
@@ -256,7 +256,7 @@ def test_qwen_2_takes_pictures_as_large_as_its_released_processor(
     file: Any = SimpleNamespace(metadata=metadata, tensors=encoder._file.tensors)
     model: Any = read_encoder(file)
     factor = model.patch_size * model.merge
-    scaled = [side * factor // 28 for side in size]  # the tiny model's tokens may have other sides
+    scaled = [side * factor // 28 for side in size]  # the tiny model's tokens may have other sizes
     height, width = smart_resize(*scaled, factor=factor, min_pixels=3136, max_pixels=12845056)
     image = SimpleNamespace(height=scaled[0], width=scaled[1])
     assert model.grid(image, None) == (height // factor, width // factor)
@@ -279,12 +279,12 @@ def test_qwen_2_takes_pictures_as_large_as_its_released_processor(
         "resampler",
     ],
 )
-def test_a_budget_is_kept_whatever_the_shape(made: Any, name: str) -> None:
+def test_a_pixel_budget_is_respected_for_any_shape(made: Any, name: str) -> None:
     encoder = MediaEncoder.open(made(name)[2])
     for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
         for max_tokens in (
             (1, 5, 100) if name not in ("hunyuanvl", "llama4", "mlp 1.6", "resampler") else (17, 40, 100)
-        ):  # whose least is a tile
+        ):  # whose minimum is a tile
             assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
     encoder.close()
 

@@ -1,4 +1,4 @@
-"""Which number of drafts pays."""
+"""The number of drafts with the best expected speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.engine.drafting.cost import FIRST_COST, MIN_GAIN, StepCost, moved_
 
 
 def cost_of(token_cost: float, single_s: float = 0.5) -> StepCost:
-    """A step over one token takes ``single_s``, and each further one adds ``token_cost`` of that."""
+    """A step with one token takes ``single_s``; each further token adds ``token_cost`` times that."""
     cost = StepCost()
     cost.add(1, single_s)
     cost.add(3, single_s * (1 + 2 * token_cost))
@@ -35,7 +35,7 @@ def test_best_is_the_best_of_all(token_cost: float, rate: float, draft_s: float,
         assert all(value <= MIN_GAIN + 1e-6 for value in gains.values())
 
 
-def test_nothing_pays_before_a_step_over_one_token_was_measured() -> None:
+def test_no_draft_pays_before_a_step_of_one_token_was_measured() -> None:
     cost = StepCost()
     cost.add(8, 1.0)
     assert cost.best(1.0, 7) == 0
@@ -52,7 +52,7 @@ def test_one_long_step_is_no_reason_to_give_up() -> None:
     assert cost.best(0.9, 7) == 0
 
 
-def test_what_was_too_dear_is_tried_again_at_last() -> None:
+def test_an_expensive_draft_is_tried_again_later() -> None:
     cost = cost_of(3.0)
     assert cost.best(0.9, 7) == 0
     for _ in range(1500):
@@ -68,7 +68,7 @@ def test_the_speed_of_single_steps_is_followed() -> None:
 
 
 @given(rate=st.floats(0, 1), n_right=st.integers(0, 8), then_wrong=st.booleans())
-def test_rates_move_towards_what_was_seen(rate: float, n_right: int, then_wrong: bool) -> None:
+def test_rates_move_towards_the_observed_rate(rate: float, n_right: int, then_wrong: bool) -> None:
     moved = moved_rate(rate, n_right, then_wrong=then_wrong)
     assert 0 <= moved <= 1
     assert moved >= rate - 1e-9 or then_wrong

@@ -1,4 +1,4 @@
-"""Looking up what followed before, against a naive search."""
+"""Prompt lookup compared with a naive search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localllm.engine.drafting.lookup import LONGEST, SHORTEST, LookupDrafter, NG
 
 
 def naive_find(tokens: Sequence[int]) -> tuple[int, int] | None:
-    """The longest end of the text that stood somewhere before, at its last place there."""
+    """Return the length of the longest repeated suffix, and the end of its last earlier occurrence."""
     for n in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
         for start in range(len(tokens) - n - 1, -1, -1):
             if tokens[start : start + n] == tokens[-n:]:
@@ -22,7 +22,7 @@ def naive_find(tokens: Sequence[int]) -> tuple[int, int] | None:
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60), steps=st.lists(st.integers(1, 9)))
 def test_the_index_finds_what_a_search_finds(tokens: list[int], steps: list[int]) -> None:
-    """Whatever pieces the text comes in."""
+    """The result does not depend on how the text is divided."""
     index, n = NGramIndex(), 0
     for step in [*steps, len(tokens)]:
         n = min(n + step, len(tokens))
@@ -34,7 +34,7 @@ def test_the_index_finds_what_a_search_finds(tokens: list[int], steps: list[int]
     place=st.integers(0, 100),
     n=st.integers(0, 30),
 )
-def test_a_continuation_goes_on_into_itself(tokens: list[int], place: int, n: int) -> None:
+def test_a_continuation_may_repeat_itself(tokens: list[int], place: int, n: int) -> None:
     place = place % (len(tokens) - 1) + 1
     whole = list(tokens)
     for i in range(n):
@@ -43,7 +43,7 @@ def test_a_continuation_goes_on_into_itself(tokens: list[int], place: int, n: in
 
 
 class Counted(Sequence[int]):
-    """Tokens that count how many of them were looked at."""
+    """Tokens that count accesses."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -72,7 +72,7 @@ def test_a_token_costs_the_same_however_long_the_text() -> None:
 
 
 def cost_of(token_cost: float) -> StepCost:
-    """A step over one token takes a second, and each further one adds ``token_cost``."""
+    """A step with one token takes a second; each further token adds ``token_cost`` seconds."""
     cost = StepCost()
     cost.add(1, 1.0)
     for _ in range(100):
@@ -80,8 +80,8 @@ def cost_of(token_cost: float) -> StepCost:
     return cost
 
 
-def test_drafts_begin_where_guesses_come_true() -> None:
-    """Guesses are compared with the text before any draft is made of them."""
+def test_drafts_start_when_guesses_are_right() -> None:
+    """Guesses are checked against the text before they become drafts."""
     drafter = LookupDrafter(cost_of(0.3), most=7)
     tokens = [1, 2, 3, 4, 5]
     proposed = [len(drafter.propose(tokens, 100))]
@@ -93,8 +93,8 @@ def test_drafts_begin_where_guesses_come_true() -> None:
     assert list(drafter.propose(tokens, 3)) == tokens[-5:-2]
 
 
-def test_drafts_end_where_guesses_do_not_come_true() -> None:
-    """The same four tokens, and each time another behind them."""
+def test_drafts_end_when_guesses_are_wrong() -> None:
+    """The same four tokens, followed by a different token each time."""
     drafter = LookupDrafter(cost_of(0.15), most=7)
     proposed = []
     for i in range(100):
@@ -103,7 +103,7 @@ def test_drafts_end_where_guesses_do_not_come_true() -> None:
     assert sum(map(bool, proposed[50:])) == 0
 
 
-def test_no_drafts_where_a_larger_step_costs_as_much_as_its_tokens() -> None:
+def test_no_drafts_if_a_larger_step_costs_as_much_as_its_tokens() -> None:
     drafter = LookupDrafter(cost_of(1.0), most=7)
     tokens = [1, 2, 3] * 10
     for i in range(40):

@@ -1,4 +1,4 @@
-"""Drafts by a model: its sequence follows the text, whatever of the drafts was right."""
+"""Drafts by a model: its sequence follows the text, whichever drafts were right."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.helpers.fake_backend import N_VOCAB, FakeStep, fake_runner, greedy_af
 
 @pytest.fixture(autouse=True)
 def _every_token_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake backend's likeliest tokens are not likely at all."""
+    """The fake backend's best tokens have low probability."""
     monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.0)
 
 
 def cheap() -> StepCost:
-    """A cost with which any draft pays."""
+    """Make any draft pay off."""
     cost = StepCost()
     cost.add(1, 1000.0)
     for _ in range(100):
@@ -40,11 +40,11 @@ def test_drafts_are_the_models_own_text() -> None:
     tokens += greedy_after(tokens, 6)
     n_before = sum(len(batch.ids) for batch in ops.batches)
     assert drafter.propose(tokens, 3) == greedy_after(tokens, 3)
-    assert sum(len(batch.ids) for batch in ops.batches) - n_before == 2 + 2, "what it has is not evaluated again"
+    assert sum(len(batch.ids) for batch in ops.batches) - n_before == 2 + 2, "cached tokens are not evaluated again"
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_follows_any_text(seed: int) -> None:
+def test_the_drafters_sequence_follows_any_text(seed: int) -> None:
     chance = random.Random(seed)
     model, _ = draft_model(context=200)
     drafter = ModelDrafter(model, cheap(), most=4)
@@ -60,7 +60,7 @@ def test_it_follows_any_text(seed: int) -> None:
     assert model.runner.cache.n_available == model.runner.cache.n_pages
 
 
-def test_it_pauses_where_drafts_are_wrong_and_goes_on_where_they_are_right() -> None:
+def test_drafting_pauses_if_drafts_are_wrong_and_continues_if_they_are_right() -> None:
     model, _ = draft_model(context=1000)
     cost = cheap()
     for _ in range(100):
@@ -81,8 +81,8 @@ def test_it_pauses_where_drafts_are_wrong_and_goes_on_where_they_are_right() -> 
     assert max(drafted) == 7
 
 
-def test_what_is_not_expected_to_pay_is_not_tried_at_once() -> None:
-    """To find out it would have to evaluate the prompt; and what it cost once is known to the next text."""
+def test_drafts_that_are_not_expected_to_pay_are_delayed() -> None:
+    """A measurement would need the whole prompt; the cost of an earlier text is known."""
     cost = cheap()
     for expected, first_try in ((0.9, 64), (0.01, 0)):
         model, ops = draft_model(context=400, max_tokens=100, expected_cost=expected)
@@ -99,7 +99,7 @@ def test_what_is_not_expected_to_pay_is_not_tried_at_once() -> None:
     assert not ModelDrafter(model, cost).propose([1, 2, 3], 100)
 
 
-def test_a_text_beyond_its_context_gets_no_drafts() -> None:
+def test_a_text_longer_than_the_drafters_context_gets_no_drafts() -> None:
     model, _ = draft_model(context=16, max_tokens=16)
     drafter = ModelDrafter(model, cheap(), most=4)
     tokens = list(range(1, 13))
@@ -112,7 +112,7 @@ def test_a_text_beyond_its_context_gets_no_drafts() -> None:
     assert not drafter.propose(tokens, 100)
 
 
-def test_a_long_prompt_is_taken_up_a_chunk_at_a_time() -> None:
+def test_a_long_prompt_is_evaluated_in_chunks() -> None:
     model, ops = draft_model(context=64, max_tokens=8)
     drafter = ModelDrafter(model, cheap(), most=2)
     tokens = list(range(1, 25))
@@ -126,7 +126,7 @@ def test_a_long_prompt_is_taken_up_a_chunk_at_a_time() -> None:
     assert drafts == greedy_after(tokens, 2)
 
 
-def test_it_does_not_wait_for_room() -> None:
+def test_the_drafter_does_not_wait_for_pages() -> None:
     model, _ = draft_model(context=16)
     cache = model.runner.cache
     other = cache.begin([])
@@ -139,8 +139,8 @@ def test_it_does_not_wait_for_room() -> None:
     assert drafter.propose(tokens, 100) == greedy_after(tokens, 2)
 
 
-def test_a_text_that_has_not_gone_on_gets_no_more_drafts() -> None:
-    """As where its request had no part in the step."""
+def test_an_unchanged_text_gets_no_new_drafts() -> None:
+    """For example, its request was not part of the step."""
     model, _ = draft_model()
     drafter = ModelDrafter(model, cheap(), most=3)
     tokens = [1, 2, 3]
@@ -150,7 +150,7 @@ def test_a_text_that_has_not_gone_on_gets_no_more_drafts() -> None:
     assert drafter.propose(tokens, 100) == greedy_after(tokens, 3)
 
 
-def test_tokens_that_it_does_not_have_end_its_drafts() -> None:
+def test_tokens_that_the_drafter_lacks_end_its_drafts() -> None:
     model, _ = draft_model()
     drafter = ModelDrafter(model, cheap())
     tokens = [1, 2]
@@ -162,7 +162,7 @@ def test_tokens_that_it_does_not_have_end_its_drafts() -> None:
     assert not ModelDrafter(model, cheap()).propose([N_VOCAB + 5], 100)
 
 
-def test_it_gives_up_before_tokens_it_does_not_believe_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_end_before_unlikely_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.999)
     model, ops = draft_model()
     tokens = [1, 2]
