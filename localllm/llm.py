@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
-from localllm.engine.media import NO_MEDIA, PreparedMedia, PromptMedia, MediaTokens, text_ids
+from localllm.engine.media import NO_MEDIA, MediaTokens, PreparedMedia, PromptMedia, text_ids
 from localllm.engine.request import Request
 from localllm.errors import (
     Argument,

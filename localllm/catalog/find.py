@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import ModelNotFoundError, warn
-from localllm.kernels.cpu.host import available_memory
 from localllm.catalog import other_programs
 from localllm.catalog.demo import demo_path
 from localllm.catalog.hub_cache import cached_models, hub_cache, models_in, where_cached
 from localllm.catalog.hub_names import DEFAULT_QUANT, DEMO, HubName, choices, choose, matching
+from localllm.errors import ModelNotFoundError, warn
+from localllm.kernels.cpu.host import available_memory
 
 if TYPE_CHECKING:
     from localllm.catalog.listing import LocalModel

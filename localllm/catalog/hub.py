@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from localllm.errors import HubError, UsageError
 from localllm.catalog.hub_cache import hub_cache
+from localllm.errors import HubError, UsageError
 from localllm.nesting import parse_json
 from localllm.version import __version__
 

@@ -15,8 +15,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from localllm.regular_file import read_regular
 from localllm.catalog.hub_names import FileGroup, HubName, group_files
+from localllm.regular_file import read_regular
 
 _PREFIX = "models--"
 

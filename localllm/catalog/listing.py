@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localllm.errors import ModelNotFoundError
 from localllm.catalog import other_programs
 from localllm.catalog.demo import demo_path
 from localllm.catalog.file_details import Details, DetailsReader
 from localllm.catalog.hub_cache import cached_models, cached_repos, hub_cache
 from localllm.catalog.hub_names import DEMO, FileGroup, group_files, label
+from localllm.errors import ModelNotFoundError
 
 #: Limits of a search, because a user might name a whole disk: depth of folders, and number of entries.
 MAX_DEPTH = 8

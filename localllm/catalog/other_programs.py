@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localllm.regular_file import read_regular
 from localllm.nesting import parse_json
+from localllm.regular_file import read_regular
 
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 #: How the media types of Ollama's layers start.

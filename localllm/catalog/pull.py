@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from localllm.errors import GGUFError, HubError, UsageError
-from localllm.gguf import GGUFFile
 from localllm.catalog.hub import Hub, RemoteFile, is_passing, seconds_to_wait
 from localllm.catalog.hub_cache import hub_cache, repo_folder
 from localllm.catalog.hub_names import FileGroup, HubName, choose, group_files
+from localllm.errors import GGUFError, HubError, UsageError
+from localllm.gguf import GGUFFile
 
 #: Called with "download" or "check", the bytes done, and the total bytes.
 PullProgress = Callable[[str, int, int], object]

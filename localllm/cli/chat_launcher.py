@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 import localllm
+from localllm.catalog.find import model_path
+from localllm.catalog.listing import demo_model, find_models, read_details
 from localllm.cli.commands.generate import describe, generation_options, load_model, plan_reporter
 from localllm.cli.defaults import apply_settings
 from localllm.cli.interrupt import INTERRUPTED
 from localllm.console import LoadStatus, is_terminal, say, short_count, visible_line, warn
 from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.kernels.cpu.host import available_memory
-from localllm.catalog.find import model_path
-from localllm.catalog.listing import demo_model, find_models, read_details
 from localllm.llm import LLM
 from localllm.loading.devices import gpu_memory
 from localllm.loading.load import check_file

@@ -25,6 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypedDict, TypeVar,
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.catalog.find import find_cached, trained_context
+from localllm.catalog.hub_names import HubName
+from localllm.catalog.pull import pull
 from localllm.chat.built_in_templates import built_in
 from localllm.chat.reply import CallDelta
 from localllm.chat.tool_choice import choose_tools
@@ -75,9 +78,6 @@ from localllm.files import read_text
 from localllm.generation.completion import Chunk, Completion, Stream
 from localllm.gguf import GGUFFile
 from localllm.kernels.graph import CacheType
-from localllm.catalog.find import find_cached, trained_context
-from localllm.catalog.hub_names import HubName
-from localllm.catalog.pull import pull
 from localllm.llm import LLM, load, model_file, warned
 from localllm.loading.devices import gpu_memory
 from localllm.options.checks import check_keywords, mappings, whole_number

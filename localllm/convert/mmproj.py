@@ -17,9 +17,9 @@ from localllm.convert.settings import Settings, read_json
 from localllm.convert.sources import Source, find_sources
 from localllm.errors import ModelError, OutputError, UnsupportedArchitectureError, UsageError, path_text, quoted
 from localllm.gguf.writer import TensorSpec, read_back
-from localllm.models.hf_convert import floats
 from localllm.models.encoders.encoder import Checkpoint
 from localllm.models.encoders.registry import PROJECTORS, Projector, read_encoder
+from localllm.models.hf_convert import floats
 from localllm.quant.types import GGMLType
 from localllm.quantize.mixes import is_quantizable
 

@@ -28,8 +28,8 @@ from localllm.engine.media import Embeddings
 from localllm.engine.snapshots import NONE, Block
 from localllm.errors import PromptCacheError, path_text
 from localllm.files import NewFile
-from localllm.regular_file import open_regular
 from localllm.nesting import check_nesting
+from localllm.regular_file import open_regular
 
 MAGIC = b"llmcach3"
 _HEAD = struct.Struct("<QI")

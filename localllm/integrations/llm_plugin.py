@@ -14,10 +14,10 @@ import llm
 import pydantic
 from llm.parts import AttachmentPart, Message, ReasoningPart, StreamEvent, TextPart, ToolCallPart, ToolResultPart
 
-from localllm.chat.conversation import ToolCall
 from localllm.catalog.find import model_path
 from localllm.catalog.hub_names import DEMO
 from localllm.catalog.listing import find_models, read_details
+from localllm.chat.conversation import ToolCall
 from localllm.llm import LLM, load
 from localllm.models.registry import ARCHITECTURES
 from localllm.options.declared import CheckedOptions, Sampling, declared

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from localllm.cancellation import cancellable
 from localllm.chat.conversation import Media
-from localllm.engine.media import Embeddings, PreparedMedia, MediaTokens
+from localllm.engine.media import Embeddings, MediaTokens, PreparedMedia
 from localllm.errors import ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step

@@ -26,10 +26,10 @@ from localllm.errors import GGUFError, ModelError, path_text, quoted
 from localllm.files import NewFile
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
-from localllm.regular_file import open_regular
 from localllm.quant.bits import Floats
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
+from localllm.regular_file import open_regular
 
 #: Default tokens per piece, for files without the number.
 _CHUNK = 512

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from localllm.engine.engine import Counts
-from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.catalog.demo import demo_path
 from localllm.catalog.file_details import Details, DetailsReader
+from localllm.engine.engine import Counts
+from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.llm import LLM
 from localllm.options.types import LoadProgress
 

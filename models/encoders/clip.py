@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
 from localllm.models.encoders.images import cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.encoders.views import floats
+from localllm.models.hf_convert import Array
 
 HF_NAMES = ENCODER_NAMES | {
     "v.class_embd": "embeddings.class_embedding",

@@ -37,9 +37,9 @@ from localllm.kernels.graph import (
 )
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
 from localllm.models.config import Heads, Metadata
-from localllm.models.hf_convert import GELU_TANH, Array
 from localllm.models.encoders.images import MAX_PIXELS, block_order, normalised, open_picture, patches
 from localllm.models.encoders.views import RowsScaled
+from localllm.models.hf_convert import GELU_TANH, Array
 from localllm.models.weights import Reshaped, Weights
 from localllm.quant.formats import dequantize
 

@@ -34,10 +34,10 @@ from localllm.kernels.graph import (
     WeightView,
 )
 from localllm.models.blocks import Layer, add, norm
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import resized
 from localllm.models.encoders.views import Diagonal, Product, floats
+from localllm.models.hf_convert import Array
 
 _LINEARS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
 _LINEARS |= {"attn_out": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"}

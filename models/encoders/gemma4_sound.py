@@ -33,12 +33,12 @@ from localllm.kernels.graph import (
     Weight,
 )
 from localllm.models.blocks import Layer, add, norm
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared
 from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
 from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
 from localllm.models.encoders.views import FloatView, floats
 from localllm.models.encoders.whisper import SoundModel
+from localllm.models.hf_convert import Array
 
 _NORMS = {"ffn_norm": "feed_forward1.pre_layer_norm", "ffn_post_norm": "feed_forward1.post_layer_norm"}
 _NORMS |= {"ffn_norm_1": "feed_forward2.pre_layer_norm", "ffn_post_norm_1": "feed_forward2.post_layer_norm"}

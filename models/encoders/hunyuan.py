@@ -13,11 +13,11 @@ import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Activation, Linear, Matrix, RMSNorm
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared
 from localllm.models.encoders.images import interpolated
 from localllm.models.encoders.qwen import QwenVision
 from localllm.models.encoders.views import ColumnsByPart, floats
+from localllm.models.hf_convert import Array
 from localllm.models.weights import Reshaped
 
 #: Names in checkpoints and names in transformers, separated by a space.

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import UsageError, path_text, warn
-from localllm.regular_file import open_regular, reading_error
 from localllm.models.encoders import isolation
+from localllm.regular_file import open_regular, reading_error
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import nearest_grid, resized, tiles
 from localllm.models.encoders.views import floats
+from localllm.models.hf_convert import Array
 
 HF_NAMES = {
     "v.class_embd": "vision_tower.embeddings.cls_token",

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import ModelError
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import bicubic, resized
+from localllm.models.hf_convert import Array
 
 HF_NAMES = {
     "v.patch_embd": "patch_embed.proj",

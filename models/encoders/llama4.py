@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Activation, Tensor
 from localllm.models.blocks import Layer
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import cut, normalised, resized
 from localllm.models.encoders.views import floats
+from localllm.models.hf_convert import Array
 from localllm.quant.floats import bfloat16
 
 HF_NAMES = {

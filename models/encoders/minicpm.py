@@ -12,10 +12,10 @@ import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Activation, Add, Graph, Input, Outputs, Rows, Tensor
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage, VisionModel
 from localllm.models.encoders.images import block_order, cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
+from localllm.models.hf_convert import Array
 
 HF_NAMES = ENCODER_NAMES | {
     "v.vit_merger.ln1": "vit_merger.layer_norm1",

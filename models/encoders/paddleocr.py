@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, Pixels
 from localllm.models.encoders.images import interpolated
 from localllm.models.encoders.qwen import QwenVision
 from localllm.models.encoders.siglip import ENCODER_NAMES
+from localllm.models.hf_convert import Array
 
 HF_NAMES = ENCODER_NAMES | {
     "mm.input_norm": "mlp_AR.pre_norm",

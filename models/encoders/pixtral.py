@@ -11,10 +11,10 @@ import numpy as np
 
 from localllm.kernels.graph import Linear, Matrix, Rope
 from localllm.models.blocks import norm
-from localllm.models.hf_convert import Array, interleave_pairs
 from localllm.models.encoders.encoder import Checkpoint, Prepared, VisionModel
 from localllm.models.encoders.images import resized
 from localllm.models.encoders.views import ColumnsByPart
+from localllm.models.hf_convert import Array, interleave_pairs
 
 HF_NAMES = {
     "v.patch_embd": "vision_tower.patch_conv",

@@ -24,10 +24,10 @@ from localllm.kernels.graph import (
     Weight,
 )
 from localllm.models.blocks import add, norm
-from localllm.models.hf_convert import GELU_TANH, SILU, Array
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, split_qkv
 from localllm.models.encoders.images import bicubic, bilinear, resized, smart_resize
 from localllm.models.encoders.views import ColumnsByPart, SumOf
+from localllm.models.hf_convert import GELU_TANH, SILU, Array
 from localllm.models.weights import Reshaped
 
 HF_NAMES = {

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Input, Linear, Rows, Tensor
 from localllm.kernels.reference import gelu_erf
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared
 from localllm.models.encoders.sounds import RATE, Samples, convolved, log_mel
 from localllm.models.encoders.views import floats
 from localllm.models.encoders.whisper import ENCODER_NAMES, SoundModel
+from localllm.models.hf_convert import Array
 
 HF_NAMES = ENCODER_NAMES | {
     "a.conv2d.1": "audio_tower.conv2d1",

@@ -9,8 +9,8 @@ from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.models.config import Metadata
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import MEANT, Checkpoint, EncoderModel
+from localllm.models.hf_convert import Array
 from localllm.models.weights import ModelFile, Weights
 
 
@@ -41,7 +41,9 @@ class Projector:
     @property
     def keys(self) -> Callable[[Checkpoint], dict[str, Any]]:
         """Function that returns the family's additional keys, without ``clip.``."""
-        keys: Callable[[Checkpoint], dict[str, Any]] = import_module(f"localllm.models.encoders.{self.module}").hf_keys
+        keys: Callable[[Checkpoint], dict[str, Any]] = import_module(
+            f"localllm.models.encoders.{self.module}"
+        ).hf_keys
         return keys
 
     @property

@@ -12,11 +12,11 @@ import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Add, Attention, Graph, Input, Linear, Matrix, Outputs, RopeAppend, Rows, Tensor
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage
 from localllm.models.encoders.minicpm import MAX_SLICES, MiniCPMV
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.encoders.views import floats
+from localllm.models.hf_convert import Array
 
 HF_NAMES = ENCODER_NAMES | {
     "resampler.query": "resampler.query",

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Linear, Matrix, Outputs, RMSNorm
-from localllm.models.hf_convert import Array, floats
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
 from localllm.models.encoders.images import interpolated, nearest_grid, resized, tiles
 from localllm.models.encoders.views import Transposed
+from localllm.models.hf_convert import Array, floats
 
 #: Names of the encoder's tensors.
 ENCODER_NAMES = {

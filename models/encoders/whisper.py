@@ -23,10 +23,10 @@ from localllm.kernels.graph import (
     SideBySide,
     Tensor,
 )
-from localllm.models.hf_convert import Array
 from localllm.models.encoders.encoder import Checkpoint, EncoderModel, FrameRows, Prepared
 from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_sound
 from localllm.models.encoders.views import ColumnsByPart, WithBias
+from localllm.models.hf_convert import Array
 from localllm.models.weights import Reshaped
 
 #: Names of the encoder's tensors.

@@ -15,8 +15,8 @@ from typing import Any
 
 from localllm.convert.config import is_irrelevant, shares_name
 from localllm.convert.defaults import PATH
-from localllm.models.registry import ARCHITECTURES, DRAFTERS
 from localllm.models.encoders.registry import PROJECTORS
+from localllm.models.registry import ARCHITECTURES, DRAFTERS
 
 _SECTIONS = ("text_config", "vision_config", "audio_config")
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 import localllm
-from localllm.engine.media import PromptMedia, MediaTokens
+from localllm.engine.media import MediaTokens, PromptMedia
 from tests.benchmarks.theirs import LlamaCpp
 from tests.models.encoders.families import FAMILIES, make, picture
 from tests.models.encoders.test_seeing import logits

@@ -256,8 +256,8 @@ def write_models(folder: Path) -> Path:
     """Write the models and a file of presets into a folder; return the presets' path."""
     from tests.helpers.tiny_models import tiny_gguf
     from tests.localllm.loading.test_adapters import write_gguf
-    from tests.models.tiny import ENCODERS, make_model, write
     from tests.models.encoders.test_hearing import made
+    from tests.models.tiny import ENCODERS, make_model, write
 
     tiny_gguf(folder / "adapted.gguf", max_position_embeddings=1024)
     write_gguf(folder / "first.gguf", 2, rank=8)

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 import localllm
 from localllm import LLM, ClosedError, Stream
-from localllm.kernels.cpu.backend import CPUBackend
 from localllm.catalog.demo import demo_path
+from localllm.kernels.cpu.backend import CPUBackend
 
 __all__ = [
     "DEMO",

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from localllm import compat
+from localllm.catalog import find
 from localllm.compat import Llama, LlamaGrammar, LlamaPromptLookupDecoding, NotAvailableError, llama_chat_format
 from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, UsageError
-from localllm.catalog import find
 from tests.helpers.data import ROOT
 
 DEMO = str(ROOT / "localllm" / "data" / "demo.gguf")

@@ -12,7 +12,7 @@ import localllm
 from localllm import Sampling
 from localllm.chat.reply import ReplyParser
 from localllm.engine.engine import Engine, EngineLoop
-from localllm.engine.media import Embeddings, PreparedMedia, PromptMedia, MediaTokens
+from localllm.engine.media import Embeddings, MediaTokens, PreparedMedia, PromptMedia
 from localllm.engine.runner import ModelRunner
 from localllm.gguf import GGUFFile
 from localllm.kernels.reference import ReferenceBackend

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.engine.media import Embeddings, PreparedMedia, PromptMedia, MediaTokens
+from localllm.engine.media import Embeddings, MediaTokens, PreparedMedia, PromptMedia
 from localllm.engine.runner import ModelRunner
 from localllm.kernels.backend import Batch
 from localllm.kernels.cuda.row_split import RowSplitBackend

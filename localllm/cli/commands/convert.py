@@ -7,18 +7,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from localllm.catalog.hub_names import HubName
 from localllm.cli.commands.pull import download
 from localllm.cli.commands.quantize import carry_out
 from localllm.cli.defaults import apply_settings
 from localllm.cli.parser import Command, Positionals, flag
 from localllm.cli.shared_flags import DRY_RUN, OUTPUT, REQUANTIZE, WRITING
-from localllm.catalog.hub_names import HubName
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from localllm.catalog.pull import pull_checkpoint
     from localllm.convert import Checkpoint, MmprojCheckpoint
     from localllm.gguf import GGUFFile
-    from localllm.catalog.pull import pull_checkpoint
     from localllm.quantize import plan
 
     # Not the model: a folder or a name on the hub, no GGUF file on this machine.

@@ -120,9 +120,9 @@ def _compare(arguments: argparse.Namespace) -> None:
     """The divergence of several models from one, or from its logits in a file."""
     import tempfile
 
+    from localllm.catalog.demo import demo_path
     from localllm.evaluate import BaseLogits
     from localllm.gguf import GGUFFile
-    from localllm.catalog.demo import demo_path
     from localllm.llm import model_file as file_of
 
     others = [arguments.model] if arguments.base_logits is not None else []

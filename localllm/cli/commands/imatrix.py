@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from localllm.gguf import GGUFFile
     from localllm.catalog.demo import demo_path
+    from localllm.gguf import GGUFFile
     from localllm.quantize.imatrix import ImportanceMatrix
     from localllm.quantize.imatrix_collection import chunks
     from localllm.tokenizer import Tokenizer

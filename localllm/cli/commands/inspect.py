@@ -45,8 +45,8 @@ _LONGEST_KEY = 50
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from localllm.gguf import GGUFFile
     from localllm.catalog.demo import demo_path
+    from localllm.gguf import GGUFFile
 
     _check_flags(arguments)
     apply_settings(arguments)

@@ -12,8 +12,8 @@ from localllm.errors import path_text
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from localllm.gguf import GGUFFile
     from localllm.catalog.demo import demo_path
+    from localllm.gguf import GGUFFile
     from localllm.loading.adapters import merge, read_adapter
 
     apply_settings(arguments)

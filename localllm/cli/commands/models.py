@@ -30,8 +30,8 @@ _HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fit
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from localllm.kernels.cpu.host import available_memory
     from localllm.catalog.listing import demo_model, find_models
+    from localllm.kernels.cpu.host import available_memory
     from localllm.loading.devices import gpu_memory
 
     settings = load_settings()
@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _presets(settings: Settings) -> list[LocalModel]:
     """Return the models of the file of presets, under their sections' names."""
-    from localllm.cli.presets import read_presets
     from localllm.catalog.find import find
     from localllm.catalog.listing import LocalModel
+    from localllm.cli.presets import read_presets
 
     models = []
     for name, section in read_presets(None).items():

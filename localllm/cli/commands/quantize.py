@@ -27,8 +27,8 @@ _HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from localllm.gguf import GGUFFile
     from localllm.catalog.demo import demo_path
+    from localllm.gguf import GGUFFile
     from localllm.quantize import ImportanceMatrix, plan
     from localllm.quantize.mixes import MIXES, mix_named
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.catalog.hub_names import DEMO, HubName
 from localllm.cli.argument_types import model_file, whole
 from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import apply_settings, chat_template, load_options, template_variables
@@ -24,7 +25,6 @@ from localllm.cli.shared_flags import ENDING, LORA, PRESETS, RUNNING, SAMPLING, 
 from localllm.console import say, warn
 from localllm.errors import LocalLLMError, UsageError, path_text
 from localllm.files import expanded, private_folder, read_text
-from localllm.catalog.hub_names import DEMO, HubName
 from localllm.options.declared import CheckedOptions, LoadOptions
 from localllm.options.settings import Settings
 

@@ -14,8 +14,8 @@ from localllm.errors import path_text
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from localllm.gguf import GGUFFile
     from localllm.catalog.demo import demo_path
+    from localllm.gguf import GGUFFile
     from localllm.quantize import plan, split_files
     from localllm.quantize import run as write
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from localllm.errors import UsageError
 from localllm.catalog.hub_names import FileGroup, HubName, choose, group_files, label
+from localllm.errors import UsageError
 
 
 @pytest.mark.parametrize(

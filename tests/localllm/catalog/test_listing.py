@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import localllm
-from localllm.cli.presets import ollama_preset
-from localllm.errors import GGUFError, ModelNotFoundError, UsageError
-from localllm.kernels.cpu.host import default_threads
 from localllm.catalog import file_details, listing
 from localllm.catalog.file_details import Details, DetailsReader
 from localllm.catalog.find import find
 from localllm.catalog.hub_cache import hub_cache
 from localllm.catalog.listing import demo_model, find_models, read_details
+from localllm.cli.presets import ollama_preset
+from localllm.errors import GGUFError, ModelNotFoundError, UsageError
+from localllm.kernels.cpu.host import default_threads
 from localllm.loading.load import LoadOptions, plan_file
 from localllm.models.registry import ARCHITECTURES
 from tests.helpers.command_line import run_main, run_on_terminal

@@ -18,10 +18,10 @@ import huggingface_hub
 import pytest
 
 import localllm
-from localllm.convert import Checkpoint
-from localllm.errors import HubError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.catalog import pull as pulling
 from localllm.catalog.pull import pull, pull_checkpoint
+from localllm.convert import Checkpoint
+from localllm.errors import HubError, LocalLLMError, ModelNotFoundError, UsageError
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.command_line import environment, run_main, running
 from tests.helpers.data import ROOT

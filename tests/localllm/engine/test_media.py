@@ -13,7 +13,7 @@ import pytest
 from localllm.engine import media as media_module
 from localllm.engine import saved_prompts
 from localllm.engine.engine import Engine, EngineLoop
-from localllm.engine.media import Embeddings, PreparedMedia, EmbeddingCache, PromptMedia, MediaTokens
+from localllm.engine.media import EmbeddingCache, Embeddings, MediaTokens, PreparedMedia, PromptMedia
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.errors import UsageError

@@ -16,10 +16,10 @@ from llguidance import LLTokenizer
 
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
+from localllm.catalog.listing import demo_model
 from localllm.chat.tool_choice import call_schema, calls_grammar
 from localllm.compat import Llama
 from localllm.engine.drafting.cost import StepCost
-from localllm.catalog.listing import demo_model
 from localllm.sampling import grammar as grammar_module
 from localllm.sampling import make_sampler
 from localllm.sampling.grammar import Constraint, Grammars, check_grammar

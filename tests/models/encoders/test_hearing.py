@@ -18,7 +18,7 @@ from localllm import LLM
 from localllm.chat import ChatTemplate
 from localllm.chat.conversation import read_messages
 from localllm.convert import Checkpoint, MmprojCheckpoint
-from localllm.engine.media import PreparedMedia, PromptMedia, MediaTokens
+from localllm.engine.media import MediaTokens, PreparedMedia, PromptMedia
 from localllm.kernels.backend import Backend
 from localllm.loading.devices import open_devices
 from localllm.loading.media_encoder import MediaEncoder

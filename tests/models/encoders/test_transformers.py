@@ -20,7 +20,7 @@ from localllm.errors import NotEnoughMemoryError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import weights_of
 from localllm.loading.devices import open_devices
-from localllm.loading.media_encoder import Prepared, MediaEncoder, _Encoder
+from localllm.loading.media_encoder import MediaEncoder, Prepared, _Encoder
 from localllm.models.encoders.images import block_order
 from localllm.models.encoders.registry import PROJECTORS, read_encoder
 from localllm.quant.formats import dequantize
