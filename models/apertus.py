@@ -42,7 +42,7 @@ def record(m: Header) -> Graph:
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), heads, rope, qk_norm="head", residual=x)
-        alpha_n, alpha_p, beta, eps = (each[at.number] for each in numbers)
+        alpha_n, alpha_p, beta, eps = (values[at.number] for values in numbers)
         y = at.linear(norm(at, "ffn_norm", x), "ffn_up", n_ff)
         y = at.add(XIELU(y, _softplus(alpha_p), beta + _softplus(alpha_n), beta, eps))
         return at.linear(y, "ffn_down", at.n_embd, residual=x)

@@ -242,7 +242,7 @@ def attention(
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, qkv_by_head=qkv_by_head, has_gate=has_gate)
     if clamp:
-        q, k, v = (at.add(g.Clamp(each, -clamp, clamp)) for each in (q, k, v))
+        q, k, v = (at.add(g.Clamp(tensor, -clamp, clamp)) for tensor in (q, k, v))
     cache = at.graph.kv_cache(
         heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if at.causal else None
     )
@@ -376,7 +376,7 @@ def mixture(
     activation: str = "silu",
     is_weighted_first: bool = False,
     limits: tuple[float, float] = (0.0, 0.0),
-    chosen: Tensor | None = None,
+    expert_ids: Tensor | None = None,
 ) -> Tensor:
     """Mixture of experts: each token uses k of the experts' MLPs. Return the weighted sum of their outputs.
 
@@ -388,12 +388,12 @@ def mixture(
         residual: the result times ``residual_scale`` is added to this tensor.
         is_weighted_first: whether the weights multiply the experts' inputs instead of their outputs.
         limits: limits of the gates of selected and of shared experts, see `gated`.
-        chosen: see `route`.
+        expert_ids: see `route`.
 
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w = at.weights
-    routing = route(at, x, experts, residual_scale, chosen)
+    routing = route(at, x, experts, residual_scale, expert_ids)
     if experts.n_ff_shared:
         options: Any = {"activation": activation, "suffix": "_shexp"}
         is_gated = "ffn_gate_shexp.weight" in w or w.n_rows("ffn_up_shexp.weight") == 2 * experts.n_ff_shared
@@ -420,14 +420,14 @@ def mixture(
     return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
 
 
-def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Tensor | None = None) -> g.Routing:
+def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, expert_ids: Tensor | None = None) -> g.Routing:
     """Return the experts of each token, and their weights times ``scale``.
 
-    The router selects the experts, unless ``chosen`` [T, k] names them.
+    The router selects the experts, unless ``expert_ids`` [T, k] names them.
     """
     w, n, bias = at.weights, experts.n, None
     is_nvfp4 = w.type_of("ffn_down_exps.weight") is GGMLType.NVFP4
-    if chosen is None:
+    if expert_ids is None:
         bias = w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n)
     return at.add(
         g.Route(
@@ -442,7 +442,7 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Te
             n_group_best=1 if experts.gating == "softmax" else 2,  # DeepSeek V2: 1, V3: 2
             # `Weights.experts` applies the scales of matrices in NVFP4.
             expert_scales=None if is_nvfp4 else w.find("ffn_down_exps.scale", n),
-            chosen=chosen,
+            chosen=expert_ids,
         )
     )
 
@@ -566,8 +566,8 @@ def delta_net(
     if "ssm_in.weight" in w:  # in files of Qwen 3 Next that llama.cpp's converter wrote in 2025
         widths = {"query": keys, "key": keys, "value": values, "gate": values}
         matrices = w.split("ssm_in", d, widths, n_groups=net.n_keys)
-        *parts, gate, beta, alpha = at.add(g.Linears(x, (*matrices, *beta_alpha)))
-        qkv = at.add(g.SideBySide(tuple(parts)))
+        *separate, gate, beta, alpha = at.add(g.Linears(x, (*matrices, *beta_alpha)))
+        qkv = at.add(g.SideBySide(tuple(separate)))
     else:
         matrices = w.matrix("attn_qkv", d, width), w.matrix("attn_gate", d, values)
         qkv, gate, beta, alpha = at.add(g.Linears(x, (*matrices, *beta_alpha)))

@@ -127,13 +127,13 @@ class Metadata:
             return (self.read(key, kind, default, low=low, high=high),) * n_layers
         if len(values) not in (n_layers, self.find("block_count")):
             raise ModelError(f"{full} has {len(values)} values for {n_layers} layers: the file is broken")
-        each = (Metadata({full: v}, self.architecture) for v in values[:n_layers])
-        return tuple(one.read(key, kind, low=low, high=high) for one in each)
+        layers = (Metadata({full: v}, self.architecture) for v in values[:n_layers])
+        return tuple(layer.read(key, kind, low=low, high=high) for layer in layers)
 
     def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
         """Return an integer that must be the same for all layers. The file may contain a list of one per layer."""
-        first, *others = self.read_each(key, n_layers, int, default, low=low, high=high)
-        if any(other != first for other in others):
+        first, *more = self.read_each(key, n_layers, int, default, low=low, high=high)
+        if any(value != first for value in more):
             raise ModelError(
                 f"{self.architecture}.{key} differs from layer to layer, which localllm does not support yet"
             )
@@ -149,7 +149,10 @@ class Metadata:
             rotates: whether the model has rotary positions. If not, keys about the rotation are ignored.
         """
         prefix, names = f"{self.architecture}.", "\n".join(tensors)
-        absent = (*(begin for begin, part in _PARTS.items() if part not in names), *([] if rotates else ["rope."]))
+        absent = (
+            *(begin for begin, fragment in _PARTS.items() if fragment not in names),
+            *([] if rotates else ["rope."]),
+        )
         for full in self.values:
             if full.startswith(prefix) and full not in self._read:
                 key = full.removeprefix(prefix)
@@ -346,16 +349,16 @@ class Header:
     def heads_by_layer(self) -> tuple[Heads | None, ...]:
         """Return the attention heads of each layer; None for layers without attention (``head_count_kv`` is 0)."""
         n_layers = self.config.n_layers
-        each = self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
-        most = max(each)
+        n_heads = self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
+        most = max(n_heads)
         each_kv = self.meta.read_each("attention.head_count_kv", n_layers, int, most, low=0, high=most)
-        return tuple(self._heads(n or most, n_kv) if n_kv else None for n, n_kv in zip(each, each_kv, strict=True))
+        return tuple(self._heads(n or most, n_kv) if n_kv else None for n, n_kv in zip(n_heads, each_kv, strict=True))
 
     def heads_of_layers(self) -> tuple[Heads, ...]:
         """Return the attention heads of each layer. Raises ModelError if a layer has no attention."""
-        each = self.heads_by_layer()
-        heads = tuple(heads for heads in each if heads is not None)
-        if len(heads) != len(each):
+        by_layer = self.heads_by_layer()
+        heads = tuple(heads for heads in by_layer if heads is not None)
+        if len(heads) != len(by_layer):
             raise ModelError(f"{self.meta.architecture}.attention.head_count_kv is 0 in a layer: the file is broken")
         return heads
 

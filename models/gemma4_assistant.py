@@ -70,7 +70,9 @@ def record(m: Header) -> Graph:
     meta.skip("final_logit_softcapping")  # the target's soft-cap, which is not applied to drafts
     full, local = (m.head_dims(suffix)[0] for suffix in ("", "_swa"))
     # The position of a query follows the last position in the cache.
-    rope, local_rope = (replace(each, ahead=1) for each in (make_rope(m, full), make_local_rope(m, local or full)))
+    rope, local_rope = (
+        replace(rotation, ahead=1) for rotation in (make_rope(m, full), make_local_rope(m, local or full))
+    )
     target = m.target
     if target is None:
         graph = Graph(m.cache_type)

@@ -61,18 +61,18 @@ class Pooling:
         of_class = meta.read("classifier.pooling_type", int, 0, low=0, high=len(KINDS) - 1)
         if rank and of_class:
             rows = KINDS[of_class] or rows
-        found: dict[str, Weight] = {}
+        tensors: dict[str, Weight] = {}
         for name in ("dense_2", "dense_3", "cls", "cls.norm", "cls.output"):
             n_out = width if name.startswith("cls") and name != "cls.output" else weights.n_rows(f"{name}.weight")
             shape = (width,) if name == "cls.norm" else (n_out, width)
             weight, bias = weights.find(f"{name}.weight", *shape), weights.find(f"{name}.bias", shape[0])
             if weight is not None and (rank or not name.startswith("cls")):
-                found |= {name: weight} | ({} if bias is None else {f"{name}.bias": bias})
+                tensors |= {name: weight} | ({} if bias is None else {f"{name}.bias": bias})
                 width = shape[0]
-        if rank and not any(name.startswith("cls") for name in found):
+        if rank and not any(name.startswith("cls") for name in tensors):
             raise ModelError("the file is for a reranker (pooling_type), but has no classifier (cls.output.weight)")
         is_qwen = meta.architecture.startswith("qwen3")
-        return cls(kind, rows, width, causal, found, is_modern, rank and is_qwen)
+        return cls(kind, rows, width, causal, tensors, is_modern, rank and is_qwen)
 
     def head(self) -> Callable[[Array], Array]:
         """Read the weights, and return a function from the pooled vectors, or token vectors [..., d], to the result

@@ -60,8 +60,8 @@ class Architecture:
     def conversion(self) -> Conversion:
         """Conversion from Hugging Face's checkpoints to GGUF."""
         module = import_module(f"localllm.models.{self.module}")
-        found = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
-        functions = {name: function for name, function in found.items() if function}
+        hooks = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
+        functions = {name: function for name, function in hooks.items() if function}
         return Conversion(module.HF_NAMES, **functions, meant=getattr(module, "HF_MEANT", {}))
 
 
@@ -308,7 +308,7 @@ def read_model(
     if is_block:
         return Model(replace(config, n_layers=1), graph, context > config.original_context)
     operations = [node.operation for node in graph.nodes]
-    rotates = any(isinstance(each, RopeAppend) and each.rope is not None for each in operations)
+    rotates = any(isinstance(operation, RopeAppend) and operation.rope is not None for operation in operations)
     meta.check_all_read(file.tensors, rotates=rotates)
     weights.check_all_used()
     return Model(config, graph, context > config.original_context, pooling)

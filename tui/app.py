@@ -133,9 +133,9 @@ class ChatApp(BaseApp):
         self.install_screen(chat, uuid.uuid4().hex)
         await self.show_tab(len(self.models.chats) - 1)
 
-    async def show_tab(self, place: int) -> None:
-        """Show the open chat with index ``place``."""
-        chat = self.models.chats[place]
+    async def show_tab(self, index: int) -> None:
+        """Show an open chat; ``index`` counts from 0."""
+        chat = self.models.chats[index]
         if chat is not self._chat:
             self._chat.seen.clear()
             self._chat = chat
@@ -150,8 +150,8 @@ class ChatApp(BaseApp):
         if len(chats) == 1:
             raise UsageError(f"this is the only open chat: {self.key_of('quit')} quits")
         await chat.end_turn()
-        place = chats.index(chat)
-        await self.show_tab(place - 1 if place else 1)
+        index = chats.index(chat)
+        await self.show_tab(index - 1 if index else 1)
         chats.remove(chat)
         self._chat.unsaved += [*chat.unsaved, chat.session]
         self.uninstall_screen(chat)

@@ -88,7 +88,7 @@ class BaseApp(App[int]):
         text = escape_controls(message)
         if len(text) > _MAX_NOTICE:  # a longer one would cover the screen
             text = f"{text[:_MAX_NOTICE]}…"
-        if all(other.message != text for other in self._notifications):
+        if all(notification.message != text for notification in self._notifications):
             seconds = max(_NOTICE_SECONDS, len(text) / _READ_PER_SECOND)
             super().notify(text, **{**options, "timeout": options.get("timeout") or seconds, "markup": False})
 

@@ -64,8 +64,8 @@ class UI(Protocol):
     async def put(self, draft: str) -> None:
         """Insert a draft into the editor, or send it if the interface has no editor."""
 
-    async def open(self, conversation: Conversation, told: str = "") -> None:
-        """Switch to another conversation, and show the message ``told``."""
+    async def open(self, conversation: Conversation, notice: str = "") -> None:
+        """Switch to another conversation, and show the message ``notice``."""
 
     async def use_model(self, name: str) -> None:
         """Load another model."""
@@ -123,7 +123,7 @@ class Command:
 
     def shown_key(self, keys: Mapping[str, str]) -> str:
         """Return the key as shown to users, or an empty string. ``keys`` contains the keys that the user changed."""
-        return "+".join(part.capitalize() for part in keys.get(self.name, self.key).split(",")[0].split("+"))
+        return "+".join(name.capitalize() for name in keys.get(self.name, self.key).split(",")[0].split("+"))
 
 
 class Call(NamedTuple):
@@ -139,8 +139,8 @@ def parse(text: str) -> Call | str:
         return Call(find("run"), text[1:].strip())
     if not text.startswith("/") or text.startswith("//"):
         return text[1:] if text.startswith(("//", "!!")) else text
-    name, *rest = text[1:].split(maxsplit=1) or [""]
-    return Call(find(name), rest[0].rstrip() if rest else "")
+    name, *arguments = text[1:].split(maxsplit=1) or [""]
+    return Call(find(name), arguments[0].rstrip() if arguments else "")
 
 
 def find(name: str) -> Command:
@@ -213,29 +213,29 @@ def forks(conversation: Conversation) -> list[Fork]:
 
 def branch_meant(conversation: Conversation, argument: str) -> Message:
     """Return the branch for ``next``, ``prev`` or a number, at the last fork or at a message. Raises UsageError."""
-    found = forks(conversation)
-    if not found:
+    path_forks = forks(conversation)
+    if not path_forks:
         raise UsageError(NO_BRANCHES)
-    first, *rest = argument.split()
-    fork = found[-1]
-    if rest or first.startswith("#"):
+    first, *words = argument.split()
+    fork = path_forks[-1]
+    if words or first.startswith("#"):
         message = numbered(conversation, first)
-        fork = next((each for each in found if message in each.branches), Fork(0, [message], 1))
-    where = rest[0] if rest else "next" if first.startswith("#") else first
+        fork = next((candidate for candidate in path_forks if message in candidate.branches), Fork(0, [message], 1))
+    branch = words[0] if words else "next" if first.startswith("#") else first
     steps = {"next": fork.at + 1, "prev": fork.at - 1, "previous": fork.at - 1}
-    number = int(where) if where.isdecimal() else steps.get(where, 0)
+    number = int(branch) if branch.isdecimal() else steps.get(branch, 0)
     n = len(fork.branches)
-    if len(rest) > 1 or not 0 < number <= n:
-        raise UsageError(f"there is no branch {where}, and this is {fork.at} of {n}: /branch lists them")
+    if len(words) > 1 or not 0 < number <= n:
+        raise UsageError(f"there is no branch {branch}, and this is {fork.at} of {n}: /branch lists them")
     return fork.branches[number - 1]
 
 
 async def _edit(session: ChatSession, ui: UI, argument: str) -> None:
     conversation = session.conversation
-    first, *rest = argument.split(maxsplit=1) or [""]
+    first, *words = argument.split(maxsplit=1) or [""]
     message: Message | None
     if first.removeprefix("#").isdecimal():  # a number always names a message
-        message, text = numbered(conversation, first), rest[0] if rest else ""
+        message, text = numbered(conversation, first), words[0] if words else ""
     else:
         message = next((m for m in reversed(conversation.path()) if m.role == "user"), None)
         text = argument
@@ -250,20 +250,20 @@ async def _regenerate(session: ChatSession, ui: UI, argument: str) -> None:
 
 
 async def _branch(session: ChatSession, ui: UI, argument: str) -> None:
-    found = forks(session.conversation)
-    if not found:
+    path_forks = forks(session.conversation)
+    if not path_forks:
         raise UsageError(NO_BRANCHES)
     choices = [
         (f"#{fork.number} {i}", f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  {text}")
-        for fork in found
+        for fork in path_forks
         for i, text in enumerate((shortened(branch.content, 55) for branch in fork.branches), 1)
     ]
-    at = len(choices) - len(found[-1].branches) + found[-1].at - 1
-    chosen = argument or await ui.choose("Branches", choices, at)
-    if chosen:
-        await ui.call(session.switch, branch_meant(session.conversation, chosen).id)
+    at = len(choices) - len(path_forks[-1].branches) + path_forks[-1].at - 1
+    answer = argument or await ui.choose("Branches", choices, at)
+    if answer:
+        await ui.call(session.switch, branch_meant(session.conversation, answer).id)
         await ui.show()
-    elif chosen is not None:
+    elif answer is not None:
         await ui.tell("\n".join(label for _, label in choices))
 
 
@@ -277,13 +277,13 @@ async def _remove(session: ChatSession, ui: UI, argument: str) -> None:
 
 
 def transcript(session: ChatSession, argument: str) -> str:
-    parts, conversation = [], session.conversation
+    entries, conversation = [], session.conversation
     for number, message in enumerate(conversation.path(), 1):
         at, n = conversation.branch_of(message.id)
         branch = f", branch {at} of {n}" if n > 1 else ""
         cut = ", cut off" if message.is_cut else ", edited" if message.state == "edited" else ""
-        parts.append(f"#{number} {message.role}{branch}{cut}\n{message.content}")
-    return "\n\n".join(parts) or "this chat has no messages yet"
+        entries.append(f"#{number} {message.role}{branch}{cut}\n{message.content}")
+    return "\n\n".join(entries) or "this chat has no messages yet"
 
 
 class Match(NamedTuple):
@@ -338,17 +338,17 @@ async def _set(session: ChatSession, ui: UI, argument: str) -> None:
 
 def _settings(session: ChatSession, argument: str) -> str:
     settings = session.conversation.settings
-    name, *rest = argument.split(maxsplit=1) or [""]
-    if rest:
-        settings = chat_settings.with_setting(settings, name, rest[0])
+    name, *values = argument.split(maxsplit=1) or [""]
+    if values:
+        settings = chat_settings.with_setting(settings, name, values[0])
         session.set_options(settings)
     elif name:
         chat_settings.with_setting(settings, name, "default")  # raises UsageError for an unknown name
     defaults = vars(Sampling())
     lines = []
-    for each in [chat_settings.full_name(name)] if name else chat_settings.READERS:
-        text = chat_settings.typed(settings.get(each, defaults.get(each, "default")))
-        lines.append(f"{each:<20} {text}{'' if each in settings else '  (default)'}")
+    for setting in [chat_settings.full_name(name)] if name else chat_settings.READERS:
+        text = chat_settings.typed(settings.get(setting, defaults.get(setting, "default")))
+        lines.append(f"{setting:<20} {text}{'' if setting in settings else '  (default)'}")
     return "\n".join(lines)
 
 
@@ -393,10 +393,10 @@ def compared(conversation: Conversation) -> list[Message]:
     The second reply is the newest sibling, preferably by another model. Raises UsageError if there is no sibling.
     """
     reply = next((m for m in reversed(conversation.path()) if m.role == "assistant"), None)
-    others = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
-    if reply is None or not others:
+    siblings = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
+    if reply is None or not siblings:
         raise UsageError("there is only one reply: /compare FILE lets another model reply too, /regen the same model")
-    return [max(others, key=lambda other: (who(other) != who(reply), other.created)), reply]
+    return [max(siblings, key=lambda sibling: (who(sibling) != who(reply), sibling.created)), reply]
 
 
 async def _model(session: ChatSession, ui: UI, argument: str) -> None:
@@ -414,9 +414,9 @@ def stats_text(session: ChatSession, argument: str = "") -> str:
     used, context = session.meter()
     lines = [f"context {used:,} / {context:,} tokens ({used / max(1, context):.0%})"]
     if (stats := session.last) is not None:
-        parts = f"{stats.cached_tokens:,} cached, {stats.prompt_tokens - stats.cached_tokens:,} evaluated"
+        tokens = f"{stats.cached_tokens:,} cached, {stats.prompt_tokens - stats.cached_tokens:,} evaluated"
         speed = f"the first after {stats.first_token_s:.2f} s, then {stats.rate:.1f} tok/s, by {stats.model}"
-        lines.append(f"last prompt {stats.prompt_tokens:,} tokens: {parts}")
+        lines.append(f"last prompt {stats.prompt_tokens:,} tokens: {tokens}")
         lines.append(f"last reply {stats.new_tokens:,} tokens: {speed}")
     return "\n".join(lines)
 
@@ -428,8 +428,8 @@ def _save(session: ChatSession, argument: str) -> str:
     check_begun(session.conversation)
     if argument:
         session.set_title(argument)
-    where = "only in memory" if session.store.path is None else f"in {session.store.path}"
-    return f"{session.conversation.id}  {session.conversation.title}, saved {where}"
+    location = "only in memory" if session.store.path is None else f"in {session.store.path}"
+    return f"{session.conversation.id}  {session.conversation.title}, saved {location}"
 
 
 def check_begun(conversation: Conversation) -> None:
@@ -471,10 +471,10 @@ async def _import(session: ChatSession, ui: UI, argument: str) -> None:
 async def _export(session: ChatSession, ui: UI, argument: str) -> None:
     if not argument:
         name = re.sub(r"\W+", "-", session.conversation.title.lower())[:40].strip("-") or "chat"
-        asked = await ui.ask("Export", "A new file: .md to read, or .json with all branches", f"{name}.md")
-        if asked is None:
+        filename = await ui.ask("Export", "A new file: .md to read, or .json with all branches", f"{name}.md")
+        if filename is None:
             return
-        argument = asked
+        argument = filename
     await ui.tell(await ui.call(_exported, session, argument))
 
 
@@ -491,8 +491,8 @@ def _exported(session: ChatSession, argument: str) -> str:
 
 def _sessions(session: ChatSession, argument: str) -> str:
     store, words = session.store, argument != "archived" and argument
-    found = store.search(words) if words else store.sessions(limit=20, archived=argument == "archived")
-    return "\n".join(map(_line, found)) or "no chats"
+    summaries = store.search(words) if words else store.sessions(limit=20, archived=argument == "archived")
+    return "\n".join(map(_line, summaries)) or "no chats"
 
 
 def _line(summary: ChatSummary) -> str:
@@ -526,8 +526,10 @@ async def _archive(archived: bool, session: ChatSession, ui: UI, argument: str) 
     if is_open:
         check_begun(session.conversation)
     await ui.call(partial(session.store.set, id_, archived=archived))
-    told = f"archived {id_}: /unarchive {id_} brings it back" if archived else f"{id_} is in the list of chats again"
-    await (ui.open(new_chat(session), told) if archived and is_open else ui.tell(told))
+    notice = f"{id_} is in the list of chats again"
+    if archived:
+        notice = f"archived {id_}: /unarchive {id_} brings it back"
+    await (ui.open(new_chat(session), notice) if archived and is_open else ui.tell(notice))
 
 
 def _chosen(session: ChatSession, argument: str) -> str:
@@ -554,7 +556,7 @@ async def _fork(session: ChatSession, ui: UI, argument: str) -> None:
 async def _prompt(session: ChatSession, ui: UI, argument: str) -> None:
     folder = (session.store.path or default_path()).with_name("prompts")
     files = {path.stem: path for path in sorted(folder.glob("*.*")) if path.suffix in (".md", ".txt")}
-    name, *rest = argument.split(maxsplit=1) or [""]
+    name, *words = argument.split(maxsplit=1) or [""]
     if not name:
         await ui.tell("\n".join(files) or f"there are no prompts yet: save texts in {folder} as NAME.md")
         return
@@ -566,7 +568,7 @@ async def _prompt(session: ChatSession, ui: UI, argument: str) -> None:
         text = files[name].read_text("utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(f"{files[name]} cannot be read ({error}): check that it is UTF-8 text") from None
-    await ui.put(filled(text.strip(), rest[0] if rest else ""))
+    await ui.put(filled(text.strip(), words[0] if words else ""))
 
 
 async def _run(session: ChatSession, ui: UI, argument: str) -> None:
@@ -579,12 +581,12 @@ def filled(prompt: str, argument: str) -> str:
     If the prompt has no placeholder, ``argument`` is appended.
     """
     words = argument.split()
-    found = re.sub(
+    text = re.sub(
         r"\$([1-9]|ARGUMENTS\b)",
         lambda m: argument if m[1] == "ARGUMENTS" else words[int(m[1]) - 1] if int(m[1]) <= len(words) else "",
         prompt,
     )
-    return f"{prompt}\n\n{argument}" if argument and found == prompt else found
+    return f"{prompt}\n\n{argument}" if argument and text == prompt else text
 
 
 # -- Tools -----------------------------------------------------------------------------------------------------------
@@ -615,10 +617,10 @@ def tools_text(session: ChatSession, argument: str, is_stopped: Callable[[], boo
 
 async def _help(session: ChatSession, ui: UI, argument: str) -> None:
     name = argument.removeprefix("/")
-    wanted = [find(name)] if name else [command for command in COMMANDS if command.run is not None]
+    listed = [find(name)] if name else [command for command in COMMANDS if command.run is not None]
     if not await ui.on_screen("help", argument):
-        width = max(len(command.usage) for command in wanted)
-        await ui.tell("\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted))
+        width = max(len(command.usage) for command in listed)
+        await ui.tell("\n".join(f"{command.usage:<{width}}  {command.help}" for command in listed))
 
 
 # fmt: off
@@ -684,6 +686,8 @@ COMMANDS = [
 #: The first commands of the palette. Other commands follow in the order of the table.
 _FIRST = ("clear", "sessions", "model", "system", "set", "regen", "continue", "edit", "branch", "copy")
 _RANKS = {name: rank for rank, name in enumerate(_FIRST)}
-PALETTE = sorted((each for each in COMMANDS if each.title), key=lambda each: _RANKS.get(each.name, len(_RANKS)))
+PALETTE = sorted(
+    (command for command in COMMANDS if command.title), key=lambda command: _RANKS.get(command.name, len(_RANKS))
+)
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

@@ -92,14 +92,14 @@ class InputReader:
 
     def _joined(self, line: str, end: str | None) -> str:
         """Join ``line`` with the next lines, up to ``end``; if ``end`` is None, while lines end with a backslash."""
-        parts = []
+        lines = []
         while (not line.rstrip().endswith(end)) if end else line.endswith("\\"):
-            parts.append(line if end else line[:-1])
+            lines.append(line if end else line[:-1])
             more = self._line(". ")
             if more is None:
-                return "\n".join(parts)
+                return "\n".join(lines)
             line = more
-        return "\n".join([*parts, line.rstrip().removesuffix(end) if end else line])
+        return "\n".join([*lines, line.rstrip().removesuffix(end) if end else line])
 
     def _line(self, prompt: str) -> str | None:
         if self._edits:
@@ -276,14 +276,14 @@ class LineChat(commands.UI):
             if message.role == "assistant":
                 self._remark("edited: /continue continues the reply")
 
-    async def open(self, conversation: Conversation, told: str = "") -> None:
+    async def open(self, conversation: Conversation, notice: str = "") -> None:
         old = self.session
         if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
         self.session = replace(old, conversation=conversation)
         if (warning := self.session.mark_open()) is not None:
             warn(warning)
-        self._say(told or "a new chat") if told or not len(conversation) else await self.show()
+        self._say(notice or "a new chat") if notice or not len(conversation) else await self.show()
 
     async def use_model(self, path: str) -> None:
         """Replace the model. The old model stays loaded if the new file cannot be read."""

@@ -51,7 +51,7 @@ class Prompt:
         """As requests have them."""
         ids = list(self.ids)
         for each in self.pictures.placed:
-            ids[each.start : each.stop] = each.picture.ids
+            ids[each.start : each.stop] = each.media.ids
         return ids
 
 
@@ -215,7 +215,7 @@ def test_the_engine_writes_what_transformers_does(name: str, max_tokens: int, tm
     engine = SteppedEngine(runner=runner, encoder=encoder)
     edits = prompt(), prompt(), prompt(7), prompt(5, 6), prompt(n=44), prompt(7, seed=3)
     for each in edits:
-        request = writing(each.named, 4, n_vocab=300, pictures=each.pictures)
+        request = writing(each.named, 4, n_vocab=300, media=each.pictures)
         engine.run(request)
         assert results(request).error is None
         assert results(request).ids == greedy(name, each)

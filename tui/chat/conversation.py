@@ -166,7 +166,7 @@ class Conversation:
     _messages: dict[str, Message] = field(default_factory=dict, repr=False)
     _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)
     #: For each message, the child that was viewed last.
-    _chosen: dict[str | None, str] = field(default_factory=dict, repr=False, compare=False)
+    _last_viewed: dict[str | None, str] = field(default_factory=dict, repr=False, compare=False)
     _leaf: str | None = None
 
     # -- Reading ---------------------------------------------------------------------------------------------------
@@ -198,13 +198,13 @@ class Conversation:
 
     def path(self, to: str | None = None) -> list[Message]:
         """Return the messages from the first one to ``to``, which defaults to the leaf."""
-        found: list[Message] = []
+        messages: list[Message] = []
         at = self._leaf if to is None else to
         while at is not None:
             message = self[at]
-            found.append(message)
+            messages.append(message)
             at = message.parent
-        return found[::-1]
+        return messages[::-1]
 
     def children(self, id_: str | None) -> list[Message]:
         """Return the children of a message, or the first messages if ``id_`` is None."""
@@ -256,7 +256,7 @@ class Conversation:
         """Switch to the branch of a message, down to its leaf that was viewed last. Returns the leaf."""
         at = self[id_].id
         while children := self._children.get(at):
-            at = self._chosen.get(at, children[-1])
+            at = self._last_viewed.get(at, children[-1])
         self._choose(at)
         return self._messages[at]
 
@@ -267,22 +267,22 @@ class Conversation:
         """
         message = self[id_]
         siblings = self._children[message.parent]
-        place = siblings.index(id_)
+        index = siblings.index(id_)
         doomed = [id_]
         for at in doomed:  # the list grows during the iteration
             doomed += self._children.pop(at, [])
         siblings.remove(id_)
         for at in doomed:
             del self._messages[at]
-            self._chosen.pop(at, None)
-        if self._chosen.get(message.parent) == id_:
-            del self._chosen[message.parent]
+            self._last_viewed.pop(at, None)
+        if self._last_viewed.get(message.parent) == id_:
+            del self._last_viewed[message.parent]
         if not siblings:
             del self._children[message.parent]
         if self._leaf in doomed:
             self._leaf = message.parent
             if siblings:
-                self.switch(siblings[min(place, len(siblings) - 1)])
+                self.switch(siblings[min(index, len(siblings) - 1)])
         return doomed
 
     def restore(self, messages: Iterable[Message], leaf: str | None) -> None:
@@ -302,7 +302,7 @@ class Conversation:
         self._leaf = at = leaf
         while at is not None:
             parent = self._messages[at].parent
-            self._chosen[parent] = at
+            self._last_viewed[parent] = at
             at = parent
 
 
@@ -320,19 +320,19 @@ def parsed(text: str | bytes) -> Any:
         raise StoreError(f"it is not valid JSON ({error})") from None
 
 
-def converted(values: object, type_: type[T], where: str) -> T:
-    """Convert JSON values to ``type_``, ignoring unknown fields. Raises StoreError, with ``where`` in its message."""
+def converted(values: object, type_: type[T], label: str) -> T:
+    """Convert JSON values to ``type_``, ignoring unknown fields. Raises StoreError, with ``label`` in its message."""
     try:
         return msgspec.convert(values, type_)
     except msgspec.ValidationError as error:
-        raise StoreError(f"{where} is damaged: {error}") from None
+        raise StoreError(f"{label} is damaged: {error}") from None
 
 
-def to_message(values: object, where: str) -> Message:
+def to_message(values: object, label: str) -> Message:
     """Convert JSON values to a message; see `converted`."""
     if isinstance(values, Mapping):
         values = {"parent": None, "created": 0.0, **values}
-    message = converted(values, Message, where)
+    message = converted(values, Message, label)
     for call in message.calls:
         try:
             arguments = parse_json(call.arguments, MAX_CALL_NESTING)
@@ -340,5 +340,5 @@ def to_message(values: object, where: str) -> Message:
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            raise StoreError(f"{where} is damaged: the arguments of a call are not a JSON object")
+            raise StoreError(f"{label} is damaged: the arguments of a call are not a JSON object")
     return message

@@ -131,8 +131,8 @@ class EventQueue:
 
     def take(self) -> list[Event]:
         with self._lock:
-            taken, self._waiting = self._waiting, []
-        return taken
+            events, self._waiting = self._waiting, []
+        return events
 
 
 def _joined(last: Event, event: Event) -> Event | None:

@@ -78,13 +78,13 @@ class ChatSession:
         """Mark this chat and the chats ``beside`` as open. Returns a warning if another terminal has opened it."""
         try:
             self.store.mark_open(self.conversation.id, *beside)
-            others = self.store.others_with_open(self.conversation.id)
+            terminals = self.store.others_with_open(self.conversation.id)
         except StoreError:  # reported when something cannot be saved
             return None
-        if not others:
+        if not terminals:
             return None
         return (
-            f"this chat is open in another terminal too ({', '.join(others)}): its messages are not shown here, "
+            f"this chat is open in another terminal too ({', '.join(terminals)}): its messages are not shown here, "
             "and messages from both terminals are saved as branches of the chat"
         )
 
@@ -227,10 +227,10 @@ class ChatSession:
         self._check_free()
         n = 0
         for message in self.conversation.path():
-            kept = tuple(file for file in message.attachments if not file.is_of(name))
-            if kept != message.attachments:
-                n += len(message.attachments) - len(kept)
-                self.conversation.update(message.id, attachments=kept)
+            attachments = tuple(file for file in message.attachments if not file.is_of(name))
+            if attachments != message.attachments:
+                n += len(message.attachments) - len(attachments)
+                self.conversation.update(message.id, attachments=attachments)
                 self.saver.save(message.id)
         return n
 
@@ -263,11 +263,11 @@ class ChatSession:
             self.turn = None
             self._busy.release()
 
-    def _emit(self, turn: Turn, *told: Event) -> None:
+    def _emit(self, turn: Turn, *new_events: Event) -> None:
         """Emit events, after a warning if something could not be saved."""
         if (warning := self.saver.take_warning()) is not None:
             turn.emit(events.ChatWarning(warning))
-        for event in told:
+        for event in new_events:
             turn.emit(event)
 
     def _ask(self, text: str, old: Message | None, turn: Turn) -> None:
@@ -289,9 +289,9 @@ class ChatSession:
             for name in attached.unknown:
                 turn.emit(events.ChatWarning(f"there is no file {name!r}: @{name} is sent as text"))
             if attached.is_cut:
-                sent = sum(file.n_tokens for file in attached.files)
-                what = f"{sent:,} of about {attached.n_tokens:,} tokens of files fit"
-                turn.emit(events.ChatWarning(f"{what}: the pieces that match the message best are sent"))
+                n_sent = sum(file.n_tokens for file in attached.files)
+                amount = f"{n_sent:,} of about {attached.n_tokens:,} tokens of files fit"
+                turn.emit(events.ChatWarning(f"{amount}: the pieces that match the message best are sent"))
             if attached.skipped:
                 names = shortened(", ".join(attached.skipped), 200)
                 turn.emit(events.ChatWarning(f"not sent, because they are not text files: {names}"))
@@ -306,9 +306,9 @@ class ChatSession:
             context = self._loaded().info.context
             parent = None if old is None else old.parent
             path = [] if old is not None and parent is None else self.conversation.path(parent)
-            said = whole_prompt(path, self.conversation.system)
-            left = context - count(text) - (len(self._loaded().tokenize_chat(said)) if said else 0)
-            return max(left, context // 2) - context // 4  # old turns can be dropped to make room
+            messages = whole_prompt(path, self.conversation.system)
+            n_left = context - count(text) - (len(self._loaded().tokenize_chat(messages)) if messages else 0)
+            return max(n_left, context // 2) - context // 4  # old turns can be dropped to make room
 
         model = self._loaded()
         see = partial(tokens_of_media, model) if model.sees or model.hears else None
@@ -345,7 +345,7 @@ class ChatSession:
         self._emit(turn, events.ChatWarning(f"stopped after {n} rounds of tools: send a message to continue"))
 
     @property
-    def _told(self) -> dict[str, Any]:
+    def _tool_options(self) -> dict[str, Any]:
         """Keyword arguments that pass the tools to the model."""
         return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
 
@@ -389,11 +389,13 @@ class ChatSession:
     def _reply_once(self, question: str, id_: str | None, turn: Turn) -> Message | None:
         """Generate one reply, or the rest of reply ``id_``. Returns the reply if it is complete, otherwise None."""
         model, conversation = self._loaded(), self.conversation
-        asked = chat_settings.generation(conversation.settings)
+        params = chat_settings.generation(conversation.settings)
         messages = whole_prompt(conversation.path(question), conversation.system)
-        begun = asked.reply_prefix if id_ is None else conversation[id_].text
-        variables = asked.template_variables
-        n_tokens = len(model.tokenize_chat(messages, template_variables=variables, reply_prefix=begun, **self._told))
+        prefix = params.reply_prefix if id_ is None else conversation[id_].text
+        variables = params.template_variables
+        n_tokens = len(
+            model.tokenize_chat(messages, template_variables=variables, reply_prefix=prefix, **self._tool_options)
+        )
         if turn.is_stopped:
             self._emit(turn, events.Finished(None if id_ is None else conversation[id_]))
             return None
@@ -402,15 +404,21 @@ class ChatSession:
             return None
         is_new = id_ is None
         if id_ is None:
-            told = {**model.template_variables, **variables, **self._told}
-            end = model.chat_template.render(texts_alone(messages), **told)
+            render_variables = {**model.template_variables, **variables, **self._tool_options}
+            end = model.chat_template.render(texts_alone(messages), **render_variables)
             opened = opening_tag(end)
-            id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
+            id_ = conversation.add("assistant", prefix, parent=question, state="streaming", opened=opened).id
         else:
             conversation.update(id_, state="streaming")
         self.saver.save(question, id_)
         self._emit(turn, events.Started(id_))
-        more = {"template_variables": variables, "reply_prefix": begun, **self.more, **asked.options, **self._told}
+        more = {
+            "template_variables": variables,
+            "reply_prefix": prefix,
+            **self.more,
+            **params.options,
+            **self._tool_options,
+        }
         more["progress"] = lambda done, total: turn.emit(events.Prefill(done, total))
         start = partial(model.stream_chat, messages, **more)
         self._write(id_, start, turn, show_begun=is_new)
@@ -423,21 +431,21 @@ class ChatSession:
     def _write(self, id_: str, start: Callable[[], Stream], turn: Turn, *, show_begun: bool) -> None:
         """Stream a reply, or its rest, into the conversation. After an error, the generated text is kept."""
         model, reply = self._loaded(), self.conversation[id_]
-        parser = ReplyParser(self._told.get("tools", ()), reply.opened)
+        parser = ReplyParser(self._tool_options.get("tools", ()), reply.opened)
         calls: list[ToolCall] = []
-        said = ""
+        answer = ""
 
-        def tell(parts: Sequence[object], *, show: bool = True) -> None:
-            nonlocal said
-            for part in parts:
-                if isinstance(part, ToolCall):
-                    calls.append(part)
-                if not isinstance(part, Piece):
+        def tell(pieces: Sequence[object], *, show: bool = True) -> None:
+            nonlocal answer
+            for piece in pieces:
+                if isinstance(piece, ToolCall):
+                    calls.append(piece)
+                if not isinstance(piece, Piece):
                     continue
-                said += "" if part.thinking else part.text
+                answer += "" if piece.thinking else piece.text
                 if show:
-                    clock.see(thinking=part.thinking)
-                    self._emit(turn, events.Delta(*part))
+                    clock.see(thinking=piece.thinking)
+                    self._emit(turn, events.Delta(*piece))
 
         clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
         state: State = "failed"
@@ -458,7 +466,7 @@ class ChatSession:
             # Store complete calls in the message's field ``calls``, not in its text.
             if calls and state == "complete" and all(call.is_whole for call in calls):
                 text = self.conversation[id_].text
-                text = text.removesuffix(split(text, reply.opened, CONTROL_TAGS)[1]) + said.rstrip()
+                text = text.removesuffix(split(text, reply.opened, CONTROL_TAGS)[1]) + answer.rstrip()
                 self.conversation.update(id_, text=text, calls=tuple(Call(c.name, c.arguments) for c in calls))
             self._emit(turn, *map(events.ChatWarning, parser.warnings))
         except KeyboardInterrupt:
@@ -485,8 +493,8 @@ class ChatSession:
 
     def _trimmer(self, question: str, reply: str | None) -> ContextTrimmer:
         conversation = self.conversation
-        begun = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
-        return ContextTrimmer(self._loaded(), conversation, question, begun, self._told)
+        prefix = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
+        return ContextTrimmer(self._loaded(), conversation, question, prefix, self._tool_options)
 
     def _context_full(self, question: str, reply: str | None, n_tokens: int) -> events.ContextFull:
         choices = self._trimmer(question, reply).choices()
@@ -511,10 +519,10 @@ class ChatSession:
     def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:
         """Return the model's summary of the messages before index ``first``."""
         model = self._loaded()
-        asked = chat_settings.generation(self.conversation.settings)
-        given = {**self.more, **asked.options, "max_tokens": trimmer.summary_tokens, "stop": ()}
-        given["template_variables"] = {"enable_thinking": False}
-        turn.stream = stream = model.stream_chat(trimmer.request(first), **given)
+        params = chat_settings.generation(self.conversation.settings)
+        options = {**self.more, **params.options, "max_tokens": trimmer.summary_tokens, "stop": ()}
+        options["template_variables"] = {"enable_thinking": False}
+        turn.stream = stream = model.stream_chat(trimmer.request(first), **options)
         written = ""
         try:
             for chunk in stream:

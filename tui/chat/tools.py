@@ -63,8 +63,8 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's format for functions."""
-        told = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": told}
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
 
     @property
     def mark(self) -> str:
@@ -115,14 +115,14 @@ class Toolbox:
     def tools(self, is_stopped: IsStopped = lambda: False) -> dict[str, Tool]:
         """Return the enabled tools by name, and start MCP servers that are not running."""
         settings = self.settings
-        found = [_reader(settings.read)] if settings.read else []
-        found += [_RUN] if settings.run else []
-        found += [_FETCH] if settings.fetch else []
-        for name, where in list(settings.servers.items()):
+        tools = [_reader(settings.read)] if settings.read else []
+        tools += [_RUN] if settings.run else []
+        tools += [_FETCH] if settings.fetch else []
+        for name, server_settings in list(settings.servers.items()):
             if name in self._failed:
                 continue
             if name not in self._servers:
-                self._servers[name] = Server(where.command, where.url, where.env)
+                self._servers[name] = Server(server_settings.command, server_settings.url, server_settings.env)
             server = self._servers[name]
             try:
                 server.wait(is_stopped)
@@ -133,16 +133,16 @@ class Toolbox:
                 if not is_stopped():
                     self._failed[name] = f"the MCP server {name!r}: {error}"
             else:
-                for called, told, parameters in server.tools:
+                for called, description, parameters in server.tools:
                     plain = re.sub(r"[^A-Za-z0-9_-]", "_", called)[:40]
-                    found.append(Tool(f"{name}__{plain}", told, parameters, partial(server.call, called)))
-        return {tool.name: tool for tool in found}
+                    tools.append(Tool(f"{name}__{plain}", description, parameters, partial(server.call, called)))
+        return {tool.name: tool for tool in tools}
 
     def take_warnings(self) -> list[str]:
         """Return the reasons why servers could not be started. Each reason is returned once."""
-        told = [text for text in self._failed.values() if text]
+        warnings = [text for text in self._failed.values() if text]
         self._failed = dict.fromkeys(self._failed, "")
-        return told
+        return warnings
 
     def is_allowed(self, tool: Tool) -> bool:
         return tool.mark in self._allowed
@@ -159,23 +159,25 @@ class Toolbox:
 
     def change(self, text: str) -> None:
         """Enable or disable tools until the program ends, for example ``run on``. Raises UsageError."""
-        what, _, value = text.partition(" ")
-        name, _, where = value.strip().partition(" ")
-        if what == "read" and value:
+        action, _, value = text.partition(" ")
+        name, _, target = value.strip().partition(" ")
+        if action == "read" and value:
             if value != "off" and not path_of(value).is_dir():
                 raise UsageError(f"there is no folder {value}: check the path")
             self.settings.read = "" if value == "off" else value
-        elif what in ("run", "fetch") and value in ("on", "off"):
-            setattr(self.settings, what, value == "on")
-        elif what == "add" and where:
+        elif action in ("run", "fetch") and value in ("on", "off"):
+            setattr(self.settings, action, value == "on")
+        elif action == "add" and target:
             try:
-                server = ServerSettings(url=where) if is_web(where) else ServerSettings(command=split_command(where))
+                server = (
+                    ServerSettings(url=target) if is_web(target) else ServerSettings(command=split_command(target))
+                )
             except ValueError:
                 raise UsageError("the command has an unclosed quotation mark: close it") from None
             _check_server(name, server)
             self._end(name)
             self.settings.servers[name] = server
-        elif what == "remove" and name in self.settings.servers:
+        elif action == "remove" and name in self.settings.servers:
             self._end(name)
             del self.settings.servers[name]
         else:
@@ -253,7 +255,7 @@ def _reader(root: str) -> Tool:
         if not path.is_relative_to(folder):  # also if a link points outside
             raise UsageError("the path is outside the folder that may be read")
         if path.is_dir():
-            return "\n".join(sorted(f"{each.name}/" if each.is_dir() else each.name for each in path.iterdir()))
+            return "\n".join(sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in path.iterdir()))
         return read_text_file(str(path))
 
     parameters = _object("path", "relative to the folder that may be read; . is that")

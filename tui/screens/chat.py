@@ -203,10 +203,10 @@ class ChatScreen(Screen[None]):
         """Draw the titles of the open chats, on the screens of all open chats."""
         titles = [shortened(chat.title_line, 30) for chat in self.models.chats]
         for at, chat in enumerate(self.models.chats):
-            parts: list[str | tuple[str, str]] = [f" {chat.title_line}"]
+            spans: list[str | tuple[str, str]] = [f" {chat.title_line}"]
             if len(titles) > 1:
-                parts = [(f" {i + 1} {title} ", "reverse" if i == at else "") for i, title in enumerate(titles)]
-            chat._heading.update(Content.assemble((" localllm ", "bold"), *parts))
+                spans = [(f" {i + 1} {title} ", "reverse" if i == at else "") for i, title in enumerate(titles)]
+            chat._heading.update(Content.assemble((" localllm ", "bold"), *spans))
 
     def hint(self, text: str) -> None:
         """Show ``text`` above the editor, or nothing if it is empty."""
@@ -254,12 +254,12 @@ class ChatScreen(Screen[None]):
             await self._free_context(session, turn.full)
         self.send_pending()
 
-    def ask_for_tool(self, asked: ToolApprovalRequest | None) -> None:
+    def ask_for_tool(self, request: ToolApprovalRequest | None) -> None:
         """Show a tool call above the editor. A dialog would capture the keys of a user who is typing."""
-        self.asked = asked
+        self.asked = request
         text = ""
-        if asked is not None:
-            call = spelled_out(f"{asked.name} {asked.arguments}").replace("\n", "\\n")
+        if request is not None:
+            call = spelled_out(f"{request.name} {request.arguments}").replace("\n", "\\n")
             n_hidden = len(call) - _MAX_OF_A_CALL
             if n_hidden > 0:
                 call = f"{call[:_MAX_OF_A_CALL]}… ({n_hidden:,} more characters)"
@@ -272,11 +272,11 @@ class ChatScreen(Screen[None]):
         choice = self.app.setup.when_full
         question = session.conversation.leaf
         if choice is None or choice not in full.choices:
-            chosen = await self.app.push_screen_wait(ask_when_full(full))
-            choice = "drop" if chosen == "drop" else "summarise" if chosen == "summarise" else "stop"
-            if question is not None and chosen == EDIT:
+            answer = await self.app.push_screen_wait(ask_when_full(full))
+            choice = "drop" if answer == "drop" else "summarise" if answer == "summarise" else "stop"
+            if question is not None and answer == EDIT:
                 self.edit(question)
-            elif question is not None and chosen == TAKE_BACK:
+            elif question is not None and answer == TAKE_BACK:
                 await self.app.offload(session.delete, question.id)
                 await self.refresh_all()
         if choice != "stop":
@@ -400,12 +400,12 @@ class ChatScreen(Screen[None]):
         is_wanted = threading.Event()
         is_wanted.set()
         try:
-            told = await self.app.in_thread(_sizes, self.session, line, model, is_wanted)
+            text = await self.app.in_thread(_sizes, self.session, line, model, is_wanted)
         except UsageError as error:
-            told = sentence(error)
+            text = sentence(error)
         finally:
             is_wanted.clear()
-        self.hint(told)
+        self.hint(text)
 
     def on_option_list_option_selected(self, event: Suggestions.OptionSelected) -> None:
         event.stop()
@@ -457,14 +457,14 @@ class ChatScreen(Screen[None]):
         if not views:
             return
         at = len(views) if view is None else views.index(view)
-        place = at + by
-        if place >= len(views):
+        index = at + by
+        if index >= len(views):
             self.action_compose_message()
-        elif place < 0:
+        elif index < 0:
             self.action_show_earlier()
         else:
             self.transcript.release_anchor()
-            self.set_focus(views[place])
+            self.set_focus(views[index])
 
     def action_select_first(self) -> None:
         """Select the first drawn message, and draw earlier messages if there are any."""
@@ -522,10 +522,10 @@ class ChatScreen(Screen[None]):
         self.replacing = message.id
         self.composer.put(message.text)
         reply = f"the reply; {self.app.key_of('continue')} continues it afterwards"
-        what = "your message" if message.role == "user" else reply
+        subject = "your message" if message.role == "user" else reply
         is_kept = self.session.conversation.was_replied_to(message.id)
         stays = "keeps the old one as a branch" if is_kept else "sends it"
-        self.hint(f"Editing {what}: Enter {stays}, Esc cancels.")
+        self.hint(f"Editing {subject}: Enter {stays}, Esc cancels.")
         self.set_focus(self.composer)
 
     def action_branch(self) -> None:
@@ -555,11 +555,11 @@ class ChatScreen(Screen[None]):
     async def step(self, id_: str, by: int) -> None:
         """Switch to a sibling branch, and select its message."""
         branches = [message.id for message in self.session.conversation.siblings(id_)]
-        place = branches.index(id_) + by
-        if not 0 <= place < len(branches):
+        index = branches.index(id_) + by
+        if not 0 <= index < len(branches):
             return
-        await self.switch(branches[place])
-        if (view := self.transcript.view(branches[place])) is not None:
+        await self.switch(branches[index])
+        if (view := self.transcript.view(branches[index])) is not None:
             self.transcript.release_anchor()
             self.set_focus(view)
 
@@ -599,8 +599,10 @@ def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threadi
     files, _, skipped, n_tokens, is_cut = session.attach(line, count)
     left_out = f"; {len(skipped):,} that are not text are skipped" if skipped else ""
     if is_cut:
-        sent = sum(file.n_tokens for file in files)
-        return f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {sent:,} fit{left_out}"
+        n_sent = sum(file.n_tokens for file in files)
+        return (
+            f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {n_sent:,} fit{left_out}"
+        )
     if len(files) > _MAX_NAMED:
         return f"{len(files):,} files: {n_tokens:,} tokens{left_out}"
     return ", ".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) + left_out

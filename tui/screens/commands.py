@@ -105,16 +105,16 @@ class ScreenUI(commands.UI):
     async def put(self, draft: str) -> None:
         self._screen.composer.put(draft)
 
-    async def open(self, conversation: Conversation, told: str = "") -> None:
+    async def open(self, conversation: Conversation, notice: str = "") -> None:
         chats = self._screen.models.chats
-        place = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == conversation.id), None)
-        if place is None:
+        index = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == conversation.id), None)
+        if index is None:
             await self._screen.open(conversation)
             self._screen.set_focus(self._screen.composer)
         else:
-            await self._app.show_tab(place)
-        if told:
-            self._app.notify(told)
+            await self._app.show_tab(index)
+        if notice:
+            self._app.notify(notice)
 
     async def use_model(self, name: str) -> None:
         await self._screen.models.change(name)
@@ -142,15 +142,15 @@ class ScreenUI(commands.UI):
         archived = words == "archived"
         open_ids = {chat.session.conversation.id for chat in screen.models.chats}
         chats = ChatsScreen(self.session.store, open_ids, "" if archived else words, archived=archived)
-        chosen = await self._ask(chats)
+        chat_id = await self._ask(chats)
         for chat in screen.models.chats:
             conversation = chat.session.conversation
             conversation.title = chats.titles.get(conversation.id, conversation.title)
             if conversation.id in chats.deleted:
                 await chat.open(commands.new_chat(chat.session))
         screen.draw_heading()
-        if chosen is not None:
-            await self.open(await self.call(self.session.store.load, chosen))
+        if chat_id is not None:
+            await self.open(await self.call(self.session.store.load, chat_id))
 
     async def on_system(self, argument: str) -> None:
         session = self.session
@@ -164,21 +164,21 @@ class ScreenUI(commands.UI):
         settings = await self._ask(SamplingScreen(session.conversation.settings))
         if settings is not None:
             await self.call(session.set_options, settings)
-            given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
-            self._app.notify(f"settings of this chat: {given}")
+            summary = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
+            self._app.notify(f"settings of this chat: {summary}")
 
     async def on_allow(self, answer: str | None) -> None:
-        if (asked := self._screen.asked) is None:
+        if (request := self._screen.asked) is None:
             raise UsageError("no tool waits for an answer")
         if not answer:
             # The name is in the text too: a narrow screen cuts the title.
-            text = f"{asked.name} {asked.arguments}"
+            text = f"{request.name} {request.arguments}"
             answer = await self._ask(Choose("May the model use this tool?", text, PERMISSIONS.items()))
-            if answer is None or self._screen.asked is not asked:
+            if answer is None or self._screen.asked is not request:
                 return
         if answer not in PERMISSIONS:
             raise UsageError(f"answer with {', '.join(PERMISSIONS)}")
-        asked.answer(cast(Permission, answer))
+        request.answer(cast(Permission, answer))
         self._screen.ask_for_tool(None)
 
     async def on_model(self, argument: str) -> None:
@@ -214,9 +214,9 @@ class ScreenUI(commands.UI):
             if before is not None and before != name:
                 self._app.spawn(screen.models.load(before), group="loading")
         pair = [(reply.id, commands.who(reply), reply.content) for reply in commands.compared(session.conversation)]
-        chosen = await self._ask(CompareScreen(pair))
-        if chosen is not None and session is screen.session:
-            await screen.switch(chosen)
+        reply_id = await self._ask(CompareScreen(pair))
+        if reply_id is not None and session is screen.session:
+            await screen.switch(reply_id)
 
     async def on_copy(self, argument: str) -> None:
         words = argument.split()
@@ -225,7 +225,7 @@ class ScreenUI(commands.UI):
             message = commands.numbered(self.session.conversation, words.pop(0))
         else:
             path = self.session.conversation.path()
-            message = next((each for each in reversed(path) if each.role == "assistant"), None)
+            message = next((candidate for candidate in reversed(path) if candidate.role == "assistant"), None)
         if message is None:
             raise UsageError("there is no reply yet: send a message first")
         if words:
@@ -285,18 +285,18 @@ class ScreenUI(commands.UI):
             lines += ["", str(screen.models.model.info)]
         await self._ask(Dialog[None]("Statistics", "\n".join(lines)))
 
-    async def on_tab(self, where: str) -> None:
-        if not where:
+    async def on_tab(self, target: str) -> None:
+        if not target:
             await self._app.open_tab(commands.new_chat(self.session))
             return
         chats = self._screen.models.chats
         steps = {"next": 1, "prev": -1}
-        place = (chats.index(self._screen) + steps.get(where, 0)) % len(chats)
-        if where not in steps:
-            place = int(where) - 1 if where.isdecimal() else -1
-        if not 0 <= place < len(chats):
-            raise UsageError(f"there is no tab {where}: {len(chats)} are open; /tab opens a new one")
-        await self._app.show_tab(place)
+        index = (chats.index(self._screen) + steps.get(target, 0)) % len(chats)
+        if target not in steps:
+            index = int(target) - 1 if target.isdecimal() else -1
+        if not 0 <= index < len(chats):
+            raise UsageError(f"there is no tab {target}: {len(chats)} are open; /tab opens a new one")
+        await self._app.show_tab(index)
 
     async def on_close(self, argument: str) -> None:
         await self._app.close_tab()

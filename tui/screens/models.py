@@ -117,8 +117,8 @@ class Loading:
         if stage == "weights":
             self.progress = ("loading weights", done / total if total else None)
         elif done < total:
-            what = f" for {self.formats}" if self.formats else ""
-            self.progress = (f"compiling kernels{what}: {total - done} left", None)
+            formats = f" for {self.formats}" if self.formats else ""
+            self.progress = (f"compiling kernels{formats}: {total - done} left", None)
 
 
 #: Interval in seconds between updates of the loading progress.
@@ -180,7 +180,7 @@ class ModelLoader:
             await self._ask_after_failure(name, before, error)
             self._go_on()
 
-    async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
+    async def _load_now(self, loading: Loading, saved_name: str | None) -> Exception | None:
         """Load a model and pass it to all chats. Returns the error if loading fails, otherwise None."""
         if loading.cancelled.is_set():
             return None
@@ -204,7 +204,7 @@ class ModelLoader:
         # The model has a million permanent objects. Without freezing, a full collection would block keys for 0.1 s.
         gc.freeze()
         for chat in self.chats:
-            await self._app.offload(chat.session.use_model, model, kept)
+            await self._app.offload(chat.session.use_model, model, saved_name)
         try:
             for chat in self.chats:
                 await chat.refresh_all()
@@ -237,12 +237,12 @@ class ModelLoader:
         can_go_back = before is not None and before != name
         back = [("back", f"Back to {_title(before)}")] if can_go_back else []
         none = ("none", "Continue without a model: the chat can be read")
-        chosen = await self._ask(name, error, *back, _OTHER, ("again", "Try again"), none)
-        if chosen == "other":
+        answer = await self._ask(name, error, *back, _OTHER, ("again", "Try again"), none)
+        if answer == "other":
             await self.choose()
-        elif chosen == "again":
+        elif answer == "again":
             await self.change(name)
-        elif before is not None and can_go_back and chosen != "none":  # Esc also restores the old model
+        elif before is not None and can_go_back and answer != "none":  # Esc also restores the old model
             await self.load(before)
 
     async def _ask(self, name: str, error: Exception, *choices: tuple[str, str]) -> str | None:
@@ -259,8 +259,8 @@ class ModelLoader:
             here = f"the model of this chat, {saved}, is not available: {_title(self.name)} replies now"
             self._app.notify(here, severity="warning")
         else:
-            what = f"this chat used {_title(saved)}: {_title(self.name)} replies now"
-            self._app.notify(f"{what}, /model changes that")
+            text = f"this chat used {_title(saved)}: {_title(self.name)} replies now"
+            self._app.notify(f"{text}, /model changes that")
 
     async def choose(self) -> None:
         name = await self._app.push_screen_wait(ModelsScreen(self._app.setup.list_models, self.name))

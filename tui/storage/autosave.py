@@ -79,11 +79,11 @@ class AutoSaver:
     @contextmanager
     def saving(self, id_: str) -> Iterator[None]:
         """Save a message repeatedly while the block runs, in a thread: a slow disk must not delay generation."""
-        ended = threading.Event()
+        stop_event = threading.Event()
 
         def run() -> None:
             saved = None
-            while not ended.wait(SAVE_SECONDS):
+            while not stop_event.wait(SAVE_SECONDS):
                 message = self._conversation[id_]
                 if message is not saved:
                     self.save(id_)
@@ -94,7 +94,7 @@ class AutoSaver:
         try:
             yield
         finally:
-            ended.set()
+            stop_event.set()
             thread.join()
 
     def take_warning(self) -> str | None:

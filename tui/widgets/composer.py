@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.tui.chat.attachments import Completion, clipboard_pictures, picture_reference
+from localllm.tui.chat.attachments import Completion, clipboard_images, media_reference
 from localllm.tui.chat.tools import in_thread
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import Pastes, escape_controls
@@ -99,7 +99,7 @@ class Composer(TextArea):
         self.suggestions = suggestions
         self.pastes = Pastes()
         self._called_up = ""
-        self._told = ("", True)
+        self._line_state = ("", True)
 
     @property
     def message(self) -> str:
@@ -136,7 +136,7 @@ class Composer(TextArea):
     async def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
-        if (reference := picture_reference(event.text)) is not None:
+        if (reference := media_reference(event.text)) is not None:
             self.insert(reference)
         elif not event.text:  # some terminals send an empty paste if the clipboard has no text
             self.action_paste()
@@ -148,16 +148,16 @@ class Composer(TextArea):
         self.run_worker(self._paste(), exit_on_error=False)
 
     async def _paste(self) -> None:
-        self._insert_pasted(await asyncio.wrap_future(in_thread(clipboard_pictures)) or self.app.clipboard)
+        self._insert_pasted(await asyncio.wrap_future(in_thread(clipboard_images)) or self.app.clipboard)
 
     def _insert_pasted(self, text: str) -> None:
         self.insert(self.pastes.fold(text.replace("\r\n", "\n").replace("\r", "\n")))
 
     def action_send(self) -> None:
-        chosen = self.suggestions.chosen(self.line_to_cursor)
-        typed = "" if chosen is None else self.line_to_cursor[chosen.start :]
-        if chosen is not None and not self.suggestions.is_complete(typed):
-            self.complete(chosen)
+        completion = self.suggestions.chosen(self.line_to_cursor)
+        typed = "" if completion is None else self.line_to_cursor[completion.start :]
+        if completion is not None and not self.suggestions.is_complete(typed):
+            self.complete(completion)
         elif self.line_to_cursor.endswith("\\"):  # newline for terminals that cannot report Shift+Enter
             self.action_delete_left()
             self.action_new_line()
@@ -184,8 +184,8 @@ class Composer(TextArea):
             self.action_cursor_down()
 
     def action_complete(self) -> None:
-        if (chosen := self.suggestions.chosen(self.line_to_cursor)) is not None:
-            self.complete(chosen)
+        if (completion := self.suggestions.chosen(self.line_to_cursor)) is not None:
+            self.complete(completion)
         else:
             self.screen.focus_next()
 
@@ -204,10 +204,10 @@ class Composer(TextArea):
             self.suggestions.offer([])
             return
         self._called_up = ""
-        told = (self.line_to_cursor, self.cursor_location[0] == 0)
-        if told != self._told:  # one key may cause both events
-            self._told = told
-            self.post_message(self.Typed(*told))
+        line_state = (self.line_to_cursor, self.cursor_location[0] == 0)
+        if line_state != self._line_state:  # one key may cause both events
+            self._line_state = line_state
+            self.post_message(self.Typed(*line_state))
 
     @property
     def line_to_cursor(self) -> str:

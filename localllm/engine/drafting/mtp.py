@@ -113,14 +113,14 @@ class MTPDrafter(ModelDrafter):
             self._is_lost = True
             return None
         for at in range(0, len(ids), runner.max_tokens):
-            part = ids[at : at + runner.max_tokens]
-            if len(sequence) + len(part) > runner.context or not cache.reserve(sequence, len(part)):
+            chunk_ids = ids[at : at + runner.max_tokens]
+            if len(sequence) + len(chunk_ids) > runner.context or not cache.reserve(sequence, len(chunk_ids)):
                 self._is_lost = True
                 return None
-            wanted = n_outputs if at + len(part) == len(ids) else 0
-            chunk = BatchItem(sequence, part, wanted, len(sequence))
-            logits = runner.continued([chunk], rows[at : at + len(part)])
-            cache.append(sequence, [id_ + self._salt for id_ in part])
+            n_rows = n_outputs if at + len(chunk_ids) == len(ids) else 0
+            chunk = BatchItem(sequence, chunk_ids, n_rows, len(sequence))
+            logits = runner.continued([chunk], rows[at : at + len(chunk_ids)])
+            cache.append(sequence, [id_ + self._salt for id_ in chunk_ids])
         return logits
 
     def _keep(self, right: Sequence[int]) -> None:
