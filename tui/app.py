@@ -103,7 +103,7 @@ class ChatApp(BaseApp):
             self.register_theme(theme)
         self._filters.append(ControlFilter())
         self.theme = setup.theme if setup.theme in self.available_themes else "dark"
-        self.models = ModelLoader(self)
+        self.models: ModelLoader[ChatScreen] = ModelLoader(self)
         self._chat = ChatScreen(setup, self.models, setup.conversation)
         self.set_keymap(dict(setup.keys))
         self._is_warned = False
@@ -128,13 +128,11 @@ class ChatApp(BaseApp):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
 
     async def open_tab(self, conversation: Conversation) -> None:
-        """Open ``conversation`` in a new tab and show it."""
         chat = ChatScreen(self.setup, self.models, conversation)
         self.install_screen(chat, uuid.uuid4().hex)
         await self.show_tab(len(self.models.chats) - 1)
 
     async def show_tab(self, index: int) -> None:
-        """Show an open chat; ``index`` counts from 0."""
         chat = self.models.chats[index]
         if chat is not self._chat:
             self._chat.seen.clear()
@@ -145,7 +143,6 @@ class ChatApp(BaseApp):
             chat.set_focus(chat.composer)
 
     async def close_tab(self) -> None:
-        """Close the visible chat and show its neighbour. Raises UsageError if only one chat is open."""
         chat, chats = self._chat, self.models.chats
         if len(chats) == 1:
             raise UsageError(f"this is the only open chat: {self.key_of('quit')} quits")

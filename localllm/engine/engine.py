@@ -28,7 +28,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPDrafter
-from localllm.engine.media import Encoding, MediaEmbedder
+from localllm.engine.encoding import Encoding, MediaEmbedder
 from localllm.engine.request import FinishReason, Request
 from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.sampling_threads import SamplingThreads

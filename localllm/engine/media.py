@@ -4,37 +4,30 @@
 
 Image tokens have embeddings instead of ids of the vocabulary. In requests and in the cache, placeholder ids derived
 from the image's key take their places, so prompts with the same images share cached pages. Embeddings are needed only
-for tokens that are not cached. They are stored by key, and the least recently used are removed. An image without
-embeddings is encoded shortly before the prompt reaches it, one piece of work at a time between two steps.
+for tokens that are not cached. They are stored by key, and the least recently used are removed.
+`localllm.engine.encoding` computes missing embeddings.
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import UsageError
 
-if TYPE_CHECKING:
-    from localllm.engine.request import Request
-
 #: Placeholder ids are below `_IDS_BELOW`. Each id holds `_ID_BITS` bits of a key.
 _IDS_BELOW, _ID_BITS = -(1 << 62), 62
 
 #: Capacity of the embeddings cache, in bytes. Embeddings of running prompts are not included.
 KEPT_BYTES = 256 << 20
-#: Most image tokens encoded at once, and most image tokens for which a prompt holds embeddings. A single image may
-#: have more.
-_TOKENS_AT_ONCE, _TOKENS_AHEAD = 1024, 4096
 
 #: Embedding of each token, and additional embeddings for deeper layers: float32 [n_tokens, k, d].
 Embeddings = np.ndarray[tuple[int, int, int], np.dtype[np.float32]]
@@ -65,17 +58,6 @@ class PreparedMedia:
 def text_ids(ids: Sequence[int]) -> list[int]:
     """Return ids of the vocabulary, without placeholder ids of images."""
     return [id_ for id_ in ids if id_ >= 0]
-
-
-class MediaEmbedder(Protocol):
-    """Computes embeddings of images. Only the engine thread uses it."""
-
-    def encode(self, media: Sequence[PreparedMedia], /) -> Generator[None, None, list[Embeddings]]:
-        """Return the embeddings. Yields after each piece of work, which should take at most the time of a step.
-
-        If a batch of several images fails, each image is encoded again on its own.
-        """
-        ...
 
 
 class MediaTokens(NamedTuple):
@@ -209,94 +191,3 @@ class EmbeddingCache:
     def clear(self) -> None:
         self._embeddings.clear()
         self._n_bytes = 0
-
-
-class Encoding:
-    """Encodes images shortly before requests need their embeddings."""
-
-    def __init__(self, encoder: MediaEmbedder | None, cache: EmbeddingCache) -> None:
-        self.n_encoded = 0
-        self.is_busy = False  # True if a request lacks embeddings
-        self._encoder, self._cache = encoder, cache
-        self._batch: list[PreparedMedia] = []  # being encoded
-        self._work: Generator[None, None, list[Embeddings]] | None = None
-        #: Keys of images from a failed batch. Each is encoded again on its own.
-        self._alone: set[bytes] = set()
-
-    def advance(self, requests: Iterable[Request], seconds: float) -> Mapping[Request, BaseException]:
-        """Encode at least one piece of missing work, and more until ``seconds`` have passed.
-
-        Return requests with an image that cannot be encoded, and the error.
-        """
-        missing = self._assign_embeddings(requests)
-        if self._work is not None and not any(media.key in missing for media in self._batch):
-            self._stop()
-        end, self.is_busy = time.perf_counter() + seconds, bool(missing)
-        failed: dict[Request, BaseException] = {}
-        while missing:
-            if self._work is None:
-                self._begin(missing)
-            assert self._work is not None
-            try:
-                next(self._work)
-            except StopIteration as stop:
-                for media, embeddings in zip(self._batch, stop.value, strict=True):
-                    self.n_encoded += 1
-                    _, waiting = missing.pop(media.key, (media, ()))
-                    self._cache.put(media.key, embeddings)
-                    for request in waiting:
-                        request.embeddings[media.key] = embeddings
-                self._stop()
-            except BaseException as error:
-                if len(self._batch) > 1:
-                    self._alone.update(media.key for media in self._batch)
-                else:
-                    _, waiting = missing.pop(self._batch[0].key, (self._batch[0], ()))
-                    failed |= dict.fromkeys(waiting, error)
-                self._stop()
-            if time.perf_counter() >= end:
-                break
-        return failed
-
-    def _assign_embeddings(self, requests: Iterable[Request]) -> dict[bytes, tuple[PreparedMedia, list[Request]]]:
-        """Give requests the cached embeddings of their next images. Return missing images and requests, by key."""
-        missing: dict[bytes, tuple[PreparedMedia, list[Request]]] = {}
-        for request in requests:
-            if request.sequence is None or request.media.stop <= len(request.sequence):
-                request.embeddings.clear()
-                continue
-            near, n_tokens = list[PreparedMedia](), 0
-            for span in request.media.of(len(request.sequence), request.media.stop):
-                if near and n_tokens + span.stop - span.start > _TOKENS_AHEAD:
-                    break
-                near.append(span.media)
-                n_tokens += span.stop - span.start
-            for key in {*request.embeddings} - {media.key for media in near}:
-                del request.embeddings[key]
-            for media in dict.fromkeys(near):
-                if media.key in request.embeddings:
-                    continue
-                if (embeddings := self._cache.get(media.key)) is not None and len(embeddings) == media.n_tokens:
-                    request.embeddings[media.key] = embeddings
-                else:
-                    missing.setdefault(media.key, (media, []))[1].append(request)
-        return missing
-
-    def _begin(self, missing: Mapping[bytes, tuple[PreparedMedia, list[Request]]]) -> None:
-        n_tokens = 0
-        for media, _ in missing.values():
-            is_alone = media.key in self._alone
-            if self._batch and (is_alone or n_tokens + media.n_tokens > _TOKENS_AT_ONCE):
-                break
-            self._batch.append(media)
-            n_tokens += media.n_tokens
-            if is_alone:
-                self._alone.discard(media.key)
-                break
-        assert self._encoder is not None
-        self._work = self._encoder.encode(self._batch)
-
-    def _stop(self) -> None:
-        if self._work is not None:
-            self._work.close()
-        self._work, self._batch = None, []

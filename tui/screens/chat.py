@@ -22,10 +22,11 @@ from textual.worker import Worker
 from localllm.errors import UsageError
 from localllm.tui import commands
 from localllm.tui.base_app import BaseApp
+from localllm.tui.chat import events
 from localllm.tui.chat.attachments import file_completions
-from localllm.tui.chat.context import ChatModel
+from localllm.tui.chat.context import ChatModel, name_of
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.events import ContextFull, ToolApprovalRequest, Turn
+from localllm.tui.chat.events import Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.commands import ScreenUI
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_when_full, open_link
@@ -42,6 +43,8 @@ from localllm.tui.widgets.transcript import Transcript
 
 #: Commands whose keys are in the footer.
 _SHOWN = ("clear", "sessions")
+#: No progress is shown for prompts with fewer tokens.
+_SHORT_PROMPT = 64
 #: Interval in seconds between samples of the memory in use.
 _MEMORY_SECONDS = 3.0
 #: Seconds without a key before the tokens of a named file are counted.
@@ -74,15 +77,16 @@ class ChatScreen(Screen[None]):
         ),
     ]
 
-    def __init__(self, setup: Setup, models: ModelLoader, conversation: Conversation) -> None:
+    def __init__(self, setup: Setup, models: ModelLoader[ChatScreen], conversation: Conversation) -> None:
         super().__init__()
         self.session = setup.session(models.model, conversation)
         self.turn: StreamedTurn | None = None
+        self._reply: MessageView | None = None  # the reply being written
         self.models = models
         models.chats.append(self)
         self.replacing: str | None = None  # id of the message that the next message replaces
         self.unsaved: list[ChatSession] = []  # sessions of closed chats that could not be saved
-        self.asked: ToolApprovalRequest | None = None  # the tool call that waits for permission
+        self.asked: events.ToolApprovalRequest | None = None  # the tool call that waits for permission
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self._heading, self._hint = Static(id="heading"), Static(id="hint")
@@ -114,7 +118,7 @@ class ChatScreen(Screen[None]):
     # -- Start and end ---------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
-        self.commands = ScreenUI(self)
+        self.commands = ScreenUI(self, self.app)
         self.set_focus(self.composer)
         self.hint("")
         self.app.spawn(self._start())
@@ -232,8 +236,11 @@ class ChatScreen(Screen[None]):
 
     async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
         thread = asyncio.create_task(self.app.in_thread(turn.run))
+        self.status.change(activity="waiting for the model", progress=None)
         try:
-            await turn.follow(self, session)
+            await turn.post_events(self.post_message)
+            await self._finish_reply()
+            self.status.change(activity="", progress=None)
         finally:
             await thread
             self.turn = None
@@ -254,7 +261,60 @@ class ChatScreen(Screen[None]):
             await self._free_context(session, turn.full)
         self.send_pending()
 
-    def ask_for_tool(self, request: ToolApprovalRequest | None) -> None:
+    def on_streamed_turn_progressed(self, message: StreamedTurn.Progressed) -> None:
+        message.stop()
+        # A worker, because drawing must not delay keys. A partial, as in `on_composer_typed`.
+        self.app.spawn(partial(self._show_progress, message), group="turn")
+
+    async def _show_progress(self, message: StreamedTurn.Progressed) -> None:
+        try:
+            for event in message.events:
+                await self._show_event(event, message.turn)
+            if (stats := self.session.live) is not None:
+                self.status.change(stats=stats, meter=self.session.meter())
+        finally:
+            message.is_drawn.set()
+
+    async def _show_event(self, event: Event, turn: StreamedTurn) -> None:
+        if isinstance(event, events.Delta):
+            self.status.change(activity="thinking" if event.thinking else "writing", progress=None)
+            if self._reply is not None:
+                await self._reply.write(event.text, thinking=event.thinking)
+        elif isinstance(event, events.Prefill):
+            if event.total >= _SHORT_PROMPT and event.done < event.total:
+                self.status.change(activity="reading the prompt", progress=event.done / event.total)
+        elif isinstance(event, events.Started):
+            writer = "" if self.session.model is None else name_of(self.session.model)
+            await self.transcript.show(self.session.conversation, streaming=event.id, writer=writer)
+            self._reply = self.transcript.view(event.id)
+            self.transcript.anchor()
+            turn.is_drawn.set()
+        elif isinstance(event, events.Finished):
+            await self._finish_reply()
+        elif isinstance(event, events.Summarising):
+            turn.n_summary_words += len(event.text.split())
+            self.status.change(activity=f"summarising: {turn.n_summary_words:,} words")
+        elif isinstance(event, events.ContextTrimmed):
+            self.status.change(activity="")
+        elif isinstance(event, events.ToolApprovalRequest):
+            self.status.change(activity="a tool waits for your answer")
+            self.ask_for_tool(event)
+        elif isinstance(event, events.ToolCallsDone):
+            self.status.change(activity="using tools")
+            if (view := self.transcript.view(event.message.id)) is not None:
+                await view.finish(event.message)
+        elif isinstance(event, events.ChatWarning):
+            self.app.notify(event.text, severity="warning")
+        elif isinstance(event, events.ContextFull):
+            turn.full = event
+
+    async def _finish_reply(self) -> None:
+        """Draw the final reply. This also covers failed turns, which emit no `Finished` event."""
+        view, self._reply = self._reply, None
+        if view is not None and (message := self.session.conversation.get(view.message.id)) is not None:
+            await view.finish(message)
+
+    def ask_for_tool(self, request: events.ToolApprovalRequest | None) -> None:
         """Show a tool call above the editor. A dialog would capture the keys of a user who is typing."""
         self.asked = request
         text = ""
@@ -267,7 +327,7 @@ class ChatScreen(Screen[None]):
         self.hint(text)
         self.draw_heading()
 
-    async def _free_context(self, session: ChatSession, full: ContextFull) -> None:
+    async def _free_context(self, session: ChatSession, full: events.ContextFull) -> None:
         """Free the context by the setting, or let the user choose."""
         choice = self.app.setup.when_full
         question = session.conversation.leaf

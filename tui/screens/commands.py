@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,16 +11,18 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol, cast
 
 from textual.app import SuspendNotSupported
+from textual.widget import Widget
 
 from localllm.console import quantity
 from localllm.errors import UsageError
 from localllm.shell import found_program, set_variable, split_command
 from localllm.tui import commands
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.events import Turn
+from localllm.tui.chat.events import ToolApprovalRequest, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.chats import ChatsScreen
@@ -33,11 +36,10 @@ from localllm.tui.screens.dialogs import (
     confirm,
 )
 from localllm.tui.screens.help import HelpScreen
+from localllm.tui.screens.models import ModelLoader, OpenChat
 from localllm.tui.text import code_blocks
-
-if TYPE_CHECKING:
-    from localllm.tui.app import ChatApp
-    from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.widgets.composer import Composer
+from localllm.tui.widgets.finder import Finder
 
 #: Maximum lines and characters of a notification. A dialog shows longer texts.
 _MAX_LINES = 3
@@ -53,15 +55,36 @@ PERMISSIONS = {
 }
 
 
+class CommandScreen(OpenChat, Protocol):
+    """The part of a chat's screen that commands use. `ChatScreen` documents the methods."""
+
+    models: ModelLoader[Any]
+    composer: Composer
+    finder: Finder
+    asked: ToolApprovalRequest | None
+    n_comparisons: int
+    ended: asyncio.Event
+
+    async def open(self, conversation: Conversation) -> None: ...
+    async def quit(self) -> None: ...
+    async def switch(self, id_: str) -> None: ...
+    def begin(self, start: Callable[[Turn], None]) -> None: ...
+    def edit(self, message: Message) -> None: ...
+    def ask_for_tool(self, request: ToolApprovalRequest | None) -> None: ...
+    def draw_heading(self) -> None: ...
+    def set_focus(self, widget: Widget | None) -> None: ...
+    def refresh(self, *, layout: bool = False) -> object: ...
+
+
 class ScreenUI(commands.UI):
     """The app's user interface for commands. `on_screen` calls the method ``on_NAME`` for command NAME."""
 
     has_screen = True
 
-    def __init__(self, screen: ChatScreen) -> None:
+    def __init__(self, screen: CommandScreen, app: BaseApp) -> None:
         self._screen = screen
-        self._app = cast("ChatApp", screen.app)
-        self._ask, self.call = screen.app.push_screen_wait, screen.app.offload  # type: ignore[method-assign]
+        self._app = app
+        self._ask, self.call = app.push_screen_wait, app.offload  # type: ignore[method-assign]
         self._command = ""
 
     @property
@@ -200,7 +223,7 @@ class ScreenUI(commands.UI):
             screen.n_comparisons -= 1
             screen.send_pending()
 
-    async def _compare(self, screen: ChatScreen, session: ChatSession, name: str) -> None:
+    async def _compare(self, screen: CommandScreen, session: ChatSession, name: str) -> None:
         if name:
             if session.conversation.leaf is None:
                 raise UsageError("there is nothing to reply to yet: send a message first")

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from textual.app import ComposeResult
 from textual.widgets import Static
@@ -16,12 +16,11 @@ from localllm.console import quantity
 from localllm.errors import LocalLLMError
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.context import ChatModel, name_of
+from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.dialogs import Choose, Find, rows
 from localllm.tui.setup import ModelEntry
 from localllm.tui.text import sentence
-
-if TYPE_CHECKING:
-    from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.widgets.status import StatusLine
 
 #: Columns of the list, most important first: a narrow screen cuts the last columns.
 _HEAD = ("model", "fits", "size", "format", "params", "context")
@@ -129,7 +128,26 @@ _PERIOD = 0.1
 ModelState = Literal["loading", "loaded", "none"]
 
 
-class ModelLoader:
+class OpenChat(Protocol):
+    """The part of a chat's screen that the loader uses."""
+
+    session: ChatSession
+    status: StatusLine
+
+    async def end_turn(self) -> None:
+        """Stop the current turn, and wait until it has ended."""
+
+    async def refresh_all(self) -> None:
+        """Redraw the conversation and the status line."""
+
+    def send_pending(self) -> None:
+        """Send the message that waits for the model, if any."""
+
+
+Chat = TypeVar("Chat", bound=OpenChat)
+
+
+class ModelLoader(Generic[Chat]):
     """Loads the model that all chats share. Only one model is loaded at a time, because two may not fit in memory."""
 
     def __init__(self, app: BaseApp) -> None:
@@ -137,7 +155,7 @@ class ModelLoader:
         # the loaded model and its name, or None; the name of the demo model is empty
         self.model: ChatModel | None = None
         self.name: str | None = None
-        self.chats: list[ChatScreen] = []  # the open chats
+        self.chats: list[Chat] = []  # the open chats
         self._app = app
         self._loading: Loading | None = None
         self._one_at_a_time = asyncio.Lock()

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.engine import media as media_module
-from localllm.engine import saved_prompts
+from localllm.engine import encoding, saved_prompts
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.media import EmbeddingCache, Embeddings, MediaTokens, PreparedMedia, PromptMedia
 from localllm.engine.request import Request
@@ -206,8 +205,8 @@ def test_pictures_are_encoded_together_and_a_broken_one_ends_its_request_alone(
     assert isinstance(results(bad).error, ValueError)
     assert results(good).error is None
     assert len(results(good).ids) == 8
-    monkeypatch.setattr(media_module, "_TOKENS_AT_ONCE", 30)
-    monkeypatch.setattr(media_module, "_TOKENS_AHEAD", 50)
+    monkeypatch.setattr(encoding, "_TOKENS_AT_ONCE", 30)
+    monkeypatch.setattr(encoding, "_TOKENS_AHEAD", 50)
     many = [picture(f"{i:03}", 2, 7) for i in range(9)]
     expected = written(stepped(device, FakeEncoder()), *prompt(3, *many, 2))
     encoder.batches.clear()
