@@ -8,7 +8,7 @@ from typing import Any
 from localllm.kernels.graph import XIELU, Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, norm
-from localllm.models.config import Header, Metadata
+from localllm.models.config import Header, ModelMetadata
 from localllm.models.hf_convert import Array, floats, rotated_part
 from localllm.models.rope import make_rope
 
@@ -37,7 +37,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 def record(m: Header) -> Graph:
     heads, n_ff, rope, n_layers = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim), m.config.n_layers
-    meta = Metadata(m.meta.values, "xielu")
+    meta = ModelMetadata(m.meta.values, "xielu")
     numbers = [meta.read_each(name, n_layers, float, low=-1e3, high=1e3) for name in _NUMBERS]
 
     def layer(at: Layer, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from localllm.errors import ModelError
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
+from localllm.models.config import Experts, FeedForward, Header, Heads, ModelMetadata
 from localllm.models.mtp import record_block
 from localllm.models.weights import Reshaped, Weights, slopes, split_rows
 from localllm.quant.types import GGMLType
@@ -487,7 +487,7 @@ class Mamba:
     kernel: int
 
     @classmethod
-    def read(cls, meta: Metadata) -> Mamba:
+    def read(cls, meta: ModelMetadata) -> Mamba:
         """Read llama.cpp's keys."""
         n, n_groups, n_state, inner, kernel = (
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
@@ -528,7 +528,7 @@ class DeltaNet:
     kernel: int
 
     @classmethod
-    def read(cls, meta: Metadata) -> DeltaNet:
+    def read(cls, meta: ModelMetadata) -> DeltaNet:
         """Read llama.cpp's keys."""
         n_keys, n_values, dim, inner, kernel = (
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)

@@ -70,7 +70,7 @@ _GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrt_softplus
 
 
 @dataclass(frozen=True)
-class Metadata:
+class ModelMetadata:
     """Reads one architecture's keys with type and range checks, and records which keys were read."""
 
     values: Mapping[str, Any]
@@ -127,7 +127,7 @@ class Metadata:
             return (self.read(key, kind, default, low=low, high=high),) * n_layers
         if len(values) not in (n_layers, self.find("block_count")):
             raise ModelError(f"{full} has {len(values)} values for {n_layers} layers: the file is broken")
-        layers = (Metadata({full: v}, self.architecture) for v in values[:n_layers])
+        layers = (ModelMetadata({full: v}, self.architecture) for v in values[:n_layers])
         return tuple(layer.read(key, kind, low=low, high=high) for layer in layers)
 
     def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
@@ -188,7 +188,7 @@ def read_architecture(metadata: Mapping[str, Any]) -> str:
     return architecture
 
 
-def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
+def read_general(meta: ModelMetadata, tensors: Mapping[str, Weight]) -> ModelConfig:
     """Read the hyper-parameters of every model."""
     context_length = meta.read("context_length", int, low=1, high=(1 << 31) - 1)
     return ModelConfig(
@@ -203,7 +203,7 @@ def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
     )
 
 
-def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
+def _read_n_layers(meta: ModelMetadata, tensors: Iterable[str]) -> int:
     """Return ``block_count`` without the blocks for multi-token prediction, unless all blocks are of this kind.
 
     Raises ModelError unless the file contains tensors of all layers.
@@ -227,7 +227,7 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
     return n_layers
 
 
-def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
+def _read_n_vocab(meta: ModelMetadata, tensors: Mapping[str, Weight]) -> int:
     """Return the number of rows of the token embedding, which must be the number of tokens of the vocabulary.
 
     For a drafter that uses the embedding of its target model, return the number of tokens.
@@ -307,7 +307,7 @@ class FeedForward:
 class Header:
     """Keys and tensors of a file, from which an architecture records its graph. No tensor is read."""
 
-    meta: Metadata
+    meta: ModelMetadata
     config: ModelConfig
     weights: Weights
     context: int  # maximum number of tokens of a sequence

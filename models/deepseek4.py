@@ -121,7 +121,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionConfig:
     """Sizes of the attention of all layers."""
 
     n: int  # query heads
@@ -137,7 +137,7 @@ class Attention:
     top_k: int  # number of entries that an indexer selects
 
     @classmethod
-    def read(cls, m: Header) -> Attention:
+    def read(cls, m: Header) -> AttentionConfig:
         """Read llama.cpp's keys."""
         meta, n_layers, heads = m.meta, m.config.n_layers, m.heads()
         ratios = meta.find("attention.compress_ratios")
@@ -179,7 +179,7 @@ class Attention:
 
 
 def record(m: Header) -> Graph:
-    attention, connections = Attention.read(m), hy_v4.Connections.read(m, magnitude=2.0)
+    attention, connections = AttentionConfig.read(m), hy_v4.Connections.read(m, magnitude=2.0)
     experts, limits = m.experts(gating="sqrt_softplus"), m.gate_limits()
     if experts is None:
         raise ModelError(
@@ -212,7 +212,7 @@ def record(m: Header) -> Graph:
     return decoder(m, layer, change_embedding=connections.begin, output_norm=end)
 
 
-def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]:
+def make_attention(m: Header, a: AttentionConfig) -> Callable[[Layer, Tensor], Tensor]:
     """Return the function that records attention, from a layer and its normed input [T, d]."""
     base = m.meta.read("attention.compress_rope_freq_base", float, low=2.0, high=1e15)
     # The model does not use YaRN's magnitude.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Weight
 from localllm.kernels.reference import gelu_erf, softmax
-from localllm.models.config import Metadata
+from localllm.models.config import ModelMetadata
 from localllm.models.weights import Weights
 from localllm.quant.formats import dequantize
 
@@ -27,7 +27,7 @@ Array = NDArray[Any]
 KINDS = (None, "mean", "cls", "last", "rank")
 
 
-def read_kind(meta: Metadata, weights: Weights) -> str | None:
+def read_kind(meta: ModelMetadata, weights: Weights) -> str | None:
     """Return the file's kind of pooling, or None if it has no pooling, as in generative models.
 
     "tokens" means late interaction: the file names no pooling, but contains the width of a projection of the token
@@ -51,7 +51,7 @@ class Pooling:
     is_softmax: bool = False
 
     @classmethod
-    def read(cls, meta: Metadata, weights: Weights, kind: str, graph: Graph) -> Pooling:
+    def read(cls, meta: ModelMetadata, weights: Weights, kind: str, graph: Graph) -> Pooling:
         """Read the pooling from a file's keys and tensors."""
         rank, causal, width = kind == "rank", graph.is_causal, graph.result.width
         widths = (f"dense_{i}_feat_{side}" for i in (2, 3) for side in ("in", "out"))

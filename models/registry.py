@@ -9,7 +9,7 @@ from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph, RopeAppend
-from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
+from localllm.models.config import Header, ModelConfig, ModelMetadata, read_architecture, read_general
 from localllm.models.hf_convert import Array, rope_factors
 from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
@@ -256,7 +256,7 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
 def has_block(file: ModelFile) -> bool:
     """Return whether a file has a block for multi-token prediction after the last layer that localllm can use."""
     architecture = ARCHITECTURES.get(read_architecture(file.metadata))
-    n_layers = read_general(Metadata(file.metadata, read_architecture(file.metadata)), file.tensors).n_layers
+    n_layers = read_general(ModelMetadata(file.metadata, read_architecture(file.metadata)), file.tensors).n_layers
     return (
         architecture is not None and architecture.has_block and f"blk.{n_layers}.nextn.eh_proj.weight" in file.tensors
     )
@@ -288,7 +288,7 @@ def read_model(
     """
     drafter = DRAFTERS.get(read_architecture(file.metadata))
     architecture = drafter or find_architecture(file.metadata)
-    meta, weights = Metadata(file.metadata, read_architecture(file.metadata)), Weights(file)
+    meta, weights = ModelMetadata(file.metadata, read_architecture(file.metadata)), Weights(file)
     config = read_general(meta, file.tensors)
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context

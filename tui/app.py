@@ -25,7 +25,7 @@ from localllm.errors import UsageError
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.commands import PALETTE, Command
+from localllm.tui.commands import PALETTE, SlashCommand
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.models import ModelLoader
 from localllm.tui.setup import Setup
@@ -83,10 +83,10 @@ class CommandsProvider(Provider):
             if score > 0:
                 yield Hit(score, matcher.highlight(text), self._runner(command), text=text, help=self._help(command))
 
-    def _runner(self, command: Command) -> partial[None]:
+    def _runner(self, command: SlashCommand) -> partial[None]:
         return partial(cast(ChatScreen, self.screen).run_command, f"/{command.name}")
 
-    def _help(self, command: Command) -> str:
+    def _help(self, command: SlashCommand) -> str:
         return command.help_and_key(cast(ChatApp, self.app).setup.keys)
 
 

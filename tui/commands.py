@@ -18,8 +18,8 @@ from localllm.errors import StoreError, UsageError
 from localllm.files import read_text
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import Completion, command_output, path_of
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.attachments import Suggestion, command_output, path_of
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Choice, Turn
 from localllm.tui.chat.export import copied_path, export_all, import_all, import_chat, write_export
 from localllm.tui.chat.session import ChatSession
@@ -58,7 +58,7 @@ class UI(Protocol):
     async def play(self, start: Callable[[Turn], None]) -> None:
         """Generate a reply: call ``start`` with a new turn."""
 
-    async def edit(self, message: Message) -> None:
+    async def edit(self, message: ChatMessage) -> None:
         """Let the user edit a message."""
 
     async def put(self, draft: str) -> None:
@@ -94,7 +94,7 @@ Run = Callable[[ChatSession, UI, str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class SlashCommand:
     """A slash command.
 
     Attributes:
@@ -126,24 +126,24 @@ class Command:
         return "+".join(name.capitalize() for name in keys.get(self.name, self.key).split(",")[0].split("+"))
 
 
-class Call(NamedTuple):
+class CommandCall(NamedTuple):
     """A command and its argument, which is the text after the name."""
 
-    command: Command
+    command: SlashCommand
     argument: str
 
 
-def parse(text: str) -> Call | str:
+def parse(text: str) -> CommandCall | str:
     """Parse a command or a message. ``//`` and ``!!`` start a message with / or !. Raises UsageError; see `find`."""
     if text.startswith("!") and not text.startswith("!!"):
-        return Call(find("run"), text[1:].strip())
+        return CommandCall(find("run"), text[1:].strip())
     if not text.startswith("/") or text.startswith("//"):
         return text[1:] if text.startswith(("//", "!!")) else text
     name, *arguments = text[1:].split(maxsplit=1) or [""]
-    return Call(find(name), arguments[0].rstrip() if arguments else "")
+    return CommandCall(find(name), arguments[0].rstrip() if arguments else "")
 
 
-def find(name: str) -> Command:
+def find(name: str) -> SlashCommand:
     """Return the command with this name or alias. Raises UsageError, with the closest name, if it is unknown."""
     if (command := _BY_NAME.get(name)) is not None:
         return command
@@ -152,7 +152,7 @@ def find(name: str) -> Command:
     raise UsageError(f"there is no command /{name}: {hint}")
 
 
-async def run(session: ChatSession, ui: UI, call: Call) -> None:
+async def run(session: ChatSession, ui: UI, call: CommandCall) -> None:
     """Execute a command. Raises LocalLLMError if it fails, and UsageError if it needs the app."""
     command, argument = call
     if command.run is not None:
@@ -171,17 +171,17 @@ def _telling(function: Callable[[ChatSession, str], str], screen: str = "") -> R
     return run
 
 
-def completions(line: str) -> list[Completion]:
+def completions(line: str) -> list[Suggestion]:
     """Return the commands that complete ``line``. Empty unless the line is a single word after a slash."""
     if not line.startswith("/") or not (line[1:].replace("-", "").isalnum() or line == "/"):
         return []
-    return [Completion(f"/{c.name}", 0, c.help) for c in COMMANDS if c.name.startswith(line[1:].lower())]
+    return [Suggestion(f"/{c.name}", 0, c.help) for c in COMMANDS if c.name.startswith(line[1:].lower())]
 
 
 # -- Messages and branches -------------------------------------------------------------------------------------------
 
 
-def numbered(conversation: Conversation, number: str) -> Message:
+def numbered(conversation: Conversation, number: str) -> ChatMessage:
     """Return the message with number ``3`` or ``#3`` on the current path. Raises UsageError if it does not exist."""
     path = conversation.path()
     digits = number.removeprefix("#")
@@ -194,11 +194,11 @@ def numbered(conversation: Conversation, number: str) -> Message:
 class Fork(NamedTuple):
     """A message that has siblings. ``branches`` are oldest first; ``number`` and ``at`` count from 1.
 
-    Message ``number`` of the current path is branch ``at``.
+    ChatMessage ``number`` of the current path is branch ``at``.
     """
 
     number: int
-    branches: list[Message]
+    branches: list[ChatMessage]
     at: int
 
 
@@ -211,7 +211,7 @@ def forks(conversation: Conversation) -> list[Fork]:
     ]
 
 
-def branch_meant(conversation: Conversation, argument: str) -> Message:
+def branch_meant(conversation: Conversation, argument: str) -> ChatMessage:
     """Return the branch for ``next``, ``prev`` or a number, at the last fork or at a message. Raises UsageError."""
     path_forks = forks(conversation)
     if not path_forks:
@@ -233,7 +233,7 @@ def branch_meant(conversation: Conversation, argument: str) -> Message:
 async def _edit(session: ChatSession, ui: UI, argument: str) -> None:
     conversation = session.conversation
     first, *words = argument.split(maxsplit=1) or [""]
-    message: Message | None
+    message: ChatMessage | None
     if first.removeprefix("#").isdecimal():  # a number always names a message
         message, text = numbered(conversation, first), words[0] if words else ""
     else:
@@ -382,12 +382,12 @@ async def _compare(session: ChatSession, ui: UI, argument: str) -> None:
         await ui.tell("\n\n".join(f"{who(reply)}\n{reply.content}" for reply in compared(session.conversation)))
 
 
-def who(reply: Message) -> str:
+def who(reply: ChatMessage) -> str:
     """Return the name of the model that wrote a reply."""
     return (reply.stats and reply.stats.model) or "Reply"
 
 
-def compared(conversation: Conversation) -> list[Message]:
+def compared(conversation: Conversation) -> list[ChatMessage]:
     """Return the last reply and the reply to compare it with, which comes first.
 
     The second reply is the newest sibling, preferably by another model. Raises UsageError if there is no sibling.
@@ -625,61 +625,66 @@ async def _help(session: ChatSession, ui: UI, argument: str) -> None:
 
 # fmt: off
 COMMANDS = [
-    Command("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
-    Command("regen", "[N]", "regenerate the reply; the earlier one stays as a branch", _regenerate, ("retry",),
-            "Regenerate", "ctrl+r"),
-    Command("edit", "[N] [TEXT]", "edit your last message, or number N, in a new branch", _edit,
-            title="Edit your last message", key="f2"),
-    Command("continue", "", "continue a reply that was cut off",
-            lambda session, ui, _: ui.play(session.continue_reply), (), "Continue the reply", "ctrl+g"),
-    Command("branch", "[[N] next|prev|K]", "list branches, or switch to the next, the previous or number K", _branch,
-            title="Branches"),
-    Command("show", "", "show the conversation, with numbers", _telling(transcript), ("history",)),
-    Command("remove", "N", "delete message N and everything after it", _remove),
-    Command("drop", "", "when the context is full: omit the oldest turns", partial(_free_context, "drop")),
-    Command("summarise", "", "when the context is full: replace the oldest turns with a summary",
-            partial(_free_context, "summarise"), ("summarize",)),
-    Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
-    Command("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",
-            "ctrl+t"),
-    Command("prefix", "[TEXT|none]", "start replies with this text", _telling(partial(_set_one, "reply_prefix"))),
-    Command("stop-strings", "[TEXT … |none]", "strings that end a reply; quote strings with spaces",
-            _telling(partial(_set_one, "stop"))),
-    Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
-    Command("compare", "[FILE]", "let another model reply too, side by side", _compare, title="Compare"),
-    Command("format", "[FILE.json|none]", "make replies JSON that follows the schema in a file", _telling(_format)),
-    Command("detach", "[NAME]", "list attached files, or remove one", _telling(_detach)),
-    Command("stats", "", "tokens, cache and speed", _telling(stats_text, "stats"), title="Statistics"),
-    Command("sessions", "[WORDS|archived]", "list chats, or search them", _telling(_sessions, "sessions"), ("list",),
-            "Chats", "ctrl+o"),
-    Command("find", "[TEXT]", "search this chat for text", _telling(_found, "find"), ("search",), "Find in this chat",
-            "f5"),
-    Command("fork", "[N]", "continue in a new chat, with everything up to message N", _fork, title="Fork the chat"),
-    Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
-    Command("run", "COMMAND", "insert the output of a shell command into the message; short form: !COMMAND", _run),
-    Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
-            "list the tools that the model may call, or switch them on", _tools, title="Tools"),
-    Command("allow", "[no|once|chat|always]", "answer a request to use a tool", None, (), "Allow a tool", "f3"),
-    Command("editor", "", "write the message in $EDITOR", None, (), "Write in your editor", "ctrl+e"),
-    Command("save", "[TITLE]", "show where this chat is saved, and name it", _telling(_save)),
-    Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
-    Command("import", "FILE.json|FOLDER", "import an exported chat, or all chats in a folder", _import,
-            title="Import a chat"),
-    Command("export", "[FILE.md|FILE.json|all FOLDER]", "write this chat to a file, or all chats to a folder",
-            _export, title="Export the chat"),
-    Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
-    Command("archive", "[ID]", "hide this chat, or another one, from the list", partial(_archive, True),
-            title="Archive the chat"),
-    Command("unarchive", "[ID]", "show an archived chat in the list again", partial(_archive, False)),
-    Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
-    Command("clear", "", "start a new chat; this one stays saved",
-            lambda session, ui, _: ui.open(new_chat(session)), ("new",), "New chat", "ctrl+n"),
-    Command("tab", "[N|next|prev]", "open a new chat in a tab, or switch tabs", None, (), "New tab", "f4"),
-    Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
-    Command("copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (),
-            "Copy the last reply"),
-    Command("theme", "[NAME]", "choose colours", None, title="Theme"),
-    Command("quit", "", "quit", lambda session, ui, _: ui.quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),
+    SlashCommand("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
+    SlashCommand("regen", "[N]", "regenerate the reply; the earlier one stays as a branch", _regenerate, ("retry",),
+                 "Regenerate", "ctrl+r"),
+    SlashCommand("edit", "[N] [TEXT]", "edit your last message, or number N, in a new branch", _edit,
+                 title="Edit your last message", key="f2"),
+    SlashCommand("continue", "", "continue a reply that was cut off",
+                 lambda session, ui, _: ui.play(session.continue_reply), (), "Continue the reply", "ctrl+g"),
+    SlashCommand("branch", "[[N] next|prev|K]", "list branches, or switch to the next, the previous or number K",
+                 _branch, title="Branches"),
+    SlashCommand("show", "", "show the conversation, with numbers", _telling(transcript), ("history",)),
+    SlashCommand("remove", "N", "delete message N and everything after it", _remove),
+    SlashCommand("drop", "", "when the context is full: omit the oldest turns", partial(_free_context, "drop")),
+    SlashCommand("summarise", "", "when the context is full: replace the oldest turns with a summary",
+                 partial(_free_context, "summarise"), ("summarize",)),
+    SlashCommand("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt",
+                 key="ctrl+s"),
+    SlashCommand("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",
+                 "ctrl+t"),
+    SlashCommand("prefix", "[TEXT|none]", "start replies with this text",
+                 _telling(partial(_set_one, "reply_prefix"))),
+    SlashCommand("stop-strings", "[TEXT … |none]", "strings that end a reply; quote strings with spaces",
+                 _telling(partial(_set_one, "stop"))),
+    SlashCommand("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
+    SlashCommand("compare", "[FILE]", "let another model reply too, side by side", _compare, title="Compare"),
+    SlashCommand("format", "[FILE.json|none]", "make replies JSON that follows the schema in a file",
+                 _telling(_format)),
+    SlashCommand("detach", "[NAME]", "list attached files, or remove one", _telling(_detach)),
+    SlashCommand("stats", "", "tokens, cache and speed", _telling(stats_text, "stats"), title="Statistics"),
+    SlashCommand("sessions", "[WORDS|archived]", "list chats, or search them", _telling(_sessions, "sessions"),
+                 ("list",), "Chats", "ctrl+o"),
+    SlashCommand("find", "[TEXT]", "search this chat for text", _telling(_found, "find"), ("search",),
+                 "Find in this chat", "f5"),
+    SlashCommand("fork", "[N]", "continue in a new chat, with everything up to message N", _fork,
+                 title="Fork the chat"),
+    SlashCommand("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
+    SlashCommand("run", "COMMAND", "insert the output of a shell command into the message; short form: !COMMAND",
+                 _run),
+    SlashCommand("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
+                 "list the tools that the model may call, or switch them on", _tools, title="Tools"),
+    SlashCommand("allow", "[no|once|chat|always]", "answer a request to use a tool", None, (), "Allow a tool", "f3"),
+    SlashCommand("editor", "", "write the message in $EDITOR", None, (), "Write in your editor", "ctrl+e"),
+    SlashCommand("save", "[TITLE]", "show where this chat is saved, and name it", _telling(_save)),
+    SlashCommand("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
+    SlashCommand("import", "FILE.json|FOLDER", "import an exported chat, or all chats in a folder", _import,
+                 title="Import a chat"),
+    SlashCommand("export", "[FILE.md|FILE.json|all FOLDER]", "write this chat to a file, or all chats to a folder",
+                 _export, title="Export the chat"),
+    SlashCommand("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
+    SlashCommand("archive", "[ID]", "hide this chat, or another one, from the list", partial(_archive, True),
+                 title="Archive the chat"),
+    SlashCommand("unarchive", "[ID]", "show an archived chat in the list again", partial(_archive, False)),
+    SlashCommand("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
+    SlashCommand("clear", "", "start a new chat; this one stays saved",
+                 lambda session, ui, _: ui.open(new_chat(session)), ("new",), "New chat", "ctrl+n"),
+    SlashCommand("tab", "[N|next|prev]", "open a new chat in a tab, or switch tabs", None, (), "New tab", "f4"),
+    SlashCommand("close", "", "close this chat; it stays saved", None, title="Close the tab"),
+    SlashCommand("copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (),
+                 "Copy the last reply"),
+    SlashCommand("theme", "[NAME]", "choose colours", None, title="Theme"),
+    SlashCommand("quit", "", "quit", lambda session, ui, _: ui.quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
 # fmt: on
 

@@ -26,7 +26,7 @@ from localllm.files import create_private
 from localllm.tui import commands
 from localllm.tui.chat import events
 from localllm.tui.chat.context import ChatModel
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Choice, Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
@@ -265,7 +265,7 @@ class LineChat(commands.UI):
         if full:
             self._free_context(full[0])
 
-    async def edit(self, message: Message) -> None:
+    async def edit(self, message: ChatMessage) -> None:
         if not self._lines.interactive:
             raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
         text = self._lines.edit(message.text)

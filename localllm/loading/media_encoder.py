@@ -25,7 +25,7 @@ from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import Graph, Tensor
 from localllm.loading.placement import EncoderInfo
-from localllm.models.encoders.encoder import EncoderModel, FrameRows, Prepared, Stage
+from localllm.models.encoders.encoder import EncoderModel, EncoderStage, FrameRows, Prepared
 from localllm.models.encoders.registry import PROJECTORS, projectors_of, read_encoder
 
 #: Maximum patches of a step, unless one frame has more.
@@ -56,7 +56,7 @@ _NO_MEDIA = Media(None)
 class _Compiled:
     """A stage of an encoder, and its step."""
 
-    stage: Stage
+    stage: EncoderStage
     step: Step | None = None
     sizes: tuple[int, ...] = (0, 0, 0, 0)  # maximum patches, rows, cache pages and frames of the step
 

@@ -36,7 +36,7 @@ from localllm.kernels.graph import (
     Weight,
 )
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
-from localllm.models.config import Heads, Metadata
+from localllm.models.config import Heads, ModelMetadata
 from localllm.models.encoders.images import MAX_PIXELS, block_order, normalised, open_image, patches
 from localllm.models.encoders.views import RowsScaled
 from localllm.models.hf_convert import GELU_TANH, Array
@@ -99,14 +99,14 @@ class FrameRows:
 
 
 @dataclass(frozen=True)
-class Stage:
+class EncoderStage:
     """A graph of an encoder. A second stage uses each output row of the first stage as a patch."""
 
     graph: Graph
     n_joined: int  # patches per output row
 
 
-def _activation(meta: Metadata) -> str:
+def _activation(meta: ModelMetadata) -> str:
     """Return the activation from llama.cpp's keys: its GELU is the tanh form. Without a key, it is CLIP's."""
     is_gelu, is_silu = (meta.read(key, bool, False) for key in ("use_gelu", "use_silu"))
     return "silu" if is_silu else "gelu" if is_gelu else "gelu_quick"
@@ -132,13 +132,13 @@ class EncoderModel:
     #: Layers whose patches only see their window.
     windowed: Collection[int] = ()
     #: Second stage, after `graph`, for encoders whose last layers have fewer rows.
-    behind: Stage | None = None
+    behind: EncoderStage | None = None
     #: Activation function of MLPs.
     activation: str = "gelu_erf"
     #: Whether norms are RMSNorms.
     rms: bool = False
 
-    def __init__(self, meta: Metadata, weights: Weights) -> None:
+    def __init__(self, meta: ModelMetadata, weights: Weights) -> None:
         self.meta, self.weights = meta, weights
         v = self.number
         self.n_embd, self.n_ff, self.n_layers = v("embedding_length"), v("feed_forward_length"), v("block_count")
@@ -178,9 +178,9 @@ class EncoderModel:
         return 1
 
     @property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[EncoderStage]:
         """Stages in the order of computation."""
-        first = Stage(self.graph, self.n_joined)
+        first = EncoderStage(self.graph, self.n_joined)
         return [first] if self.behind is None else [first, self.behind]
 
     @staticmethod
@@ -328,7 +328,7 @@ class VisionModel(EncoderModel):
     #: Whether the key for the tanh form of GELU means exact GELU.
     exact_gelu: ClassVar[bool] = False
 
-    def __init__(self, meta: Metadata, weights: Weights) -> None:
+    def __init__(self, meta: ModelMetadata, weights: Weights) -> None:
         self.meta = meta
         self.image_size, self.patch_size = self.number("image_size"), self.number("patch_size")
         self.mean = self._colours("vision.image_mean", *_MEANS)

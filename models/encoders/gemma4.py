@@ -36,7 +36,7 @@ from localllm.kernels.graph import (
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import resized
-from localllm.models.encoders.views import Diagonal, Product, floats
+from localllm.models.encoders.views import Diagonal, ProductOf, floats
 from localllm.models.hf_convert import Array
 
 _LINEARS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
@@ -170,7 +170,7 @@ class Gemma4(VisionModel):
         factor, weights = self.n_embd**0.5, self.weights
         if "v.std_scale" in weights:
             bias, scale = (weights.require(f"v.std_{key}", self.n_embd) for key in ("bias", "scale"))
-            matrix = Matrix(Diagonal(scale, factor), Product(bias, scale, -1.0))
+            matrix = Matrix(Diagonal(scale, factor), ProductOf(bias, scale, -1.0))
             x = self.graph.add(Linear(x, matrix))
         else:
             x = self.graph.add(Scale(x, factor))

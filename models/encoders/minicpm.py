@@ -12,7 +12,7 @@ import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Activation, Add, Graph, Input, Outputs, Rows, Tensor
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage, VisionModel
+from localllm.models.encoders.encoder import Checkpoint, EncoderStage, FrameRows, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import block_order, cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.hf_convert import Array
@@ -88,7 +88,7 @@ class MiniCPMV(VisionModel):
         first, self.graph = self.graph, Graph(rounds_floats=True)
         x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), 0, self.n_embd))
         self._tokens(self.layers(x, numbers=range(self.n_first, self.n_layers)))
-        self.behind, self.graph = Stage(self.graph, 4), first
+        self.behind, self.graph = EncoderStage(self.graph, 4), first
 
     def _window(self, x: Tensor) -> None:
         """Record attention within groups of four patches, and merge each group: its mean plus an MLP's output."""

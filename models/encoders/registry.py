@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
-from localllm.models.config import Metadata
+from localllm.models.config import ModelMetadata
 from localllm.models.encoders.encoder import MEANT, Checkpoint, EncoderModel
 from localllm.models.hf_convert import Array
 from localllm.models.weights import ModelFile, Weights
@@ -151,7 +151,7 @@ def read_encoder(file: ModelFile, kind: str | None = None) -> EncoderModel:
     """
     projectors = projectors_of(file.metadata)
     kind = next(iter(projectors)) if kind is None else kind
-    meta, weights = Metadata(file.metadata, "clip"), Weights(file)
+    meta, weights = ModelMetadata(file.metadata, "clip"), Weights(file)
     hears = kind == "audio"
     weights.skip(*(name for name in file.tensors if name.startswith(("a.", "mm.a.")) != hears))
     ignored_prefix = "clip.vision." if hears else "clip.audio."

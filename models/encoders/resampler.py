@@ -12,7 +12,7 @@ import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Add, Attention, Graph, Input, Linear, Matrix, Outputs, RopeAppend, Rows, Tensor
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage
+from localllm.models.encoders.encoder import Checkpoint, EncoderStage, FrameRows, Pixels, Prepared
 from localllm.models.encoders.minicpm import MAX_SLICES, MiniCPMV
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.encoders.views import floats
@@ -114,7 +114,7 @@ class Resampler(MiniCPMV):
         self.graph.add(Outputs(x))
         first, self.graph = self.graph, Graph(rounds_floats=True)
         self._attention()
-        self.behind, self.graph = Stage(self.graph, 1), first
+        self.behind, self.graph = EncoderStage(self.graph, 1), first
 
     def _attention(self) -> None:
         """Record attention of queries to patches, over the rows from `following`."""

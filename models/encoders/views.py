@@ -96,7 +96,7 @@ class Diagonal(FloatView):
 
 
 @dataclass(frozen=True, eq=False)
-class Product(FloatView):
+class ProductOf(FloatView):
     """The product of the values of two weights and a factor."""
 
     second: Weight

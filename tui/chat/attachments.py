@@ -28,7 +28,7 @@ from localllm.errors import UsageError
 from localllm.regular_file import read_regular
 from localllm.shell import decoded, kill_tree, own_group
 from localllm.tui.chat import pdf, pieces
-from localllm.tui.chat.conversation import Attachment, Message
+from localllm.tui.chat.conversation import Attachment, ChatMessage
 from localllm.tui.text import storable
 
 #: Maximum size of a file in bytes, of a command's output in bytes, and maximum number of files per folder or pattern.
@@ -233,7 +233,7 @@ def _walk(folder: Path) -> Iterator[str]:
         yield from (os.path.join(at, name) for name in sorted(files) if not name.startswith("."))
 
 
-def with_attachments(message: Message) -> str:
+def with_attachments(message: ChatMessage) -> str:
     """Return a message as the model receives it: the text, followed by the text files."""
     files = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments if not file.picture]
     return "\n\n".join([message.content, *files])
@@ -338,7 +338,7 @@ _FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class Suggestion:
     """A completion: ``text`` replaces the line from index ``start`` on."""
 
     text: str
@@ -351,13 +351,13 @@ class Completion:
         return self.text.endswith(("/", "\\"))
 
 
-def file_completions(line: str) -> list[Completion]:
+def file_completions(line: str) -> list[Suggestion]:
     """Return the files and folders that complete the name at the end of a line. Only one folder is read."""
     match = _FILE.search(line)
     if match is None:
         return []
     folder, beginning = os.path.split(match[1].lstrip('"'))
-    completions: list[Completion] = []
+    completions: list[Suggestion] = []
     try:
         with os.scandir(os.path.expanduser(folder) or ".") as entries:
             for _, entry in zip(range(_MAX_SCANNED), entries, strict=False):
@@ -366,7 +366,7 @@ def file_completions(line: str) -> list[Completion]:
                     path, is_folder = os.path.join(folder, name), entry.is_dir()
                     quote = '"' if re.search(r"\s", path) else ""
                     text = f"@{quote}{path}" + (os.sep if is_folder else f"{quote} ")
-                    completions.append(Completion(text, match.start(), "folder" * is_folder))
+                    completions.append(Suggestion(text, match.start(), "folder" * is_folder))
     except OSError:
         return []
     return sorted(completions, key=lambda choice: choice.text.lstrip('@"').casefold())[:MOST]

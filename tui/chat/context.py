@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from localllm.chat.conversation import kind_of
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import with_attachments
-from localllm.tui.chat.conversation import Conversation, Message, Window
+from localllm.tui.chat.conversation import ChatMessage, Conversation, Window
 from localllm.tui.chat.events import Choice
 
 if TYPE_CHECKING:
@@ -63,20 +63,20 @@ def name_of(model: ChatModel) -> str:
     return model.info.name or model.info.path.name
 
 
-def window_of(path: Sequence[Message]) -> Window | None:
+def window_of(path: Sequence[ChatMessage]) -> Window | None:
     """Return the window that applies at the end of a path: the last window that starts on the path."""
     ids = {message.id for message in path}
     return next((m.window for m in reversed(path) if m.window is not None and m.window.first in ids), None)
 
 
-def visible_part(path: Sequence[Message], window: Window | None) -> Sequence[Message]:
+def visible_part(path: Sequence[ChatMessage], window: Window | None) -> Sequence[ChatMessage]:
     """Return the messages from the first message of the window on."""
     if window is None:
         return path
     return path[next((i for i, message in enumerate(path) if message.id == window.first), 0) :]
 
 
-def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[Sent]:
+def prompt(messages: Sequence[ChatMessage], system: str, summary: str = "") -> list[Sent]:
     """Return the messages for the model, with a summary of earlier messages.
 
     Replies without an answer are omitted. Consecutive user messages are joined, because many chat templates require
@@ -134,7 +134,7 @@ def tokens_of_media(model: ChatModel, file: bytes) -> int:
     return sum(id_ < 0 for id_ in ids)
 
 
-def _calls(message: Message, content: str) -> list[Sent]:
+def _calls(message: ChatMessage, content: str) -> list[Sent]:
     """Return a reply with tool calls, including the reasoning that led to the calls, and the results of the calls."""
     calls = [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in message.calls]
     reply = {"role": "assistant", "content": content, "reasoning_content": message.thinking, "tool_calls": calls}
@@ -144,7 +144,7 @@ def _calls(message: Message, content: str) -> list[Sent]:
     return [reply, *results]
 
 
-def whole_prompt(path: Sequence[Message], system: str) -> list[Sent]:
+def whole_prompt(path: Sequence[ChatMessage], system: str) -> list[Sent]:
     """Return the messages that the model receives for a path, using the window that applies at its end."""
     window = window_of(path)
     return prompt(visible_part(path, window), system, "" if window is None else window.summary)
@@ -199,7 +199,7 @@ class ContextTrimmer:
             return starts[i]
         return starts[-1] if starts and self._count(self.path[starts[-1] :]) < self._context - reserve else None
 
-    def _count(self, messages: Sequence[Message]) -> int:
+    def _count(self, messages: Sequence[ChatMessage]) -> int:
         outgoing, variables = prompt(messages, self._system, self.summary), self._settings.template_variables
         options: dict[str, Any] = {"template_variables": variables, "reply_prefix": self._reply_prefix, **self._tools}
         return len(self._model.tokenize_chat(outgoing, **options))

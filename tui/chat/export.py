@@ -23,9 +23,9 @@ from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import fenced
 from localllm.tui.chat.conversation import (
     Attachment,
+    ChatMessage,
     Conversation,
     Id,
-    Message,
     Time,
     converted,
     new_id,
@@ -144,10 +144,10 @@ def from_json(text: str | bytes) -> Conversation:
     return conversation
 
 
-def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
+def _messages(values: list[object]) -> tuple[list[ChatMessage], dict[str, str]]:
     """Return the messages with new ids, and the new ids by old id."""
     ids: dict[str, str] = {}
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     for number, value in enumerate(values):
         label = f"message {number}"
         message = to_message(value, label)
@@ -162,7 +162,7 @@ def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
     return [_with_new_id(message, ids) for message in messages], ids
 
 
-def _with_new_id(message: Message, ids: Mapping[str, str]) -> Message:
+def _with_new_id(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
     """Replace the ids in a message. A window whose first message is missing starts at this message."""
     return replace(
         message,

@@ -27,7 +27,7 @@ _END_SECONDS = 5.0
 _PERIOD = 0.05
 
 
-class Server:
+class McpServer:
     """One MCP server, run by a separate thread. ``tools`` are names, descriptions and parameter schemas."""
 
     def __init__(self, command: Sequence[str] = (), url: str = "", env: Mapping[str, str] | None = None) -> None:

@@ -32,7 +32,7 @@ _AROUND = 16
 Rank = Callable[[Sequence[str], str], list[int]]
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A part of a file. Its place is, for example, "line" 1 to 30 or "page" 3 to 3."""
 
     name: str
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     text: str
 
 
-def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
+def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[FilePiece]:
     """Yield the pieces of a file. Pages end with a form feed; a piece never crosses the end of a page."""
     pages = text.split("\f")
     for page, content in enumerate(pages, 1):
@@ -56,7 +56,7 @@ def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
             location = ("page", page, page) if len(pages) > 1 else ("line", first, number)
             joined = "".join(lines)
             for i in range(0, len(joined), 2 * length):  # a line may be long
-                yield Piece(name, *location, joined[i : i + 2 * length])
+                yield FilePiece(name, *location, joined[i : i + 2 * length])
             first, lines, size = number + 1, [], 0
 
 
@@ -82,7 +82,7 @@ def best(
     return [_joined([pieces[i] for i in group], sum(sizes[i] for i in group)) for group in groups]
 
 
-def _joined(pieces: Sequence[Piece], n_tokens: int) -> Attachment:
+def _joined(pieces: Sequence[FilePiece], n_tokens: int) -> Attachment:
     first, last = pieces[0].first, pieces[-1].last
     location = f"{pieces[0].unit} {first}" if first == last else f"{pieces[0].unit}s {first}-{last}"
     return Attachment(f"{pieces[0].name}, {location}", "".join(piece.text for piece in pieces), n_tokens)

@@ -24,10 +24,18 @@ from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
 from localllm.tui.chat.context import ChatModel, ContextTrimmer, name_of, texts_alone, tokens_of_media, whole_prompt
-from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
+from localllm.tui.chat.conversation import (
+    Attachment,
+    CallRecord,
+    ChatMessage,
+    Conversation,
+    ReplyStats,
+    State,
+    Window,
+)
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.pieces import Rank, ranked
-from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
+from localllm.tui.chat.tools import ChatTool, Permission, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
 from localllm.tui.text import automatic_title, clean_title, shortened
@@ -68,7 +76,7 @@ class ChatSession:
 
     def __post_init__(self) -> None:
         self.turn: Turn | None = None
-        self._tools: dict[str, Tool] = {}
+        self._tools: dict[str, ChatTool] = {}
         self._allowed: set[str] = set()
         self.saver = AutoSaver(self.store, self.conversation)
         self._busy = threading.Lock()
@@ -156,13 +164,13 @@ class ChatSession:
         return self._busy.locked()
 
     @property
-    def live(self) -> Stats | None:
+    def live(self) -> ReplyStats | None:
         """Counters of the reply in progress, or None."""
         stream = None if self.turn is None else self.turn.stream
         return None if stream is None or self.model is None else _stats(stream, self.model)
 
     @property
-    def last(self) -> Stats | None:
+    def last(self) -> ReplyStats | None:
         """Counters of the last reply on the path, or None if the loaded model did not write it."""
         stats = next((m.stats for m in reversed(self.conversation.path()) if m.stats is not None), None)
         is_ours = stats is not None and self.model is not None and stats.model == name_of(self.model)
@@ -270,7 +278,7 @@ class ChatSession:
         for event in new_events:
             turn.emit(event)
 
-    def _ask(self, text: str, old: Message | None, turn: Turn) -> None:
+    def _ask(self, text: str, old: ChatMessage | None, turn: Turn) -> None:
         """Send a message, at the end or as a replacement of ``old``, and generate the reply."""
         with self._taking(turn):
             model = self._loaded()
@@ -298,7 +306,7 @@ class ChatSession:
             self._reply(question.id, None, turn)
 
     def attach(
-        self, text: str, count: Callable[[str], int], old: Message | None = None, rank: Rank = ranked
+        self, text: str, count: Callable[[str], int], old: ChatMessage | None = None, rank: Rank = ranked
     ) -> Attached:
         """Return the files (or fitting pieces) that ``text`` names. It replaces ``old``; see `attachments.attach`."""
 
@@ -314,7 +322,7 @@ class ChatSession:
         see = partial(tokens_of_media, model) if model.sees or model.hears else None
         return attach(text, count, () if old is None else old.attachments, budget, rank, see)
 
-    def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
+    def _say(self, text: str, old: ChatMessage | None, files: tuple[Attachment, ...]) -> ChatMessage:
         if not self.conversation.title:
             self.set_title(automatic_title(text))
         if old is None:
@@ -349,7 +357,7 @@ class ChatSession:
         """Keyword arguments that pass the tools to the model."""
         return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
 
-    def _run_tools(self, reply: Message, turn: Turn) -> None:
+    def _run_tools(self, reply: ChatMessage, turn: Turn) -> None:
         """Run the tool calls of a reply in order, if they are allowed."""
         calls = list(reply.calls)
         for i, call in enumerate(calls):
@@ -365,7 +373,7 @@ class ChatSession:
             self.saver.save(reply.id)
             self._emit(turn, events.ToolCallsDone(message))
 
-    def _may_run(self, tool: Tool, call: Call, turn: Turn) -> bool:
+    def _may_run(self, tool: ChatTool, call: CallRecord, turn: Turn) -> bool:
         """Return whether a call is allowed. Requests the user's permission unless an earlier one covers the call."""
         if tool.mark in self._allowed or self.toolbox.is_allowed(tool):
             return True
@@ -386,7 +394,7 @@ class ChatSession:
             return answer != "no"
         return False
 
-    def _reply_once(self, question: str, id_: str | None, turn: Turn) -> Message | None:
+    def _reply_once(self, question: str, id_: str | None, turn: Turn) -> ChatMessage | None:
         """Generate one reply, or the rest of reply ``id_``. Returns the reply if it is complete, otherwise None."""
         model, conversation = self._loaded(), self.conversation
         params = chat_settings.generation(conversation.settings)
@@ -467,7 +475,7 @@ class ChatSession:
             if calls and state == "complete" and all(call.is_whole for call in calls):
                 text = self.conversation[id_].text
                 text = text.removesuffix(split(text, reply.opened, CONTROL_TAGS)[1]) + answer.rstrip()
-                self.conversation.update(id_, text=text, calls=tuple(Call(c.name, c.arguments) for c in calls))
+                self.conversation.update(id_, text=text, calls=tuple(CallRecord(c.name, c.arguments) for c in calls))
             self._emit(turn, *map(events.ChatWarning, parser.warnings))
         except KeyboardInterrupt:
             state = "stopped"
@@ -480,7 +488,7 @@ class ChatSession:
                 stats = replace(_stats(stream, model), thinking_s=clock.stop())
             self._end(id_, state, stats)
 
-    def _end(self, id_: str, state: State, stats: Stats | None) -> None:
+    def _end(self, id_: str, state: State, stats: ReplyStats | None) -> None:
         """Save the final state of a reply. An empty reply is deleted, unless the model itself ended it."""
         if self.conversation[id_].text or state == "complete":
             self.conversation.update(id_, state=state, stats=stats)
@@ -534,9 +542,9 @@ class ChatSession:
         return split(written)[1].strip()
 
 
-def _stats(stream: Stream, model: ChatModel) -> Stats:
+def _stats(stream: Stream, model: ChatModel) -> ReplyStats:
     usage, timings = stream.usage, stream.timings
-    return Stats(
+    return ReplyStats(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         new_tokens=usage.completion_tokens,

@@ -34,7 +34,7 @@ from localllm.files import private_opener
 from localllm.regular_file import read_regular
 from localllm.shell import split_command
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
-from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for
+from localllm.tui.chat.mcp_servers import CALL_SECONDS, McpServer, wait_for
 from localllm.tui.text import storable
 from localllm.web import fetch, is_web
 
@@ -48,7 +48,7 @@ MAX_RESULT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ChatTool:
     """A tool that models can call; ``parameters`` is a JSON schema.
 
     Names of MCP tools start with the name of their server, so that no server can replace another tool. ``run``
@@ -109,10 +109,10 @@ class Toolbox:
         if allowed is not None:
             with suppress(OSError, ValueError):
                 self._allowed.update(read_regular(allowed, 1 << 20).decode().splitlines())
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, McpServer] = {}
         self._failed: dict[str, str] = {}
 
-    def tools(self, is_stopped: IsStopped = lambda: False) -> dict[str, Tool]:
+    def tools(self, is_stopped: IsStopped = lambda: False) -> dict[str, ChatTool]:
         """Return the enabled tools by name, and start MCP servers that are not running."""
         settings = self.settings
         tools = [_reader(settings.read)] if settings.read else []
@@ -122,7 +122,7 @@ class Toolbox:
             if name in self._failed:
                 continue
             if name not in self._servers:
-                self._servers[name] = Server(server_settings.command, server_settings.url, server_settings.env)
+                self._servers[name] = McpServer(server_settings.command, server_settings.url, server_settings.env)
             server = self._servers[name]
             try:
                 server.wait(is_stopped)
@@ -135,7 +135,7 @@ class Toolbox:
             else:
                 for called, description, parameters in server.tools:
                     plain = re.sub(r"[^A-Za-z0-9_-]", "_", called)[:40]
-                    tools.append(Tool(f"{name}__{plain}", description, parameters, partial(server.call, called)))
+                    tools.append(ChatTool(f"{name}__{plain}", description, parameters, partial(server.call, called)))
         return {tool.name: tool for tool in tools}
 
     def take_warnings(self) -> list[str]:
@@ -144,10 +144,10 @@ class Toolbox:
         self._failed = dict.fromkeys(self._failed, "")
         return warnings
 
-    def is_allowed(self, tool: Tool) -> bool:
+    def is_allowed(self, tool: ChatTool) -> bool:
         return tool.mark in self._allowed
 
-    def allow(self, tool: Tool) -> None:
+    def allow(self, tool: ChatTool) -> None:
         """Allow a tool from now on, in later chats as well. Raises StoreError if the permission cannot be stored."""
         self._allowed.add(tool.mark)
         if self._path is not None:
@@ -200,7 +200,7 @@ def _check_server(name: str, server: ServerSettings) -> None:
         raise UsageError(f"the MCP server {name!r} needs either a command or a url")
 
 
-def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
+def result_of(tool: ChatTool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     """Return a tool's result or error message, cut to `MAX_RESULT` characters."""
     try:
         text = tool.run(arguments, is_stopped)
@@ -244,7 +244,7 @@ def _object(name: str, description: str) -> dict[str, Any]:
     return {"type": "object", "properties": {name: text}, "required": [name]}
 
 
-def _reader(root: str) -> Tool:
+def _reader(root: str) -> ChatTool:
     try:
         folder = path_of(root).resolve()
     except (OSError, ValueError, RuntimeError):  # the path contains a NUL, or links form a cycle
@@ -259,10 +259,10 @@ def _reader(root: str) -> Tool:
         return read_text_file(str(path))
 
     parameters = _object("path", "relative to the folder that may be read; . is that")
-    return Tool("read_file", "Reads a text file, or lists a folder.", parameters, _stoppable(read))
+    return ChatTool("read_file", "Reads a text file, or lists a folder.", parameters, _stoppable(read))
 
 
-_RUN = Tool(
+_RUN = ChatTool(
     "run_command",
     "Runs a shell command, and gives what it prints.",
     _object("command", "the command line"),
@@ -300,4 +300,4 @@ def _fetch(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     return re.sub(r"\s*\n\s*", "\n", "".join(parser.parts)).strip()
 
 
-_FETCH = Tool("fetch_page", "Gives the text of a web page.", _object("url", "its address"), _stoppable(_fetch))
+_FETCH = ChatTool("fetch_page", "Gives the text of a web page.", _object("url", "its address"), _stoppable(_fetch))

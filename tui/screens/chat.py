@@ -25,7 +25,7 @@ from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import events
 from localllm.tui.chat.attachments import file_completions
 from localllm.tui.chat.context import ChatModel, name_of
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.commands import ScreenUI
@@ -38,7 +38,7 @@ from localllm.tui.text import SELECT_SIGN, escape_controls, sentence, shortened,
 from localllm.tui.widgets.composer import Composer, Suggestions
 from localllm.tui.widgets.finder import Finder
 from localllm.tui.widgets.message import MessageView
-from localllm.tui.widgets.status import KeyFooter, StatusLine
+from localllm.tui.widgets.status import KeyFooter, StatusBar
 from localllm.tui.widgets.transcript import Transcript
 
 #: Commands whose keys are in the footer.
@@ -93,7 +93,7 @@ class ChatScreen(Screen[None]):
         self.transcript = Transcript()
         self.finder = Finder()
         self._match: commands.Match | None = None  # the match of the finder's text on the screen
-        self.status = StatusLine()
+        self.status = StatusBar()
         #: Set while this is the visible chat; dialogs may cover it.
         self.seen = asyncio.Event()
         #: Set while no reply is generated or drawn.
@@ -577,7 +577,7 @@ class ChatScreen(Screen[None]):
         if (view := self.selected) is not None:
             self.run_command(f"/{command} {view.place.number} {more}")
 
-    def edit(self, message: Message) -> None:
+    def edit(self, message: ChatMessage) -> None:
         """Load a message into the editor. The next message replaces it, in another branch."""
         self.replacing = message.id
         self.composer.put(message.text)

@@ -21,7 +21,7 @@ from localllm.errors import UsageError
 from localllm.shell import found_program, set_variable, split_command
 from localllm.tui import commands
 from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import ToolApprovalRequest, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
@@ -69,7 +69,7 @@ class CommandScreen(OpenChat, Protocol):
     async def quit(self) -> None: ...
     async def switch(self, id_: str) -> None: ...
     def begin(self, start: Callable[[Turn], None]) -> None: ...
-    def edit(self, message: Message) -> None: ...
+    def edit(self, message: ChatMessage) -> None: ...
     def ask_for_tool(self, request: ToolApprovalRequest | None) -> None: ...
     def draw_heading(self) -> None: ...
     def set_focus(self, widget: Widget | None) -> None: ...
@@ -122,7 +122,7 @@ class ScreenUI(commands.UI):
         self._screen.set_focus(self._screen.composer)
         self._screen.begin(start)
 
-    async def edit(self, message: Message) -> None:
+    async def edit(self, message: ChatMessage) -> None:
         self._screen.edit(message)
 
     async def put(self, draft: str) -> None:
@@ -243,7 +243,7 @@ class ScreenUI(commands.UI):
 
     async def on_copy(self, argument: str) -> None:
         words = argument.split()
-        message: Message | None
+        message: ChatMessage | None
         if words and words[0] != "code":
             message = commands.numbered(self.session.conversation, words.pop(0))
         else:
@@ -257,7 +257,7 @@ class ScreenUI(commands.UI):
             self._app.copy_to_clipboard(message.content)
             self._app.notify(f"copied {len(message.content):,} characters")
 
-    async def _copy_code(self, message: Message, number: str | None = None) -> None:
+    async def _copy_code(self, message: ChatMessage, number: str | None = None) -> None:
         """Copy a code block to the clipboard: block ``number``, counted from 1, or a block that the user chooses."""
         blocks = {str(i): block for i, block in enumerate(await self.call(code_blocks, message.content), 1)}
         if not blocks:

@@ -20,7 +20,7 @@ from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.events import ContextFull
 from localllm.tui.text import escape_controls, sentence, spelled_out
-from localllm.tui.widgets.reply import Reply
+from localllm.tui.widgets.reply import ReplyView
 from localllm.tui.widgets.status import KeyFooter
 from localllm.web import is_web
 
@@ -307,7 +307,7 @@ class CompareScreen(Dialog[str]):
         """``replies`` are tuples of id, model name and text."""
         super().__init__("Compare")
         self._replies = replies
-        self._views = [Reply() for _ in replies]
+        self._views = [ReplyView() for _ in replies]
         self.add_class("large").add_class("wide")
 
     def content(self) -> ComposeResult:

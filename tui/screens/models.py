@@ -20,7 +20,7 @@ from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.dialogs import Choose, Find, rows
 from localllm.tui.setup import ModelEntry
 from localllm.tui.text import sentence
-from localllm.tui.widgets.status import StatusLine
+from localllm.tui.widgets.status import StatusBar
 
 #: Columns of the list, most important first: a narrow screen cuts the last columns.
 _HEAD = ("model", "fits", "size", "format", "params", "context")
@@ -132,7 +132,7 @@ class OpenChat(Protocol):
     """The part of a chat's screen that the loader uses."""
 
     session: ChatSession
-    status: StatusLine
+    status: StatusBar
 
     async def end_turn(self) -> None:
         """Stop the current turn, and wait until it has ended."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from localllm.errors import StoreError
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.storage.chats import ChatDeletedError, Store
 
 #: Seconds between two saves of a reply during its generation.
@@ -27,7 +27,7 @@ class AutoSaver:
         self._store = store
         self._conversation = conversation
         self._lock = threading.Lock()
-        self._unsaved: dict[str, Message] = {}
+        self._unsaved: dict[str, ChatMessage] = {}
         self._unset: dict[str, Any] = {}
         self._undeleted: list[str] = []
         self._warning: str | None = None

@@ -24,7 +24,7 @@ from localllm.chat.thinking import split
 from localllm.errors import StoreError
 from localllm.files import expanded
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.conversation import Conversation, Message, parsed, to_message
+from localllm.tui.chat.conversation import ChatMessage, Conversation, parsed, to_message
 from localllm.tui.storage import schema
 from localllm.tui.text import clean_title, shortened, storable
 
@@ -96,7 +96,7 @@ class Store:
 
     # -- Writing ---------------------------------------------------------------------------------------------------
 
-    def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
+    def save(self, conversation: Conversation, messages: Iterable[ChatMessage]) -> None:
         """Save new and changed messages of a conversation, and its leaf.
 
         The conversation itself is saved with its first messages. `set` saves later changes of its properties.
@@ -276,7 +276,7 @@ def _time(value: object) -> float:
     return float(value) if isinstance(value, int | float) and 0 <= value < 253_402_300_799 else 0.0
 
 
-def _message(row: sqlite3.Row) -> Message:
+def _message(row: sqlite3.Row) -> ChatMessage:
     label = f"message {row['seq']} of the saved chats"
     try:
         more = parsed(row["extras"])
@@ -323,7 +323,7 @@ def _is_alive(pid: int, began: float) -> bool:
         return False
 
 
-def extras(message: Message) -> dict[str, Any]:
+def extras(message: ChatMessage) -> dict[str, Any]:
     fields = {name: getattr(message, name) for name in ("stats", "window", "attachments", "calls")}
     values: dict[str, Any] = msgspec.to_builtins({name: value for name, value in fields.items() if value})
     return values

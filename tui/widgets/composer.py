@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.tui.chat.attachments import Completion, clipboard_images, media_reference
+from localllm.tui.chat.attachments import Suggestion, clipboard_images, media_reference
 from localllm.tui.chat.tools import in_thread
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import Pastes, escape_controls
@@ -27,11 +27,11 @@ class Suggestions(OptionList, can_focus=False):
 
     def __init__(self) -> None:
         super().__init__()
-        self.choices: list[Completion] = []
+        self.choices: list[Suggestion] = []
         self._line = ""
         self.display = False
 
-    def offer(self, choices: Sequence[Completion], line: str = "") -> None:
+    def offer(self, choices: Sequence[Suggestion], line: str = "") -> None:
         """Show completions for ``line``. An empty list hides the widget."""
         self._line = line
         if list(choices) == self.choices:
@@ -52,13 +52,13 @@ class Suggestions(OptionList, can_focus=False):
         is_folder = typed.startswith("@") and typed.endswith(("/", os.sep))
         return self.highlighted == 0 and (typed in names or is_folder)
 
-    def chosen(self, line: str) -> Completion | None:
+    def chosen(self, line: str) -> Suggestion | None:
         """Return the highlighted completion. None if the list is hidden or was built for another line."""
         fits = self.display and line == self._line
         return self.choices[self.highlighted] if fits and self.highlighted is not None else None
 
 
-def _line(choice: Completion) -> Content:
+def _line(choice: Suggestion) -> Content:
     text = Content(escape_controls(choice.text))
     return Content.assemble(text, "  ", (choice.help, "dim")) if choice.help else text
 
@@ -189,7 +189,7 @@ class Composer(TextArea):
         else:
             self.screen.focus_next()
 
-    def complete(self, choice: Completion) -> None:
+    def complete(self, choice: Suggestion) -> None:
         """Insert a completion."""
         row, column = self.cursor_location
         text = choice.text if choice.goes_on or choice.text.endswith(" ") else f"{choice.text} "

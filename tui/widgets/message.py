@@ -15,14 +15,14 @@ from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
 from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.conversation import Call, Message
+from localllm.tui.chat.conversation import CallRecord, ChatMessage
 from localllm.tui.chat.events import ThinkingClock
 from localllm.tui.text import escape_controls, shortened
 from localllm.tui.widgets.image import half_blocks
-from localllm.tui.widgets.reply import Reply, block_end
+from localllm.tui.widgets.reply import ReplyView, block_end
 
 
-class Thinking(Collapsible):
+class ThinkingView(Collapsible):
     """The model's thinking. It is drawn only while expanded, in blocks; only the last block changes."""
 
     def __init__(self, text: str, seconds: float | None) -> None:
@@ -103,7 +103,7 @@ class Place(NamedTuple):
     Numbers count from 1.
     """
 
-    message: Message
+    message: ChatMessage
     number: int
     branch: tuple[int, int]
     divider: str
@@ -143,10 +143,10 @@ class MessageView(Vertical, can_focus=True):
         self._writer = ""
         self._clock = ThinkingClock()
         # A streaming reply starts empty: all its text arrives as pieces.
-        self._thinking = Thinking("" if is_streaming else self.message.thinking, _seconds(self.message))
+        self._thinking = ThinkingView("" if is_streaming else self.message.thinking, _seconds(self.message))
         self._thinking.display = bool(self._thinking.text.strip())
-        self._reply = Reply()
-        self._shown_calls: tuple[Call, ...] = ()
+        self._reply = ReplyView()
+        self._shown_calls: tuple[CallRecord, ...] = ()
         # Attributes instead of queries by class: children might not be mounted yet, or be gone when the app ends.
         self._divider, self._head = Static(classes="divider"), Static(classes="head")
         self._said, self._foot = Static(classes="said"), Static(classes="foot")
@@ -225,7 +225,7 @@ class MessageView(Vertical, can_focus=True):
         else:
             await self._reply.write(text)
 
-    async def finish(self, message: Message) -> None:
+    async def finish(self, message: ChatMessage) -> None:
         self._is_streaming = False
         self.message = message
         self._thinking.display = bool(message.thinking.strip())
@@ -301,7 +301,7 @@ class MessageView(Vertical, can_focus=True):
         return (symbol, Style.from_meta({"@click": f"screen.step_message({self.message.id!r}, {by})"}))
 
 
-def _call(call: Call) -> Collapsible:
+def _call(call: CallRecord) -> Collapsible:
     size = "…" if call.result is None else f"{len(call.result):,} characters"
     title = escape_controls(f"{call.name} {shortened(call.arguments, _MAX_OF_A_CALL)} · {size}")
     texts = (_beginning(call.arguments), _beginning(call.result or ""))
@@ -314,5 +314,5 @@ def _beginning(text: str) -> str:
     return text if n_more <= 0 else f"{text[:_MAX_UNFOLDED]}\n… {n_more:,} more characters"
 
 
-def _seconds(message: Message) -> float | None:
+def _seconds(message: ChatMessage) -> float | None:
     return None if message.stats is None else message.stats.thinking_s

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Footer
 
 from localllm.console import quantity
-from localllm.tui.chat.conversation import Stats
+from localllm.tui.chat.conversation import ReplyStats
 from localllm.tui.chat.session import Meter
 from localllm.tui.text import escape_controls
 
@@ -28,14 +28,14 @@ class Status:
     activity: str = ""
     progress: float | None = None
     meter: Meter | None = None
-    stats: Stats | None = None
+    stats: ReplyStats | None = None
     model: str = ""
     device: str = ""
     memory: int = 0
     gpu_memory: int = 0
 
 
-class StatusLine(Widget):
+class StatusBar(Widget):
     """One line. If it is too narrow, the least important items are omitted."""
 
     status = reactive(Status())
