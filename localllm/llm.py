@@ -109,16 +109,31 @@ def load(
         UsageError: an argument is out of range, or the draft model has a different vocabulary.
         SettingsError: the name must be searched in ``model_folders``, but the settings file is broken.
     """
-    given = dict(locals())  # the same names as in `LoadOptions`
-    if given.pop("unknown"):
+    if unknown:
         check_keywords(unknown, declared(LoadOptions), THEIR_LOAD)
-    given["path"] = model_file(path)
-    given["draft_model"] = model_file(draft_model, demo_is_a_file=True)
-    if isinstance(mmproj, str | os.PathLike):
-        given["mmproj"] = expanded(mmproj)
-    if progress is None:
-        given["progress"] = default_progress()
-    loaded = load_file(LoadOptions(**given))
+    options = LoadOptions(
+        path=model_file(path),
+        device=device,
+        n_gpu_layers=n_gpu_layers,
+        tensor_split=tensor_split,
+        split_mode=split_mode,
+        max_memory=max_memory,
+        context=context,
+        threads=threads,
+        isa=isa,
+        parallel=parallel,
+        cache_type=cache_type,
+        chat_template=chat_template,
+        adapters=adapters,
+        draft_model=model_file(draft_model, demo_is_a_file=True),
+        mmproj=expanded(mmproj) if isinstance(mmproj, str | os.PathLike) else mmproj,
+        image_max_tokens=image_max_tokens,
+        progress=default_progress() if progress is None else progress,
+        planned=planned,
+        max_waiting=max_waiting,
+        step_s=step_s,
+    )
+    loaded = load_file(options)
     for message in loaded.warnings:
         warn(message)
     return LLM(loaded)

@@ -26,6 +26,7 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from localllm.engine.media import EmbeddingCache
@@ -36,8 +37,17 @@ from localllm.kernels.backend import Cache
 SNAPSHOT_TOKENS = 512
 
 
+class Launched(NamedTuple):
+    """The row of a batch that was launched ahead for the next token of a sequence."""
+
+    batch: int  # id of the batch
+    row: int
+    position: int
+    token: int  # chosen on the device
+
+
 class CachedSequence:
-    """Tokens whose keys and values are in the cache. Only `PagedCache` changes it."""
+    """Tokens whose keys and values are in the cache. Only `PagedCache` changes ``ids``, pages and states."""
 
     def __init__(self, n_groups: int, n_prompt: int, root: Block) -> None:
         self.root = root  # root of the prefix tree that it shares
@@ -51,6 +61,7 @@ class CachedSequence:
         # Slots of the current recurrent states and of the states saved for a rollback
         self.state = self.saved = NONE
         self.is_ahead = False  # True if the states may include unrecorded tokens
+        self.launched: Launched | None = None  # the last batch that `ModelRunner` launched ahead
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -97,9 +108,15 @@ class PagedCache:
 
     # -- Sequences -------------------------------------------------------------------------------------------------
 
-    def begin(self, ids: Sequence[int], adapters: tuple[float, ...] = ()) -> CachedSequence:
-        """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same adapters."""
-        sequence = CachedSequence(len(self._free), len(ids), self._root_of(adapters))
+    def begin(
+        self, ids: Sequence[int], adapters: tuple[float, ...] = (), *, shareable: bool = True
+    ) -> CachedSequence:
+        """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same adapters.
+
+        If not ``shareable``, the sequence starts empty, and other sequences do not reuse its tokens.
+        """
+        root = self._root_of(adapters) if shareable else Block([])
+        sequence = CachedSequence(len(self._free), len(ids), root)
         for blocks, n in self._beginnings(sequence, ids):
             if self._holds_windows(blocks, n) and self._begin_with(sequence, blocks, list(ids[:n])):
                 return sequence

@@ -324,7 +324,7 @@ class EngineLoop:
             self._end(request, error=error)
         self.counts.running = self.counts.n_pages_used = 0
         on_end = self._on_end
-        self.__dict__.clear()  # frees the memory of the model and the cache
+        del self.runner, self.draft_model, self._scheduler, self._encoding, self._on_end  # free model and cache
         if on_end is not None:
             on_end()
 

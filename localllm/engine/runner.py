@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
+from localllm.engine.cache import CachedSequence, Launched, PagedCache, n_window_pages
 from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Value
@@ -26,7 +26,7 @@ _SHORT_TURN = 128
 MAX_LOGITS_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class BatchItem:
     """The part of one sequence in a batch."""
 
@@ -35,13 +35,12 @@ class BatchItem:
     n_outputs: int  # logits are computed for the last n_outputs tokens
     start: int  # position of the first token; later cache contents are overwritten
     adapters: tuple[float, ...] = ()  # scale of each LoRA adapter; empty: base model
-    # True if the token chosen on the device is likely to be evaluated in the next step
-    goes_on: bool = field(default=False, compare=False)
+    goes_on: bool = False  # True if the token chosen on the device is likely to be evaluated in the next step
     # Random numbers and parameters for that token and the next one (`Batch.draws`); empty: choose the largest logits
-    draws: Sequence[tuple[float, ...]] = field(default=(), compare=False)
+    draws: Sequence[tuple[float, ...]] = ()
     # Images of the sequence, and embeddings by image key for the images in the chunk
-    media: PromptMedia = field(default=NO_MEDIA, compare=False)
-    embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict, compare=False)
+    media: PromptMedia = NO_MEDIA
+    embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict)
 
     def embedded(self) -> Iterator[tuple[range, Embeddings]]:
         """Yield token indices in the chunk, and their embeddings, for each image in the chunk."""
@@ -51,6 +50,22 @@ class BatchItem:
             begin = span.first + positions.start - span.start
             rows = self.embeddings[span.media.key][begin : begin + len(positions)]
             yield range(positions.start - self.start, positions.stop - self.start), rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A batch that was launched ahead, before its tokens were known to the caller."""
+
+    id: int
+    n_items: int
+    top_k: int
+    output: Output
+
+    def evaluates(self, items: Sequence[BatchItem], top_k: int) -> bool:
+        """Return whether this is the batch of ``items``: the tokens chosen on the device, in the same order."""
+        return (len(items), top_k) == (self.n_items, self.top_k) and all(
+            item.sequence.launched == (self.id, row, item.start, *item.ids) for row, item in enumerate(items)
+        )
 
 
 class ModelRunner:
@@ -87,8 +102,8 @@ class ModelRunner:
         self.cache = PagedCache(step.cache)
         self.hidden = hidden  # hidden states that drafters read after a step
         self._step = step
-        #: Batch launched before it was requested, its top_k, and its output.
-        self._ahead: tuple[list[BatchItem], int, Output] | None = None
+        self._n_launched = 0
+        self._launch: _Launch | None = None
 
     def run(
         self, chunks: Sequence[BatchItem], top_k: int = 0, full_rows: Sequence[int] = ()
@@ -99,22 +114,24 @@ class ModelRunner:
         largest ``top_k`` logits of each row, and all logits of the rows in ``full_rows``. The result is memory of the
         backend, valid until the next call.
         """
-        ahead, self._ahead = self._ahead, None
+        launch, self._launch = self._launch, None
         for chunk in chunks:
             chunk.sequence.is_ahead = True
         if not 0 < top_k <= self.max_top_k or full_rows or not self._step.chooses_ahead:
             batch = self._batch(chunks)
             return self._step.top_k(batch, top_k, full_rows) if 0 < top_k <= self.max_top_k else self._step(batch)
-        is_known = ahead is not None and ahead[:2] == (list(chunks), top_k)
-        output = ahead[2] if ahead is not None and is_known else self._begin(chunks, top_k)
+        is_launched = launch is not None and launch.evaluates(chunks, top_k)
+        output = launch.output if launch is not None and is_launched else self._begin(chunks, top_k)
         # Launch the next batch before waiting for the output of this one.
         following = self._following(chunks)
         coming = self._begin(following, top_k, len(following)) if following else None
         best = output.top_k(top_k)
         if coming is not None:
-            ids = (best.ids[:, 0] if best.chosen is None else best.chosen).tolist()
-            next_chunks = [replace(chunk, ids=[id_]) for chunk, id_ in zip(following, ids, strict=True)]
-            self._ahead = next_chunks, top_k, coming
+            self._n_launched += 1
+            tokens = (best.ids[:, 0] if best.chosen is None else best.chosen).tolist()
+            for row, (chunk, token) in enumerate(zip(following, tokens, strict=True)):
+                chunk.sequence.launched = Launched(self._n_launched, row, chunk.start, token)
+            self._launch = _Launch(self._n_launched, len(following), top_k, coming)
         return best
 
     @property
