@@ -195,6 +195,10 @@ def llama_layer(
 # -- Attention -----------------------------------------------------------------------------------------------------
 
 
+#: Norm of query and key, see `attention`.
+QKNorm = Literal["head", "row", "layer", "layer by head", "unweighted"]
+
+
 def attention(
     at: Layer,
     x: Tensor,
@@ -208,7 +212,7 @@ def attention(
     softcap: float | None = None,
     qkv_bias: bool = False,
     qkv_by_head: bool = False,
-    qk_norm: Literal["head", "row", "layer", "layer by head", "unweighted"] | None = None,
+    qk_norm: QKNorm | None = None,
     norm_last: bool = False,
     q_scale: g.PositionScale | None = None,
     has_sinks: bool = False,
@@ -246,17 +250,7 @@ def attention(
     cache = at.graph.kv_cache(
         heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if at.causal else None
     )
-    q_norm = k_norm = None
-    if qk_norm == "row":
-        q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
-    elif qk_norm in ("layer", "layer by head"):
-        n, n_kv = (heads.n, heads.n_kv) if qk_norm == "layer by head" else (1, 1)
-        q, k = layer_norm(at, "attn_q_norm", q, n), layer_norm(at, "attn_k_norm", k, n_kv)
-    elif qk_norm:
-        q_norm, k_norm = (
-            g.HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
-            for x in "qk"
-        )
+    q, k, q_norm, k_norm = _normed_query_key(at, q, k, heads, qk_norm)
     q = at.add(g.RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
     scale = heads.key_dim**-0.5 if scale is None else scale
     sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
@@ -270,6 +264,24 @@ def attention(
         by_head = gate.width == heads.n
         y = at.add(g.HeadGate(y, gate, gate_activation) if by_head else g.Gated(gate, y, gate_activation))
     return at.linear(y, "attn_output", at.n_embd, residual=residual)
+
+
+def _normed_query_key(
+    at: Layer, q: Tensor, k: Tensor, heads: Heads, qk_norm: QKNorm | None
+) -> tuple[Tensor, Tensor, g.HeadNorm | None, g.HeadNorm | None]:
+    """Return query and key, and the norms that remain to be applied to their heads (None without such norms)."""
+    if qk_norm is None:
+        return q, k, None, None
+    if qk_norm == "row":
+        return norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k), None, None
+    if qk_norm in ("layer", "layer by head"):
+        n, n_kv = (heads.n, heads.n_kv) if qk_norm == "layer by head" else (1, 1)
+        return layer_norm(at, "attn_q_norm", q, n), layer_norm(at, "attn_k_norm", k, n_kv), None, None
+    q_norm, k_norm = (
+        g.HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
+        for x in "qk"
+    )
+    return q, k, q_norm, k_norm
 
 
 def query_key_value(
