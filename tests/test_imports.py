@@ -135,6 +135,11 @@ def test_an_import_upwards_is_found() -> None:
     }
 
 
+def test_imports_in_functions_and_for_type_checkers_are_found() -> None:
+    tree = ast.parse("if TYPE_CHECKING:\n    import localllm.llm\ndef f():\n    import localllm.cli.main\n")
+    assert set(imports(tree, set(SOURCES))) == {"localllm.llm", "localllm.cli.main"}
+
+
 def test_a_circle_is_found() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"a <- b <- a|b <- a <- b"):
         check_no_circle({"a": {"b"}, "b": {"a"}})
