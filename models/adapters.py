@@ -34,10 +34,10 @@ class Adapter:
         """Return A and B for a weight, or for a weight that consists of rows of a tensor."""
         if not isinstance(weight, RowsOf):
             return self.parts.get(weight.name)
-        part = self.parts.get(weight.whole.name)
-        if part is None or len(weight.whole.shape) != 2:
+        matrices = self.parts.get(weight.whole.name)
+        if matrices is None or len(weight.whole.shape) != 2:
             return None
-        a, b = part
+        a, b = matrices
         grouped = b.reshape(weight.n_groups, -1, b.shape[1])[:, weight.rows.start : weight.rows.stop]
         return a, grouped.reshape(-1, b.shape[1])
 
@@ -61,7 +61,7 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
     new = Graph(graph.cache_type, caches=graph.caches, states=graph.states, windows=graph.windows)
     now: dict[g.Value, g.Value] = {}
     shares: dict[tuple[Any, ...], Tensor] = {}
-    left = {(i, name) for i, adapter in enumerate(adapters) for name in adapter.parts}
+    unused = {(i, name) for i, adapter in enumerate(adapters) for name in adapter.parts}
     for node in graph.nodes:
         new.layer = node.layer
         operation = _with_inputs(node.operation, now)
@@ -71,24 +71,23 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
             continue
         matrices = (operation.matrix,) if isinstance(operation, ops.Linear) else operation.matrices
         for matrix, was in zip(matrices, node.operation.results, strict=True):
-            found = [(i, part) for i, each in enumerate(adapters) if (part := each.of(matrix.weight)) is not None]
-            if not found:
+            matches = [(i, ab) for i, adapter in enumerate(adapters) if (ab := adapter.of(matrix.weight)) is not None]
+            if not matches:
                 continue
             name = matrix.weight.whole.name if isinstance(matrix.weight, RowsOf) else matrix.weight.name
-            left -= {(i, name) for i, _ in found}
-            parts = tuple((i, len(a)) for i, (a, _) in found)
-            if (node.layer, parts) not in shares:  # separate for each layer, because a model is split between layers
-                shares[node.layer, parts] = new.add(ops.AdapterWeights(parts))
-            a = ArrayWeight(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
-            b = ArrayWeight(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
-            h = new.add(
-                ops.Gated(new.add(ops.Linear(operation.x, g.Matrix(a))), shares[node.layer, parts], "identity")
-            )
+            unused -= {(i, name) for i, _ in matches}
+            ranks = tuple((i, len(a)) for i, (a, _) in matches)
+            if (node.layer, ranks) not in shares:  # separate for each layer, because a model is split between layers
+                shares[node.layer, ranks] = new.add(ops.AdapterWeights(ranks))
+            a = ArrayWeight(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in matches]))
+            b = ArrayWeight(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in matches], axis=1))
+            gated = ops.Gated(new.add(ops.Linear(operation.x, g.Matrix(a))), shares[node.layer, ranks], "identity")
+            h = new.add(gated)
             result = now[was]
             assert isinstance(result, Tensor)
             now[was] = new.add(ops.Linear(h, g.Matrix(b), residual=result))
-    if left:
-        i, name = min(left)
+    if unused:
+        i, name = min(unused)
         raise ModelError(
             f"the adapter {quoted(adapters[i].name)} changes {quoted(name)}, which cannot be changed while a model "
             "runs: write a model that contains the adapter with localllm merge"

@@ -9,7 +9,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.kernels.operations import XIELU
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, norm
-from localllm.models.config import Header, Metadata
+from localllm.models.config import Header, ModelMetadata
 from localllm.models.hf_convert import Array, floats, rotated_part
 from localllm.models.rope import make_rope
 
@@ -38,12 +38,12 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 def record(m: Header) -> Graph:
     heads, n_ff, rope, n_layers = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim), m.config.n_layers
-    meta = Metadata(m.meta.values, "xielu")
+    meta = ModelMetadata(m.meta.values, "xielu")
     numbers = [meta.read_each(name, n_layers, float, low=-1e3, high=1e3) for name in _NUMBERS]
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), heads, rope, qk_norm="head", residual=x)
-        alpha_n, alpha_p, beta, eps = (each[at.number] for each in numbers)
+        alpha_n, alpha_p, beta, eps = (values[at.number] for values in numbers)
         y = at.linear(norm(at, "ffn_norm", x), "ffn_up", n_ff)
         y = at.add(XIELU(y, _softplus(alpha_p), beta + _softplus(alpha_n), beta, eps))
         return at.linear(y, "ffn_down", at.n_embd, residual=x)

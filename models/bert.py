@@ -78,11 +78,11 @@ def record(m: Header) -> Graph:
         return layer_norm(at, "token_embd_norm", x)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        given, qk_norm = x, _QK_NORM["attn_q_norm.weight" in at.weights]
+        layer_input, qk_norm = x, _QK_NORM["attn_q_norm.weight" in at.weights]
         y = attention(at, x, heads, rope, residual=x, qk_norm=qk_norm, **options)
         x = layer_norm(at, "attn_output_norm", y)
         if "attn_norm_2.weight" in at.weights:
-            x = layer_norm(at, "attn_norm_2", add(at, x, given))
+            x = layer_norm(at, "attn_norm_2", add(at, x, layer_input))
         if "ffn_gate.weight" in at.weights or at.weights.n_rows("ffn_up.weight") == 2 * n_ff:
             y = gated_mlp(at, x, n_ff, residual=x, activation="gelu_erf" if falls else "silu")
         else:

@@ -16,7 +16,7 @@ from localllm.errors import ModelError
 from localllm.kernels import graph as g
 from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
+from localllm.models.config import Experts, FeedForward, Header, Heads, ModelMetadata
 from localllm.models.mtp import record_block
 from localllm.models.weights import Reshaped, Weights, slopes, split_rows
 from localllm.quant.types import GGMLType
@@ -197,6 +197,10 @@ def llama_layer(
 # -- Attention -----------------------------------------------------------------------------------------------------
 
 
+#: Norm of query and key, see `attention`.
+QKNorm = Literal["head", "row", "layer", "layer by head", "unweighted"]
+
+
 def attention(
     at: Layer,
     x: Tensor,
@@ -210,7 +214,7 @@ def attention(
     softcap: float | None = None,
     qkv_bias: bool = False,
     qkv_by_head: bool = False,
-    qk_norm: Literal["head", "row", "layer", "layer by head", "unweighted"] | None = None,
+    qk_norm: QKNorm | None = None,
     norm_last: bool = False,
     q_scale: g.PositionScale | None = None,
     has_sinks: bool = False,
@@ -244,21 +248,11 @@ def attention(
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, qkv_by_head=qkv_by_head, has_gate=has_gate)
     if clamp:
-        q, k, v = (at.add(ops.Clamp(each, -clamp, clamp)) for each in (q, k, v))
+        q, k, v = (at.add(ops.Clamp(tensor, -clamp, clamp)) for tensor in (q, k, v))
     cache = at.graph.kv_cache(
         heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if at.causal else None
     )
-    q_norm = k_norm = None
-    if qk_norm == "row":
-        q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
-    elif qk_norm in ("layer", "layer by head"):
-        n, n_kv = (heads.n, heads.n_kv) if qk_norm == "layer by head" else (1, 1)
-        q, k = layer_norm(at, "attn_q_norm", q, n), layer_norm(at, "attn_k_norm", k, n_kv)
-    elif qk_norm:
-        q_norm, k_norm = (
-            g.HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
-            for x in "qk"
-        )
+    q, k, q_norm, k_norm = _normed_query_key(at, q, k, heads, qk_norm)
     q = at.add(ops.RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
     scale = heads.key_dim**-0.5 if scale is None else scale
     sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
@@ -272,6 +266,24 @@ def attention(
         by_head = gate.width == heads.n
         y = at.add(ops.HeadGate(y, gate, gate_activation) if by_head else ops.Gated(gate, y, gate_activation))
     return at.linear(y, "attn_output", at.n_embd, residual=residual)
+
+
+def _normed_query_key(
+    at: Layer, q: Tensor, k: Tensor, heads: Heads, qk_norm: QKNorm | None
+) -> tuple[Tensor, Tensor, g.HeadNorm | None, g.HeadNorm | None]:
+    """Return query and key, and the norms that remain to be applied to their heads (None without such norms)."""
+    if qk_norm is None:
+        return q, k, None, None
+    if qk_norm == "row":
+        return norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k), None, None
+    if qk_norm in ("layer", "layer by head"):
+        n, n_kv = (heads.n, heads.n_kv) if qk_norm == "layer by head" else (1, 1)
+        return layer_norm(at, "attn_q_norm", q, n), layer_norm(at, "attn_k_norm", k, n_kv), None, None
+    q_norm, k_norm = (
+        g.HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
+        for x in "qk"
+    )
+    return q, k, q_norm, k_norm
 
 
 def query_key_value(
@@ -378,7 +390,7 @@ def mixture(
     activation: str = "silu",
     is_weighted_first: bool = False,
     limits: tuple[float, float] = (0.0, 0.0),
-    chosen: Tensor | None = None,
+    expert_ids: Tensor | None = None,
 ) -> Tensor:
     """Mixture of experts: each token uses k of the experts' MLPs. Return the weighted sum of their outputs.
 
@@ -390,12 +402,12 @@ def mixture(
         residual: the result times ``residual_scale`` is added to this tensor.
         is_weighted_first: whether the weights multiply the experts' inputs instead of their outputs.
         limits: limits of the gates of selected and of shared experts, see `gated`.
-        chosen: see `route`.
+        expert_ids: see `route`.
 
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w = at.weights
-    routing = route(at, x, experts, residual_scale, chosen)
+    routing = route(at, x, experts, residual_scale, expert_ids)
     if experts.n_ff_shared:
         options: Any = {"activation": activation, "suffix": "_shexp"}
         is_gated = "ffn_gate_shexp.weight" in w or w.n_rows("ffn_up_shexp.weight") == 2 * experts.n_ff_shared
@@ -422,14 +434,14 @@ def mixture(
     return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
 
 
-def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Tensor | None = None) -> g.Routing:
+def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, expert_ids: Tensor | None = None) -> g.Routing:
     """Return the experts of each token, and their weights times ``scale``.
 
-    The router selects the experts, unless ``chosen`` [T, k] names them.
+    The router selects the experts, unless ``expert_ids`` [T, k] names them.
     """
     w, n, bias = at.weights, experts.n, None
     is_nvfp4 = w.type_of("ffn_down_exps.weight") is GGMLType.NVFP4
-    if chosen is None:
+    if expert_ids is None:
         bias = w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n)
     return at.add(
         ops.Route(
@@ -444,7 +456,7 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Te
             n_group_best=1 if experts.gating == "softmax" else 2,  # DeepSeek V2: 1, V3: 2
             # `Weights.experts` applies the scales of matrices in NVFP4.
             expert_scales=None if is_nvfp4 else w.find("ffn_down_exps.scale", n),
-            expert_ids=chosen,
+            expert_ids=expert_ids,
         )
     )
 
@@ -489,7 +501,7 @@ class Mamba:
     kernel: int
 
     @classmethod
-    def read(cls, meta: Metadata) -> Mamba:
+    def read(cls, meta: ModelMetadata) -> Mamba:
         """Read llama.cpp's keys."""
         n, n_groups, n_state, inner, kernel = (
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
@@ -530,7 +542,7 @@ class DeltaNet:
     kernel: int
 
     @classmethod
-    def read(cls, meta: Metadata) -> DeltaNet:
+    def read(cls, meta: ModelMetadata) -> DeltaNet:
         """Read llama.cpp's keys."""
         n_keys, n_values, dim, inner, kernel = (
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
@@ -569,8 +581,8 @@ def delta_net(
     if "ssm_in.weight" in w:  # in files of Qwen 3 Next that llama.cpp's converter wrote in 2025
         widths = {"query": keys, "key": keys, "value": values, "gate": values}
         matrices = w.split("ssm_in", d, widths, n_groups=net.n_keys)
-        *parts, gate, beta, alpha = at.add(ops.Linears(x, (*matrices, *beta_alpha)))
-        qkv = at.add(ops.SideBySide(tuple(parts)))
+        *separate, gate, beta, alpha = at.add(ops.Linears(x, (*matrices, *beta_alpha)))
+        qkv = at.add(ops.SideBySide(tuple(separate)))
     else:
         matrices = w.matrix("attn_qkv", d, width), w.matrix("attn_gate", d, values)
         qkv, gate, beta, alpha = at.add(ops.Linears(x, (*matrices, *beta_alpha)))

@@ -70,7 +70,7 @@ _GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrt_softplus
 
 
 @dataclass(frozen=True)
-class Metadata:
+class ModelMetadata:
     """Reads one architecture's keys with type and range checks, and records which keys were read."""
 
     values: Mapping[str, Any]
@@ -127,13 +127,13 @@ class Metadata:
             return (self.read(key, kind, default, low=low, high=high),) * n_layers
         if len(values) not in (n_layers, self.find("block_count")):
             raise ModelError(f"{full} has {len(values)} values for {n_layers} layers: the file is broken")
-        each = (Metadata({full: v}, self.architecture) for v in values[:n_layers])
-        return tuple(one.read(key, kind, low=low, high=high) for one in each)
+        layers = (ModelMetadata({full: v}, self.architecture) for v in values[:n_layers])
+        return tuple(layer.read(key, kind, low=low, high=high) for layer in layers)
 
     def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
         """Return an integer that must be the same for all layers. The file may contain a list of one per layer."""
-        first, *others = self.read_each(key, n_layers, int, default, low=low, high=high)
-        if any(other != first for other in others):
+        first, *more = self.read_each(key, n_layers, int, default, low=low, high=high)
+        if any(value != first for value in more):
             raise ModelError(
                 f"{self.architecture}.{key} differs from layer to layer, which localllm does not support yet"
             )
@@ -149,7 +149,10 @@ class Metadata:
             rotates: whether the model has rotary positions. If not, keys about the rotation are ignored.
         """
         prefix, names = f"{self.architecture}.", "\n".join(tensors)
-        absent = (*(begin for begin, part in _PARTS.items() if part not in names), *([] if rotates else ["rope."]))
+        absent = (
+            *(begin for begin, fragment in _PARTS.items() if fragment not in names),
+            *([] if rotates else ["rope."]),
+        )
         for full in self.values:
             if full.startswith(prefix) and full not in self._read:
                 key = full.removeprefix(prefix)
@@ -185,7 +188,7 @@ def read_architecture(metadata: Mapping[str, Any]) -> str:
     return architecture
 
 
-def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
+def read_general(meta: ModelMetadata, tensors: Mapping[str, Weight]) -> ModelConfig:
     """Read the hyper-parameters of every model."""
     context_length = meta.read("context_length", int, low=1, high=(1 << 31) - 1)
     return ModelConfig(
@@ -200,7 +203,7 @@ def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
     )
 
 
-def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
+def _read_n_layers(meta: ModelMetadata, tensors: Iterable[str]) -> int:
     """Return ``block_count`` without the blocks for multi-token prediction, unless all blocks are of this kind.
 
     Raises ModelError unless the file contains tensors of all layers.
@@ -224,7 +227,7 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
     return n_layers
 
 
-def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
+def _read_n_vocab(meta: ModelMetadata, tensors: Mapping[str, Weight]) -> int:
     """Return the number of rows of the token embedding, which must be the number of tokens of the vocabulary.
 
     For a drafter that uses the embedding of its target model, return the number of tokens.
@@ -304,7 +307,7 @@ class FeedForward:
 class Header:
     """Keys and tensors of a file, from which an architecture records its graph. No tensor is read."""
 
-    meta: Metadata
+    meta: ModelMetadata
     config: ModelConfig
     weights: Weights
     context: int  # maximum number of tokens of a sequence
@@ -346,16 +349,16 @@ class Header:
     def heads_by_layer(self) -> tuple[Heads | None, ...]:
         """Return the attention heads of each layer; None for layers without attention (``head_count_kv`` is 0)."""
         n_layers = self.config.n_layers
-        each = self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
-        most = max(each)
+        n_heads = self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
+        most = max(n_heads)
         each_kv = self.meta.read_each("attention.head_count_kv", n_layers, int, most, low=0, high=most)
-        return tuple(self._heads(n or most, n_kv) if n_kv else None for n, n_kv in zip(each, each_kv, strict=True))
+        return tuple(self._heads(n or most, n_kv) if n_kv else None for n, n_kv in zip(n_heads, each_kv, strict=True))
 
     def heads_of_layers(self) -> tuple[Heads, ...]:
         """Return the attention heads of each layer. Raises ModelError if a layer has no attention."""
-        each = self.heads_by_layer()
-        heads = tuple(heads for heads in each if heads is not None)
-        if len(heads) != len(each):
+        by_layer = self.heads_by_layer()
+        heads = tuple(heads for heads in by_layer if heads is not None)
+        if len(heads) != len(by_layer):
             raise ModelError(f"{self.meta.architecture}.attention.head_count_kv is 0 in a layer: the file is broken")
         return heads
 

@@ -50,16 +50,16 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 def record(m: Header) -> Graph:
     n_layers, heads = m.config.n_layers, m.heads_by_layer()
-    each = m.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
+    n_heads = m.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
     widths = m.meta.read_each("feed_forward_length", n_layers, int, low=0, high=1 << 24)
-    dim = m.head_dims()[0] or m.config.n_embd // max(each)
+    dim = m.head_dims()[0] or m.config.n_embd // max(n_heads)
     rope = make_rope(m, dim, interleaved=True)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        own, n_ff = heads[at.number], widths[at.number]
-        if own is not None and each[at.number]:
-            x = attention(at, norm(at, "attn_norm", x), own, rope, residual=x)
-        elif each[at.number]:
+        layer_heads, n_ff = heads[at.number], widths[at.number]
+        if layer_heads is not None and n_heads[at.number]:
+            x = attention(at, norm(at, "attn_norm", x), layer_heads, rope, residual=x)
+        elif n_heads[at.number]:
             x = at.linear(norm(at, "attn_norm", x), "attn_output", at.n_embd, residual=x)
         return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x) if n_ff else x
 

@@ -71,7 +71,7 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
         )
     # A block after the last layer without an indexer sees all positions, because there is no selection to reuse.
     is_full = (*is_full, f"blk.{m.config.n_layers}.indexer.attn_k.weight" in m.weights)
-    chosen: list[Tensor] = []  # selections of earlier layers
+    selections: list[Tensor] = []  # selections of earlier layers
 
     def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
         w, matrices = at.weights, {"indexer.attn_k": dim, "indexer.proj": n_heads}
@@ -83,24 +83,27 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
         if m.is_block and not is_full[at.number]:
             return None
         if not is_full[at.number]:
-            if not chosen:
+            if not selections:
                 raise ModelError(f"{meta.architecture}.attention.indexer.types gives the first layer no indexer")
-            return chosen[-1]
+            return selections[-1]
         if run > 1:
             matrices["indexer_compressor_gate"] = dim
-        made = at.add(Linears(x, tuple(w.matrix(name, x.width, n) for name, n in matrices.items())))
-        key, weights = made[:2]
+        projections = at.add(Linears(x, tuple(w.matrix(name, x.width, n) for name, n in matrices.items())))
+        key, weights = projections[:2]
         key = layer_norm(replace(at, norm_eps=eps), "indexer.k_norm", key)
         q = at.add(Linear(of_query, w.matrix("indexer.attn_q_b", n_query, n_heads * dim)))
         pool, weights = None, at.add(Scale(weights, (n_heads * dim) ** -0.5))
         if run > 1:
-            pool, key = w.require("indexer_compressor_ape.weight", run, dim), at.add(SideBySide((key, made[2], key)))
+            pool, key = (
+                w.require("indexer_compressor_ape.weight", run, dim),
+                at.add(SideBySide((key, projections[2], key))),
+            )
         cache = at.graph.kv_cache(1, key.width, values_in_keys=True, is_index=True, is_exact=run > 1)
         if run > 1:  # no rotation
             at.add(RopeAppend(key, key, None, cache, None))
         else:
             q = at.add(RopeAppend(q, key, None, cache, rope))
-        chosen.append(at.add(IndexSelect(q, weights, cache, k, run, pool)))
-        return chosen[-1]
+        selections.append(at.add(IndexSelect(q, weights, cache, k, run, pool)))
+        return selections[-1]
 
     return select

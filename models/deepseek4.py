@@ -110,7 +110,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 def _n_hashed(config: Any) -> int:
     """Return the number of first layers whose experts are selected by the token's id."""
     if kinds := config.get("mlp_layer_types"):
-        return sum(kind == "hash_moe" for kind in kinds)
+        return sum(layer_type == "hash_moe" for layer_type in kinds)
     return int(config.num_hash_layers)
 
 
@@ -122,7 +122,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionConfig:
     """Sizes of the attention of all layers."""
 
     n: int  # query heads
@@ -138,12 +138,12 @@ class Attention:
     top_k: int  # number of entries that an indexer selects
 
     @classmethod
-    def read(cls, m: Header) -> Attention:
+    def read(cls, m: Header) -> AttentionConfig:
         """Read llama.cpp's keys."""
         meta, n_layers, heads = m.meta, m.config.n_layers, m.heads()
         ratios = meta.find("attention.compress_ratios")
-        known = (0, *(1 << power for power in range(2, _MOST.bit_length())))
-        is_known = isinstance(ratios, list) and all(type(ratio) is int and ratio in known for ratio in ratios)
+        valid_ratios = (0, *(1 << power for power in range(2, _MOST.bit_length())))
+        is_known = isinstance(ratios, list) and all(type(ratio) is int and ratio in valid_ratios for ratio in ratios)
         if not is_known or len(ratios) < n_layers:
             raise ModelError(
                 f"{meta.architecture}.attention.compress_ratios must contain {n_layers} values, each 0 or a power of "
@@ -180,7 +180,7 @@ class Attention:
 
 
 def record(m: Header) -> Graph:
-    attention, connections = Attention.read(m), hy_v4.Connections.read(m, magnitude=2.0)
+    attention, connections = AttentionConfig.read(m), hy_v4.Connections.read(m, magnitude=2.0)
     experts, limits = m.experts(gating="sqrt_softplus"), m.gate_limits()
     if experts is None:
         raise ModelError(
@@ -194,16 +194,16 @@ def record(m: Header) -> Graph:
         x, more = connections.before(at, "hc_attn", streams)
         streams = connections.behind(at, attend(at, norm(at, "attn_norm", x)), streams, more)
         x, more = connections.before(at, "hc_ffn", streams)
-        chosen = None
+        expert_ids = None
         if at.number < n_hashed:
             table = at.weights.require("ffn_gate_tid2eid.weight", m.config.n_vocab, experts.n_used)
             if table.type is not GGMLType.I32:
                 raise ModelError(
                     f"tensor {table.name} is in {table.type.name}, but must be in I32: the file is broken"
                 )
-            chosen = at.add(ops.Embed(Numbers(table, experts.n)))
+            expert_ids = at.add(ops.Embed(Numbers(table, experts.n)))
         at.weights.skip("exp_probs_b_vl.bias")  # for images
-        y = mixture(at, norm(at, "ffn_norm", x), experts, limits=limits[at.number], chosen=chosen)
+        y = mixture(at, norm(at, "ffn_norm", x), experts, limits=limits[at.number], expert_ids=expert_ids)
         return connections.behind(at, y, streams, more)
 
     def end(at: Layer, name: str, streams: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def record(m: Header) -> Graph:
     return decoder(m, layer, change_embedding=connections.begin, output_norm=end)
 
 
-def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]:
+def make_attention(m: Header, a: AttentionConfig) -> Callable[[Layer, Tensor], Tensor]:
     """Return the function that records attention, from a layer and its normed input [T, d]."""
     base = m.meta.read("attention.compress_rope_freq_base", float, low=2.0, high=1e15)
     # The model does not use YaRN's magnitude.
@@ -230,21 +230,23 @@ def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]
     of_index = rotating(scaled, a.index_dim)
     back = {rope: replace(rope, frequencies=-rope.frequencies) for rope in (of_window, of_compressed)}
 
-    def compressed(at: Layer, x: Tensor, name: str, dim: int, part: int) -> g.KVCache:
+    def compressed(at: Layer, x: Tensor, name: str, dim: int, first_cache: int) -> g.KVCache:
         """Record the compression of the layer's runs, and return the cache of entries.
 
-        ``part`` is the number of the first of its two caches.
+        ``first_cache`` is the number of the first of its two caches.
         """
         w, ratio = at.weights, a.ratios[at.number]
         n = (2 if ratio == _OVERLAPPING else 1) * dim
         rows = at.add(
-            ops.Linears(x, tuple(w.matrix(f"{name}_compressor_{kind}", x.width, n) for kind in ("kv", "gate")))
+            ops.Linears(x, tuple(w.matrix(f"{name}_compressor_{suffix}", x.width, n) for suffix in ("kv", "gate")))
         )
-        kept = at.graph.kv_cache(2 * n // dim, dim, values_in_keys=True, window=a.kept, is_exact=True, number=part)
+        window_cache = at.graph.kv_cache(
+            2 * n // dim, dim, values_in_keys=True, window=a.kept, is_exact=True, number=first_cache
+        )
         both = at.add(ops.SideBySide(rows))
-        both = at.add(ops.RopeAppend(both, both, None, kept, None))
-        entry = at.add(ops.Compress(both, kept, w.require(f"{name}_compressor_ape.weight", ratio, n)))
-        entries = at.graph.kv_cache(1, dim, values_in_keys=True, stride=ratio, number=part + 1)
+        both = at.add(ops.RopeAppend(both, both, None, window_cache, None))
+        entry = at.add(ops.Compress(both, window_cache, w.require(f"{name}_compressor_ape.weight", ratio, n)))
+        entries = at.graph.kv_cache(1, dim, values_in_keys=True, stride=ratio, number=first_cache + 1)
         of_head = g.HeadNorm(at.norm_eps, w.vector(f"{name}_compressor_norm", dim))
         at.add(ops.RopeAppend(entry, entry, None, entries, of_entries[ratio, dim], k_norm=of_head))
         return entries

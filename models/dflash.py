@@ -19,7 +19,7 @@ from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rope, Rows,
 from localllm.kernels.operations import Attention, Embed, Input, Linear, Linears, Outputs, RMSNorm, RopeAppend, Scale
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, gated_mlp, norm
-from localllm.models.config import Header, Heads, Metadata
+from localllm.models.config import Header, Heads, ModelMetadata
 from localllm.models.hf_convert import Array, rotated_part, window_keys
 from localllm.models.rope import make_rope
 from localllm.models.target import before_outputs, check_target, layer_inputs, read_ends, read_layers, read_token_ids
@@ -66,9 +66,9 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | Mapping[str, Arra
     return {_ENCODER[name]: array} if name in _ENCODER else array
 
 
-def read_block(meta: Metadata, n_vocab: int) -> tuple[int, int]:
+def read_block(meta: ModelMetadata, n_vocab: int) -> tuple[int, int]:
     """Return the number of tokens per block, and the id of the mask token."""
-    mask = Metadata(meta.values, "tokenizer.ggml").read("mask_token_id", int, low=0, high=n_vocab - 1)
+    mask = ModelMetadata(meta.values, "tokenizer.ggml").read("mask_token_id", int, low=0, high=n_vocab - 1)
     return meta.read("block_size", int, _BLOCK_SIZE, low=2, high=1 << 12), mask
 
 

@@ -70,8 +70,8 @@ def record(m: Header) -> Graph:
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = layer_norm(at, "attn_norm", x)
-        own = layer_norm(at, "attn_norm_2", x) if "attn_norm_2.weight" in at.weights else y
-        x = attention(at, own, heads, rope, residual=x)
+        attention_input = layer_norm(at, "attn_norm_2", x) if "attn_norm_2.weight" in at.weights else y
+        x = attention(at, attention_input, heads, rope, residual=x)
         return mlp(at, y, n_ff, activation="gelu_erf", residual=x)
 
     return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)

@@ -70,10 +70,10 @@ def record(m: Header) -> Graph:
     rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim, 10_000.0)
     embedding: list[Tensor] = []
 
-    def resized(at: Layer, others: Tensor, x: Tensor) -> Tensor:
+    def resized(at: Layer, streams: Tensor, x: Tensor) -> Tensor:
         """Scale the streams so that each has the same root mean square as x [., d]."""
-        others = at.add(ops.RMSNorm(others, None, _TINY, n - 1))
-        return at.add(ops.MixStreams(others, at.add(ops.RootMeanSquare(x)), 1))
+        streams = at.add(ops.RMSNorm(streams, None, _TINY, n - 1))
+        return at.add(ops.MixStreams(streams, at.add(ops.RootMeanSquare(x)), 1))
 
     def begin(at: Layer, x: Tensor) -> Tensor:
         embedding.append(x)
@@ -81,9 +81,9 @@ def record(m: Header) -> Graph:
         return at.add(ops.SideBySide((x, resized(at, at.add(ops.Linear(x, g.Matrix(projection))), x))))
 
     def end(at: Layer, name: str, x: Tensor) -> Tensor:
-        first, others = at.add(ops.Columns(x, range(d))), at.add(ops.Columns(x, range(d, n * d)))
-        others = at.add(ops.HeadLinear(others, weights.require("altup_unembd_proj.weight", n - 1, d, d)))
-        total = at.add(ops.MixStreams(resized(at, others, first), None, n - 1, first, offset=1.0))
+        first, streams = at.add(ops.Columns(x, range(d))), at.add(ops.Columns(x, range(d, n * d)))
+        streams = at.add(ops.HeadLinear(streams, weights.require("altup_unembd_proj.weight", n - 1, d, d)))
+        total = at.add(ops.MixStreams(resized(at, streams, first), None, n - 1, first, offset=1.0))
         return norm(at, name, at.add(ops.Scale(total, 1 / n)))
 
     def coefficients(at: Layer, name: str, x: Tensor, n_made: int) -> Tensor:
@@ -99,8 +99,8 @@ def record(m: Header) -> Graph:
 
     def layer(at: Layer, streams: Tensor) -> Tensor:
         window = windows[at.number]
-        own = [i for i in range(n_own) if bool(windows[i]) == bool(window)]
-        shared = own[-1] if own and at.number >= n_own else None
+        sources = [i for i in range(n_own) if bool(windows[i]) == bool(window)]
+        shared = sources[-1] if sources and at.number >= n_own else None
         its = range(active * d, (active + 1) * d)
         of_active = coefficients(at, "altup_predict_coef", at.add(ops.Columns(streams, its)), n * n)
         predicted = at.add(ops.MixStreams(streams, of_active, n, streams))

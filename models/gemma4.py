@@ -103,8 +103,8 @@ def record(m: Header) -> Graph:
     def layer(at: Layer, x: Tensor) -> Tensor:
         window = windows[at.number]
         # The remaining layers use the keys and values of the last layer of their kind before them.
-        own = [i for i in range(n_layers - n_shared) if bool(windows[i]) == bool(window)]
-        shared = own[-1] if own and at.number >= n_layers - n_shared else None
+        sources = [i for i in range(n_layers - n_shared) if bool(windows[i]) == bool(window)]
+        shared = sources[-1] if sources and at.number >= n_layers - n_shared else None
         y = norm(at, "attn_norm", x)
         has_spans = m.sees and window is not None and not n_per_layer
         y = attention(at, y, heads[at.number], local_rope if window else rope, window, shared, has_spans=has_spans)
@@ -173,11 +173,11 @@ def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
 
 def layer_embedding(at: Layer, x: Tensor, embedding: Tensor, weights: Weights, n: int, n_layers: int) -> Tensor:
     """Return the layer's embedding of each token: n values from a table and from a projection of the embedding."""
-    own = range(at.number * n, (at.number + 1) * n)
+    columns = range(at.number * n, (at.number + 1) * n)
     table = weights.require(
         "per_layer_token_embd.weight", weights.n_rows("per_layer_token_embd.weight"), n_layers * n
     )
-    token = at.add(ops.Embed(table, (n / 2) ** 0.5, own))  # [T, n]
+    token = at.add(ops.Embed(table, (n / 2) ** 0.5, columns))  # [T, n]
     projection = weights.split("per_layer_model_proj", at.n_embd, {str(i): n for i in range(n_layers)})[at.number]
     context = at.add(ops.Scale(at.add(ops.Linear(embedding, projection)), at.n_embd**-0.5))
     context = at.add(ops.RMSNorm(context, weights.vector("per_layer_proj_norm", n), at.norm_eps))

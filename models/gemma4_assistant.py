@@ -58,7 +58,7 @@ def record(m: Header) -> Graph:
     full, local = (m.head_dims(suffix)[0] for suffix in ("", "_swa"))
     # The position of a query follows the last position in the cache.
     rope, local_rope = (
-        replace(each, position_offset=1) for each in (make_rope(m, full), make_local_rope(m, local or full))
+        replace(rotation, position_offset=1) for rotation in (make_rope(m, full), make_local_rope(m, local or full))
     )
     target = m.target
     if target is None:

@@ -68,17 +68,17 @@ def record(m: Header) -> Graph:
             y = kimi_linear.delta_net(at, x, latents.n_heads, dim, kernel, bound=bound)
         streams = connections.behind(at, y, streams, more)
         x, more = connections.before(at, "hc_ffn", streams)
-        x, own, limit = norm(at, "ffn_norm", x), ffn.experts_of(at.number), limits[at.number]
-        if own is None:
+        x, experts, limit = norm(at, "ffn_norm", x), ffn.experts_of(at.number), limits[at.number]
+        if experts is None:
             y = gated_mlp(at, x, ffn.n_ff, limit=limit[1], limits_input=True)
         else:
-            y = mixture(at, x, own, limits=limit)
+            y = mixture(at, x, experts, limits=limit)
         return connections.behind(at, y, streams, more)
 
     def end(at: Layer, name: str, streams: Tensor) -> Tensor:
         n = connections.n
-        first, others = at.add(Columns(streams, range(d))), at.add(Columns(streams, range(d, n * d)))
-        total = at.add(MixStreams(others, None, n - 1, first, offset=1.0))
+        first, remaining = at.add(Columns(streams, range(d))), at.add(Columns(streams, range(d, n * d)))
+        total = at.add(MixStreams(remaining, None, n - 1, first, offset=1.0))
         return norm(at, name, at.add(Scale(total, 1 / n)))
 
     return decoder(m, layer, change_embedding=connections.begin, output_norm=end)

@@ -78,8 +78,8 @@ class Connections:
 
     def before(self, at: Layer, name: str, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the input of attention or MLP, and the remaining weights for `behind`."""
-        before, *others = self.weights(at, name, streams, 3 if self.n_rounds else 2)
-        return at.add(MixStreams(streams, before, self.n)), tuple(others)
+        before, *remaining = self.weights(at, name, streams, 3 if self.n_rounds else 2)
+        return at.add(MixStreams(streams, before, self.n)), tuple(remaining)
 
     def behind(self, at: Layer, y: Tensor, streams: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """Return the streams after attention or MLP, whose output is y."""

@@ -42,8 +42,8 @@ def record(m: Header) -> Graph:
     n_ff = m.mlp_width()
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        own, y = heads[at.number], norm(at, "attn_norm", x)
-        x = mamba.scan(at, y, channels, x) if own is None else attention(at, y, own, None, residual=x)
+        layer_heads, y = heads[at.number], norm(at, "attn_norm", x)
+        x = mamba.scan(at, y, channels, x) if layer_heads is None else attention(at, y, layer_heads, None, residual=x)
         y = norm(at, "ffn_norm", x)
         if experts is not None and at.weights.n_rows("ffn_gate_inp.weight"):
             return mixture(at, y, experts, residual=x)

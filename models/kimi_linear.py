@@ -98,10 +98,10 @@ def delta_net(
     widths = {"attn_q": width, "attn_k": width, "attn_v": width, "ssm_beta": n, "ssm_f_a": inner, "ssm_g_a": inner}
     *qkv, beta, decay, gate = at.add(Linears(x, tuple(w.matrix(name, d, n_out) for name, n_out in widths.items())))
     mixed = []
-    for name, part in zip("qkv", qkv, strict=True):
+    for name, tensor in zip("qkv", qkv, strict=True):
         conv = Reshaped(w.require(f"ssm_conv1d_{name}.weight", 1, width, 1, kernel), (width, kernel))
         state = at.graph.state(f"conv_{name}", kernel - 1, width)
-        mixed.append(at.add(CausalConv(part, conv, state, silu=True)))
+        mixed.append(at.add(CausalConv(tensor, conv, state, silu=True)))
     if has_two:
         decay, gate = at.linear(decay, "ssm_f_b", width), at.linear(gate, "ssm_g_b", width)
     shape = (n, 1) if w.n_rows("ssm_a") else (n,)

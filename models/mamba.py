@@ -86,14 +86,14 @@ def scan(at: Layer, x: Tensor, channels: Channels, residual: Tensor) -> Tensor:
     conv, bias = w.require("ssm_conv1d.weight", n, kernel), w.find("ssm_conv1d.bias", n)
     x = at.add(CausalConv(x, conv, at.graph.state("conv", kernel - 1, n), bias, silu=True))
     widths = {"dt": channels.n_step, "b": n_state, "c": n_state}
-    parts = dict(zip(widths, at.add(Linears(x, w.split("ssm_x", n, widths))), strict=True))
-    for name, part in parts.items():
-        weight = w.find(f"ssm_{name}_norm.weight", part.width)
+    inputs = dict(zip(widths, at.add(Linears(x, w.split("ssm_x", n, widths))), strict=True))
+    for name, tensor in inputs.items():
+        weight = w.find(f"ssm_{name}_norm.weight", tensor.width)
         if channels.has_norms or weight is not None:
-            parts[name] = at.add(RMSNorm(part, weight, at.norm_eps))
-    dt = at.add(Linear(parts["dt"], Matrix(w.require("ssm_dt.weight", n, channels.n_step))))
+            inputs[name] = at.add(RMSNorm(tensor, weight, at.norm_eps))
+    dt = at.add(Linear(inputs["dt"], Matrix(w.require("ssm_dt.weight", n, channels.n_step))))
     weights = w.require("ssm_a", n, n_state), w.require("ssm_dt.bias", n), w.require("ssm_d", n)
-    y = at.add(ChannelScan(x, dt, parts["b"], parts["c"], *weights, at.graph.state("h", n_state, n)))
+    y = at.add(ChannelScan(x, dt, inputs["b"], inputs["c"], *weights, at.graph.state("h", n_state, n)))
     return at.linear(at.add(Gated(gate, y, "silu")), "ssm_out", d, residual=residual)
 
 

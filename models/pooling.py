@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Weight
 from localllm.kernels.reference import gelu_erf, softmax
-from localllm.models.config import Metadata
+from localllm.models.config import ModelMetadata
 from localllm.models.weights import Weights
 from localllm.quant.formats import dequantize
 
@@ -27,7 +27,7 @@ Array = NDArray[Any]
 KINDS = (None, "mean", "cls", "last", "rank")
 
 
-def read_kind(meta: Metadata, weights: Weights) -> str | None:
+def read_kind(meta: ModelMetadata, weights: Weights) -> str | None:
     """Return the file's kind of pooling, or None if it has no pooling, as in generative models.
 
     "tokens" means late interaction: the file names no pooling, but contains the width of a projection of the token
@@ -51,7 +51,7 @@ class Pooling:
     is_softmax: bool = False
 
     @classmethod
-    def read(cls, meta: Metadata, weights: Weights, kind: str, graph: Graph) -> Pooling:
+    def read(cls, meta: ModelMetadata, weights: Weights, kind: str, graph: Graph) -> Pooling:
         """Read the pooling from a file's keys and tensors."""
         rank, causal, width = kind == "rank", graph.is_causal, graph.result.width
         widths = (f"dense_{i}_feat_{side}" for i in (2, 3) for side in ("in", "out"))
@@ -61,18 +61,18 @@ class Pooling:
         of_class = meta.read("classifier.pooling_type", int, 0, low=0, high=len(KINDS) - 1)
         if rank and of_class:
             rows = KINDS[of_class] or rows
-        found: dict[str, Weight] = {}
+        tensors: dict[str, Weight] = {}
         for name in ("dense_2", "dense_3", "cls", "cls.norm", "cls.output"):
             n_out = width if name.startswith("cls") and name != "cls.output" else weights.n_rows(f"{name}.weight")
             shape = (width,) if name == "cls.norm" else (n_out, width)
             weight, bias = weights.find(f"{name}.weight", *shape), weights.find(f"{name}.bias", shape[0])
             if weight is not None and (rank or not name.startswith("cls")):
-                found |= {name: weight} | ({} if bias is None else {f"{name}.bias": bias})
+                tensors |= {name: weight} | ({} if bias is None else {f"{name}.bias": bias})
                 width = shape[0]
-        if rank and not any(name.startswith("cls") for name in found):
+        if rank and not any(name.startswith("cls") for name in tensors):
             raise ModelError("the file is for a reranker (pooling_type), but has no classifier (cls.output.weight)")
         is_qwen = meta.architecture.startswith("qwen3")
-        return cls(kind, rows, width, causal, found, is_modern, rank and is_qwen)
+        return cls(kind, rows, width, causal, tensors, is_modern, rank and is_qwen)
 
     def head(self) -> Callable[[Array], Array]:
         """Read the weights, and return a function from the pooled vectors, or token vectors [..., d], to the result

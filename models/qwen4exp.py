@@ -133,7 +133,7 @@ def record(m: Header) -> Graph:
     rope, is_recurrent, ngrams = make_rope(m, heads.key_dim), qwen35.recurrent_layers(m), Ngrams.read(m)
     meta.skip("ple.image_token_id")  # for images
     select = make_indexers(m, rope)
-    parts = ArrayWeight("parts of streams", np.full(1, 1 / n, np.float32))
+    mean_weights = ArrayWeight("parts of streams", np.full(1, 1 / n, np.float32))
     zeros = ArrayWeight("no bias", np.zeros(n, np.float32))
 
     def mixed(at: Layer, name: str, streams: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ def record(m: Header) -> Graph:
         """Return the input of attention or MLP, and each stream's factor on the output."""
         x, normed = mixed(at, f"hc_{half}", streams)
         logits = at.linear(normed, f"hc_{half}_inject", n)
-        (weights,) = at.add(ops.HyperWeights(logits, parts, zeros, n, eps=0.0))
+        (weights,) = at.add(ops.HyperWeights(logits, mean_weights, zeros, n, eps=0.0))
         return x, at.add(ops.Scale(weights, 2.0))
 
     def layer(at: Layer, streams: Tensor) -> Tensor:
@@ -225,10 +225,10 @@ class Ngrams:
         meta = m.meta
 
         def numbers(key: str, length: int) -> tuple[int, ...]:
-            found = meta.find(f"ple.{key}")
-            if not isinstance(found, list) or len(found) != length or any(type(x) is not int for x in found):
+            values = meta.find(f"ple.{key}")
+            if not isinstance(values, list) or len(values) != length or any(type(x) is not int for x in values):
                 raise ModelError(f"{meta.architecture}.ple.{key} must be {length} integers: the file is broken")
-            return tuple(found)
+            return tuple(values)
 
         if meta.find("ple.layers") is None:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph
 from localllm.kernels.operations import RopeAppend
-from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
+from localllm.models.config import Header, ModelConfig, ModelMetadata, read_architecture, read_general
 from localllm.models.hf_convert import Array, rope_factors
 from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
@@ -61,8 +61,8 @@ class Architecture:
     def conversion(self) -> Conversion:
         """Conversion from Hugging Face's checkpoints to GGUF."""
         module = import_module(f"localllm.models.{self.module}")
-        found = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
-        functions = {name: function for name, function in found.items() if function}
+        hooks = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
+        functions = {name: function for name, function in hooks.items() if function}
         return Conversion(module.HF_NAMES, **functions, meant=getattr(module, "HF_MEANT", {}))
 
 
@@ -257,7 +257,7 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
 def has_block(file: ModelFile) -> bool:
     """Return whether a file has a block for multi-token prediction after the last layer that localllm can use."""
     architecture = ARCHITECTURES.get(read_architecture(file.metadata))
-    n_layers = read_general(Metadata(file.metadata, read_architecture(file.metadata)), file.tensors).n_layers
+    n_layers = read_general(ModelMetadata(file.metadata, read_architecture(file.metadata)), file.tensors).n_layers
     return (
         architecture is not None and architecture.has_block and f"blk.{n_layers}.nextn.eh_proj.weight" in file.tensors
     )
@@ -289,7 +289,7 @@ def read_model(
     """
     drafter = DRAFTERS.get(read_architecture(file.metadata))
     architecture = drafter or find_architecture(file.metadata)
-    meta, weights = Metadata(file.metadata, read_architecture(file.metadata)), Weights(file)
+    meta, weights = ModelMetadata(file.metadata, read_architecture(file.metadata)), Weights(file)
     config = read_general(meta, file.tensors)
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context
@@ -309,7 +309,7 @@ def read_model(
     if is_block:
         return Model(replace(config, n_layers=1), graph, context > config.original_context)
     operations = [node.operation for node in graph.nodes]
-    rotates = any(isinstance(each, RopeAppend) and each.rope is not None for each in operations)
+    rotates = any(isinstance(operation, RopeAppend) and operation.rope is not None for operation in operations)
     meta.check_all_read(file.tensors, rotates=rotates)
     weights.check_all_used()
     return Model(config, graph, context > config.original_context, pooling)

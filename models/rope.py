@@ -192,8 +192,8 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: Frequencies, *, rounds_ramp
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.n_rot - 1)
     ramp = (np.arange(len(frequencies)) - low) / max(high - low, 0.001)
-    kept = (1 - np.clip(ramp, 0, 1)) * rope.yarn_ext_factor
-    scaled: Frequencies = frequencies * kept + frequencies / rope.factor * (1 - kept)
+    mask = (1 - np.clip(ramp, 0, 1)) * rope.yarn_ext_factor
+    scaled: Frequencies = frequencies * mask + frequencies / rope.factor * (1 - mask)
     return scaled
 
 

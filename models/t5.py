@@ -71,12 +71,12 @@ def record(m: Header) -> Graph:
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         at = replace(at, weights=m.weights.layer(at.number, "enc."))
-        own = at.weights.require("attn_rel_b.weight", n_buckets, heads.n) if at.weights.n_rows(_BIAS) else first
+        biases = at.weights.require("attn_rel_b.weight", n_buckets, heads.n) if at.weights.n_rows(_BIAS) else first
         y = norm(at, "attn_norm", x)
         q, k, v, _ = query_key_value(at, y, heads)
         cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, heads.value_dim)
         q = at.add(RopeAppend(q, k, v, cache, None))
-        y = at.add(Attention(q, cache, 1.0, causal=False, biases=DistanceBiases(own)))
+        y = at.add(Attention(q, cache, 1.0, causal=False, biases=DistanceBiases(biases)))
         x = at.linear(y, "attn_o", d, residual=x)
         y = norm(at, "ffn_norm", x)
         if "ffn_gate.weight" in at.weights:

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
 from localllm.kernels.operations import Embed, Linear, Outputs, SideBySide
-from localllm.models.config import Metadata
+from localllm.models.config import ModelMetadata
 from localllm.models.weights import Weights
 from localllm.quant.types import GGMLType
 
 _CHOOSE = "choose the drafter that was made for it"
 
 
-def read_layers(meta: Metadata) -> list[int]:
+def read_layers(meta: ModelMetadata) -> list[int]:
     """Return the numbers of the layers whose inputs a drafter reads. n_layers means the output of the last layer."""
     numbers = meta.find("target_layers")
     if not isinstance(numbers, list) or not numbers or any(type(n) is not int or n < 0 for n in numbers):

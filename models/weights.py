@@ -63,13 +63,13 @@ class RowsOf(WeightView):
     of the rows with numbers ``rows`` in every group.
     """
 
-    part: str
+    label: str
     rows: range
     n_groups: int
 
     @property
     def name(self) -> str:
-        return f"{self.whole.name}[{self.part}]"
+        return f"{self.whole.name}[{self.label}]"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,8 +85,8 @@ class RowsOf(WeightView):
         """A view if the rows are contiguous, else a copy."""
         leading, n_rows = self.whole.shape[: self._row_axis], self.whole.shape[self._row_axis]
         grouped = self.whole.data.reshape(*leading, self.n_groups, n_rows // self.n_groups, -1)
-        own = grouped[..., self.rows.start : self.rows.stop, :]
-        return own.reshape(-1 if len(self.shape) == 1 else (*self.shape[:-1], own.shape[-1]))
+        rows = grouped[..., self.rows.start : self.rows.stop, :]
+        return rows.reshape(-1 if len(self.shape) == 1 else (*self.shape[:-1], rows.shape[-1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,25 +152,25 @@ class PositionTable:
 
     @property
     def name(self) -> str:
-        return " + ".join(part.name for part in (self.table, self.types) if part is not None)
+        return " + ".join(table.name for table in (self.table, self.types) if table is not None)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.n, next(part.shape[1] for part in (self.table, self.types) if part is not None)
+        return self.n, next(table.shape[1] for table in (self.table, self.types) if table is not None)
 
     @property
     def data(self) -> NDArray[np.uint8]:
         total = np.zeros(self.shape, np.float32)
-        for part in (self.table, self.types):
-            if part is not None:
-                rows = dequantize(part.data, part.type).reshape(part.shape)
-                total += rows[: self.n] if part is self.table else rows[0]
+        for table in (self.table, self.types):
+            if table is not None:
+                rows = dequantize(table.data, table.type).reshape(table.shape)
+                total += rows[: self.n] if table is self.table else rows[0]
         return total.view(np.uint8)
 
     def drop_pages(self) -> None:
-        for part in (self.table, self.types):
-            if part is not None:
-                part.drop_pages()
+        for table in (self.table, self.types):
+            if table is not None:
+                table.drop_pages()
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,8 +280,8 @@ class Scaled(WeightView):
     @property
     def data(self) -> NDArray[np.uint8]:
         data, factors = self.whole.data, dequantize(self.factors.data, self.factors.type).reshape(-1)
-        parts = data.reshape(len(factors), -1, data.shape[-1])
-        scaled = [scaled_nvfp4(part, factor) for part, factor in zip(parts, factors, strict=True)]
+        matrices = data.reshape(len(factors), -1, data.shape[-1])
+        scaled = [scaled_nvfp4(matrix, factor) for matrix, factor in zip(matrices, factors, strict=True)]
         return np.concatenate(scaled).reshape(*data.shape[:-1], -1)
 
 
@@ -349,8 +349,8 @@ class Weights:
                 f"tensor {name} has the shape {list(tensor.shape)}, but the hyper-parameters require "
                 f"{list(shape)}: the file's metadata and tensors disagree"
             )
-        found = self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
-        return found if tensor.shape == shape else Reshaped(found, shape)
+        weight = self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
+        return weight if tensor.shape == shape else Reshaped(weight, shape)
 
     def require(self, name: str, *shape: int) -> Weight:
         """Return the tensor ``name``. Raises ModelError if the file does not contain it."""
@@ -380,13 +380,13 @@ class Weights:
         weight = self._scaled(name, weight, 1)
         return Matrix(weight, (self.require if bias else self.find)(f"{name}.bias", n_out))
 
-    def split(self, name: str, n_in: int, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
+    def split(self, name: str, n_in: int, widths: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
         """Return several matrices that are stored in the matrix ``name``: see `split_rows`."""
-        return split_rows(self.matrix(name, n_in, sum(parts.values())), parts, n_groups=n_groups)
+        return split_rows(self.matrix(name, n_in, sum(widths.values())), widths, n_groups=n_groups)
 
-    def split_experts(self, name: str, n_experts: int, n_in: int, parts: Mapping[str, int]) -> tuple[Weight, ...]:
+    def split_experts(self, name: str, n_experts: int, n_in: int, widths: Mapping[str, int]) -> tuple[Weight, ...]:
         """Return the matrices of all experts, split in the same way as in `split`."""
-        return _split(self.experts(name, n_experts, n_in, sum(parts.values())), parts, 1)
+        return _split(self.experts(name, n_experts, n_in, sum(widths.values())), widths, 1)
 
     def row(self, name: str, n_in: int) -> Matrix:
         """Return ``{name}.weight`` as a matrix [1, n_in]. The file may store it as a vector."""
@@ -427,14 +427,14 @@ class Weights:
 
         Call it last. Such a tensor means that the file contains a different model than the recorded graph computes.
         """
-        for asked in self._optional.values():
-            if len(asked) == 2:
-                raise ModelError(f"the file has no tensor {asked[False]}, but has {asked[True]}: is it complete?")
-        left = [name for name in self._file.tensors if name not in self._found and not _NEEDLESS.fullmatch(name)]
-        if left:
-            others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        for names in self._optional.values():
+            if len(names) == 2:
+                raise ModelError(f"the file has no tensor {names[False]}, but has {names[True]}: is it complete?")
+        unused = [name for name in self._file.tensors if name not in self._found and not _NEEDLESS.fullmatch(name)]
+        if unused:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise ModelError(
-                f"the file has a tensor {quoted(left[0])}{others} that a model of its architecture does not use, "
+                f"the file has a tensor {quoted(unused[0])}{more} that a model of its architecture does not use, "
                 "so its output would be wrong: localllm does not support this variant"
             )
 
@@ -450,26 +450,26 @@ class Reshaped(WeightView):
         return self.whole.data.reshape(*self.shape[:-1], -1)
 
 
-def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
+def split_rows(matrix: Matrix, widths: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
     """Split a matrix, and its bias if any, into several matrices [n_out, n_in].
 
     Args:
-        parts: name and n_out of each matrix, in the order of the rows.
+        widths: name and n_out of each matrix, in the order of the rows.
         n_groups: the rows form this number of equal groups, and every group contains the same number of rows of each
             matrix.
     """
-    biases = [None] * len(parts) if matrix.bias is None else _split(matrix.bias, parts, n_groups)
-    return tuple(map(Matrix, _split(matrix.weight, parts, n_groups), biases))
+    biases = [None] * len(widths) if matrix.bias is None else _split(matrix.bias, widths, n_groups)
+    return tuple(map(Matrix, _split(matrix.weight, widths, n_groups), biases))
 
 
-def split_columns(whole: Weight) -> tuple[Weight, Weight]:
+def split_columns(weight: Weight) -> tuple[Weight, Weight]:
     """Return the left and the right half of a matrix [n_out, n_in]."""
-    n = whole.shape[1] // 2
-    if n % BLOCK_SIZES[whole.type].length:
+    n = weight.shape[1] // 2
+    if n % BLOCK_SIZES[weight.type].length:
         raise ModelError(
-            f"tensor {whole.name} is in {whole.type.name}, whose blocks cross the border between the halves"
+            f"tensor {weight.name} is in {weight.type.name}, whose blocks cross the border between the halves"
         )
-    return _Half(whole, 0), _Half(whole, 1)
+    return _Half(weight, 0), _Half(weight, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,10 +492,10 @@ class _Half(WeightView):
         return np.ascontiguousarray(data.reshape(len(data), 2, -1)[:, self.side])
 
 
-def _split(whole: Weight, parts: Mapping[str, int], n_groups: int) -> tuple[RowsOf, ...]:
-    if len(whole.shape) == 1 and BLOCK_SIZES[whole.type].length > 1:
-        raise ModelError(f"tensor {whole.name} is a vector in {whole.type.name}, whose blocks cannot be cut")
-    ends = [0, *accumulate(n // n_groups for n in parts.values())]
+def _split(weight: Weight, widths: Mapping[str, int], n_groups: int) -> tuple[RowsOf, ...]:
+    if len(weight.shape) == 1 and BLOCK_SIZES[weight.type].length > 1:
+        raise ModelError(f"tensor {weight.name} is a vector in {weight.type.name}, whose blocks cannot be cut")
+    ends = [0, *accumulate(n // n_groups for n in widths.values())]
     return tuple(
-        RowsOf(whole, part, range(*rows), n_groups) for part, rows in zip(parts, pairwise(ends), strict=True)
+        RowsOf(weight, name, range(*rows), n_groups) for name, rows in zip(widths, pairwise(ends), strict=True)
     )

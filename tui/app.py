@@ -25,7 +25,7 @@ from localllm.errors import UsageError
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.commands import PALETTE, Command
+from localllm.tui.commands import PALETTE, SlashCommand
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.screens.models import ModelLoader
 from localllm.tui.setup import Setup
@@ -83,10 +83,10 @@ class CommandsProvider(Provider):
             if score > 0:
                 yield Hit(score, matcher.highlight(text), self._runner(command), text=text, help=self._help(command))
 
-    def _runner(self, command: Command) -> partial[None]:
+    def _runner(self, command: SlashCommand) -> partial[None]:
         return partial(cast(ChatScreen, self.screen).run_command, f"/{command.name}")
 
-    def _help(self, command: Command) -> str:
+    def _help(self, command: SlashCommand) -> str:
         return command.help_and_key(cast(ChatApp, self.app).setup.keys)
 
 
@@ -103,7 +103,7 @@ class ChatApp(BaseApp):
             self.register_theme(theme)
         self._filters.append(ControlFilter())
         self.theme = setup.theme if setup.theme in self.available_themes else "dark"
-        self.models = ModelLoader(self)
+        self.models: ModelLoader[ChatScreen] = ModelLoader(self)
         self._chat = ChatScreen(setup, self.models, setup.conversation)
         self.set_keymap(dict(setup.keys))
         self._is_warned = False
@@ -128,14 +128,12 @@ class ChatApp(BaseApp):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
 
     async def open_tab(self, conversation: Conversation) -> None:
-        """Open ``conversation`` in a new tab and show it."""
         chat = ChatScreen(self.setup, self.models, conversation)
         self.install_screen(chat, uuid.uuid4().hex)
         await self.show_tab(len(self.models.chats) - 1)
 
-    async def show_tab(self, place: int) -> None:
-        """Show the open chat with index ``place``."""
-        chat = self.models.chats[place]
+    async def show_tab(self, index: int) -> None:
+        chat = self.models.chats[index]
         if chat is not self._chat:
             self._chat.seen.clear()
             self._chat = chat
@@ -145,13 +143,12 @@ class ChatApp(BaseApp):
             chat.set_focus(chat.composer)
 
     async def close_tab(self) -> None:
-        """Close the visible chat and show its neighbour. Raises UsageError if only one chat is open."""
         chat, chats = self._chat, self.models.chats
         if len(chats) == 1:
             raise UsageError(f"this is the only open chat: {self.key_of('quit')} quits")
         await chat.end_turn()
-        place = chats.index(chat)
-        await self.show_tab(place - 1 if place else 1)
+        index = chats.index(chat)
+        await self.show_tab(index - 1 if index else 1)
         chats.remove(chat)
         self._chat.unsaved += [*chat.unsaved, chat.session]
         self.uninstall_screen(chat)

@@ -16,6 +16,7 @@ from textual.worker import Worker, WorkerState
 from localllm.errors import UsageError
 from localllm.shell import copy_text
 from localllm.tui import commands
+from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.tools import in_thread
 from localllm.tui.key_buffer import KeyBuffer, KeyHandled
 from localllm.tui.setup import Setup
@@ -60,7 +61,9 @@ class BaseApp(App[int]):
         """Run ``function`` in a new daemon thread, which the app does not wait for on exit."""
         return await asyncio.wrap_future(in_thread(partial(function, *args, **kwargs)))
 
-    def spawn(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
+    def spawn(
+        self, work: Coroutine[Any, Any, object] | Callable[[], Coroutine[Any, Any, object]], group: str = "default"
+    ) -> Worker[object]:
         """Start a Textual worker. Exceptions become notifications instead of ending the app."""
         return self.run_worker(work, group=group, exit_on_error=False)
 
@@ -88,7 +91,7 @@ class BaseApp(App[int]):
         text = escape_controls(message)
         if len(text) > _MAX_NOTICE:  # a longer one would cover the screen
             text = f"{text[:_MAX_NOTICE]}…"
-        if all(other.message != text for other in self._notifications):
+        if all(notification.message != text for notification in self._notifications):
             seconds = max(_NOTICE_SECONDS, len(text) / _READ_PER_SECOND)
             super().notify(text, **{**options, "timeout": options.get("timeout") or seconds, "markup": False})
 
@@ -99,6 +102,18 @@ class BaseApp(App[int]):
     def copy_to_clipboard(self, text: str) -> None:
         super().copy_to_clipboard(text)
         self.spawn(self.in_thread(copy_text, text))
+
+    async def open_tab(self, conversation: Conversation) -> None:
+        """Open a conversation in a new tab and show it."""
+        raise NotImplementedError
+
+    async def show_tab(self, index: int) -> None:
+        """Show an open chat; ``index`` counts from 0."""
+        raise NotImplementedError
+
+    async def close_tab(self) -> None:
+        """Close the visible chat and show its neighbour. Raises UsageError if only one chat is open."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Wait for functions submitted to `offload`."""

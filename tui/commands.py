@@ -18,8 +18,8 @@ from localllm.errors import StoreError, UsageError
 from localllm.files import read_text
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import Completion, command_output, path_of
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.attachments import Suggestion, command_output, path_of
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Choice, Turn
 from localllm.tui.chat.export import copied_path, export_all, import_all, import_chat, write_export
 from localllm.tui.chat.session import ChatSession
@@ -58,14 +58,14 @@ class UI(Protocol):
     async def play(self, start: Callable[[Turn], None]) -> None:
         """Generate a reply: call ``start`` with a new turn."""
 
-    async def edit(self, message: Message) -> None:
+    async def edit(self, message: ChatMessage) -> None:
         """Let the user edit a message."""
 
     async def put(self, draft: str) -> None:
         """Insert a draft into the editor, or send it if the interface has no editor."""
 
-    async def open(self, conversation: Conversation, told: str = "") -> None:
-        """Switch to another conversation, and show the message ``told``."""
+    async def open(self, conversation: Conversation, notice: str = "") -> None:
+        """Switch to another conversation, and show the message ``notice``."""
 
     async def use_model(self, name: str) -> None:
         """Load another model."""
@@ -94,7 +94,7 @@ Run = Callable[[ChatSession, UI, str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class SlashCommand:
     """A slash command.
 
     Attributes:
@@ -123,27 +123,27 @@ class Command:
 
     def shown_key(self, keys: Mapping[str, str]) -> str:
         """Return the key as shown to users, or an empty string. ``keys`` contains the keys that the user changed."""
-        return "+".join(part.capitalize() for part in keys.get(self.name, self.key).split(",")[0].split("+"))
+        return "+".join(name.capitalize() for name in keys.get(self.name, self.key).split(",")[0].split("+"))
 
 
-class Call(NamedTuple):
+class CommandCall(NamedTuple):
     """A command and its argument, which is the text after the name."""
 
-    command: Command
+    command: SlashCommand
     argument: str
 
 
-def parse(text: str) -> Call | str:
+def parse(text: str) -> CommandCall | str:
     """Parse a command or a message. ``//`` and ``!!`` start a message with / or !. Raises UsageError; see `find`."""
     if text.startswith("!") and not text.startswith("!!"):
-        return Call(find("run"), text[1:].strip())
+        return CommandCall(find("run"), text[1:].strip())
     if not text.startswith("/") or text.startswith("//"):
         return text[1:] if text.startswith(("//", "!!")) else text
-    name, *rest = text[1:].split(maxsplit=1) or [""]
-    return Call(find(name), rest[0].rstrip() if rest else "")
+    name, *arguments = text[1:].split(maxsplit=1) or [""]
+    return CommandCall(find(name), arguments[0].rstrip() if arguments else "")
 
 
-def find(name: str) -> Command:
+def find(name: str) -> SlashCommand:
     """Return the command with this name or alias. Raises UsageError, with the closest name, if it is unknown."""
     if (command := _BY_NAME.get(name)) is not None:
         return command
@@ -152,7 +152,7 @@ def find(name: str) -> Command:
     raise UsageError(f"there is no command /{name}: {hint}")
 
 
-async def run(session: ChatSession, ui: UI, call: Call) -> None:
+async def run(session: ChatSession, ui: UI, call: CommandCall) -> None:
     """Execute a command. Raises LocalLLMError if it fails, and UsageError if it needs the app."""
     command, argument = call
     if command.run is not None:
@@ -171,17 +171,17 @@ def _telling(function: Callable[[ChatSession, str], str], screen: str = "") -> R
     return run
 
 
-def completions(line: str) -> list[Completion]:
+def completions(line: str) -> list[Suggestion]:
     """Return the commands that complete ``line``. Empty unless the line is a single word after a slash."""
     if not line.startswith("/") or not (line[1:].replace("-", "").isalnum() or line == "/"):
         return []
-    return [Completion(f"/{c.name}", 0, c.help) for c in COMMANDS if c.name.startswith(line[1:].lower())]
+    return [Suggestion(f"/{c.name}", 0, c.help) for c in COMMANDS if c.name.startswith(line[1:].lower())]
 
 
 # -- Messages and branches -------------------------------------------------------------------------------------------
 
 
-def numbered(conversation: Conversation, number: str) -> Message:
+def numbered(conversation: Conversation, number: str) -> ChatMessage:
     """Return the message with number ``3`` or ``#3`` on the current path. Raises UsageError if it does not exist."""
     path = conversation.path()
     digits = number.removeprefix("#")
@@ -194,11 +194,11 @@ def numbered(conversation: Conversation, number: str) -> Message:
 class Fork(NamedTuple):
     """A message that has siblings. ``branches`` are oldest first; ``number`` and ``at`` count from 1.
 
-    Message ``number`` of the current path is branch ``at``.
+    ChatMessage ``number`` of the current path is branch ``at``.
     """
 
     number: int
-    branches: list[Message]
+    branches: list[ChatMessage]
     at: int
 
 
@@ -211,31 +211,31 @@ def forks(conversation: Conversation) -> list[Fork]:
     ]
 
 
-def branch_meant(conversation: Conversation, argument: str) -> Message:
+def branch_meant(conversation: Conversation, argument: str) -> ChatMessage:
     """Return the branch for ``next``, ``prev`` or a number, at the last fork or at a message. Raises UsageError."""
-    found = forks(conversation)
-    if not found:
+    path_forks = forks(conversation)
+    if not path_forks:
         raise UsageError(NO_BRANCHES)
-    first, *rest = argument.split()
-    fork = found[-1]
-    if rest or first.startswith("#"):
+    first, *words = argument.split()
+    fork = path_forks[-1]
+    if words or first.startswith("#"):
         message = numbered(conversation, first)
-        fork = next((each for each in found if message in each.branches), Fork(0, [message], 1))
-    where = rest[0] if rest else "next" if first.startswith("#") else first
+        fork = next((candidate for candidate in path_forks if message in candidate.branches), Fork(0, [message], 1))
+    branch = words[0] if words else "next" if first.startswith("#") else first
     steps = {"next": fork.at + 1, "prev": fork.at - 1, "previous": fork.at - 1}
-    number = int(where) if where.isdecimal() else steps.get(where, 0)
+    number = int(branch) if branch.isdecimal() else steps.get(branch, 0)
     n = len(fork.branches)
-    if len(rest) > 1 or not 0 < number <= n:
-        raise UsageError(f"there is no branch {where}, and this is {fork.at} of {n}: /branch lists them")
+    if len(words) > 1 or not 0 < number <= n:
+        raise UsageError(f"there is no branch {branch}, and this is {fork.at} of {n}: /branch lists them")
     return fork.branches[number - 1]
 
 
 async def _edit(session: ChatSession, ui: UI, argument: str) -> None:
     conversation = session.conversation
-    first, *rest = argument.split(maxsplit=1) or [""]
-    message: Message | None
+    first, *words = argument.split(maxsplit=1) or [""]
+    message: ChatMessage | None
     if first.removeprefix("#").isdecimal():  # a number always names a message
-        message, text = numbered(conversation, first), rest[0] if rest else ""
+        message, text = numbered(conversation, first), words[0] if words else ""
     else:
         message = next((m for m in reversed(conversation.path()) if m.role == "user"), None)
         text = argument
@@ -250,20 +250,20 @@ async def _regenerate(session: ChatSession, ui: UI, argument: str) -> None:
 
 
 async def _branch(session: ChatSession, ui: UI, argument: str) -> None:
-    found = forks(session.conversation)
-    if not found:
+    path_forks = forks(session.conversation)
+    if not path_forks:
         raise UsageError(NO_BRANCHES)
     choices = [
         (f"#{fork.number} {i}", f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  {text}")
-        for fork in found
+        for fork in path_forks
         for i, text in enumerate((shortened(branch.content, 55) for branch in fork.branches), 1)
     ]
-    at = len(choices) - len(found[-1].branches) + found[-1].at - 1
-    chosen = argument or await ui.choose("Branches", choices, at)
-    if chosen:
-        await ui.call(session.switch, branch_meant(session.conversation, chosen).id)
+    at = len(choices) - len(path_forks[-1].branches) + path_forks[-1].at - 1
+    answer = argument or await ui.choose("Branches", choices, at)
+    if answer:
+        await ui.call(session.switch, branch_meant(session.conversation, answer).id)
         await ui.show()
-    elif chosen is not None:
+    elif answer is not None:
         await ui.tell("\n".join(label for _, label in choices))
 
 
@@ -277,13 +277,13 @@ async def _remove(session: ChatSession, ui: UI, argument: str) -> None:
 
 
 def transcript(session: ChatSession, argument: str) -> str:
-    parts, conversation = [], session.conversation
+    entries, conversation = [], session.conversation
     for number, message in enumerate(conversation.path(), 1):
         at, n = conversation.branch_of(message.id)
         branch = f", branch {at} of {n}" if n > 1 else ""
         cut = ", cut off" if message.is_cut else ", edited" if message.state == "edited" else ""
-        parts.append(f"#{number} {message.role}{branch}{cut}\n{message.content}")
-    return "\n\n".join(parts) or "this chat has no messages yet"
+        entries.append(f"#{number} {message.role}{branch}{cut}\n{message.content}")
+    return "\n\n".join(entries) or "this chat has no messages yet"
 
 
 class Match(NamedTuple):
@@ -338,17 +338,17 @@ async def _set(session: ChatSession, ui: UI, argument: str) -> None:
 
 def _settings(session: ChatSession, argument: str) -> str:
     settings = session.conversation.settings
-    name, *rest = argument.split(maxsplit=1) or [""]
-    if rest:
-        settings = chat_settings.with_setting(settings, name, rest[0])
+    name, *values = argument.split(maxsplit=1) or [""]
+    if values:
+        settings = chat_settings.with_setting(settings, name, values[0])
         session.set_options(settings)
     elif name:
         chat_settings.with_setting(settings, name, "default")  # raises UsageError for an unknown name
     defaults = vars(Sampling())
     lines = []
-    for each in [chat_settings.full_name(name)] if name else chat_settings.READERS:
-        text = chat_settings.typed(settings.get(each, defaults.get(each, "default")))
-        lines.append(f"{each:<20} {text}{'' if each in settings else '  (default)'}")
+    for setting in [chat_settings.full_name(name)] if name else chat_settings.READERS:
+        text = chat_settings.typed(settings.get(setting, defaults.get(setting, "default")))
+        lines.append(f"{setting:<20} {text}{'' if setting in settings else '  (default)'}")
     return "\n".join(lines)
 
 
@@ -382,21 +382,21 @@ async def _compare(session: ChatSession, ui: UI, argument: str) -> None:
         await ui.tell("\n\n".join(f"{who(reply)}\n{reply.content}" for reply in compared(session.conversation)))
 
 
-def who(reply: Message) -> str:
+def who(reply: ChatMessage) -> str:
     """Return the name of the model that wrote a reply."""
     return (reply.stats and reply.stats.model) or "Reply"
 
 
-def compared(conversation: Conversation) -> list[Message]:
+def compared(conversation: Conversation) -> list[ChatMessage]:
     """Return the last reply and the reply to compare it with, which comes first.
 
     The second reply is the newest sibling, preferably by another model. Raises UsageError if there is no sibling.
     """
     reply = next((m for m in reversed(conversation.path()) if m.role == "assistant"), None)
-    others = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
-    if reply is None or not others:
+    siblings = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
+    if reply is None or not siblings:
         raise UsageError("there is only one reply: /compare FILE lets another model reply too, /regen the same model")
-    return [max(others, key=lambda other: (who(other) != who(reply), other.created)), reply]
+    return [max(siblings, key=lambda sibling: (who(sibling) != who(reply), sibling.created)), reply]
 
 
 async def _model(session: ChatSession, ui: UI, argument: str) -> None:
@@ -414,9 +414,9 @@ def stats_text(session: ChatSession, argument: str = "") -> str:
     used, context = session.meter()
     lines = [f"context {used:,} / {context:,} tokens ({used / max(1, context):.0%})"]
     if (stats := session.last) is not None:
-        parts = f"{stats.cached_tokens:,} cached, {stats.prompt_tokens - stats.cached_tokens:,} evaluated"
+        tokens = f"{stats.cached_tokens:,} cached, {stats.prompt_tokens - stats.cached_tokens:,} evaluated"
         speed = f"the first after {stats.first_token_s:.2f} s, then {stats.rate:.1f} tok/s, by {stats.model}"
-        lines.append(f"last prompt {stats.prompt_tokens:,} tokens: {parts}")
+        lines.append(f"last prompt {stats.prompt_tokens:,} tokens: {tokens}")
         lines.append(f"last reply {stats.new_tokens:,} tokens: {speed}")
     return "\n".join(lines)
 
@@ -428,8 +428,8 @@ def _save(session: ChatSession, argument: str) -> str:
     check_begun(session.conversation)
     if argument:
         session.set_title(argument)
-    where = "only in memory" if session.store.path is None else f"in {session.store.path}"
-    return f"{session.conversation.id}  {session.conversation.title}, saved {where}"
+    location = "only in memory" if session.store.path is None else f"in {session.store.path}"
+    return f"{session.conversation.id}  {session.conversation.title}, saved {location}"
 
 
 def check_begun(conversation: Conversation) -> None:
@@ -471,10 +471,10 @@ async def _import(session: ChatSession, ui: UI, argument: str) -> None:
 async def _export(session: ChatSession, ui: UI, argument: str) -> None:
     if not argument:
         name = re.sub(r"\W+", "-", session.conversation.title.lower())[:40].strip("-") or "chat"
-        asked = await ui.ask("Export", "A new file: .md to read, or .json with all branches", f"{name}.md")
-        if asked is None:
+        filename = await ui.ask("Export", "A new file: .md to read, or .json with all branches", f"{name}.md")
+        if filename is None:
             return
-        argument = asked
+        argument = filename
     await ui.tell(await ui.call(_exported, session, argument))
 
 
@@ -491,8 +491,8 @@ def _exported(session: ChatSession, argument: str) -> str:
 
 def _sessions(session: ChatSession, argument: str) -> str:
     store, words = session.store, argument != "archived" and argument
-    found = store.search(words) if words else store.sessions(limit=20, archived=argument == "archived")
-    return "\n".join(map(_line, found)) or "no chats"
+    summaries = store.search(words) if words else store.sessions(limit=20, archived=argument == "archived")
+    return "\n".join(map(_line, summaries)) or "no chats"
 
 
 def _line(summary: ChatSummary) -> str:
@@ -526,8 +526,10 @@ async def _archive(archived: bool, session: ChatSession, ui: UI, argument: str) 
     if is_open:
         check_begun(session.conversation)
     await ui.call(partial(session.store.set, id_, archived=archived))
-    told = f"archived {id_}: /unarchive {id_} brings it back" if archived else f"{id_} is in the list of chats again"
-    await (ui.open(new_chat(session), told) if archived and is_open else ui.tell(told))
+    notice = f"{id_} is in the list of chats again"
+    if archived:
+        notice = f"archived {id_}: /unarchive {id_} brings it back"
+    await (ui.open(new_chat(session), notice) if archived and is_open else ui.tell(notice))
 
 
 def _chosen(session: ChatSession, argument: str) -> str:
@@ -554,7 +556,7 @@ async def _fork(session: ChatSession, ui: UI, argument: str) -> None:
 async def _prompt(session: ChatSession, ui: UI, argument: str) -> None:
     folder = (session.store.path or default_path()).with_name("prompts")
     files = {path.stem: path for path in sorted(folder.glob("*.*")) if path.suffix in (".md", ".txt")}
-    name, *rest = argument.split(maxsplit=1) or [""]
+    name, *words = argument.split(maxsplit=1) or [""]
     if not name:
         await ui.tell("\n".join(files) or f"there are no prompts yet: save texts in {folder} as NAME.md")
         return
@@ -562,7 +564,7 @@ async def _prompt(session: ChatSession, ui: UI, argument: str) -> None:
         near = difflib.get_close_matches(name, files, n=1)
         hint = f"did you mean {near[0]}?" if near else f"save it in {folder} as {name}.md"
         raise UsageError(f"there is no prompt {name!r}: {hint}")
-    await ui.put(filled(read_text(files[name]).strip(), rest[0] if rest else ""))
+    await ui.put(filled(read_text(files[name]).strip(), words[0] if words else ""))
 
 
 async def _run(session: ChatSession, ui: UI, argument: str) -> None:
@@ -575,12 +577,12 @@ def filled(prompt: str, argument: str) -> str:
     If the prompt has no placeholder, ``argument`` is appended.
     """
     words = argument.split()
-    found = re.sub(
+    text = re.sub(
         r"\$([1-9]|ARGUMENTS\b)",
         lambda m: argument if m[1] == "ARGUMENTS" else words[int(m[1]) - 1] if int(m[1]) <= len(words) else "",
         prompt,
     )
-    return f"{prompt}\n\n{argument}" if argument and found == prompt else found
+    return f"{prompt}\n\n{argument}" if argument and text == prompt else text
 
 
 # -- Tools -----------------------------------------------------------------------------------------------------------
@@ -611,75 +613,82 @@ def tools_text(session: ChatSession, argument: str, is_stopped: Callable[[], boo
 
 async def _help(session: ChatSession, ui: UI, argument: str) -> None:
     name = argument.removeprefix("/")
-    wanted = [find(name)] if name else [command for command in COMMANDS if command.run is not None]
+    listed = [find(name)] if name else [command for command in COMMANDS if command.run is not None]
     if not await ui.on_screen("help", argument):
-        width = max(len(command.usage) for command in wanted)
-        await ui.tell("\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted))
+        width = max(len(command.usage) for command in listed)
+        await ui.tell("\n".join(f"{command.usage:<{width}}  {command.help}" for command in listed))
 
 
 # fmt: off
 COMMANDS = [
-    Command("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
-    Command("regen", "[N]", "regenerate the reply; the earlier one stays as a branch", _regenerate, ("retry",),
-            "Regenerate", "ctrl+r"),
-    Command("edit", "[N] [TEXT]", "edit your last message, or number N, in a new branch", _edit,
-            title="Edit your last message", key="f2"),
-    Command("continue", "", "continue a reply that was cut off",
-            lambda session, ui, _: ui.play(session.continue_reply), (), "Continue the reply", "ctrl+g"),
-    Command("branch", "[[N] next|prev|K]", "list branches, or switch to the next, the previous or number K", _branch,
-            title="Branches"),
-    Command("show", "", "show the conversation, with numbers", _telling(transcript), ("history",)),
-    Command("remove", "N", "delete message N and everything after it", _remove),
-    Command("drop", "", "when the context is full: omit the oldest turns", partial(_free_context, "drop")),
-    Command("summarise", "", "when the context is full: replace the oldest turns with a summary",
-            partial(_free_context, "summarise"), ("summarize",)),
-    Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
-    Command("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",
-            "ctrl+t"),
-    Command("prefix", "[TEXT|none]", "start replies with this text", _telling(partial(_set_one, "reply_prefix"))),
-    Command("stop-strings", "[TEXT … |none]", "strings that end a reply; quote strings with spaces",
-            _telling(partial(_set_one, "stop"))),
-    Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
-    Command("compare", "[FILE]", "let another model reply too, side by side", _compare, title="Compare"),
-    Command("format", "[FILE.json|none]", "make replies JSON that follows the schema in a file", _telling(_format)),
-    Command("detach", "[NAME]", "list attached files, or remove one", _telling(_detach)),
-    Command("stats", "", "tokens, cache and speed", _telling(stats_text, "stats"), title="Statistics"),
-    Command("sessions", "[WORDS|archived]", "list chats, or search them", _telling(_sessions, "sessions"), ("list",),
-            "Chats", "ctrl+o"),
-    Command("find", "[TEXT]", "search this chat for text", _telling(_found, "find"), ("search",), "Find in this chat",
-            "f5"),
-    Command("fork", "[N]", "continue in a new chat, with everything up to message N", _fork, title="Fork the chat"),
-    Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
-    Command("run", "COMMAND", "insert the output of a shell command into the message; short form: !COMMAND", _run),
-    Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
-            "list the tools that the model may call, or switch them on", _tools, title="Tools"),
-    Command("allow", "[no|once|chat|always]", "answer a request to use a tool", None, (), "Allow a tool", "f3"),
-    Command("editor", "", "write the message in $EDITOR", None, (), "Write in your editor", "ctrl+e"),
-    Command("save", "[TITLE]", "show where this chat is saved, and name it", _telling(_save)),
-    Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
-    Command("import", "FILE.json|FOLDER", "import an exported chat, or all chats in a folder", _import,
-            title="Import a chat"),
-    Command("export", "[FILE.md|FILE.json|all FOLDER]", "write this chat to a file, or all chats to a folder",
-            _export, title="Export the chat"),
-    Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
-    Command("archive", "[ID]", "hide this chat, or another one, from the list", partial(_archive, True),
-            title="Archive the chat"),
-    Command("unarchive", "[ID]", "show an archived chat in the list again", partial(_archive, False)),
-    Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
-    Command("clear", "", "start a new chat; this one stays saved",
-            lambda session, ui, _: ui.open(new_chat(session)), ("new",), "New chat", "ctrl+n"),
-    Command("tab", "[N|next|prev]", "open a new chat in a tab, or switch tabs", None, (), "New tab", "f4"),
-    Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
-    Command("copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (),
-            "Copy the last reply"),
-    Command("theme", "[NAME]", "choose colours", None, title="Theme"),
-    Command("quit", "", "quit", lambda session, ui, _: ui.quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),
+    SlashCommand("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
+    SlashCommand("regen", "[N]", "regenerate the reply; the earlier one stays as a branch", _regenerate, ("retry",),
+                 "Regenerate", "ctrl+r"),
+    SlashCommand("edit", "[N] [TEXT]", "edit your last message, or number N, in a new branch", _edit,
+                 title="Edit your last message", key="f2"),
+    SlashCommand("continue", "", "continue a reply that was cut off",
+                 lambda session, ui, _: ui.play(session.continue_reply), (), "Continue the reply", "ctrl+g"),
+    SlashCommand("branch", "[[N] next|prev|K]", "list branches, or switch to the next, the previous or number K",
+                 _branch, title="Branches"),
+    SlashCommand("show", "", "show the conversation, with numbers", _telling(transcript), ("history",)),
+    SlashCommand("remove", "N", "delete message N and everything after it", _remove),
+    SlashCommand("drop", "", "when the context is full: omit the oldest turns", partial(_free_context, "drop")),
+    SlashCommand("summarise", "", "when the context is full: replace the oldest turns with a summary",
+                 partial(_free_context, "summarise"), ("summarize",)),
+    SlashCommand("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt",
+                 key="ctrl+s"),
+    SlashCommand("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",
+                 "ctrl+t"),
+    SlashCommand("prefix", "[TEXT|none]", "start replies with this text",
+                 _telling(partial(_set_one, "reply_prefix"))),
+    SlashCommand("stop-strings", "[TEXT … |none]", "strings that end a reply; quote strings with spaces",
+                 _telling(partial(_set_one, "stop"))),
+    SlashCommand("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
+    SlashCommand("compare", "[FILE]", "let another model reply too, side by side", _compare, title="Compare"),
+    SlashCommand("format", "[FILE.json|none]", "make replies JSON that follows the schema in a file",
+                 _telling(_format)),
+    SlashCommand("detach", "[NAME]", "list attached files, or remove one", _telling(_detach)),
+    SlashCommand("stats", "", "tokens, cache and speed", _telling(stats_text, "stats"), title="Statistics"),
+    SlashCommand("sessions", "[WORDS|archived]", "list chats, or search them", _telling(_sessions, "sessions"),
+                 ("list",), "Chats", "ctrl+o"),
+    SlashCommand("find", "[TEXT]", "search this chat for text", _telling(_found, "find"), ("search",),
+                 "Find in this chat", "f5"),
+    SlashCommand("fork", "[N]", "continue in a new chat, with everything up to message N", _fork,
+                 title="Fork the chat"),
+    SlashCommand("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
+    SlashCommand("run", "COMMAND", "insert the output of a shell command into the message; short form: !COMMAND",
+                 _run),
+    SlashCommand("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
+                 "list the tools that the model may call, or switch them on", _tools, title="Tools"),
+    SlashCommand("allow", "[no|once|chat|always]", "answer a request to use a tool", None, (), "Allow a tool", "f3"),
+    SlashCommand("editor", "", "write the message in $EDITOR", None, (), "Write in your editor", "ctrl+e"),
+    SlashCommand("save", "[TITLE]", "show where this chat is saved, and name it", _telling(_save)),
+    SlashCommand("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
+    SlashCommand("import", "FILE.json|FOLDER", "import an exported chat, or all chats in a folder", _import,
+                 title="Import a chat"),
+    SlashCommand("export", "[FILE.md|FILE.json|all FOLDER]", "write this chat to a file, or all chats to a folder",
+                 _export, title="Export the chat"),
+    SlashCommand("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
+    SlashCommand("archive", "[ID]", "hide this chat, or another one, from the list", partial(_archive, True),
+                 title="Archive the chat"),
+    SlashCommand("unarchive", "[ID]", "show an archived chat in the list again", partial(_archive, False)),
+    SlashCommand("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
+    SlashCommand("clear", "", "start a new chat; this one stays saved",
+                 lambda session, ui, _: ui.open(new_chat(session)), ("new",), "New chat", "ctrl+n"),
+    SlashCommand("tab", "[N|next|prev]", "open a new chat in a tab, or switch tabs", None, (), "New tab", "f4"),
+    SlashCommand("close", "", "close this chat; it stays saved", None, title="Close the tab"),
+    SlashCommand("copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (),
+                 "Copy the last reply"),
+    SlashCommand("theme", "[NAME]", "choose colours", None, title="Theme"),
+    SlashCommand("quit", "", "quit", lambda session, ui, _: ui.quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
 # fmt: on
 
 #: The first commands of the palette. Other commands follow in the order of the table.
 _FIRST = ("clear", "sessions", "model", "system", "set", "regen", "continue", "edit", "branch", "copy")
 _RANKS = {name: rank for rank, name in enumerate(_FIRST)}
-PALETTE = sorted((each for each in COMMANDS if each.title), key=lambda each: _RANKS.get(each.name, len(_RANKS)))
+PALETTE = sorted(
+    (command for command in COMMANDS if command.title), key=lambda command: _RANKS.get(command.name, len(_RANKS))
+)
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

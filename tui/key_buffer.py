@@ -117,10 +117,10 @@ class KeyBuffer:
         while not self._has_followed():
             await asyncio.sleep(_PERIOD)
             looks += 1
-            place = next((i for i, event in enumerate(self._waiting) if _key(event) in _ENDING), None)
-            if place is None or looks < _PATIENCE or self._has_followed():
+            index = next((i for i, event in enumerate(self._waiting) if _key(event) in _ENDING), None)
+            if index is None or looks < _PATIENCE or self._has_followed():
                 continue
-            for _ in range(place):
+            for _ in range(index):
                 self._waiting.popleft()
             if _key(self._waiting[0]) != "escape":
                 return

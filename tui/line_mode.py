@@ -26,7 +26,7 @@ from localllm.files import create_private
 from localllm.tui import commands
 from localllm.tui.chat import events
 from localllm.tui.chat.context import ChatModel
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Choice, Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
@@ -92,14 +92,14 @@ class InputReader:
 
     def _joined(self, line: str, end: str | None) -> str:
         """Join ``line`` with the next lines, up to ``end``; if ``end`` is None, while lines end with a backslash."""
-        parts = []
+        lines = []
         while (not line.rstrip().endswith(end)) if end else line.endswith("\\"):
-            parts.append(line if end else line[:-1])
+            lines.append(line if end else line[:-1])
             more = self._line(". ")
             if more is None:
-                return "\n".join(parts)
+                return "\n".join(lines)
             line = more
-        return "\n".join([*parts, line.rstrip().removesuffix(end) if end else line])
+        return "\n".join([*lines, line.rstrip().removesuffix(end) if end else line])
 
     def _line(self, prompt: str) -> str | None:
         if self._edits:
@@ -265,7 +265,7 @@ class LineChat(commands.UI):
         if full:
             self._free_context(full[0])
 
-    async def edit(self, message: Message) -> None:
+    async def edit(self, message: ChatMessage) -> None:
         if not self._lines.interactive:
             raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
         text = self._lines.edit(message.text)
@@ -276,14 +276,14 @@ class LineChat(commands.UI):
             if message.role == "assistant":
                 self._remark("edited: /continue continues the reply")
 
-    async def open(self, conversation: Conversation, told: str = "") -> None:
+    async def open(self, conversation: Conversation, notice: str = "") -> None:
         old = self.session
         if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
         self.session = replace(old, conversation=conversation)
         if (warning := self.session.mark_open()) is not None:
             warn(warning)
-        self._say(told or "a new chat") if told or not len(conversation) else await self.show()
+        self._say(notice or "a new chat") if notice or not len(conversation) else await self.show()
 
     async def use_model(self, path: str) -> None:
         """Replace the model. The old model stays loaded if the new file cannot be read."""

@@ -117,9 +117,9 @@ def automatic_title(text: str) -> str:
 
 def parser() -> MarkdownIt:
     """Return a Markdown parser for replies. HTML is shown as text, and each line break in the source is kept."""
-    made = MarkdownIt("gfm-like", {"html": False})
-    made.core.ruler.push("breaks", _keep_breaks)
-    return made
+    markdown = MarkdownIt("gfm-like", {"html": False})
+    markdown.core.ruler.push("breaks", _keep_breaks)
+    return markdown
 
 
 def _keep_breaks(state: StateCore) -> None:

@@ -32,7 +32,7 @@ from localllm.errors import (
     quoted,
 )
 from localllm.gguf.writer import TensorSpec, read_back
-from localllm.models.config import MAX_LAYERS, Metadata, read_general
+from localllm.models.config import MAX_LAYERS, ModelMetadata, read_general
 from localllm.models.hf_convert import floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, DRAFTERS, Conversion, has_block, read_model
 from localllm.models.weights import ModelFile
@@ -155,7 +155,7 @@ class Checkpoint:
         if target is not None:
             if not architecture.takes_target:
                 raise UsageError(f"{path_text(folder)} is not an EAGLE-3 or DFlash drafter: leave --target out")
-            meta = Metadata(target.metadata, str(target.metadata.get("general.architecture")))
+            meta = ModelMetadata(target.metadata, str(target.metadata.get("general.architecture")))
             config.target = read_general(meta, target.tensors)
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})  # safetensors files

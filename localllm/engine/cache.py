@@ -26,6 +26,7 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from localllm.engine.media import EmbeddingCache
@@ -36,8 +37,17 @@ from localllm.kernels.backend import Cache
 SNAPSHOT_TOKENS = 512
 
 
+class Launched(NamedTuple):
+    """The row of a batch that was launched ahead for the next token of a sequence."""
+
+    batch: int  # id of the batch
+    row: int
+    position: int
+    token: int  # chosen on the device
+
+
 class CachedSequence:
-    """Tokens whose keys and values are in the cache. Only `PagedCache` changes it."""
+    """Tokens whose keys and values are in the cache. Only `PagedCache` changes ``ids``, pages and states."""
 
     def __init__(self, n_groups: int, n_prompt: int, root: Block) -> None:
         self.root = root  # root of the prefix tree that it shares
@@ -51,6 +61,7 @@ class CachedSequence:
         # Slots of the current recurrent states and of the states saved for a rollback
         self.state = self.saved = NONE
         self.is_ahead = False  # True if the states may include unrecorded tokens
+        self.launched: Launched | None = None  # the last batch that `ModelRunner` launched ahead
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,7 +81,7 @@ class PagedCache:
         #: Blocks per group whose page left a window. They are evicted before ``_unused``.
         self._out_of_window: list[dict[Block, None]] = [{} for _ in storage.n_pages]
         self._states = Snapshots(storage)
-        self.pictures = EmbeddingCache()  # embeddings of images
+        self.embeddings = EmbeddingCache()  # of images and audio
         # Maximum of sequences. One state slot is reserved for copies within a step. Without states only the
         # number of pages limits the sequences.
         self.max_sequences = max(1, storage.n_states - 1) if storage.n_states else self.n_pages
@@ -97,9 +108,15 @@ class PagedCache:
 
     # -- Sequences -------------------------------------------------------------------------------------------------
 
-    def begin(self, ids: Sequence[int], adapters: tuple[float, ...] = ()) -> CachedSequence:
-        """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same adapters."""
-        sequence = CachedSequence(len(self._free), len(ids), self._root_of(adapters))
+    def begin(
+        self, ids: Sequence[int], adapters: tuple[float, ...] = (), *, shareable: bool = True
+    ) -> CachedSequence:
+        """Return a new sequence with the longest usable prefix of ``ids`` that is cached for the same adapters.
+
+        If not ``shareable``, the sequence starts empty, and other sequences do not reuse its tokens.
+        """
+        root = self._root_of(adapters) if shareable else Block([])
+        sequence = CachedSequence(len(self._free), len(ids), root)
         for blocks, n in self._beginnings(sequence, ids):
             if self._holds_windows(blocks, n) and self._begin_with(sequence, blocks, list(ids[:n])):
                 return sequence
@@ -109,16 +126,16 @@ class PagedCache:
 
     def extend(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
         """Extend a sequence by cached full pages of ``ids``. ``ids`` starts with the sequence's tokens."""
-        found = self._find_full(sequence, ids)
-        blocks = [*sequence.blocks[: len(sequence) // self.page_size], *found]
-        while found:
+        cached = self._find_full(sequence, ids)
+        blocks = [*sequence.blocks[: len(sequence) // self.page_size], *cached]
+        while cached:
             n = len(blocks) * self.page_size
-            if self.page_size in self._ends(found[-1], self.page_size) and self._holds_windows(blocks, n):
-                self._share(sequence, found, list(ids[:n]))
+            if self.page_size in self._ends(cached[-1], self.page_size) and self._holds_windows(blocks, n):
+                self._share(sequence, cached, list(ids[:n]))
                 if self.has_states:
-                    sequence.state = self._states.load(found[-1], self.page_size, sequence.state)
+                    sequence.state = self._states.load(cached[-1], self.page_size, sequence.state)
                 return
-            found.pop()
+            cached.pop()
             blocks.pop()
 
     def n_pages_to_begin(self, ids: Sequence[int], n_tokens: int, adapters: tuple[float, ...] = ()) -> int:
@@ -126,8 +143,8 @@ class PagedCache:
 
         Cached pages of ``ids`` that other sequences use are shared and not counted.
         """
-        found = self._find_full(CachedSequence(0, 0, self._root_of(adapters)), ids)
-        return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in found)
+        cached = self._find_full(CachedSequence(0, 0, self._root_of(adapters)), ids)
+        return -(-n_tokens // self.page_size) - sum(block.n_users[0] > 0 for block in cached)
 
     def has_windows_for(self, lengths: Iterable[int], n_new: int) -> bool:
         """Return whether the window groups have enough pages for sequences of these lengths and ``n_new`` tokens."""
@@ -176,14 +193,14 @@ class PagedCache:
 
     def append(self, sequence: CachedSequence, ids: Sequence[int]) -> None:
         """Record evaluated tokens in reserved pages. With recurrent states, ``ids`` must be all evaluated tokens."""
-        done = 0
-        while done < len(ids):
+        n_done = 0
+        while n_done < len(ids):
             i, n = divmod(len(sequence), self.page_size)
-            part = ids[done : done + self.page_size - n]
-            sequence.blocks[i].ids += part
-            sequence.ids += part
-            done += len(part)
-            if n + len(part) == self.page_size:
+            chunk = ids[n_done : n_done + self.page_size - n]
+            sequence.blocks[i].ids += chunk
+            sequence.ids += chunk
+            n_done += len(chunk)
+            if n + len(chunk) == self.page_size:
                 self._insert(sequence, i)
         for group, window in self._windows:
             self._release_window(sequence, group, window, self._first_seen(len(sequence), window))
@@ -224,7 +241,7 @@ class PagedCache:
         """Remove all tokens that no sequence uses."""
         while self._unused[0]:
             self._free[0].append(self._evict(0))
-        self.pictures.clear()
+        self.embeddings.clear()
 
     # -- Saving and restoring (`localllm.engine.saved_prompts`) -----------------------------------------------------
 
@@ -232,13 +249,13 @@ class PagedCache:
         """Return all blocks of the tree without adapters: parents before children, most recently used first."""
         used, below = [], [self.root]
         while below:
-            found = [child for child in below.pop().children.values() if child.n_users[0]]
-            used += found
-            below += found
-        known, blocks = {self.root}, []
+            children = [child for child in below.pop().children.values() if child.n_users[0]]
+            used += children
+            below += children
+        reachable, blocks = {self.root}, []
         for block in (*used, *reversed(self._unused[0])):
-            if block.parent in known:
-                known.add(block)
+            if block.parent in reachable:
+                reachable.add(block)
                 blocks.append(block)
         return blocks
 
@@ -254,11 +271,11 @@ class PagedCache:
         pages: Mapping[int, bytes],
         snapshots: Mapping[int, bytes],
         *,
-        left: float = 0.0,
+        reserve: float = 0.0,
     ) -> Block | None:
         """Return the child of ``parent`` with these tokens, written from saved data if it is not in the tree.
 
-        The block is in use until `restored`. None if at most the fraction ``left`` of the pages is available.
+        The block is in use until `restored`. None if at most the fraction ``reserve`` of the pages is available.
 
         Raises:
             ValueError: the sizes of the data do not match the cache.
@@ -271,13 +288,13 @@ class PagedCache:
         if any(len(data) != self.storage.n_bytes_of(None) for data in snapshots.values()):
             raise ValueError("the saved recurrent states do not fit this cache: their bytes differ")
         is_full = len(ids) == self.page_size
-        known = parent.children.get(tuple(ids)) or next((tail for tail in parent.tails if tail.ids == ids), None)
-        if known is not None:
+        cached = parent.children.get(tuple(ids)) or next((tail for tail in parent.tails if tail.ids == ids), None)
+        if cached is not None:
             for group in groups:
-                if known.pages[group] != NONE:
-                    self._use(known, group)
-            return known
-        if any(self._n_available(group) <= left * self.storage.n_pages[group] for group in pages):
+                if cached.pages[group] != NONE:
+                    self._use(cached, group)
+            return cached
+        if any(self._n_available(group) <= reserve * self.storage.n_pages[group] for group in pages):
             return None
         block = Block([self._take_page(group) if group in pages else NONE for group in groups])
         block.n_users = [int(group in pages) for group in groups]
@@ -308,11 +325,11 @@ class PagedCache:
         """Return cached full pages of ``ids`` after the full pages of a sequence. ``ids`` starts with its tokens."""
         size, n = self.page_size, len(sequence) // self.page_size
         block = self._block_before(sequence, n)
-        found = []
+        blocks = []
         while len(key := tuple(ids[n * size : (n + 1) * size])) == size and (child := block.children.get(key)):
-            found.append(child)
+            blocks.append(child)
             block, n = child, n + 1
-        return found
+        return blocks
 
     def _block_before(self, sequence: CachedSequence, i: int) -> Block:
         return sequence.blocks[i - 1] if i else sequence.root
@@ -331,9 +348,11 @@ class PagedCache:
         for i in range(len(full), -1, -1):
             if i < len(full) and size in self._ends(full[i], size):
                 yield full[: i + 1], (i + 1) * size
-            parent, wanted = full[i - 1] if i else sequence.root, ids[i * size : (i + 1) * size]
-            parts = [(common_prefix(each.ids, wanted), each) for each in (*parent.tails, *parent.children.values())]
-            ends = [(n, block) for most, block in parts for n in self._ends(block, most) if n < size]
+            parent, tokens = full[i - 1] if i else sequence.root, ids[i * size : (i + 1) * size]
+            candidates = [
+                (common_prefix(block.ids, tokens), block) for block in (*parent.tails, *parent.children.values())
+            ]
+            ends = [(n, block) for most, block in candidates for n in self._ends(block, most) if n < size]
             for n, block in sorted(ends, key=lambda end: -end[0]):
                 yield [*full[:i], block], i * size + n
 
@@ -353,8 +372,10 @@ class PagedCache:
 
     def _holds_windows(self, blocks: Sequence[Block], n_tokens: int) -> bool:
         """Return whether all windows of the token at position ``n_tokens`` are cached."""
-        seen = self._seen(n_tokens)
-        return all(block.pages[group] != NONE for group, _ in self._windows for block in blocks[seen[group] :])
+        first_blocks = self._seen(n_tokens)
+        return all(
+            block.pages[group] != NONE for group, _ in self._windows for block in blocks[first_blocks[group] :]
+        )
 
     # -- Blocks of sequences ---------------------------------------------------------------------------------------
 
@@ -384,23 +405,23 @@ class PagedCache:
             sequence.state = self._states.load(last, n, NONE)
         return True
 
-    def _share(self, sequence: CachedSequence, found: list[Block], ids: list[int]) -> None:
-        """Replace the sequence's blocks after its full ones by ``found``; its tokens are then ``ids``."""
+    def _share(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> None:
+        """Replace the sequence's blocks after its full ones by ``blocks``; its tokens are then ``ids``."""
         first = len(sequence) // self.page_size
         for block in sequence.blocks[first:]:
-            block.ids = []  # ``found`` includes these tokens
-            self._states.move(block, found[0])
+            block.ids = []  # ``blocks`` includes these tokens
+            self._states.move(block, blocks[0])
         self._drop_blocks(sequence, first)
-        seen = self._seen(len(ids))
+        first_blocks = self._seen(len(ids))
         for group, window in self._windows:
-            self._release_window(sequence, group, window, min(first, seen[group]))
-        sequence.blocks += found
-        for group, start in enumerate(seen):
+            self._release_window(sequence, group, window, min(first, first_blocks[group]))
+        sequence.blocks += blocks
+        for group, start in enumerate(first_blocks):
             n_behind = max(0, start - first)
-            for block in found[n_behind:]:
+            for block in blocks[n_behind:]:
                 self._use(block, group)
-            sequence.pages[group] += [0] * n_behind + [block.pages[group] for block in found[n_behind:]]
-        sequence.first, sequence.ids = seen, ids
+            sequence.pages[group] += [0] * n_behind + [block.pages[group] for block in blocks[n_behind:]]
+        sequence.first, sequence.ids = first_blocks, ids
 
     def _release_window(self, sequence: CachedSequence, group: int, window: int, stop: int) -> None:
         """Release the pages before block ``stop``, which have left the sequence's window."""
@@ -415,19 +436,19 @@ class PagedCache:
     def _insert(self, sequence: CachedSequence, i: int) -> None:
         """Add a full block to the tree. If the tree has an equal block, the sequence uses that one instead."""
         block, parent = sequence.blocks[i], self._block_before(sequence, i)
-        known = parent.children.setdefault(tuple(block.ids), block)
-        if known is block:
+        cached = parent.children.setdefault(tuple(block.ids), block)
+        if cached is block:
             block.parent = parent
             return
         for group, page in enumerate(block.pages):
-            if known.pages[group] == NONE:
-                known.pages[group], known.n_users[group] = page, 1
+            if cached.pages[group] == NONE:
+                cached.pages[group], cached.n_users[group] = page, 1
             else:
-                self._use(known, group)
+                self._use(cached, group)
                 self._free[group].append(page)
-            sequence.pages[group][i] = known.pages[group]
-        self._states.move(block, known)
-        sequence.blocks[i] = known
+            sequence.pages[group][i] = cached.pages[group]
+        self._states.move(block, cached)
+        sequence.blocks[i] = cached
 
     def _drop_blocks(self, sequence: CachedSequence, first: int) -> None:
         """Remove blocks from the end of a sequence; the last block becomes the first to be evicted."""
@@ -438,8 +459,8 @@ class PagedCache:
         if len(blocks) > first and len(blocks[-1].ids) < self.page_size:
             blocks[-1].parent = self._block_before(sequence, len(blocks) - 1)
             blocks[-1].parent.tails.append(blocks[-1])
-        for group, held in enumerate(sequence.first):
-            for block in reversed(blocks[max(first, held) :]):
+        for group, first_used in enumerate(sequence.first):
+            for block in reversed(blocks[max(first, first_used) :]):
                 self._stop_using(block, group, self._unused[group])
         del blocks[first:]
         for table in sequence.pages:
@@ -451,9 +472,9 @@ class PagedCache:
         sequence.saved, sequence.is_ahead = NONE, False
         n = len(sequence)
         if n == sequence.n_prompt or (n < sequence.n_prompt and n % SNAPSHOT_TOKENS == 0):
-            block, place = self._end_of(sequence)
-            if place not in block.snapshots and self._states.has_slot:
-                self._states.keep(block, place, self._states.copy(sequence.state))
+            block, n_in_block = self._end_of(sequence)
+            if n_in_block not in block.snapshots and self._states.has_slot:
+                self._states.keep(block, n_in_block, self._states.copy(sequence.state))
 
     # -- Pages -----------------------------------------------------------------------------------------------------
 
@@ -495,10 +516,10 @@ class PagedCache:
             block.parent.tails.remove(block)
         else:
             del block.parent.children[tuple(block.ids)]
-        for other, _ in self._windows:
-            if block.pages[other] != NONE:
-                self._remove(block, other)
-                self._free[other].append(block.pages[other])
+        for other_group, _ in self._windows:
+            if block.pages[other_group] != NONE:
+                self._remove(block, other_group)
+                self._free[other_group].append(block.pages[other_group])
         for n in list(block.snapshots):
             self._states.drop(block, n)
         return page

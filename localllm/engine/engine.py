@@ -28,7 +28,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPDrafter
-from localllm.engine.media import Encoding, MediaEmbedder
+from localllm.engine.encoding import Encoding, MediaEmbedder
 from localllm.engine.request import FinishReason, Request
 from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.sampling_threads import SamplingThreads
@@ -147,20 +147,20 @@ class Engine:
 
     def _check_tokens(self, request: Request) -> None:
         """Raise a `UsageError` if text tokens are outside the vocabulary or images are not valid for the model."""
-        tokens, pictures = request.tokens, request.pictures
-        if pictures.placed and not self._sees:
+        tokens, media = request.tokens, request.media
+        if media.placed and not self._sees:
             raise UsageError("the model was loaded without an encoder for images: load its projector file too")
-        if request.sampler is None and request.logits_from < pictures.stop:
+        if request.sampler is None and request.logits_from < media.stop:
             raise UsageError("images have no logits: request logits of tokens after the last image")
-        pictures.check(tokens)
-        stops = (0, *(each.stop for each in pictures.placed))
-        for stop, start in zip(stops, (*pictures.starts, len(tokens)), strict=True):
+        media.check(tokens)
+        stops = (0, *(span.stop for span in media.placed))
+        for stop, start in zip(stops, (*media.starts, len(tokens)), strict=True):
             in_vocabulary(tokens[stop:start], self.n_vocab)
-        for each in pictures.placed:
-            if each.picture.is_causal:  # evaluated like text
+        for span in media.placed:
+            if span.media.is_causal:  # evaluated like text
                 continue
-            n, (rows, columns) = each.stop - each.start, each.picture.grid
-            n_turning = n - 2 * each.picture.is_numbered
+            n, (rows, columns) = span.stop - span.start, span.media.grid
+            n_turning = n - 2 * span.media.is_numbered
             if self._has_axes and rows * columns not in (0, n_turning):  # without a grid: positions like text
                 raise UsageError(f"an image of {n:,} tokens cannot have {rows:,} rows of {columns:,}")
             if self._has_spans and n > self.max_tokens:
@@ -269,7 +269,7 @@ class EngineLoop:
         self.counts = Counts(n_pages=runner.cache.n_pages, experts=runner.expert_reads)
         self.runner, self.draft_model, self.sees = runner, draft_model, encoder is not None
         self._scheduler = Scheduler(runner, max_running=max_running, step_s=step_s)
-        self._encoding = Encoding(encoder, runner.cache.pictures)
+        self._encoding = Encoding(encoder, runner.cache.embeddings)
         self._step_s = step_s
         self._cost = StepCost()
         self._on_end = on_end
@@ -281,7 +281,7 @@ class EngineLoop:
     def add(self, request: Request) -> None:
         if request.speculate == "lookup":
             request.drafter = LookupDrafter(self._cost, request.draft_max, request.draft_always)
-        elif request.pictures.placed:  # draft models do not see images
+        elif request.media.placed:  # draft models do not see images
             request.drafter = None
         elif self.draft_model is not None and request.speculate == self.draft_model.kind:
             request.drafter = self.draft_model.drafter(self._cost, request.draft_max, request.draft_always)
@@ -324,7 +324,7 @@ class EngineLoop:
             self._end(request, error=error)
         self.counts.running = self.counts.n_pages_used = 0
         on_end = self._on_end
-        self.__dict__.clear()  # frees the memory of the model and the cache
+        del self.runner, self.draft_model, self._scheduler, self._encoding, self._on_end  # free model and cache
         if on_end is not None:
             on_end()
 
@@ -355,25 +355,25 @@ class EngineLoop:
         batch = self._scheduler.next_batch()
         if not batch:
             return self._encoding.is_busy
-        chunks = [each.chunk() for each in batch]
+        chunks = [scheduled.chunk() for scheduled in batch]
         evaluating = time.perf_counter()
-        for each in batch:
-            if not each.request.started_at:
-                each.request.started_at = evaluating
-                self.waiting.discard(each.request)
-                each.request.output.progress(each.request.n_cached)
+        for scheduled in batch:
+            if not scheduled.request.started_at:
+                scheduled.request.started_at = evaluating
+                self.waiting.discard(scheduled.request)
+                scheduled.request.output.progress(scheduled.request.n_cached)
         failed: Mapping[int, BaseException] = {}
         try:
             logits = self.runner.run(chunks, *_wanted_logits(batch, chunks, self.runner.max_top_k))
         except ExpertReadError as error:
             logits, failed = error.logits, dict.fromkeys(error.sequences, error)
         except BaseException as error:
-            for each in batch:
-                self._end(each.request, error=error)
+            for scheduled in batch:
+                self._end(scheduled.request, error=error)
             return True
         seconds = time.perf_counter() - evaluating
         n_tokens = sum(len(chunk.ids) for chunk in chunks)
-        n_decoding = sum(each.request.is_decoding for each in batch)
+        n_decoding = sum(scheduled.request.is_decoding for scheduled in batch)
         self.counts.steps += 1
         self.counts.in_steps += len(batch)
         self.counts.step_s += seconds
@@ -384,22 +384,22 @@ class EngineLoop:
         if len(batch) == n_decoding == 1:
             self._cost.add(n_tokens, seconds)
         row = token = 0
-        for i, (each, chunk) in enumerate(zip(batch, chunks, strict=True)):
+        for i, (scheduled, chunk) in enumerate(zip(batch, chunks, strict=True)):
             rows, tokens = slice(row, row + chunk.n_outputs), slice(token, token + len(chunk.ids))
             row, token = rows.stop, tokens.stop
             try:
                 if i in failed:
                     raise failed[i]
-                reason = self._take_results(each, logits, rows, begin)
-                if reason is None and isinstance(each.request.drafter, MTPDrafter):
+                reason = self._take_results(scheduled, logits, rows, begin)
+                if reason is None and isinstance(scheduled.request.drafter, MTPDrafter):
                     hidden = self.runner.hidden_rows()[tokens]
-                    each.request.drafter.observe(chunk, hidden, each.request.tokens)
-                each.request.output.flush()
+                    scheduled.request.drafter.observe(chunk, hidden, scheduled.request.tokens)
+                scheduled.request.output.flush()
             except BaseException as error:
-                self._end(each.request, error=error)
+                self._end(scheduled.request, error=error)
             else:
                 if reason is not None:
-                    self._end(each.request, reason)
+                    self._end(scheduled.request, reason)
         self._wait_for_choices(batch)
         return True
 
@@ -414,7 +414,7 @@ class EngineLoop:
         if not self.sees:
             return
         running = self._scheduler.running
-        seconds = self._step_s / 2 if any(each.is_decoding for each in running) else self._step_s
+        seconds = self._step_s / 2 if any(request.is_decoding for request in running) else self._step_s
         for request, error in self._encoding.advance(running, seconds).items():
             self._end(request, error=error)
 
@@ -437,15 +437,15 @@ class EngineLoop:
                 request.drafts = drafts if request.sampler is None else drafts[: request.sampler.n_possible(drafts)]
 
     def _take_results(
-        self, each: Scheduled, logits: NDArray[np.float32] | TopK, rows: slice, begin: float
+        self, scheduled: Scheduled, logits: NDArray[np.float32] | TopK, rows: slice, begin: float
     ) -> FinishReason | None:
         """Record the evaluated tokens of a request and sample. Return the finish reason if the request is done."""
-        request, sequence = each.request, each.request.sequence
+        request, sequence = scheduled.request, scheduled.request.sequence
         assert sequence is not None
         position = len(sequence)
-        is_whole = request.n_missing == each.n_tokens
-        if not each.n_drafts:
-            self.runner.cache.append(sequence, request.tokens[position : position + each.n_tokens])
+        is_whole = request.n_missing == scheduled.n_tokens
+        if not scheduled.n_drafts:
+            self.runner.cache.append(sequence, request.tokens[position : position + scheduled.n_tokens])
             request.n_again = 0
         request.n_reached = max(request.n_reached, len(sequence))
         if not request.n_generated:
@@ -461,34 +461,34 @@ class EngineLoop:
             return None
         if request.max_tokens == 0:
             return "length"
-        drafts = request.drafts[: each.n_drafts]
+        drafts = request.drafts[: scheduled.n_drafts]
         if request.sampler.is_slow and not isinstance(request.drafter, MTPDrafter):
-            copied = [_row(logits, rows.start + i).copy() for i in range(each.n_drafts + 1)]
+            copied = [_row(logits, rows.start + i).copy() for i in range(scheduled.n_drafts + 1)]
             choices = _choices(request, drafts, [partial(request.sampler, row) for row in copied])
             request.is_choosing = True
-            self._sampling_threads.put(partial(_choose, self.inbox, each, position, begin, choices))
+            self._sampling_threads.put(partial(_choose, self.inbox, scheduled, position, begin, choices))
             return None
-        steps = [_chooser(request.sampler, logits, rows.start + i) for i in range(each.n_drafts + 1)]
-        return self._take_choices(each, position, begin, _choices(request, drafts, steps))
+        steps = [_chooser(request.sampler, logits, rows.start + i) for i in range(scheduled.n_drafts + 1)]
+        return self._take_choices(scheduled, position, begin, _choices(request, drafts, steps))
 
     def _take_choices(
-        self, each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
+        self, scheduled: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
     ) -> FinishReason | None:
         """Append the tokens that were sampled after a step. Return the finish reason if the request is complete.
 
         ``position``: first token of the request in the step. ``begin``: start of the step.
         """
-        request = each.request
+        request = scheduled.request
         is_first = not request.n_generated
         n_accepted, n_chosen = request.n_accepted, request.n_chosen
-        request.n_drafted += each.n_drafts
+        request.n_drafted += scheduled.n_drafts
         try:
             reason = self._append(request, choices)
         finally:
-            if each.n_drafts:
-                self._record_drafts(each, position, request.n_accepted - n_accepted)
+            if scheduled.n_drafts:
+                self._record_drafts(scheduled, position, request.n_accepted - n_accepted)
                 self.counts.draft_steps += 1
-                self.counts.drafted += each.n_drafts
+                self.counts.drafted += scheduled.n_drafts
                 self.counts.accepted += request.n_accepted - n_accepted
         if is_first:
             request.first_token_s = time.perf_counter() - request.submitted_at
@@ -515,15 +515,15 @@ class EngineLoop:
         return None
 
     def chosen(
-        self, each: Scheduled, position: int, begin: float, choices: list[_Chosen], error: BaseException | None
+        self, scheduled: Scheduled, position: int, begin: float, choices: list[_Chosen], error: BaseException | None
     ) -> None:
         """Append tokens from a sampling thread, then raise its error, if any, as the error of the request."""
-        request = each.request
+        request = scheduled.request
         if not request.is_choosing:  # the request has ended
             return
         request.is_choosing = False
         try:
-            reason = self._take_choices(each, position, begin, choices)
+            reason = self._take_choices(scheduled, position, begin, choices)
             if reason is None and error is not None:
                 raise error
             request.output.flush()
@@ -536,16 +536,18 @@ class EngineLoop:
     def _wait_for_choices(self, batch: Sequence[Scheduled]) -> None:
         """Wait up to `_CHOICES_S` for tokens from sampling threads."""
         end = time.perf_counter() + _CHOICES_S
-        while any(each.request.is_choosing for each in batch) and (left := end - time.perf_counter()) > 0:
+        while (
+            any(scheduled.request.is_choosing for scheduled in batch) and (remaining := end - time.perf_counter()) > 0
+        ):
             with contextlib.suppress(queue.Empty):
-                self.inbox.get(timeout=left)(self)
+                self.inbox.get(timeout=remaining)(self)
 
-    def _record_drafts(self, each: Scheduled, position: int, n_accepted: int) -> None:
+    def _record_drafts(self, scheduled: Scheduled, position: int, n_accepted: int) -> None:
         """Record a step with drafts that started at ``position``. Rejected drafts roll recurrent states back."""
-        request, cache = each.request, self.runner.cache
+        request, cache = scheduled.request, self.runner.cache
         assert request.sequence is not None
-        ids = request.tokens[position : position + each.n_tokens + n_accepted]
-        if cache.has_states and len(ids) < each.n_tokens + each.n_drafts:
+        ids = request.tokens[position : position + scheduled.n_tokens + n_accepted]
+        if cache.has_states and len(ids) < scheduled.n_tokens + scheduled.n_drafts:
             cache.rollback(request.sequence)
             request.n_again = request.n_missing - 1
         else:
@@ -596,18 +598,18 @@ def _choices(request: Request, drafts: Sequence[int], steps: Sequence[Callable[[
 
 
 def _choose(
-    inbox: queue.SimpleQueue[_Message], each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
+    inbox: queue.SimpleQueue[_Message], scheduled: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
 ) -> None:
     """Sample in a sampling thread and send the tokens to the engine thread."""
-    if not each.request.is_choosing or each.request.is_cancelled:  # ended, or about to end
+    if not scheduled.request.is_choosing or scheduled.request.is_cancelled:  # ended, or about to end
         return
-    found: list[_Chosen] = []
+    sampled: list[_Chosen] = []
     failure: BaseException | None = None
     try:
-        found.extend(choices)
+        sampled.extend(choices)
     except BaseException as error:
         failure = error
-    inbox.put(lambda loop: loop.chosen(each, position, begin, found, failure))
+    inbox.put(lambda loop: loop.chosen(scheduled, position, begin, sampled, failure))
 
 
 def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[BatchItem], most: int) -> tuple[int, list[int]]:
@@ -615,14 +617,14 @@ def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[BatchItem], most
 
     The number is 0 if every row is needed completely or a request needs logits without sampling.
     """
-    top_k, whole, row = 0, list[int](), 0
-    for each, chunk in zip(batch, chunks, strict=True):
-        rows, sampler = range(row, row + chunk.n_outputs), each.request.sampler
+    top_k, full_rows, row = 0, list[int](), 0
+    for scheduled, chunk in zip(batch, chunks, strict=True):
+        rows, sampler = range(row, row + chunk.n_outputs), scheduled.request.sampler
         row = rows.stop
         if rows and sampler is None:
             return 0, []
         if sampler is not None and 1 <= sampler.n_enough <= most:
             top_k = max(top_k, sampler.n_enough) if rows else top_k
         else:
-            whole += rows
-    return top_k, whole
+            full_rows += rows
+    return top_k, full_rows

@@ -129,7 +129,7 @@ class Request:
     draft_max: int = DEFAULT_DRAFTS  # draft tokens per step
     draft_always: bool = False  # draft even if the cost model expects no gain
     adapters: tuple[float, ...] = ()  # scale of each loaded LoRA adapter; empty: base model
-    pictures: PromptMedia = NO_MEDIA  # images and audio in the prompt; ``tokens`` holds their `PreparedMedia.ids`
+    media: PromptMedia = NO_MEDIA  # images and audio in the prompt; ``tokens`` holds their `PreparedMedia.ids`
 
     # State, changed by the engine thread
     finish_reason: FinishReason | None = None  # None while running and after an error
@@ -183,12 +183,12 @@ class Request:
     def is_decoding(self) -> bool:
         """True if only text remains: the last token, and tokens to evaluate again after rejected drafts."""
         n_missing = self.n_missing
-        return n_missing <= 1 + self.n_again and len(self.tokens) - n_missing >= self.pictures.stop
+        return n_missing <= 1 + self.n_again and len(self.tokens) - n_missing >= self.media.stop
 
     def n_ready(self, start: int) -> int:
         """Return the number of tokens from ``start`` to the first image without embeddings."""
-        pictures = self.pictures.of(start, self.pictures.stop)
-        lacking = (each.start for each in pictures if each.picture.key not in self.embeddings)
+        spans = self.media.of(start, self.media.stop)
+        lacking = (span.start for span in spans if span.media.key not in self.embeddings)
         return max(0, next(lacking, len(self.tokens)) - start)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
+from localllm.engine.cache import CachedSequence, Launched, PagedCache, n_window_pages
 from localllm.engine.media import NO_MEDIA, Embeddings, PromptMedia
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Value
@@ -26,7 +26,7 @@ _SHORT_TURN = 128
 MAX_LOGITS_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class BatchItem:
     """The part of one sequence in a batch."""
 
@@ -35,22 +35,37 @@ class BatchItem:
     n_outputs: int  # logits are computed for the last n_outputs tokens
     start: int  # position of the first token; later cache contents are overwritten
     adapters: tuple[float, ...] = ()  # scale of each LoRA adapter; empty: base model
-    # True if the token chosen on the device is likely to be evaluated in the next step
-    goes_on: bool = field(default=False, compare=False)
+    goes_on: bool = False  # True if the token chosen on the device is likely to be evaluated in the next step
     # Random numbers and parameters for that token and the next one (`Batch.draws`); empty: choose the largest logits
-    draws: Sequence[tuple[float, ...]] = field(default=(), compare=False)
+    draws: Sequence[tuple[float, ...]] = ()
     # Images of the sequence, and embeddings by image key for the images in the chunk
-    pictures: PromptMedia = field(default=NO_MEDIA, compare=False)
-    embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict, compare=False)
+    media: PromptMedia = NO_MEDIA
+    embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict)
 
     def embedded(self) -> Iterator[tuple[range, Embeddings]]:
         """Yield token indices in the chunk, and their embeddings, for each image in the chunk."""
         stop = self.start + len(self.ids)
-        for each in self.pictures.of(self.start, stop):
-            own = range(max(each.start, self.start), min(each.stop, stop))
-            begin = each.first + own.start - each.start
-            rows = self.embeddings[each.picture.key][begin : begin + len(own)]
-            yield range(own.start - self.start, own.stop - self.start), rows
+        for span in self.media.of(self.start, stop):
+            positions = range(max(span.start, self.start), min(span.stop, stop))
+            begin = span.first + positions.start - span.start
+            rows = self.embeddings[span.media.key][begin : begin + len(positions)]
+            yield range(positions.start - self.start, positions.stop - self.start), rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A batch that was launched ahead, before its tokens were known to the caller."""
+
+    id: int
+    n_items: int
+    top_k: int
+    output: Output
+
+    def evaluates(self, items: Sequence[BatchItem], top_k: int) -> bool:
+        """Return whether this is the batch of ``items``: the tokens chosen on the device, in the same order."""
+        return (len(items), top_k) == (self.n_items, self.top_k) and all(
+            item.sequence.launched == (self.id, row, item.start, *item.ids) for row, item in enumerate(items)
+        )
 
 
 class ModelRunner:
@@ -87,34 +102,36 @@ class ModelRunner:
         self.cache = PagedCache(step.cache)
         self.hidden = hidden  # hidden states that drafters read after a step
         self._step = step
-        #: Batch launched before it was requested, its top_k, and its output.
-        self._ahead: tuple[list[BatchItem], int, Output] | None = None
+        self._n_launched = 0
+        self._launch: _Launch | None = None
 
     def run(
-        self, chunks: Sequence[BatchItem], top_k: int = 0, whole: Sequence[int] = ()
+        self, chunks: Sequence[BatchItem], top_k: int = 0, full_rows: Sequence[int] = ()
     ) -> NDArray[np.float32] | TopK:
         """Evaluate a batch and return the logits [rows, n_vocab] of all chunks, in order.
 
         Writes the cache's pages, but records no tokens (`PagedCache.append`). With ``top_k``, returns only the
-        largest ``top_k`` logits of each row, and all logits of the rows in ``whole``. The result is memory of the
+        largest ``top_k`` logits of each row, and all logits of the rows in ``full_rows``. The result is memory of the
         backend, valid until the next call.
         """
-        ahead, self._ahead = self._ahead, None
+        launch, self._launch = self._launch, None
         for chunk in chunks:
             chunk.sequence.is_ahead = True
-        if not 0 < top_k <= self.max_top_k or whole or not self._step.chooses_ahead:
+        if not 0 < top_k <= self.max_top_k or full_rows or not self._step.chooses_ahead:
             batch = self._batch(chunks)
-            return self._step.top_k(batch, top_k, whole) if 0 < top_k <= self.max_top_k else self._step(batch)
-        is_known = ahead is not None and ahead[:2] == (list(chunks), top_k)
-        output = ahead[2] if ahead is not None and is_known else self._begin(chunks, top_k)
+            return self._step.top_k(batch, top_k, full_rows) if 0 < top_k <= self.max_top_k else self._step(batch)
+        is_launched = launch is not None and launch.evaluates(chunks, top_k)
+        output = launch.output if launch is not None and is_launched else self._begin(chunks, top_k)
         # Launch the next batch before waiting for the output of this one.
         following = self._following(chunks)
         coming = self._begin(following, top_k, len(following)) if following else None
         best = output.top_k(top_k)
         if coming is not None:
-            ids = (best.ids[:, 0] if best.chosen is None else best.chosen).tolist()
-            chosen = [replace(chunk, ids=[id_]) for chunk, id_ in zip(following, ids, strict=True)]
-            self._ahead = chosen, top_k, coming
+            self._n_launched += 1
+            tokens = (best.ids[:, 0] if best.chosen is None else best.chosen).tolist()
+            for row, (chunk, token) in enumerate(zip(following, tokens, strict=True)):
+                chunk.sequence.launched = Launched(self._n_launched, row, chunk.start, token)
+            self._launch = _Launch(self._n_launched, len(following), top_k, coming)
         return best
 
     @property
@@ -126,17 +143,17 @@ class ModelRunner:
 
     def _batch(self, chunks: Sequence[BatchItem]) -> Batch:
         batch = make_batch(chunks, self.cache.page_size)
-        if not any(chunk.pictures.placed for chunk in chunks):
+        if not any(chunk.media.placed for chunk in chunks):
             return batch
-        places = [(chunk.pictures, chunk.start, chunk.start + len(chunk.ids)) for chunk in chunks]
+        spans = [(chunk.media, chunk.start, chunk.start + len(chunk.ids)) for chunk in chunks]
         if self.has_axes:
-            batch = replace(batch, axes=np.concatenate([each.axes(*ends) for each, *ends in places], axis=1))
+            batch = replace(batch, axes=np.concatenate([media.axes(*ends) for media, *ends in spans], axis=1))
         if self.has_spans:
-            batch = replace(batch, ends=np.concatenate([each.ends(*ends) for each, *ends in places]))
+            batch = replace(batch, ends=np.concatenate([media.ends(*ends) for media, *ends in spans]))
         first, numbers, embeddings = 0, list[int](), list[Embeddings]()
         for chunk in chunks:
-            for own, rows in chunk.embedded():
-                numbers += range(first + own.start, first + own.stop)
+            for indices, rows in chunk.embedded():
+                numbers += range(first + indices.start, first + indices.stop)
                 embeddings.append(rows)
             first += len(chunk.ids)
         if not numbers:
@@ -188,8 +205,8 @@ def n_cache_pages(
     for window in graph.windows[1:]:
         page_bytes = page_size * sum(c.bytes_per_token() for c in graph.caches.values() if c.window == window)
         of_windows = parallel * n_window_pages(window or 1, page_size)
-        kept = max(KEPT_ENDS * of_windows, KEPT_BYTES // page_bytes)
-        n_pages.append(min(of_all, of_windows + -(-max_tokens // page_size) + kept))
+        n_cached = max(KEPT_ENDS * of_windows, KEPT_BYTES // page_bytes)
+        n_pages.append(min(of_all, of_windows + -(-max_tokens // page_size) + n_cached))
     return tuple(n_pages)
 
 
@@ -227,7 +244,7 @@ def make_batch(chunks: Sequence[BatchItem], page_size: int) -> Batch:
     block_tables = np.zeros((len(chunks[0].sequence.pages), len(chunks), n_blocks), np.int32)
     for s, chunk in enumerate(chunks):
         stop = chunk.start + len(chunk.ids)
-        ids += chunk.ids if chunk.start >= chunk.pictures.stop else [max(id_, 0) for id_ in chunk.ids]
+        ids += chunk.ids if chunk.start >= chunk.media.stop else [max(id_, 0) for id_ in chunk.ids]
         positions += range(chunk.start, stop)
         outputs += range(len(ids) - chunk.n_outputs, len(ids))
         query_starts.append(len(ids))

@@ -70,9 +70,9 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
 
     ``key`` identifies everything that must be equal when the file is loaded: model, version and cache type.
     """
-    left, n_bytes = with_cache(_listed)
-    pictures = with_cache(lambda cache: cache.pictures.items())
-    n_bytes += sum(embeddings.nbytes for _, embeddings in pictures)
+    remaining, n_bytes = with_cache(_listed)
+    media = with_cache(lambda cache: cache.embeddings.items())
+    n_bytes += sum(embeddings.nbytes for _, embeddings in media)
     numbers: dict[Block, int] = {}
     n_tokens = 0
     with NewFile(path, n_bytes, is_private=True) as file:
@@ -83,12 +83,12 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
             file.put(data)
 
         put(key.encode())
-        for name, embeddings in pictures:
+        for name, embeddings in media:
             put(msgspec.json.encode(_SavedMedia(name, embeddings.shape)))
             put(embeddings.tobytes())
         put(b"")
-        while left:
-            for block, is_first, saved, pieces in with_cache(partial(_copied, left)):
+        while remaining:
+            for block, is_first, saved, pieces in with_cache(partial(_copied, remaining)):
                 parent = None if block.parent is None else numbers.get(block.parent)
                 if not is_first and parent is None:  # the parent was evicted before it was copied
                     continue
@@ -111,14 +111,14 @@ def _listed(cache: PagedCache) -> tuple[deque[Block], int]:
     return blocks, n_bytes
 
 
-def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _SavedBlock, list[bytes]]]:
-    """Remove some blocks from ``left`` and copy the blocks that are still cached.
+def _copied(remaining: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _SavedBlock, list[bytes]]]:
+    """Remove some blocks from ``remaining`` and copy the blocks that are still cached.
 
     Returns tuples (block, whether it is the first of a prompt, its header, its pages and snapshots).
     """
     copied, n_bytes = [], 0
-    for _ in range(min(len(left), _BLOCKS_AT_ONCE)):
-        block = left.popleft()
+    for _ in range(min(len(remaining), _BLOCKS_AT_ONCE)):
+        block = remaining.popleft()
         if cache.holds(block):
             groups = [group for group, page in enumerate(block.pages) if page != NONE]
             snapshots = sorted(block.snapshots)
@@ -145,7 +145,7 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
                     f"{path_text(path)} was saved with a different model, version, device or cache type: load that "
                     "one, or delete the file"
                 )
-            for name, embeddings in _pictures(pieces):
+            for name, embeddings in _saved_media(pieces):
                 with_cache(partial(_put, name, embeddings))
             for batch in _batches(pieces):
                 with_cache(partial(_restore, added, batch))
@@ -158,17 +158,17 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
     return sum(len(block.ids) for block in added if block is not None)
 
 
-def _pictures(pieces: Iterator[bytes]) -> Iterator[tuple[bytes, Embeddings]]:
+def _saved_media(pieces: Iterator[bytes]) -> Iterator[tuple[bytes, Embeddings]]:
     while head := _next(pieces):
         check_nesting(head)
-        picture = msgspec.json.decode(head, type=_SavedMedia)
-        if min(picture.shape) < 1:
+        saved = msgspec.json.decode(head, type=_SavedMedia)
+        if min(saved.shape) < 1:
             raise ValueError("the shape of an image's embeddings is not positive")
-        yield picture.key, np.frombuffer(_next(pieces), "<f4").astype(np.float32, copy=False).reshape(picture.shape)
+        yield saved.key, np.frombuffer(_next(pieces), "<f4").astype(np.float32, copy=False).reshape(saved.shape)
 
 
 def _put(key: bytes, embeddings: Embeddings, cache: PagedCache) -> None:
-    cache.pictures.put(key, embeddings)
+    cache.embeddings.put(key, embeddings)
 
 
 class _Loaded(NamedTuple):
@@ -214,12 +214,12 @@ def _next(pieces: Iterator[bytes]) -> bytes:
 def _restore(added: list[Block | None], batch: Sequence[_Loaded], cache: PagedCache) -> None:
     """Add blocks to the cache. Raises ValueError if a block does not fit this cache."""
     n_loaded = sum(block is not None for block in added)
-    left = _LEFT_TO_REQUESTS if cache.n_pages - cache.n_available > n_loaded else 0.0
+    reserve = _LEFT_TO_REQUESTS if cache.n_pages - cache.n_available > n_loaded else 0.0
     for saved, pages, snapshots in batch:
         if not NONE <= saved.parent < len(added):
             raise ValueError("the parent of a block is missing")
         parent = cache.root if saved.parent == NONE else added[saved.parent]
-        added.append(None if parent is None else cache.restore(parent, saved.ids, pages, snapshots, left=left))
+        added.append(None if parent is None else cache.restore(parent, saved.ids, pages, snapshots, reserve=reserve))
 
 
 def _pieces(file: BinaryIO, n_left: int) -> Iterator[bytes]:

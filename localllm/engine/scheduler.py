@@ -57,8 +57,17 @@ class Scheduled:
         sampler, draws = request.sampler, () if request.sampler is None else request.sampler.draws(2)
         is_foreseen = bool(draws) or (sampler is not None and not sampler.sampling.temperature)
         goes_on = is_foreseen and request.drafter is None and request.max_tokens != request.n_generated + 1
-        own = request.adapters, goes_on, draws if goes_on else (), request.pictures, request.embeddings
-        return BatchItem(sequence, ids, n_outputs, start, *own)
+        return BatchItem(
+            sequence,
+            ids,
+            n_outputs,
+            start,
+            request.adapters,
+            goes_on,
+            draws if goes_on else (),
+            request.media,
+            request.embeddings,
+        )
 
 
 class StepTimes:
@@ -132,7 +141,7 @@ class Scheduler:
         prompts = [request for request in active if not request.is_decoding]
         most = min(self._max_outputs, self._max_tokens)
         if prompts:  # reserve tokens, and one row of logits, for prompts
-            n_together, largest = max((self._n_together(each), -i) for i, each in enumerate(prompts))
+            n_together, largest = max((self._n_together(request), -i) for i, request in enumerate(prompts))
             if n_together == self._max_tokens:  # the image fills a step
                 self._add_prompts([prompts[-largest]], batch, n_together, self._max_outputs)
                 if batch:
@@ -160,10 +169,12 @@ class Scheduler:
         """Admit waiting requests while there are pages."""
         if not self.waiting:
             return
-        waiting = [each for each in self.waiting if not each.output.is_full]
-        n_running = Counter(each.client for each in self.running)
+        waiting = [request for request in self.waiting if not request.output.is_full]
+        n_running = Counter(request.client for request in self.running)
         while waiting:
-            request = min(waiting, key=lambda each: each.rank + CLIENT_DELAY_S * n_running[each.client])
+            request = min(
+                waiting, key=lambda candidate: candidate.rank + CLIENT_DELAY_S * n_running[candidate.client]
+            )
             waiting.remove(request)
             n_running[request.client] += 1
             reusable = request.tokens[: request.n_reusable]
@@ -184,9 +195,9 @@ class Scheduler:
         Running requests keep the pages for the rest of their prompts and one more page each. Without this reserve the
         new request would soon be preempted.
         """
-        sequences = ((each.sequence, each.n_missing) for each in self.running)
+        sequences = ((running.sequence, running.n_missing) for running in self.running)
         missing = (self._cache.n_pages_missing(sequence, n) for sequence, n in sequences if sequence is not None)
-        lengths = (len(each.tokens) for each in (*self.running, request))
+        lengths = (len(candidate.tokens) for candidate in (*self.running, request))
         return (
             len(self.running) < self._max_running
             and n_pages <= self._cache.n_available - sum(missing) - len(self.running)
@@ -195,7 +206,7 @@ class Scheduler:
 
     def _add_prompts(self, prompts: list[Request], batch: list[Scheduled], budget: int, rows: int) -> int:
         """Divide the budget among prompts. Return the number of logits rows that they use."""
-        oldest, *others = prompts
+        oldest, *younger = prompts
         rows_left = rows
         #: Pages computed in this step: other requests wait for a page instead of computing it again.
         computed: set[tuple[Block, tuple[int, ...]]] = set()
@@ -214,7 +225,7 @@ class Scheduler:
                 n = request.n_missing if request.n_missing <= self._max_tokens - sum(e.n_tokens for e in batch) else 0
             n = min(self._cache.n_to_snapshot(request.sequence, n), request.n_ready(start))
             if self._has_spans and n:
-                n = request.pictures.whole(start, n, self._max_tokens - sum(e.n_tokens for e in batch))
+                n = request.media.whole(start, n, self._max_tokens - sum(e.n_tokens for e in batch))
             if request.sampler is None:  # limited by the free rows
                 n = min(n, max(0, request.logits_from - start) + rows_left)
             n_rows = request.n_outputs(start, n, 0)
@@ -226,9 +237,9 @@ class Scheduler:
                 computed.add(key)
             return n
 
-        not_needed = budget - sum(request.n_missing for request in others)
+        not_needed = budget - sum(request.n_missing for request in younger)
         budget -= add(oldest, max(-(-budget // 2), not_needed))
-        for request in sorted(others, key=lambda request: request.n_missing):
+        for request in sorted(younger, key=lambda request: request.n_missing):
             if budget > 0:
                 budget -= add(request, budget)
         return rows - rows_left
@@ -236,12 +247,12 @@ class Scheduler:
     def _n_together(self, request: Request) -> int:
         """Return the number of next tokens that must not be split: all tokens of an image, 0 if it is not ready."""
         start = 0 if request.sequence is None else len(request.sequence)
-        return request.pictures.whole(start, 1, request.n_ready(start)) if self._has_spans else 0
+        return request.media.whole(start, 1, request.n_ready(start)) if self._has_spans else 0
 
     def _add_drafts(self, batch: list[Scheduled], n_decoding: int, rows_left: int) -> None:
-        tokens_left = self._max_tokens - sum(each.n_tokens for each in batch)
-        for i, each in enumerate(batch[:n_decoding]):
-            request = each.request
+        tokens_left = self._max_tokens - sum(item.n_tokens for item in batch)
+        for i, item in enumerate(batch[:n_decoding]):
+            request = item.request
             n, sequence = min(len(request.drafts), tokens_left, rows_left), request.sequence
             # Drafts never preempt a request.
             if n > 0 and sequence is not None and self._cache.reserve(sequence, 1 + n) and self._cache.save(sequence):
@@ -252,9 +263,9 @@ class Scheduler:
     def _free_pages(self, request: Request, n_tokens: int, batch: Sequence[Scheduled]) -> bool:
         assert request.sequence is not None
         while not self._cache.reserve(request.sequence, n_tokens):
-            scheduled = {each.request for each in batch}
+            scheduled = {item.request for item in batch}
             younger = self.running[self.running.index(request) + 1 :]
-            victims = [other for other in younger if other not in scheduled and not other.is_choosing]
+            victims = [candidate for candidate in younger if candidate not in scheduled and not candidate.is_choosing]
             victim = self._paused() or (victims[-1] if victims else None)
             if victim is None:
                 return False
@@ -263,7 +274,10 @@ class Scheduler:
 
     def _paused(self) -> Request | None:
         """Return the youngest running request with a slow reader whose tokens are not being sampled in a thread."""
-        return next((each for each in reversed(self.running) if each.output.is_full and not each.is_choosing), None)
+        return next(
+            (request for request in reversed(self.running) if request.output.is_full and not request.is_choosing),
+            None,
+        )
 
     def _preempt(self, request: Request) -> None:
         self.n_preempted += 1

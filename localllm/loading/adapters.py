@@ -19,7 +19,7 @@ from localllm.files import check_is_new, expanded
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec
 from localllm.models.adapters import Adapter, check
-from localllm.models.config import Metadata
+from localllm.models.config import ModelMetadata
 from localllm.models.hf_convert import floats
 from localllm.models.registry import find_architecture
 from localllm.quant.encode import quantize
@@ -138,7 +138,7 @@ class _Heads:
     model_type = ""
 
     def __init__(self, file: GGUFFile, target: str) -> None:
-        self._meta = Metadata(file.metadata, file.architecture)
+        self._meta = ModelMetadata(file.metadata, file.architecture)
         self._layer = layer_order(target)[0]
 
     @property

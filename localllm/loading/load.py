@@ -47,7 +47,7 @@ from localllm.loading.placement import Placement, Plan, Planner, fit, widened, w
 from localllm.loading.progress import of_stage
 from localllm.loading.projector_files import find_projectors
 from localllm.models.adapters import with_adapters
-from localllm.models.config import Metadata
+from localllm.models.config import ModelMetadata
 from localllm.models.mtp import hidden_norm, hidden_states
 from localllm.models.registry import DRAFTERS, Model, find_architecture, has_block, read_model
 from localllm.options.declared import LoadOptions, Sampling, declared
@@ -285,7 +285,7 @@ def _draft_model(sources: Sequence[_ModelSource], runner: ModelRunner) -> Callab
         from localllm.models.dflash import read_block  # imported here: few models have such a drafter
 
         n_vocab = sources[1].model.config.n_vocab
-        size, mask = read_block(Metadata(sources[1].file.metadata, "dflash"), n_vocab)
+        size, mask = read_block(ModelMetadata(sources[1].file.metadata, "dflash"), n_vocab)
         return partial(BlockModel, cache=runner.cache, mask=mask, block_size=size, token_ids=draft.token_ids)
     if draft.caches_of is not None:
         return partial(AssistantModel, of_model=hidden_norm(graph))

@@ -25,7 +25,7 @@ from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import Graph, Tensor
 from localllm.loading.placement import EncoderInfo
-from localllm.models.encoders.encoder import EncoderModel, FrameRows, Prepared, Stage
+from localllm.models.encoders.encoder import EncoderModel, EncoderStage, FrameRows, Prepared
 from localllm.models.encoders.registry import PROJECTORS, projectors_of, read_encoder
 
 #: Maximum patches of a step, unless one frame has more.
@@ -56,7 +56,7 @@ _NO_MEDIA = Media(None)
 class _Compiled:
     """A stage of an encoder, and its step."""
 
-    stage: Stage
+    stage: EncoderStage
     step: Step | None = None
     sizes: tuple[int, ...] = (0, 0, 0, 0)  # maximum patches, rows, cache pages and frames of the step
 
@@ -137,7 +137,7 @@ class MediaEncoder:
 
     @property
     def markers(self) -> dict[str, tuple[str, str, str]]:
-        """By kind: the text before the marker, the marker of chat templates that `Prepared.parts` replace, and the
+        """By kind: the text before the marker, the marker of chat templates that `Prepared.segments` replace, and the
         text after it. The texts are for templates that do not write the marker."""
         models = {kind: each.model for kind, each in self.encoders.items()}
         return {kind: (model.around[0], model.marker, model.around[1]) for kind, model in models.items()}
@@ -156,7 +156,7 @@ class MediaEncoder:
 
         Args:
             source: a path, the bytes of a file, a Pillow image, an array uint8 [height, width, 3], or audio samples
-                (`localllm.models.encoders.sounds.open_sound`).
+                (`localllm.models.encoders.sounds.open_audio`).
             max_tokens: maximum tokens of an image; ``image_max_tokens`` applies too.
             where: name of the source in errors, if it has no path.
             kind: "image" or "audio"; by default the kind of `model`.
@@ -170,7 +170,7 @@ class MediaEncoder:
     def picture(self, prepared: Prepared) -> PreparedMedia:
         """Return a request's image. Equal pixels have equal keys."""
         name = hashlib.sha256(self._file.fingerprint().encode())
-        name.update(repr((prepared.parts, prepared.grid)).encode())
+        name.update(repr((prepared.segments, prepared.grid)).encode())
         for frame in prepared.frames:
             name.update(repr(frame.shape).encode())
             name.update(frame.tobytes())
@@ -203,7 +203,7 @@ class MediaEncoder:
             picture, first = known[piece], 0
             words += self.of_kind(piece.kind).numbered.format(n_seen[piece.kind])
             n_seen[piece.kind] += 1
-            for part in picture.source.parts:
+            for part in picture.source.segments:
                 if isinstance(part, str):
                     words += part
                     continue
@@ -225,7 +225,7 @@ class MediaEncoder:
                     return replace(found, source=replace(found.source, media=media))
         prepared = self.prepare(media.source, media.max_tokens, media.where, media.kind)
         picture = self.picture(prepared)
-        source = _Released((), prepared.parts, prepared.grid, media=media, kind=prepared.kind)
+        source = _Released((), prepared.segments, prepared.grid, media=media, kind=prepared.kind)
         released = replace(picture, source=source)
         if name is not None:
             with self._lock:
@@ -302,7 +302,7 @@ class MediaEncoder:
             ends=spans[1],
             states=np.arange(len(frames), dtype=np.int32),
         )
-        given = HostOutput(np.concatenate([frame.given for frame in frames]))
+        given = HostOutput(np.concatenate([frame.inputs for frame in frames]))
         rows = (yield from step.run_in_pieces(batch, PIECE_S, given)).rows()
         made = np.stack([rows, *(step.value(x) for x in further)], axis=1)
         return np.split(made, np.cumsum([len(frame.outputs) for frame in frames])[:-1])

@@ -30,8 +30,7 @@ from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Specula
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
-    from localllm.options.keywords import LogitsProcessor
-    from localllm.options.types import LoadProgress, Priority, Progress
+    from localllm.options.types import LoadProgress, LogitsProcessor, Priority, Progress
 
 _Documented = TypeVar("_Documented")
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-import numpy as np
-import numpy.typing as npt
-
 from localllm.options.declared import CheckedOptions, Sampling, describes
-from localllm.options.types import Overflow, Priority, Progress, Speculate
-
-#: Called with the token ids of prompt and reply (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``,
-#: which may be changed in place).  Returns the new logits (float32 ``[n_vocab]``).
-LogitsProcessor = Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+from localllm.options.types import LogitsProcessor, Overflow, Priority, Progress, Speculate
 
 
 class SamplingOptions(TypedDict, total=False):

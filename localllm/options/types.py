@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:  # the command line's help should not wait for numpy
+    import numpy as np
+    import numpy.typing as npt
 
 #: Treatment of a prompt that is too long: reject it, or drop its oldest part.
 Overflow = Literal["error", "truncate"]
@@ -20,6 +24,10 @@ Priority = Literal["normal", "background"]
 
 #: Called while a long prompt is evaluated, with the number of evaluated tokens and of all tokens.
 Progress = Callable[[int, int], object]
+
+#: Called with the token ids of prompt and reply (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``,
+#: which may be changed in place).  Returns the new logits (float32 ``[n_vocab]``).
+LogitsProcessor: TypeAlias = "Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], npt.NDArray[np.float32]]"
 
 #: Called while a model is loaded: "weights" with packed and total bytes, or "kernels" with the numbers of compiled
 #: and of all kernels.  Kernels are compiled at the first start on a machine.

@@ -17,7 +17,7 @@ from enum import Enum
 from math import prod
 
 from localllm.errors import UsageError
-from localllm.models.config import Metadata
+from localllm.models.config import ModelMetadata
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 T = GGMLType
@@ -291,9 +291,9 @@ def chooser_for(
     """Return a `Chooser` for the model with these keys and tensors."""
 
     def number(key: str, default: int) -> int:
-        value = Metadata(metadata, architecture).find(key)
+        value = ModelMetadata(metadata, architecture).find(key)
         value = value[0] if isinstance(value, list | tuple) and value else value  # the first layer's, as in llama.cpp
-        return Metadata({f"{architecture}.{key}": value}, architecture).read(key, int, default)
+        return ModelMetadata({f"{architecture}.{key}": value}, architecture).read(key, int, default)
 
     heads = number("attention.head_count", 0)
     kv_heads = number("attention.head_count_kv", heads)

@@ -1,7 +1,7 @@
 """Chooses the next token from logits."""
 
 from localllm.options.declared import Sampling
-from localllm.options.keywords import LogitsProcessor
+from localllm.options.types import LogitsProcessor
 from localllm.sampling.sampler import Choice, Sampler, UniformNumbers, greedy, make_sampler
 
 __all__ = ["Choice", "LogitsProcessor", "Sampler", "Sampling", "UniformNumbers", "greedy", "make_sampler"]

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from localllm.errors import Argument, LocalLLMError, ModelError, UsageError
 from localllm.options.checks import in_vocabulary
 from localllm.options.declared import Sampling
-from localllm.options.keywords import LogitsProcessor
+from localllm.options.types import LogitsProcessor
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import AdaptiveP, Candidates, IntArray, Mirostat2
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers

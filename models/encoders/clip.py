@@ -114,68 +114,68 @@ class Llava(VisionModel):
     def positions(self, rows: int, columns: int) -> Pixels:
         return self.position_table
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         side = self.image_size // self.patch_size
         if self.newline is None:
-            frame = self._padded(picture) if self.aspect_ratio == "pad" else self._cropped(picture)
+            frame = self._padded(image) if self.aspect_ratio == "pad" else self._cropped(image)
             return Prepared((frame,), (side * side,), (side, side))
-        spread = [self._spread(picture, *grid) for grid in self.grids]
-        fitting = [each for each in spread if max_tokens is None or each.n_tokens <= max_tokens]
-        whole = np.asarray(resized(picture, self.image_size, self.image_size, "bicubic"))
+        spread = [self._spread(image, *grid) for grid in self.grids]
+        fitting = [layout for layout in spread if max_tokens is None or layout.n_tokens <= max_tokens]
+        overview = np.asarray(resized(image, self.image_size, self.image_size, "bicubic"))
         if not fitting:
-            return Prepared((whole,), (side * side + 1,), (side, side))
-        best = min(fitting, key=lambda each: self._waste(picture, *each.tiles))
-        return replace(best, frames=(whole, *self._tiles(picture, *best.tiles)))
+            return Prepared((overview,), (side * side + 1,), (side, side))
+        best = min(fitting, key=lambda layout: self._waste(image, *layout.tiles))
+        return replace(best, frames=(overview, *self._tiles(image, *best.tiles)))
 
-    def _padded(self, picture: Any) -> NDArray[np.uint8]:
+    def _padded(self, image: Any) -> NDArray[np.uint8]:
         """Pad an image to a square with the mean colour, then resize it."""
         from PIL import Image
 
-        side = max(picture.size)
+        side = max(image.size)
         square = Image.new("RGB", (side, side), tuple(int(255 * x) for x in self.mean))
-        square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
         return np.asarray(resized(square, self.image_size, self.image_size, "bicubic"))
 
-    def _cropped(self, picture: Any) -> NDArray[np.uint8]:
+    def _cropped(self, image: Any) -> NDArray[np.uint8]:
         """Resize an image by its shorter side, then crop its centre."""
-        size, least = self.image_size, min(picture.size)
-        height, width = (int(size * each / least) for each in (picture.height, picture.width))
+        size, least = self.image_size, min(image.size)
+        height, width = (int(size * length / least) for length in (image.height, image.width))
         top, left = (height - size) // 2, (width - size) // 2
-        return np.asarray(resized(picture, height, width, "bicubic"))[top : top + size, left : left + size]
+        return np.asarray(resized(image, height, width, "bicubic"))[top : top + size, left : left + size]
 
-    def _waste(self, picture: Any, rows: int, columns: int) -> tuple[int, int]:
+    def _waste(self, image: Any, rows: int, columns: int) -> tuple[int, int]:
         """Return how badly a grid fits an image: lost resolution first, then the number of unused pixels."""
         height, width = rows * self.image_size, columns * self.image_size
-        scale = min(width / picture.width, height / picture.height)
-        seen = min(int(picture.width * scale) * int(picture.height * scale), picture.width * picture.height)
-        return -seen, height * width - seen
+        scale = min(width / image.width, height / image.height)
+        n_pixels = min(int(image.width * scale) * int(image.height * scale), image.width * image.height)
+        return -n_pixels, height * width - n_pixels
 
-    def _spread(self, picture: Any, rows: int, columns: int) -> Spread:
+    def _spread(self, image: Any, rows: int, columns: int) -> Spread:
         """Return the layout of an image as a grid of tiles, without pixels."""
         side = self.image_size // self.patch_size
         tall, wide = rows * side, columns * side
-        if picture.width / picture.height > wide / tall:
-            shown = int(round(picture.height * (wide / picture.width), 7))
+        if image.width / image.height > wide / tall:
+            shown = int(round(image.height * (wide / image.width), 7))
             edge = (tall - shown) // 2, 0
         else:
-            shown = int(round(picture.width * (tall / picture.height), 7))
+            shown = int(round(image.width * (tall / image.height), 7))
             edge = 0, (wide - shown) // 2
         n = (tall - 2 * edge[0]) * (wide - 2 * edge[1] + 1)
         cut = slice(edge[0], tall - edge[0]), slice(edge[1], wide - edge[1])
         return Spread((), (side * side + n,), (side, side), (rows, columns), cut)
 
-    def _tiles(self, picture: Any, rows: int, columns: int) -> list[NDArray[np.uint8]]:
+    def _tiles(self, image: Any, rows: int, columns: int) -> list[NDArray[np.uint8]]:
         """Resize an image without distortion, pad it with black on all sides, and cut it into tiles."""
         size = self.image_size
         height, width = rows * size, columns * size
-        across, down = width / picture.width, height / picture.height
+        across, down = width / image.width, height / image.height
         if across < down:
-            height = min(math.ceil(picture.height * across), height)
+            height = min(math.ceil(image.height * across), height)
         else:
-            width = min(math.ceil(picture.width * down), width)
+            width = min(math.ceil(image.width * down), width)
         canvas = np.zeros((rows * size, columns * size, 3), np.uint8)
         top, left = (rows * size - height) // 2, (columns * size - width) // 2
-        canvas[top : top + height, left : left + width] = np.asarray(resized(picture, height, width, "bicubic"))
+        canvas[top : top + height, left : left + width] = np.asarray(resized(image, height, width, "bicubic"))
         return cut(canvas, size)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:

@@ -29,8 +29,8 @@ from localllm.kernels.operations import (
     RopeAppend,
 )
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
-from localllm.models.config import Heads, Metadata
-from localllm.models.encoders.images import MAX_PIXELS, block_order, normalised, open_picture, patches
+from localllm.models.config import Heads, ModelMetadata
+from localllm.models.encoders.images import MAX_PIXELS, block_order, normalised, open_image, patches
 from localllm.models.encoders.views import RowsScaled
 from localllm.models.hf_convert import GELU_TANH, Array
 from localllm.models.weights import Reshaped, Weights
@@ -71,35 +71,35 @@ class Prepared:
 
     # Images: the resized image, or its tiles, [height, width, 3] each. Audio: float32, such as [time, frequencies].
     frames: tuple[NDArray[Any], ...]
-    parts: tuple[str | int, ...]  # contents of the prompt: strings, and numbers of rows
+    segments: tuple[str | int, ...]  # contents of the prompt: strings, and numbers of rows
     grid: tuple[int, int]  # rows and columns of the first frame's tokens; 0 for audio
     kind: str = field(default="image", kw_only=True)  # or "audio"
 
     @property
     def n_tokens(self) -> int:
         """Number of rows in the prompt."""
-        return sum(part for part in self.parts if isinstance(part, int))
+        return sum(segment for segment in self.segments if isinstance(segment, int))
 
 
 @dataclass(frozen=True)
 class FrameRows:
     """The graph's input for a frame: T rows, which produce N output rows."""
 
-    given: Pixels  # [T, pixels of a patch + width of positions]
+    inputs: Pixels  # [T, pixels of a patch + width of positions]
     axes: NDArray[np.int32]  # [3, T]: 0, row and column of each patch
     outputs: NDArray[np.int32]  # [N], the first row of each output
     spans: NDArray[np.int32]  # [2, T]: first and end row of each patch's window; [2, 0] without windows
 
 
 @dataclass(frozen=True)
-class Stage:
+class EncoderStage:
     """A graph of an encoder. A second stage uses each output row of the first stage as a patch."""
 
     graph: Graph
     n_joined: int  # patches per output row
 
 
-def _activation(meta: Metadata) -> str:
+def _activation(meta: ModelMetadata) -> str:
     """Return the activation from llama.cpp's keys: its GELU is the tanh form. Without a key, it is CLIP's."""
     is_gelu, is_silu = (meta.read(key, bool, False) for key in ("use_gelu", "use_silu"))
     return "silu" if is_silu else "gelu" if is_gelu else "gelu_quick"
@@ -112,7 +112,7 @@ class EncoderModel:
     kind: ClassVar[str] = "image"
     section: ClassVar[str] = "vision"
     stem: ClassVar[str] = "v."
-    #: String at the place of an image in the output of a chat template or processor. `Prepared.parts` replace it.
+    #: String at the place of an image in the output of a chat template or processor. `Prepared.segments` replace it.
     marker: ClassVar[str]
     #: Strings before and after the marker if the template does not write them.
     around: ClassVar[tuple[str, str]] = ("", "")
@@ -125,13 +125,13 @@ class EncoderModel:
     #: Layers whose patches only see their window.
     windowed: Collection[int] = ()
     #: Second stage, after `graph`, for encoders whose last layers have fewer rows.
-    behind: Stage | None = None
+    behind: EncoderStage | None = None
     #: Activation function of MLPs.
     activation: str = "gelu_erf"
     #: Whether norms are RMSNorms.
     rms: bool = False
 
-    def __init__(self, meta: Metadata, weights: Weights) -> None:
+    def __init__(self, meta: ModelMetadata, weights: Weights) -> None:
         self.meta, self.weights = meta, weights
         v = self.number
         self.n_embd, self.n_ff, self.n_layers = v("embedding_length"), v("feed_forward_length"), v("block_count")
@@ -171,14 +171,14 @@ class EncoderModel:
         return 1
 
     @property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[EncoderStage]:
         """Stages in the order of computation."""
-        first = Stage(self.graph, self.n_joined)
+        first = EncoderStage(self.graph, self.n_joined)
         return [first] if self.behind is None else [first, self.behind]
 
     @staticmethod
-    def open(source: Any, where: str) -> Any:
-        """Convert a source, such as a path or bytes, to the argument of `prepare`. ``where`` names it in errors."""
+    def open(source: Any, label: str) -> Any:
+        """Convert a source, such as a path or bytes, to the argument of `prepare`. ``label`` names it in errors."""
         raise NotImplementedError
 
     @property
@@ -226,8 +226,8 @@ class EncoderModel:
 
     def at(self, weights: Weights | None = None, eps: float | None = None) -> Layer:
         """Return a `Layer` for blocks outside the layers."""
-        own = self.weights if weights is None else weights
-        return Layer(-1, self.graph, own, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
+        weights = self.weights if weights is None else weights
+        return Layer(-1, self.graph, weights, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
 
     def layers(self, x: Tensor, rope: Rope | None = None, numbers: range | None = None) -> Tensor:
         """Record all layers, or the layers in ``numbers``: norm, attention in both directions, norm and MLP."""
@@ -260,8 +260,8 @@ class EncoderModel:
         if at.weights.n_rows("ffn_up.weight") == self.n_embd != self.n_ff:  # llama.cpp's converters of 2023 swap them
             up, down = down, up
         names = ("ffn_gate", up) if "ffn_gate.weight" in at.weights else (up,)
-        y, *other = at.add(Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
-        y = at.add(Gated(y, other[0], self.activation) if other else Activation(y, self.activation))
+        y, *gate = at.add(Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
+        y = at.add(Gated(y, gate[0], self.activation) if gate else Activation(y, self.activation))
         return self.project(at, y, down, "ls2", residual)
 
     def project(self, at: Layer, x: Tensor, name: str, scale: str, residual: Tensor | None) -> Tensor:
@@ -321,7 +321,7 @@ class VisionModel(EncoderModel):
     #: Whether the key for the tanh form of GELU means exact GELU.
     exact_gelu: ClassVar[bool] = False
 
-    def __init__(self, meta: Metadata, weights: Weights) -> None:
+    def __init__(self, meta: ModelMetadata, weights: Weights) -> None:
         self.meta = meta
         self.image_size, self.patch_size = self.number("image_size"), self.number("patch_size")
         self.mean = self._colours("vision.image_mean", *_MEANS)
@@ -357,8 +357,8 @@ class VisionModel(EncoderModel):
         return self.merge**2
 
     @staticmethod
-    def open(source: Any, where: str) -> Image:
-        return open_picture(source, where)
+    def open(source: Any, label: str) -> Image:
+        return open_image(source, label)
 
     @property
     def example(self) -> Image:
@@ -382,17 +382,17 @@ class VisionModel(EncoderModel):
             windows = order // columns // side * columns + order % columns // side
             order, windows = order[np.argsort(windows, kind="stable")], np.sort(windows)
             spans = np.stack([np.searchsorted(windows, windows, end) for end in ("left", "right")]).astype(np.int32)
-        given = [patches(self.normalised(frame), size)[order]]
+        inputs = [patches(self.normalised(frame), size)[order]]
         if (added := self.positions(rows, columns)) is not None:
-            given.append(added[: len(added) - len(order)])
-            given[1] = np.concatenate([given[1], added[len(added) - len(order) :][order]])
+            inputs.append(added[: len(added) - len(order)])
+            inputs[1] = np.concatenate([inputs[1], added[len(added) - len(order) :][order]])
         if n:
-            given[0] = np.pad(given[0], ((n, 0), (0, 0)))
+            inputs[0] = np.pad(inputs[0], ((n, 0), (0, 0)))
         axes = np.stack([order * 0, order // columns, order % columns])
         axes = np.pad(axes, ((0, 0), (n, 0))).astype(np.int32)
         blocks = order[:: merge * merge]  # first patch of each block
         outputs = n + merge * merge * np.argsort(blocks).astype(np.int32)
-        return FrameRows(np.ascontiguousarray(np.concatenate(given, axis=1)), axes, outputs, spans)
+        return FrameRows(np.ascontiguousarray(np.concatenate(inputs, axis=1)), axes, outputs, spans)
 
     def embedded(self, patch: Weight, *, has_positions: bool, bias: str = "v.patch_embd.bias") -> Tensor:
         """Return the patches' pixels times a matrix [n_embd, pixels], plus positions."""

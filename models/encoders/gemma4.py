@@ -29,7 +29,7 @@ from localllm.kernels.operations import (
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import resized
-from localllm.models.encoders.views import Diagonal, Product, floats
+from localllm.models.encoders.views import Diagonal, ProductOf, floats
 from localllm.models.hf_convert import Array
 
 _LINEARS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
@@ -124,10 +124,10 @@ def clamped(at: Layer, x: Tensor, name: str, matrix: Matrix) -> Tensor:
     """Return x times a matrix, with x and the result clamped to the bounds in the file."""
 
     def within(x: Tensor, side: str) -> Tensor:
-        found = [at.weights.find(f"{name}.{side}_{end}", 1) for end in ("min", "max")]
+        bounds = [at.weights.find(f"{name}.{side}_{end}", 1) for end in ("min", "max")]
         low, high = (
-            default if each is None else float(floats(each)[0])
-            for each, default in zip(found, (-math.inf, math.inf), strict=True)
+            default if bound is None else float(floats(bound)[0])
+            for bound, default in zip(bounds, (-math.inf, math.inf), strict=True)
         )
         return x if math.isinf(low) and math.isinf(high) else at.add(Clamp(x, low, high))
 
@@ -163,7 +163,7 @@ class Gemma4(VisionModel):
         factor, weights = self.n_embd**0.5, self.weights
         if "v.std_scale" in weights:
             bias, scale = (weights.require(f"v.std_{key}", self.n_embd) for key in ("bias", "scale"))
-            matrix = Matrix(Diagonal(scale, factor), Product(bias, scale, -1.0))
+            matrix = Matrix(Diagonal(scale, factor), ProductOf(bias, scale, -1.0))
             x = self.graph.add(Linear(x, matrix))
         else:
             x = self.graph.add(Scale(x, factor))
@@ -208,18 +208,18 @@ class Gemma4(VisionModel):
         y = clamped_linear(at, at.add(Gated(gate, up, self.activation)), "ffn_down", self.n_embd)
         return add(at, norm(at, "ffn_post_norm", y), x)
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         budget = self.budget if max_tokens is None else max_tokens
-        budget = max((each for each in self.budgets if each <= budget), default=budget)
+        budget = max((n_tokens for n_tokens in self.budgets if n_tokens <= budget), default=budget)
         side = self.patch_size * self.merge
-        height, width = picture.height, picture.width
+        height, width = image.height, image.width
         factor = (budget * side**2 / (height * width)) ** 0.5
-        rows, columns = (int(factor * each // side) for each in (height, width))
+        rows, columns = (int(factor * length // side) for length in (height, width))
         if not rows:
             rows, columns = 1, min(max(width // height, 1), budget)
         elif not columns:
             rows, columns = min(max(height // width, 1), budget), 1
-        frame = np.asarray(resized(picture, rows * side, columns * side, "bicubic"))
+        frame = np.asarray(resized(image, rows * side, columns * side, "bicubic"))
         return Prepared((frame,), ("<|image>", rows * columns, "<image|>"), (rows, columns))
 
 

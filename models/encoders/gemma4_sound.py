@@ -137,8 +137,8 @@ class WithDistances(FloatView):
         waves = distances[:, None] * self.angles  # [distances, waves]
         cosines, sines = (np.einsum("nf,nhd->hfd", wave * share, vectors) for wave in (np.cos(waves), np.sin(waves)))
         scale = floats(self.scale) * dim**-0.5 / math.log(2)
-        whole = np.concatenate([np.broadcast_to(np.eye(dim), (n_heads, dim, dim)), cosines, -sines], axis=1)
-        scaled: NDArray[np.float32] = (whole * scale).astype(np.float32)
+        matrices = np.concatenate([np.broadcast_to(np.eye(dim), (n_heads, dim, dim)), cosines, -sines], axis=1)
+        scaled: NDArray[np.float32] = (matrices * scale).astype(np.float32)
         return scaled
 
 
@@ -158,8 +158,8 @@ class WithRoom(FloatView):
         return self.n_heads, self.dim + 32, self.dim
 
     def values(self) -> NDArray[np.float32]:
-        whole = np.eye(self.dim + 32, self.dim, dtype=np.float32) * (math.log(1 + math.e) / math.log(2))
-        return np.broadcast_to(whole, self.shape)
+        matrix = np.eye(self.dim + 32, self.dim, dtype=np.float32) * (math.log(1 + math.e) / math.log(2))
+        return np.broadcast_to(matrix, self.shape)
 
 
 class Gemma4Sound(SoundModel):

@@ -96,16 +96,16 @@ class HunyuanVL(QwenVision):
     def positions(self, rows: int, columns: int) -> Pixels:
         return interpolated(self.position_table, rows, columns, has_antialiasing=False)
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
-        prepared = super().prepare(picture, max_tokens)
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
+        prepared = super().prepare(image, max_tokens)
         rows, columns = prepared.grid
-        return replace(prepared, parts=(rows * (columns + 1) + 2,), grid=(rows, columns + 1))
+        return replace(prepared, segments=(rows * (columns + 1) + 2,), grid=(rows, columns + 1))
 
-    def grid(self, picture: Any, max_tokens: int | None) -> tuple[int, int]:
+    def grid(self, image: Any, max_tokens: int | None) -> tuple[int, int]:
         """Return the grid. ``max_tokens`` includes the additional tokens, of which there are at least four."""
         most = max_tokens
         while True:
-            rows, columns = super().grid(picture, most)
+            rows, columns = super().grid(image, most)
             if max_tokens is None or rows * (columns + 1) + 2 <= max_tokens or rows * columns == 1:
                 return rows, columns
             most = rows * columns - 1
@@ -118,8 +118,8 @@ class HunyuanVL(QwenVision):
             newline = newline + floats(self.last.bias)
         begin, end = map(floats, self.marks)
         x = np.stack([begin, newline, end])
-        found: Pixels = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(self.eps)) * floats(self.last_norm)
-        return found
+        rows: Pixels = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(self.eps)) * floats(self.last_norm)
+        return rows
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
         begin, newline, end = self.marking[:, None, None]

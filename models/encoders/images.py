@@ -36,7 +36,7 @@ _ANIMATED = ("PNG", "WEBP", "GIF", "AVIF")
 _BITS_PER_SAMPLE, _SAMPLE_FORMAT, _SIGNED = 258, 339, 2
 
 
-def open_picture(source: Source, where: str = "the picture") -> Image:
+def open_image(source: Source, label: str = "the picture") -> Image:
     """Return an image in RGB, turned as its EXIF data specifies.
 
     An animation becomes its first frame, and a TIFF file its first page.  Transparency is dropped, not blended, and
@@ -45,7 +45,7 @@ def open_picture(source: Source, where: str = "the picture") -> Image:
 
     Args:
         source: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width] or [height, width, 3].
-        where: the name of the image in errors, if it has no path.
+        label: the name of the image in errors, if it has no path.
 
     Raises:
         UsageError: the source is none of these, damaged, too large, or in another format than `FORMATS`.
@@ -53,10 +53,10 @@ def open_picture(source: Source, where: str = "the picture") -> Image:
     from PIL import Image
 
     if isinstance(source, str | os.PathLike | bytes | bytearray):
-        where = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else where
-        info, data = isolation.decode(decode_picture, source, where)
+        label = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else label
+        info, data = isolation.decode(decode_image, source, label)
         if info["is_animation"]:
-            warn(f"{where} is an animation: the model sees its first frame")
+            warn(f"{label} is an animation: the model sees its first frame")
         return Image.frombuffer("RGB", info["size"], data, "raw", "RGB", 0, 1)
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,)):
@@ -64,11 +64,11 @@ def open_picture(source: Source, where: str = "the picture") -> Image:
         source = Image.fromarray(source)
     if not isinstance(source, Image.Image):
         raise UsageError(f"a picture is a path, bytes, an image or an array, not {type(source).__name__}")
-    return _upright(source, where)
+    return _upright(source, label)
 
 
-def decode_picture(source: str | bytes | bytearray, where: str) -> isolation.Decoded:
-    """Return the pixels of a file, uint8 [height, width, 3]; see `open_picture`."""
+def decode_image(source: str | bytes | bytearray, label: str) -> isolation.Decoded:
+    """Return the pixels of a file, uint8 [height, width, 3]; see `open_image`."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -77,39 +77,39 @@ def decode_picture(source: str | bytes | bytearray, where: str) -> isolation.Dec
             file = stack.enter_context(open_regular(source)) if isinstance(source, str) else io.BytesIO(source)
             image = Image.open(file, formats=FORMATS)
             is_animation = image.format in _ANIMATED and getattr(image, "is_animated", False)
-            upright = _upright(image, where)
+            upright = _upright(image, label)
     except UnidentifiedImageError:
-        raise UsageError(f"{where} is not one that can be read: give a file of {', '.join(FORMATS)}") from None
+        raise UsageError(f"{label} is not one that can be read: give a file of {', '.join(FORMATS)}") from None
     except UsageError:
         raise
     except Exception as error:  # any error of Pillow's decoders: IndexError for a palette, struct.error, …
         if isinstance(error, OSError) and error.errno is not None:
-            raise reading_error(where, error) from None
-        raise _damaged(where, error) from error
+            raise reading_error(label, error) from None
+        raise _damaged(label, error) from error
     return isolation.Decoded({"size": upright.size, "is_animation": is_animation}, upright.tobytes())
 
 
-def _damaged(where: str, error: Exception) -> UsageError:
-    return UsageError(f"{where} cannot be read ({error!s:.100}): the file is damaged, or too large")
+def _damaged(label: str, error: Exception) -> UsageError:
+    return UsageError(f"{label} cannot be read ({error!s:.100}): the file is damaged, or too large")
 
 
-def _upright(image: Image, where: str) -> Image:
+def _upright(image: Image, label: str) -> Image:
     """Return an image in RGB, turned as its EXIF data specifies."""
     from PIL import ImageOps
 
     if prod(image.size) > MAX_PIXELS:
-        raise UsageError(f"{where} has {prod(image.size):,} pixels; the limit is {MAX_PIXELS:,}: shrink it")
+        raise UsageError(f"{label} has {prod(image.size):,} pixels; the limit is {MAX_PIXELS:,}: shrink it")
     if not prod(image.size):
-        raise UsageError(f"{where} has no pixels")
+        raise UsageError(f"{label} has no pixels")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tags = getattr(image, "tag_v2", {})
-            n_bits, kind = (tags.get(tag, (0,)) for tag in (_BITS_PER_SAMPLE, _SAMPLE_FORMAT))
-            n_bits = max(n_bits) - (kind[0] == _SIGNED)
+            n_bits, sample_format = (tags.get(tag, (0,)) for tag in (_BITS_PER_SAMPLE, _SAMPLE_FORMAT))
+            n_bits = max(n_bits) - (sample_format[0] == _SIGNED)
             return _in_rgb(ImageOps.exif_transpose(image), n_bits)
     except Exception as error:
-        raise _damaged(where, error) from error
+        raise _damaged(label, error) from error
 
 
 def _in_rgb(image: Image, n_bits: int) -> Image:
@@ -153,8 +153,8 @@ def normalised(pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[f
     table: NDArray[Any] = np.subtract.outer(shares, np.array(mean, np.float32)) / np.array(
         std, np.float32
     )  # [256, 3]
-    found: NDArray[np.float32] = table[pixels, np.arange(3)]
-    return found
+    values: NDArray[np.float32] = table[pixels, np.arange(3)]
+    return values
 
 
 def patches(pixels: NDArray[np.float32], size: int) -> NDArray[np.float32]:
@@ -261,9 +261,9 @@ def nearest_grid(width: int, height: int, least: int, most: int, side: int) -> t
     return best
 
 
-def tiles(picture: Image, columns: int, rows: int, side: int, method: str) -> list[NDArray[np.uint8]]:
+def tiles(image: Image, columns: int, rows: int, side: int, method: str) -> list[NDArray[np.uint8]]:
     """Resize an image to a grid of square tiles, and return the tiles row by row."""
-    return cut(np.asarray(resized(picture, rows * side, columns * side, method)), side)
+    return cut(np.asarray(resized(image, rows * side, columns * side, method)), side)
 
 
 def cut(pixels: NDArray[np.uint8], height: int, width: int | None = None) -> list[NDArray[np.uint8]]:

@@ -92,13 +92,13 @@ class InternVL(VisionModel):
     def positions(self, rows: int, columns: int) -> Pixels:
         return self.position_table
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         size, side = self.image_size, self.image_size // self.patch_size // self.merge
         n, most = side * side, self.most
         if max_tokens is not None:
             most = max(1, min(most, max_tokens // n - 1))
-        columns, rows = nearest_grid(picture.width, picture.height, min(self.least, most), most, size)
-        frames = tiles(picture, columns, rows, size, "bicubic")
+        columns, rows = nearest_grid(image.width, image.height, min(self.least, most), most, size)
+        frames = tiles(image, columns, rows, size, "bicubic")
         if len(frames) > 1:
-            frames.append(np.asarray(resized(picture, size, size, "bicubic")))
+            frames.append(np.asarray(resized(image, size, size, "bicubic")))
         return Prepared(tuple(frames), ("<img>", n * len(frames), "</img>"), (side, side))

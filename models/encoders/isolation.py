@@ -52,10 +52,10 @@ class _Crash(Exception):
 def decode(
     decoder: Callable[..., Decoded],
     source: str | os.PathLike[str] | bytes | bytearray,
-    where: str,
+    label: str,
     *arguments: Any,
 ) -> Decoded:
-    """Call ``decoder(source, where, *arguments)`` in a worker process.
+    """Call ``decoder(source, label, *arguments)`` in a worker process.
 
     A program without a Python interpreter, such as an executable of PyInstaller, decodes in its own process without
     limits.
@@ -63,7 +63,7 @@ def decode(
     Args:
         decoder: a function of a module; raises UsageError for a damaged file.
         source: the path or the bytes of a file.
-        where: the name of the file in errors.
+        label: the name of the file in errors.
         arguments: further arguments, which JSON can represent.
 
     Raises:
@@ -73,8 +73,8 @@ def decode(
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
     if _interpreter() is None:
-        return decoder(source, where, *arguments)
-    return _pool.run(decoder, source, where, arguments)
+        return decoder(source, label, *arguments)
+    return _pool.run(decoder, source, label, arguments)
 
 
 def _interpreter() -> str | None:
@@ -157,14 +157,14 @@ class _Pool:
         self._idle: list[_Worker] = []
 
     def run(
-        self, decoder: Callable[..., Decoded], source: str | bytes | bytearray, where: str, arguments: Any
+        self, decoder: Callable[..., Decoded], source: str | bytes | bytearray, label: str, arguments: Any
     ) -> Decoded:
         while not self._slots.acquire(timeout=_POLL_SECONDS):
             check_cancelled()
         try:
             worker = self._take()
             try:
-                answer = self._answer(worker, decoder, source, where, arguments)
+                answer = self._answer(worker, decoder, source, label, arguments)
             except BaseException:
                 with self._lock:
                     self._workers.discard(worker)
@@ -191,9 +191,9 @@ class _Pool:
             return worker
 
     def _answer(
-        self, worker: _Worker, decoder: Callable[..., Decoded], source: str | bytes | bytearray, where: str, more: Any
+        self, worker: _Worker, decoder: Callable[..., Decoded], source: str | bytes | bytearray, label: str, more: Any
     ) -> Decoded:
-        request = {"module": decoder.__module__, "name": decoder.__name__, "where": where, "arguments": more}
+        request = {"module": decoder.__module__, "name": decoder.__name__, "label": label, "arguments": more}
         if isinstance(source, str):
             request["path"], source = os.path.abspath(source), b""
         answers: list[Decoded] = []
@@ -212,7 +212,7 @@ class _Pool:
             if worker not in self._workers:
                 raise SystemExit  # the program ends: ends a daemon thread without a message
             raise UsageError(
-                f"{where} takes more than {SECONDS} seconds or {MAX_MEMORY >> 30} GiB to decode, or crashes its "
+                f"{label} takes more than {SECONDS} seconds or {MAX_MEMORY >> 30} GiB to decode, or crashes its "
                 "decoder: save it again as a plain file, or make it smaller"
             )
         return answers[0]
@@ -250,9 +250,9 @@ def _write(file: FileIO, header: dict[str, Any], data: Any) -> None:
     """Write a line of JSON, and data."""
     view = memoryview(data).cast("B")
     line = json.dumps({**header, "n_bytes": len(view)}).encode() + b"\n"
-    for part in (memoryview(line), view):
-        while part:
-            part = part[file.write(part) :]
+    for unwritten in (memoryview(line), view):
+        while unwritten:
+            unwritten = unwritten[file.write(unwritten) :]
 
 
 def _read(file: FileIO) -> tuple[dict[str, Any], bytearray] | None:
@@ -290,11 +290,11 @@ def _serve(seconds: float, max_memory: int) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True)  # its thread needs no lock of the interpreter
         try:
             decoder = getattr(importlib.import_module(request["module"]), request["name"])
-            answer: Decoded = decoder(request.get("path", data), request["where"], *request["arguments"])
+            answer: Decoded = decoder(request.get("path", data), request["label"], *request["arguments"])
         except UsageError as error:
             answer = Decoded({"error": str(error)}, b"")
         except MemoryError:
-            answer = Decoded({"error": f"{request['where']} takes too much memory to decode: make it smaller"}, b"")
+            answer = Decoded({"error": f"{request['label']} takes too much memory to decode: make it smaller"}, b"")
         faulthandler.cancel_dump_traceback_later()
         _write(answers, *answer)
         del message, data, answer

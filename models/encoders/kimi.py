@@ -81,18 +81,16 @@ class Kimi(VisionModel):
     def positions(self, rows: int, columns: int) -> Pixels:
         return bicubic(self.position_table, rows, columns)
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         size, step, most = self.patch_size, self.patch_size * self.merge, float(self.most)
         while True:
-            area = max(1, picture.height // size) * max(1, picture.width // size)
-            scale = min(1, math.sqrt(most / area), *(_LONGEST * size / side for side in picture.size))
-            height, width = (
-                min(max(1, int(side * scale)), _LONGEST * size) for side in (picture.height, picture.width)
-            )
+            area = max(1, image.height // size) * max(1, image.width // size)
+            scale = min(1, math.sqrt(most / area), *(_LONGEST * size / side for side in image.size))
+            height, width = (min(max(1, int(side * scale)), _LONGEST * size) for side in (image.height, image.width))
             rows, columns = -(-height // step), -(-width // step)
             if max_tokens is None or rows * columns <= max_tokens:
                 break
             most = min(most, area) * 0.9
         frame = np.zeros((rows * step, columns * step, 3), np.uint8)
-        frame[:height, :width] = np.asarray(resized(picture, height, width, "bicubic"))
+        frame[:height, :width] = np.asarray(resized(image, height, width, "bicubic"))
         return Prepared((frame,), (rows * columns,), (rows, columns))

@@ -91,9 +91,9 @@ class Llama4(VisionModel):
         return self.position_table
 
     def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
-        found = super().rows(frame)
-        found.axes[1:, 1:] += 1  # only the class token is not rotated
-        return found
+        rows = super().rows(frame)
+        rows.axes[1:, 1:] += 1  # only the class token is not rotated
+        return rows
 
     def normalised(self, frame: NDArray[np.uint8]) -> Pixels:
         """Return normalised pixels. The model's processor rounds to bfloat16 after each step."""
@@ -102,41 +102,41 @@ class Llama4(VisionModel):
         table = _rounded(_rounded(steps) / _rounded(np.array(self.std, np.float32)))
         return table[frame, np.arange(3)]
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         size, side = self.image_size, self.image_size // self.patch_size // self.merge
         n, most = side * side, self.most
         if max_tokens is not None:
             most = max(1, min(most, max_tokens // n - 1))
-        rows, columns = _canvas(picture.height, picture.width, most, size)
-        frames = cut(self._fitted(picture, rows * size, columns * size), size)
-        parts: list[str | int] = ["<|image_start|>"]
+        rows, columns = _canvas(image.height, image.width, most, size)
+        frames = cut(self._fitted(image, rows * size, columns * size), size)
+        segments: list[str | int] = ["<|image_start|>"]
         if len(frames) > 1:
             line: list[str | int] = [n, "<|tile_x_separator|>"] * columns
-            parts += [*line[:-1], "<|tile_y_separator|>"] * rows
-            frames.append(np.asarray(resized(picture, size, size, "bilinear")))
-        return Prepared(tuple(frames), (*parts, "<|image|>", n, "<|image_end|>"), (side, side))
+            segments += [*line[:-1], "<|tile_y_separator|>"] * rows
+            frames.append(np.asarray(resized(image, size, size, "bilinear")))
+        return Prepared(tuple(frames), (*segments, "<|image|>", n, "<|image_end|>"), (side, side))
 
-    def _fitted(self, picture: Any, height: int, width: int) -> NDArray[np.uint8]:
+    def _fitted(self, image: Any, height: int, width: int) -> NDArray[np.uint8]:
         """Resize an image to fit into height × width without distortion, and pad it with black at the bottom right.
 
         An image is enlarged at most to the size of a tile.
         """
 
         def factor(side: int, edge: int) -> Any:
-            wanted = max(side, self.image_size)
-            return wanted / side if wanted <= edge else np.float32(edge) / np.float32(side)
+            target = max(side, self.image_size)
+            return target / side if target <= edge else np.float32(edge) / np.float32(side)
 
         def least(side: int, scale: Any, edge: int) -> int:
             return max(1, min(int(side * scale), max(side, self.image_size), edge))
 
-        tall, wide = picture.height, picture.width
+        tall, wide = image.height, image.width
         down, across = factor(tall, height), factor(wide, width)
         if across < down:
             new = least(tall, across, height), min(max(wide, self.image_size), width)
         else:
             new = min(max(tall, self.image_size), height), least(wide, down, width)
         black = np.zeros((height, width, 3), np.uint8)
-        black[: new[0], : new[1]] = np.asarray(resized(picture, *new, "bilinear"))
+        black[: new[0], : new[1]] = np.asarray(resized(image, *new, "bilinear"))
         return black
 
 
@@ -156,7 +156,7 @@ def _canvas(height: int, width: int, most: int, side: int) -> tuple[int, int]:
     for n in range(most, 0, -1):
         for rows in (i for i in range(1, n + 1) if n % i == 0):
             by_ratio.setdefault(rows / (n // rows), []).append((rows, n // rows))
-    grids = [grid for each in by_ratio.values() for grid in each]
+    grids = [grid for group in by_ratio.values() for grid in group]
     scales = [
         min(np.float32(rows * side) / np.float32(height), np.float32(columns * side) / np.float32(width))
         for rows, columns in grids

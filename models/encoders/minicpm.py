@@ -13,7 +13,7 @@ import numpy as np
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Rows, Tensor
 from localllm.kernels.operations import Activation, Add, Input, Outputs
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage, VisionModel
+from localllm.models.encoders.encoder import Checkpoint, EncoderStage, FrameRows, Pixels, Prepared, VisionModel
 from localllm.models.encoders.images import block_order, cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.hf_convert import Array
@@ -89,7 +89,7 @@ class MiniCPMV(VisionModel):
         first, self.graph = self.graph, Graph(rounds_floats=True)
         x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), 0, self.n_embd))
         self._tokens(self.layers(x, numbers=range(self.n_first, self.n_layers)))
-        self.behind, self.graph = Stage(self.graph, 4), first
+        self.behind, self.graph = EncoderStage(self.graph, 4), first
 
     def _window(self, x: Tensor) -> None:
         """Record attention within groups of four patches, and merge each group: its mean plus an MLP's output."""
@@ -118,11 +118,11 @@ class MiniCPMV(VisionModel):
         rows = super().rows(frame)
         if self.merge != 4:
             return rows
-        n = len(rows.given)
+        n = len(rows.inputs)
         order = (np.arange(0, n, 16)[:, None] + block_order(4, 4, 2)).ravel()
         starts = np.arange(n) // 4 * 4
         spans = np.stack([starts, starts + 4]).astype(np.int32)
-        return FrameRows(rows.given[order], rows.axes[:, order], np.arange(0, n, 4, dtype=np.int32), spans)
+        return FrameRows(rows.inputs[order], rows.axes[:, order], np.arange(0, n, 4, dtype=np.int32), spans)
 
     def positions(self, rows: int, columns: int) -> Pixels:
         """Return the nearest position embeddings of the table.
@@ -132,8 +132,8 @@ class MiniCPMV(VisionModel):
         side = math.isqrt(len(self.position_table))
         bounds = ((1 + np.arange(side - 1)) * (1 / side)).astype(np.float32)
         down, across = (self.places(n, bounds) for n in (rows, columns))
-        found: Pixels = self.position_table[(down[:, None] * side + across).ravel()]
-        return found
+        embeddings: Pixels = self.position_table[(down[:, None] * side + across).ravel()]
+        return embeddings
 
     def places(self, n: int, bounds: Pixels) -> Array:
         """Return the indices of a grid's n rows or columns in the table, whose rows have these bounds."""
@@ -143,55 +143,55 @@ class MiniCPMV(VisionModel):
         """Return the number of tokens of an image or slice of this size."""
         return height * width // (self.patch_size * self.merge) ** 2
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         side, slices, size = self.patch_size * self.merge, self.most, self.image_size
         while True:
-            grid, sizes = self.layout(picture, slices, size)
+            grid, sizes = self.layout(image, slices, size)
             n_tokens = self.n_rows(*sizes[0]) + (0 if grid is None else math.prod(grid) * self.n_rows(*sizes[1]))
             if max_tokens is None or n_tokens <= max_tokens or (slices <= 1 and size < 2 * side):
                 break
             slices, size = (slices - 1, size) if slices > 1 else (1, size - side)
         if max_tokens is not None and n_tokens > max_tokens:  # an elongated image
             sizes = [(side, side)]
-        return self.sliced(picture, grid, sizes)
+        return self.sliced(image, grid, sizes)
 
-    def layout(self, picture: Any, slices: int, size: int) -> tuple[tuple[int, int] | None, list[tuple[int, int]]]:
+    def layout(self, image: Any, slices: int, size: int) -> tuple[tuple[int, int] | None, list[tuple[int, int]]]:
         """Return rows and columns of at most ``slices`` slices, and the sizes of the complete image and a slice."""
-        grid = self._grid(picture, slices, size)
-        sizes = [self._size(picture.height, picture.width, size, grows=grid is None)]
+        grid = self._grid(image, slices, size)
+        sizes = [self._size(image.height, image.width, size, grows=grid is None)]
         if grid is not None:
-            tall, wide = max(round(picture.height / grid[0]), 1), max(round(picture.width / grid[1]), 1)
+            tall, wide = max(round(image.height / grid[0]), 1), max(round(image.width / grid[1]), 1)
             sizes.append(self._size(tall, wide, size))
         return grid, sizes
 
-    def sliced(self, picture: Any, grid: tuple[int, int] | None, sizes: list[tuple[int, int]]) -> Prepared:
+    def sliced(self, image: Any, grid: tuple[int, int] | None, sizes: list[tuple[int, int]]) -> Prepared:
         """Prepare an image and its slices with the grid and sizes of a `layout`."""
         side = self.patch_size * self.merge
-        whole = np.asarray(resized(picture, *sizes[0], "bicubic"))
-        parts: list[str | int] = ["<image>", self.n_rows(*sizes[0]), "</image>"]
-        shape = whole.shape[0] // side, whole.shape[1] // side
+        overview = np.asarray(resized(image, *sizes[0], "bicubic"))
+        segments: list[str | int] = ["<image>", self.n_rows(*sizes[0]), "</image>"]
+        shape = overview.shape[0] // side, overview.shape[1] // side
         if grid is None:
-            return Prepared((whole,), tuple(parts), shape)
+            return Prepared((overview,), tuple(segments), shape)
         rows, columns = grid
         height, width = sizes[1]
-        pixels = np.asarray(resized(picture, height * rows, width * columns, "bicubic"))
+        pixels = np.asarray(resized(image, height * rows, width * columns, "bicubic"))
         before, begin, end, behind = self.slice_marks
-        parts.append(before)
+        segments.append(before)
         for number in range(rows * columns):
-            parts += ["\n" if number and not number % columns else "", begin, self.n_rows(height, width), end]
-        return Prepared((whole, *cut(pixels, height, width)), (*parts, behind), shape)
+            segments += ["\n" if number and not number % columns else "", begin, self.n_rows(height, width), end]
+        return Prepared((overview, *cut(pixels, height, width)), (*segments, behind), shape)
 
-    def _grid(self, picture: Any, slices: int, size: int) -> tuple[int, int] | None:
+    def _grid(self, image: Any, slices: int, size: int) -> tuple[int, int] | None:
         """Return rows and columns of slices, in about the image's aspect ratio, or None for a small image."""
-        n = min(math.ceil(picture.width * picture.height / size**2), slices)
+        n = min(math.ceil(image.width * image.height / size**2), slices)
         if n <= 1:
             return None
-        best, least, wanted = (1, 1), math.inf, math.log(picture.width / picture.height)
+        best, least, log_ratio = (1, 1), math.inf, math.log(image.width / image.height)
         for count in (n - 1, n, n + 1):
             if count == 1 or count > slices:
                 continue
-            for rows in (each for each in range(1, count + 1) if count % each == 0):
-                away = abs(wanted - math.log(count // rows / rows))
+            for rows in (divisor for divisor in range(1, count + 1) if count % divisor == 0):
+                away = abs(log_ratio - math.log(count // rows / rows))
                 if away < least or (away == least and rows > best[0]):
                     best, least = (rows, count // rows), away
         return best

@@ -82,10 +82,10 @@ class Pixtral(VisionModel):
             x = self.graph.add(Linear(x, Matrix(ColumnsByPart(merger.weight, self.merge**2))))
         self.two_linears(x, "mm.1", "mm.2", "gelu_erf")
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         size, edge = self.patch_size * self.merge, self.image_size
         while True:
-            height, width = picture.height, picture.width
+            height, width = image.height, image.width
             ratio = max(height / edge, width / edge)
             if ratio > 1:
                 height, width = int(height // ratio), int(width // ratio)
@@ -93,6 +93,6 @@ class Pixtral(VisionModel):
             if max_tokens is None or rows * columns <= max_tokens or edge <= size:
                 break
             edge -= size
-        frame = np.asarray(resized(picture, rows * size, columns * size, "bicubic"))
+        frame = np.asarray(resized(image, rows * size, columns * size, "bicubic"))
         lines: list[str | int] = [columns, "[IMG_BREAK]"] * rows
         return Prepared((frame,), (*lines[:-1], "[IMG_END]"), (rows, columns))

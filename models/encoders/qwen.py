@@ -138,17 +138,17 @@ class QwenVision(VisionModel):
         low, high = self.limits
         self.low, self.high = self.number("image_min_pixels", low), self.number("image_max_pixels", high)
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
-        rows, columns = self.grid(picture, max_tokens)
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
+        rows, columns = self.grid(image, max_tokens)
         factor = self.patch_size * self.merge
-        frame = np.asarray(resized(picture, rows * factor, columns * factor, "bicubic"))
+        frame = np.asarray(resized(image, rows * factor, columns * factor, "bicubic"))
         return Prepared((frame,), (rows * columns,), (rows, columns))
 
-    def grid(self, picture: Any, max_tokens: int | None) -> tuple[int, int]:
+    def grid(self, image: Any, max_tokens: int | None) -> tuple[int, int]:
         """Return the rows and columns of an image's tokens."""
         factor = self.patch_size * self.merge
         high = self.high if max_tokens is None else min(self.high, max_tokens * factor**2)
-        height, width = self.enlarged(picture.height, picture.width)
+        height, width = self.enlarged(image.height, image.width)
         height, width = smart_resize(height, width, factor, min(self.low, high), high)
         return height // factor, width // factor
 
@@ -228,14 +228,14 @@ class Glm4V(QwenVision):
         self.position_table = None
         if "v.position_embd.weight" in weights:
             self.position_table = self.table("v.position_embd.weight", weights.n_rows("v.position_embd.weight"), d)
-        n_given = n if self.position_table is None else n + d
-        pixels = graph.add(Input(Tensor(Rows.TOKENS, n), 0, n_given))
+        n_inputs = n if self.position_table is None else n + d
+        pixels = graph.add(Input(Tensor(Rows.TOKENS, n), 0, n_inputs))
         x = graph.add(Linear(pixels, Matrix(self.patch(), weights.find("v.patch_embd.bias", d))))
         at, width, size = self.at(), self.width, self.merge
         if "v.norm_embd.weight" in weights:
             x = norm(at, "v.norm_embd", x)
         if self.position_table is not None:
-            x = add(at, x, graph.add(Input(Tensor(Rows.TOKENS, d), n, n_given)))
+            x = add(at, x, graph.add(Input(Tensor(Rows.TOKENS, d), n, n_inputs)))
         x = self.layers(x, self.rope(1e4))
         at = self.at()
         x = self.joined(norm(at, "v.post_ln", x))

@@ -92,15 +92,15 @@ class Qwen3Sound(SoundModel):
 
     def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
         """Return the rows of some seconds of a spectrogram [frames, n_mels]."""
-        given = []
+        rows_of_chunks = []
         for start in range(0, len(frame), _CHUNK):
             chunk = frame[start : start + _CHUNK]
             x = np.pad(chunk, ((0, _CHUNK - len(chunk)), (0, 0))).T[:, :, None]  # [bands, time, channels]
             for kernel, bias in self._convolutions:
                 x = yield from convolved(x, kernel, partial(_activated, bias))
             n = _n_tokens(len(chunk))
-            given.append(np.hstack([x.transpose(1, 2, 0).reshape(x.shape[1], -1), self.position_table])[:n])
-        rows = np.concatenate(given)
+            rows_of_chunks.append(np.hstack([x.transpose(1, 2, 0).reshape(x.shape[1], -1), self.position_table])[:n])
+        rows = np.concatenate(rows_of_chunks)
         places = np.arange(len(rows), dtype=np.int32)
         return FrameRows(rows, np.zeros((3, len(rows)), np.int32), places, np.zeros((2, 0), np.int32))
 
@@ -112,8 +112,8 @@ class Qwen3Sound(SoundModel):
 
 def _n_tokens(n_frames: int) -> int:
     """Return the number of tokens of a spectrogram: complete seconds plus the remaining frames."""
-    seconds, left = divmod(n_frames, _CHUNK)
-    return seconds * _TOKENS + -(-left // 8)
+    seconds, n_rest = divmod(n_frames, _CHUNK)
+    return seconds * _TOKENS + -(-n_rest // 8)
 
 
 def _activated(bias: Pixels, y: Pixels) -> Pixels:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
-from localllm.models.config import Metadata
+from localllm.models.config import ModelMetadata
 from localllm.models.encoders.encoder import MEANT, Checkpoint, EncoderModel
 from localllm.models.hf_convert import Array
 from localllm.models.weights import ModelFile, Weights
@@ -29,8 +29,8 @@ class Projector:
 
     @property
     def model(self) -> type[EncoderModel]:
-        found: type[EncoderModel] = getattr(import_module(f"localllm.models.encoders.{self.module}"), self.name)
-        return found
+        model_class: type[EncoderModel] = getattr(import_module(f"localllm.models.encoders.{self.module}"), self.name)
+        return model_class
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -131,17 +131,17 @@ def projectors_of(metadata: Mapping[str, Any]) -> dict[str, str]:
         raise ModelError(
             f"the file has the architecture {quoted(architecture)}, not an image encoder: use an mmproj file"
         )
-    places = ("clip.projector_type", "clip.vision.projector_type", "clip.audio.projector_type")
-    names = [metadata[place] for place in places if metadata.get(place) is not None]
+    keys = ("clip.projector_type", "clip.vision.projector_type", "clip.audio.projector_type")
+    names = [metadata[key] for key in keys if metadata.get(key) is not None]
     if not names:
         raise ModelError("the mmproj file has no encoder of images or audio")
-    known = {PROJECTORS[name].kind: str(name) for name in names if name in PROJECTORS}
-    if not known:
+    projectors = {PROJECTORS[name].kind: str(name) for name in names if name in PROJECTORS}
+    if not projectors:
         raise UnsupportedArchitectureError(
             f"the projector {quoted(names[0])} of the mmproj file is not supported; localllm supports "
             f"{', '.join(PROJECTORS)}"
         )
-    return known
+    return projectors
 
 
 def read_encoder(file: ModelFile, kind: str | None = None) -> EncoderModel:
@@ -151,12 +151,12 @@ def read_encoder(file: ModelFile, kind: str | None = None) -> EncoderModel:
     """
     projectors = projectors_of(file.metadata)
     kind = next(iter(projectors)) if kind is None else kind
-    meta, weights = Metadata(file.metadata, "clip"), Weights(file)
+    meta, weights = ModelMetadata(file.metadata, "clip"), Weights(file)
     hears = kind == "audio"
     weights.skip(*(name for name in file.tensors if name.startswith(("a.", "mm.a.")) != hears))
-    other = "clip.vision." if hears else "clip.audio."
+    ignored_prefix = "clip.vision." if hears else "clip.audio."
     meta.skip(*_HARMLESS, *(["use_gelu", "use_silu"] if hears else []))
-    meta.skip(*(key.removeprefix("clip.") for key in file.metadata if key.startswith(other)))
+    meta.skip(*(key.removeprefix("clip.") for key in file.metadata if key.startswith(ignored_prefix)))
     try:
         model = PROJECTORS[projectors[kind]].model(meta, weights)
     except KernelError as error:

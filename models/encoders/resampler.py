@@ -13,7 +13,7 @@ import numpy as np
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
 from localllm.kernels.operations import Add, Attention, Input, Linear, Outputs, RopeAppend
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage
+from localllm.models.encoders.encoder import Checkpoint, EncoderStage, FrameRows, Pixels, Prepared
 from localllm.models.encoders.minicpm import MAX_SLICES, MiniCPMV
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.encoders.views import floats
@@ -107,7 +107,7 @@ class Resampler(MiniCPMV):
         n, d = self.weights.n_rows("v.position_embd.weight"), self.width
         self.position_table = self.table("v.position_embd.weight", n, self.n_embd)
         self.query = self.weights.require("resampler.query", self.n_queries, d)
-        self.query_norm = [self.weights.require(f"resampler.ln_q.{kind}", d) for kind in ("weight", "bias")]
+        self.query_norm = [self.weights.require(f"resampler.ln_q.{suffix}", d) for suffix in ("weight", "bias")]
         self.query_matrix = self.weights.matrix("resampler.attn.q", d, d, bias=True)
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
         x = self.vector_norm(x, "v.post_ln", self.eps)
@@ -115,7 +115,7 @@ class Resampler(MiniCPMV):
         self.graph.add(Outputs(x))
         first, self.graph = self.graph, Graph(rounds_floats=True)
         self._attention()
-        self.behind, self.graph = Stage(self.graph, 1), first
+        self.behind, self.graph = EncoderStage(self.graph, 1), first
 
     def _attention(self) -> None:
         """Record attention of queries to patches, over the rows from `following`."""
@@ -142,8 +142,8 @@ class Resampler(MiniCPMV):
         weight, bias = map(floats, self.query_norm)
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(self.eps)) * weight + bias
         assert self.query_matrix.bias is not None
-        found: Pixels = x @ floats(self.query_matrix.weight).T + floats(self.query_matrix.bias)
-        return found
+        queries: Pixels = x @ floats(self.query_matrix.weight).T + floats(self.query_matrix.bias)
+        return queries
 
     @property
     def n_joined(self) -> int:
@@ -155,13 +155,13 @@ class Resampler(MiniCPMV):
         Spans must not decrease from row to row. So a patch, whose output is unused, sees the patches from itself on.
         """
         n, d = self.n_queries, self.width
-        given = np.zeros((n + len(rows), 2 * d), np.float32)
-        given[:n, d:] = self.queries
-        given[n:, :d] = rows
-        given[n:, d:] = np.hstack([_waves(places, d // 2) for places in frame.axes[:0:-1]])
-        numbers = np.arange(len(given), dtype=np.int32)
-        spans = np.stack([np.maximum(numbers, n), np.full_like(numbers, len(given))])
-        return FrameRows(given, np.zeros((3, len(given)), np.int32), numbers[:n], spans)
+        inputs = np.zeros((n + len(rows), 2 * d), np.float32)
+        inputs[:n, d:] = self.queries
+        inputs[n:, :d] = rows
+        inputs[n:, d:] = np.hstack([_waves(places, d // 2) for places in frame.axes[:0:-1]])
+        numbers = np.arange(len(inputs), dtype=np.int32)
+        spans = np.stack([np.maximum(numbers, n), np.full_like(numbers, len(inputs))])
+        return FrameRows(inputs, np.zeros((3, len(inputs)), np.int32), numbers[:n], spans)
 
     def places(self, n: int, bounds: Pixels) -> Array:
         """Return the indices as in SigLIP's code for images of any size. MiniCPM-V 4.6's code rounds differently."""
@@ -170,11 +170,11 @@ class Resampler(MiniCPMV):
     def n_rows(self, height: int, width: int) -> int:
         return self.n_queries
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         slices = self.most
         if max_tokens is not None:  # the complete image has the same number of tokens as a slice
             slices = min(slices, max_tokens // self.n_queries - 1)
-        return self.sliced(picture, *self.layout(picture, slices, self.image_size))
+        return self.sliced(image, *self.layout(image, slices, self.image_size))
 
 
 def _waves(places: Array, width: int) -> Pixels:

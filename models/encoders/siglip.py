@@ -121,9 +121,9 @@ class Gemma3(Siglip):
         stored = self.weights.require("mm.input_projection.weight", self.n_embd, self.width)
         self.graph.add(Linear(x, Matrix(Transposed(stored))))
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         side = self.image_size // self.patch_size // self.merge
-        frame = np.asarray(resized(picture, self.image_size, self.image_size, "bilinear"))
+        frame = np.asarray(resized(image, self.image_size, self.image_size, "bilinear"))
         return Prepared((frame,), ("\n\n<start_of_image>", side * side, "<end_of_image>\n\n"), (side, side))
 
 
@@ -147,35 +147,35 @@ class Idefics3(Siglip):
         """Return the table itself, because tiles are squares of its size."""
         return self.position_table
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         tile, n = self.image_size, (self.image_size // self.patch_size // self.merge) ** 2
         edge = self.edge
         while max_tokens is not None and edge > tile and ((edge // tile) ** 2 + 1) * n > max_tokens:
             edge -= tile
-        whole = resized(picture, *self._to_edge(picture.height, picture.width, edge), "lanczos")
-        ratio = whole.width / whole.height
-        if whole.width >= whole.height:
-            width = math.ceil(whole.width / tile) * tile
+        scaled = resized(image, *self._to_edge(image.height, image.width, edge), "lanczos")
+        ratio = scaled.width / scaled.height
+        if scaled.width >= scaled.height:
+            width = math.ceil(scaled.width / tile) * tile
             height = math.ceil(int(width / ratio) / tile) * tile
         else:
-            height = math.ceil(whole.height / tile) * tile
+            height = math.ceil(scaled.height / tile) * tile
             width = math.ceil(int(height * ratio) / tile) * tile
-        whole = resized(whole, height, width, "lanczos")
+        scaled = resized(scaled, height, width, "lanczos")
         grid = int(n**0.5), int(n**0.5)
         around, overview = "<fake_token_around_image>", "<global-img>"
         if height <= tile and width <= tile:
-            return Prepared((np.asarray(whole),), (f"{around}{overview}", n, around), grid)
-        pixels = np.asarray(whole)
+            return Prepared((np.asarray(scaled),), (f"{around}{overview}", n, around), grid)
+        pixels = np.asarray(scaled)
         frames: list[NDArray[np.uint8]] = []
-        parts: list[str | int] = []
+        segments: list[str | int] = []
         for row in range(height // tile):
             for column in range(width // tile):
                 frames.append(pixels[row * tile : (row + 1) * tile, column * tile : (column + 1) * tile])
                 line = "\n" if row and not column else ""
-                parts += [f"{line}{around}<row_{row + 1}_col_{column + 1}>", n]
-        frames.append(np.asarray(resized(whole, tile, tile, "lanczos")))
-        parts += [f"\n\n{around}{overview}", n, around]
-        return Prepared(tuple(frames), tuple(parts), grid)
+                segments += [f"{line}{around}<row_{row + 1}_col_{column + 1}>", n]
+        frames.append(np.asarray(resized(scaled, tile, tile, "lanczos")))
+        segments += [f"\n\n{around}{overview}", n, around]
+        return Prepared(tuple(frames), tuple(segments), grid)
 
     def _to_edge(self, height: int, width: int, edge: int) -> tuple[int, int]:
         """Return a size whose longer side is ``edge`` and whose other side is even, limited to `longest`."""
@@ -222,29 +222,29 @@ class Lfm2(Siglip):
     def positions(self, rows: int, columns: int) -> Pixels:
         return interpolated(self.position_table, rows, columns)
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+    def prepare(self, image: Any, max_tokens: int | None = None) -> Prepared:
         most, side, most_tiles = self.most, self.token, self.most_tiles
         per_tile = (self.tile // side) ** 2
         if max_tokens is not None:
             most = min(most, max_tokens)
             most_tiles = min(most_tiles, (max_tokens - most) // per_tile)
-        height, width = picture.height, picture.width
-        tall, wide = (max(1, round(each / side)) for each in (height, width))
+        height, width = image.height, image.width
+        tall, wide = (max(1, round(length / side)) for length in (height, width))
         is_large = tall * wide > 2 * self.most
         if tall * wide > most:
             beta = math.sqrt(height * width / (most * side**2))
-            tall, wide = (min(max(1, math.floor(each / beta / side)), most) for each in (height, width))
+            tall, wide = (min(max(1, math.floor(length / beta / side)), most) for length in (height, width))
         elif tall * wide < min(self.least, most):
             beta = math.sqrt(min(self.least, most) * side**2 / (height * width))
-            tall, wide = (math.ceil(each * beta / side) for each in (height, width))
-        whole = np.asarray(resized(picture, tall * side, wide * side, "bilinear"))
+            tall, wide = (math.ceil(length * beta / side) for length in (height, width))
+        thumbnail = np.asarray(resized(image, tall * side, wide * side, "bilinear"))
         grid, n = (tall, wide), tall * wide
         if not is_large or most_tiles < max(self.least_tiles, 2):
-            return Prepared((whole,), ("<|image_start|>", n, "<|image_end|>"), grid)
+            return Prepared((thumbnail,), ("<|image_start|>", n, "<|image_end|>"), grid)
         columns, rows = nearest_grid(width, height, self.least_tiles, most_tiles, self.tile)
-        parts: list[str | int] = ["<|image_start|>"]
+        segments: list[str | int] = ["<|image_start|>"]
         for row in range(rows):
             for column in range(columns):
-                parts += [f"<|img_row_{row + 1}_col_{column + 1}|>", per_tile]
-        frames = (*tiles(picture, columns, rows, self.tile, "bilinear"), whole)
-        return Prepared(frames, (*parts, "<|img_thumbnail|>", n, "<|image_end|>"), grid)
+                segments += [f"<|img_row_{row + 1}_col_{column + 1}|>", per_tile]
+        frames = (*tiles(image, columns, rows, self.tile, "bilinear"), thumbnail)
+        return Prepared(frames, (*segments, "<|img_thumbnail|>", n, "<|image_end|>"), grid)

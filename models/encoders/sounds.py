@@ -31,7 +31,7 @@ _BLOCK = 1 << 20
 HOP, WINDOW = 160, 400
 
 
-def open_sound(source: Any, where: str = "the sound") -> Samples:
+def open_audio(source: Any, label: str = "the sound") -> Samples:
     """Return the samples of audio, float32 [n] at 16 kHz.
 
     Channels are averaged, then resampled by soxr in high quality, as in transformers' ``load_audio``.
@@ -39,33 +39,33 @@ def open_sound(source: Any, where: str = "the sound") -> Samples:
     Args:
         source: a path, the bytes of a WAV, MP3, FLAC or OGG file, or an array of samples at 16 kHz: floats or int16,
             [n] or [n, channels].
-        where: name of the audio in errors, if it has no path.
+        label: name of the audio in errors, if it has no path.
 
     Raises:
         UsageError: the source has another type or format, is damaged, empty, or longer than `MAX_SECONDS`; or a
             package is not installed.
     """
-    what = f"the sound {path_text(source)}" if isinstance(source, str | os.PathLike) else where
+    label = f"the sound {path_text(source)}" if isinstance(source, str | os.PathLike) else label
     if isinstance(source, np.ndarray):
         if source.ndim not in (1, 2) or not (source.dtype == np.int16 or source.dtype.kind == "f"):
             raise UsageError("a sound as an array is floats or int16 at 16 kHz, [n] or [n, channels]")
         values = source.astype(np.float32) / (1 << 15 if source.dtype == np.int16 else 1)
         samples = values if values.ndim == 1 else values.mean(axis=1)
     elif isinstance(source, str | os.PathLike | bytes | bytearray):
-        samples = np.frombuffer(isolation.decode(decode_sound, source, what).data, np.float32)
+        samples = np.frombuffer(isolation.decode(decode_audio, source, label).data, np.float32)
     else:
         raise UsageError(f"a sound is a path, bytes or an array, not {type(source).__name__}")
     if len(samples) > MAX_SECONDS * RATE:
-        raise UsageError(f"{what} is longer than {MAX_SECONDS:,} seconds: cut it into parts")
+        raise UsageError(f"{label} is longer than {MAX_SECONDS:,} seconds: cut it into parts")
     if not len(samples):
-        raise UsageError(f"{what} has no samples")
+        raise UsageError(f"{label} has no samples")
     if not np.isfinite(samples).all():
-        raise UsageError(f"{what} has samples that are not numbers: the file is damaged")
+        raise UsageError(f"{label} has samples that are not numbers: the file is damaged")
     return np.ascontiguousarray(samples, np.float32)
 
 
-def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decoded:
-    """Return the samples of a file, float32 [n] at 16 kHz; see `open_sound`."""
+def decode_audio(source: str | bytes | bytearray, label: str) -> isolation.Decoded:
+    """Return the samples of a file, float32 [n] at 16 kHz; see `open_audio`."""
     try:
         import soundfile
         import soxr
@@ -74,31 +74,31 @@ def decode_sound(source: str | bytes | bytearray, where: str) -> isolation.Decod
     try:
         stream = _opened(source)
     except OSError as error:
-        raise reading_error(where, error) from None
+        raise reading_error(label, error) from None
     try:
         with stream, soundfile.SoundFile(stream) as file:
             if file.format not in FORMATS:
-                raise UsageError(f"{where} is {file.format}: give a WAV, MP3, FLAC or OGG file")
+                raise UsageError(f"{label} is {file.format}: give a WAV, MP3, FLAC or OGG file")
             if not 1000 <= file.samplerate <= 1_000_000:
-                raise UsageError(f"{where} has {file.samplerate:,} samples a second: give one of 1,000 to 1,000,000")
+                raise UsageError(f"{label} has {file.samplerate:,} samples a second: give one of 1,000 to 1,000,000")
             # After a read, soundfile seeks to the next sample, which fails if the header has a wrong length.
             file.seekable = lambda: False
             resample = soxr.ResampleStream(file.samplerate, RATE, 1, dtype="float32", quality="HQ")
-            parts, n = list[Samples](), 0
+            chunks, n = list[Samples](), 0
             while n <= MAX_SECONDS * RATE:
                 block = file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)
                 mono = np.ascontiguousarray(block.mean(axis=1))
-                parts.append(mono if file.samplerate == RATE else resample.resample_chunk(mono, last=not len(block)))
-                n += len(parts[-1])
+                chunks.append(mono if file.samplerate == RATE else resample.resample_chunk(mono, last=not len(block)))
+                n += len(chunks[-1])
                 if not len(block):
                     break
     except UsageError:
         raise
     except Exception as error:  # soundfile.LibsndfileError, and any other error of decoders
         reason = getattr(error, "error_string", error)  # without the stream's address
-        words = f"{where} cannot be read ({reason!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
+        words = f"{label} cannot be read ({reason!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
         raise UsageError(words) from error
-    return isolation.Decoded({}, np.concatenate(parts))
+    return isolation.Decoded({}, np.concatenate(chunks))
 
 
 def _opened(source: str | bytes | bytearray) -> Any:
@@ -158,11 +158,11 @@ def log_mel(samples: Samples, n_mels: int) -> NDArray[np.float32]:
     padded = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][: len(samples) // HOP]
     window, filters = np.hanning(WINDOW + 1)[:-1], mel_filters(n_mels).T
-    found = np.empty((len(frames), n_mels), np.float32)
+    spectrogram = np.empty((len(frames), n_mels), np.float32)
     for i in range(0, len(frames), 3000):
         power = np.abs(np.fft.rfft(frames[i : i + 3000] * window)) ** 2
-        found[i : i + 3000] = np.log10(np.maximum(power @ filters, 1e-10))
-    scaled: Samples = (np.maximum(found, found.max() - 8) + 4) / 4
+        spectrogram[i : i + 3000] = np.log10(np.maximum(power @ filters, 1e-10))
+    scaled: Samples = (np.maximum(spectrogram, spectrogram.max() - 8) + 4) / 4
     return scaled
 
 
@@ -177,9 +177,9 @@ def convolved(x: Samples, kernel: Samples, behind: Callable[[Samples], Samples])
     """
     padded = np.pad(x, ((1, 1), (1, 1), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(0, 1))[::2, ::2]
-    found = []
-    for part in np.array_split(windows, min(_PIECES, len(windows))):
-        values = part.reshape(part.shape[0] * part.shape[1], -1) @ kernel
-        found.append(behind(values).reshape(*part.shape[:2], -1))
+    outputs = []
+    for piece in np.array_split(windows, min(_PIECES, len(windows))):
+        values = piece.reshape(piece.shape[0] * piece.shape[1], -1) @ kernel
+        outputs.append(behind(values).reshape(*piece.shape[:2], -1))
         yield
-    return np.concatenate(found)
+    return np.concatenate(outputs)

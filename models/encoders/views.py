@@ -41,10 +41,10 @@ class FloatView(WeightView):
 class SumOf(FloatView):
     """The sum of two weights: the kernels of a convolution over two images, for one image used twice."""
 
-    other: Weight
+    second: Weight
 
     def values(self) -> NDArray[np.float32]:
-        return floats(self.whole) + floats(self.other)
+        return floats(self.whole) + floats(self.second)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,14 +96,14 @@ class Diagonal(FloatView):
 
 
 @dataclass(frozen=True, eq=False)
-class Product(FloatView):
+class ProductOf(FloatView):
     """The product of the values of two weights and a factor."""
 
-    other: Weight
+    second: Weight
     factor: float
 
     def values(self) -> NDArray[np.float32]:
-        return floats(self.whole) * floats(self.other) * np.float32(self.factor)
+        return floats(self.whole) * floats(self.second) * np.float32(self.factor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix, Rows, Tensor
 from localllm.kernels.operations import Activation, Add, Gated, HeadGate, Input, Linear, Linears, RMSNorm, SideBySide
 from localllm.models.encoders.encoder import Checkpoint, EncoderModel, FrameRows, Prepared
-from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_sound
+from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_audio
 from localllm.models.encoders.views import ColumnsByPart, WithBias
 from localllm.models.hf_convert import Array
 from localllm.models.weights import Reshaped
@@ -67,8 +67,8 @@ class SoundModel(EncoderModel):
     stem = "a."
 
     @staticmethod
-    def open(source: Any, where: str) -> Samples:
-        return open_sound(source, where)
+    def open(source: Any, label: str) -> Samples:
+        return open_audio(source, label)
 
     @property
     def example(self) -> Samples:
@@ -103,15 +103,15 @@ class Whisper(SoundModel):
     def encoded(self) -> Tensor:
         """Record the layers, and return their normed output."""
         n, size, k = self.n_mels, self.n_embd, 3 * self.n_mels + 16
-        self.n_given = 3 * k + size + 16
+        self.n_inputs = 3 * k + size + 16
 
         def given(first: int, width: int) -> Tensor:
-            return self.graph.add(Input(Tensor(Rows.TOKENS, width), first, self.n_given))
+            return self.graph.add(Input(Tensor(Rows.TOKENS, width), first, self.n_inputs))
 
         first = Matrix(WithBias(self._kernel("a.conv1d.1", n), self._bias("a.conv1d.1")))
         second = Matrix(self._kernel("a.conv1d.2", size), self._bias("a.conv1d.2"))
-        made = tuple(self._gelu(given(i * k, k), first) for i in range(3))
-        x = self._gelu(self.graph.add(SideBySide(made)), second)
+        hidden = tuple(self._gelu(given(i * k, k), first) for i in range(3))
+        x = self._gelu(self.graph.add(SideBySide(hidden)), second)
         x = self.layers(self.graph.add(Add(x, given(3 * k, size))))
         self.is_there = given(3 * k + size, 1)
         return self.vector_norm(x, "a.post_ln", self.eps)
@@ -131,19 +131,19 @@ class Whisper(SoundModel):
         """Return the rows of a spectrogram [frames, n_mels]. Rows after its end are zeros and ignored."""
         n, k = (len(frame) + 1) // 2, 3 * self.n_mels + 16
         total = -(-n // self.stack) * self.stack
-        given = np.zeros((total, self.n_given), np.float32)
+        inputs = np.zeros((total, self.n_inputs), np.float32)
         padded = np.pad(frame, ((1, 1), (0, 0)))
         windows = np.zeros((len(frame) + 2, k), np.float32)  # inputs of the first convolution, with padding
         windows[1:-1, -1] = 1
         windows[1:-1, :-16] = np.concatenate([padded[i : i + len(frame)] for i in range(3)], axis=1)
         for i in range(3):
-            given[:n, i * k : (i + 1) * k] = windows[i : i + 2 * n - 1 : 2]
-        given[:n, 3 * k : -16] = self.position_table[:n]
-        given[:, -16] = np.where(np.arange(total) < n, 80, -80)
+            inputs[:n, i * k : (i + 1) * k] = windows[i : i + 2 * n - 1 : 2]
+        inputs[:n, 3 * k : -16] = self.position_table[:n]
+        inputs[:, -16] = np.where(np.arange(total) < n, 80, -80)
         places = np.arange(total, dtype=np.int32)
         spans = np.stack([np.where(places < n, 0, n), np.where(places < n, n, total)]).astype(np.int32)
         axes = np.zeros((3, total), np.int32)
-        return FrameRows(given, axes, places[:: self.stack], spans)
+        return FrameRows(inputs, axes, places[:: self.stack], spans)
 
 
 class Voxtral(Whisper):

@@ -16,7 +16,7 @@ from localllm.options.declared import Sampling, declared
 from localllm.server import page
 from localllm.tui.chat import export
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.conversation import Message
+from localllm.tui.chat.conversation import ChatMessage
 
 PATH = Path(page.__file__).with_name("chat_schema.js")
 
@@ -36,9 +36,9 @@ _OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def chat_schema() -> dict[str, Any]:
-    (chat, message), components = msgspec.json.schema_components([export.Exported, Message])
+    (chat, message), components = msgspec.json.schema_components([export.Exported, ChatMessage])
     definitions = {name: _plain(schema) for name, schema in components.items()}
-    definitions["Message"]["required"] = ["id", "role", "text"]  # `to_message` has defaults for the other fields
+    definitions["ChatMessage"]["required"] = ["id", "role", "text"]  # `to_message` has defaults for the other fields
     definitions["Exported"]["properties"]["messages"] = {"type": "array", "items": message}
     settings = {"type": "object", "properties": _settings(), "additionalProperties": False}
     definitions["Exported"]["properties"]["settings"] = {"anyOf": [{"type": "null"}, settings]}

@@ -14,7 +14,7 @@ from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ContextLengthError
 from localllm.generation.completion import Chunk
 from localllm.options.declared import CheckedOptions
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Event, Turn
 
 Messages = Sequence[Mapping[str, object]]
@@ -38,7 +38,7 @@ def play(
     return events
 
 
-def leaves(conversation: Conversation) -> list[Message]:
+def leaves(conversation: Conversation) -> list[ChatMessage]:
     return [message for message in conversation.messages if not conversation.children(message.id)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.tui.chat.conversation import Attachment, Conversation, Stats
+from localllm.tui.chat.conversation import Attachment, Conversation, ReplyStats
 from localllm.tui.setup import ModelEntry
 
 ANSWER = """\
@@ -33,17 +33,17 @@ def conversation() -> Conversation:
     """Two turns; the first message was edited and the last reply was stopped."""
     chat = Conversation(id="scene", title="Why is the sky blue?")
     first = chat.add("user", "Why is the sky bleu?")
-    chat.add("assistant", "Do you mean blue?", stats=Stats(12, 0, 5, 0.2, 31.0, "Qwen2.5 1.5B"))
+    chat.add("assistant", "Do you mean blue?", stats=ReplyStats(12, 0, 5, 0.2, 31.0, "Qwen2.5 1.5B"))
     chat.add_sibling(
         first.id, "Why is the sky blue? See @notes.txt", attachments=(Attachment("notes.txt", "-", 312),)
     )
     thinking = "<think>They want physics. Rayleigh scattering, then.</think>"
-    chat.add("assistant", thinking + ANSWER, stats=Stats(340, 0, 140, 0.41, 31.4, "Qwen2.5 1.5B"))
+    chat.add("assistant", thinking + ANSWER, stats=ReplyStats(340, 0, 140, 0.41, 31.4, "Qwen2.5 1.5B"))
     chat.add("user", "And at sunset?")
     chat.add(
         "assistant",
         "The way through the air is longer then, so that",
         state="stopped",
-        stats=Stats(495, 480, 12, 0.08, 32.2, "Qwen2.5 1.5B"),
+        stats=ReplyStats(495, 480, 12, 0.08, 32.2, "Qwen2.5 1.5B"),
     )
     return chat

@@ -49,7 +49,7 @@ def test_ids_of_pictures_reach_nothing_that_reads_ids(sampling: Sampling, tmp_pa
         ids = (1, 5, 9, *picture.ids, 5, 9, 7)
         given = CheckedOptions(sampling=sampling, max_tokens=6, speculate="lookup")
         stream = llm._start(
-            list(ids), given, continuation=False, truncatable=False, pictures=PromptMedia((MediaTokens(3, picture),))
+            list(ids), given, continuation=False, truncatable=False, media=PromptMedia((MediaTokens(3, picture),))
         )
         done = stream.read()
         assert done.usage.prompt_tokens == len(ids)

@@ -883,6 +883,42 @@ def test_load_options_are_the_arguments_of_load_in_plain_types() -> None:
     assert (type(options.context), type(options.threads)) == (int, int)
 
 
+def test_every_argument_of_load_reaches_the_options(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, Any] = {
+        "path": tiny_path,
+        "device": "reference",
+        "n_gpu_layers": 3,
+        "tensor_split": (1.0, 2.0),
+        "split_mode": "row",
+        "max_memory": 5.0,
+        "context": 64,
+        "threads": 2,
+        "isa": "avx2",
+        "parallel": 3,
+        "cache_type": "q8_0",
+        "chat_template": "x",
+        "adapters": {"a": "b"},
+        "draft_model": tiny_path,
+        "mmproj": False,
+        "image_max_tokens": 90,
+        "progress": print,
+        "planned": print,
+        "max_waiting": 7,
+        "step_s": 0.5,
+    }
+    assert list(arguments) == [field.name for field in fields(LoadOptions)]
+    options = list[LoadOptions]()
+
+    def load_file(options_: LoadOptions) -> None:
+        options.append(options_)
+        raise InterruptedError
+
+    monkeypatch.setattr("localllm.llm.load_file", load_file)
+    with pytest.raises(InterruptedError):
+        localllm.load(**arguments)
+    assert options == [LoadOptions(**arguments)]
+
+
 @pytest.mark.parametrize("path", [42, b"model.gguf", ["model.gguf"], 1.5, True])
 def test_paths_of_other_types(path: Any) -> None:
     with pytest.raises(UsageError, match="path"):

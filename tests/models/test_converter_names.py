@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels.operations import RopeAppend
-from localllm.models.config import _HARMLESS, _PARTS, Metadata
+from localllm.models.config import _HARMLESS, _PARTS, ModelMetadata
 from localllm.models.registry import ARCHITECTURES, read_model
 from localllm.models.weights import Weights
 from localllm.quant.types import GGMLType
@@ -119,9 +119,9 @@ def names_read() -> dict[str, set[str]]:
 
             return record
 
-        skip = Metadata.skip
-        patched.setattr(Metadata, "find", recording(Metadata.find))
-        patched.setattr(Metadata, "skip", lambda self, *keys: (asked.update(keys), skip(self, *keys)))
+        skip = ModelMetadata.skip
+        patched.setattr(ModelMetadata, "find", recording(ModelMetadata.find))
+        patched.setattr(ModelMetadata, "skip", lambda self, *keys: (asked.update(keys), skip(self, *keys)))
         for method in ("__contains__", "_find", "shape"):
             patched.setattr(Weights, method, recording(getattr(Weights, method)))
         for name in HEADERS:

@@ -51,7 +51,7 @@ class Prompt:
         """Ids as in requests."""
         ids = list(self.ids)
         for each in self.pictures.placed:
-            ids[each.start : each.stop] = each.picture.ids
+            ids[each.start : each.stop] = each.media.ids
         return ids
 
 
@@ -217,7 +217,7 @@ def test_the_engine_generates_the_tokens_of_transformers(name: str, max_tokens: 
     engine = SteppedEngine(runner=runner, encoder=encoder)
     edits = prompt(), prompt(), prompt(7), prompt(5, 6), prompt(n=44), prompt(7, seed=3)
     for each in edits:
-        request = writing(each.named, 4, n_vocab=300, pictures=each.pictures)
+        request = writing(each.named, 4, n_vocab=300, media=each.pictures)
         engine.run(request)
         assert results(request).error is None
         assert results(request).ids == greedy(name, each)

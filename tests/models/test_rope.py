@@ -12,7 +12,7 @@ import pytest
 from localllm.errors import ModelError
 from localllm.gguf import GGUFFile
 from localllm.kernels.graph import Rope
-from localllm.models.config import Header, Metadata, read_general
+from localllm.models.config import Header, ModelMetadata, read_general
 from localllm.models.rope import make_rope
 from localllm.models.weights import Weights
 from localllm.quant.types import GGMLType
@@ -70,7 +70,7 @@ def rope_of(
     keys = tiny_models.gguf_metadata(settings) | (metadata or {})
     tiny_models.write_file(path / "rope.gguf", "llama", keys, encoded)
     with GGUFFile.open(path / "rope.gguf") as file:
-        meta = Metadata(file.metadata, "llama")
+        meta = ModelMetadata(file.metadata, "llama")
         config = read_general(meta, file.tensors)
         header = Header(meta, config, Weights(file), context or config.context_length, "f16")
         return make_rope(header, settings["head_dim"], interleaved=interleaved)

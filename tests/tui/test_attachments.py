@@ -17,10 +17,10 @@ from PIL import Image
 from textual import events
 
 from localllm.errors import UsageError
-from localllm.models.encoders.images import open_picture
+from localllm.models.encoders.images import open_image
 from localllm.tui import commands
 from localllm.tui.chat import attachments
-from localllm.tui.chat.attachments import attach, picture_reference
+from localllm.tui.chat.attachments import attach, media_reference
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.pieces import best, cut, ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
@@ -256,7 +256,7 @@ def test_images_are_refused_if_the_model_cannot_see(folder: Path) -> None:
     (folder / "bad.png").write_bytes(b"\x89PNG")
 
     def see(data: bytes) -> int:
-        open_picture(data)
+        open_image(data)
         return 1
 
     with pytest.raises(UsageError, match=r"bad\.png cannot be attached: the picture is not one that can be read"):
@@ -285,7 +285,7 @@ def test_audio_is_sent_with_a_message(folder: Path) -> None:
     assert content[0] == {"type": "audio", "audio": data}
     again = store.load(session.conversation.id)
     assert f"\n[talk.WAV](data:;base64,{base64.b64encode(data).decode()})" in to_markdown(again)
-    assert picture_reference("talk.WAV") == "@talk.WAV "
+    assert media_reference("talk.WAV") == "@talk.WAV "
     with pytest.raises(UsageError, match=r"talk\.WAV cannot be attached: the model cannot process audio"):
         attach("@talk.WAV", count)
 
@@ -295,10 +295,10 @@ def test_pasted_paths_of_pictures_attach_them(folder: Path) -> None:
     write_picture(folder / "my cat.png")
     url = (folder / "my cat.png").as_uri()
     for pasted in ("my\\ cat.png", "'my cat.png'", '"my cat.png" '):
-        assert picture_reference(pasted) == '@"my cat.png" '
-    assert picture_reference(url) == f'@"{folder}/my cat.png" '
+        assert media_reference(pasted) == '@"my cat.png" '
+    assert media_reference(url) == f'@"{folder}/my cat.png" '
     for other in ("", "dog.png", "look at my cat.png", "docs/a.md", "my cat.png\nmy cat.png", "~nobody/cat.png"):
-        assert picture_reference(other) is None
+        assert media_reference(other) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fakes Wayland's programs")

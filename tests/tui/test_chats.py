@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import StoreError
-from localllm.tui.chat.conversation import Attachment, Conversation, Message, Stats, Window
+from localllm.tui.chat.conversation import Attachment, ChatMessage, Conversation, ReplyStats, Window
 from localllm.tui.storage import schema
 from localllm.tui.storage.chats import ChatDeletedError, Store, default_path
 from localllm.tui.text import automatic_title, clean_title
@@ -58,7 +58,7 @@ def test_a_round_trip_through_the_file(path: Path) -> None:
     question = conversation.add("user", "hello\0 \x1b ü 🙂", attachments=(Attachment("a b.txt", "text", 3),))
     conversation.update(question.id, window=Window(question.id, "before"))
     reply = conversation.add(
-        "assistant", "<think>x</think>y", state="length", opened="<think>", stats=Stats(5, 3, 2, 0.5, 9.0, "M")
+        "assistant", "<think>x</think>y", state="length", opened="<think>", stats=ReplyStats(5, 3, 2, 0.5, 9.0, "M")
     )
     conversation.add_sibling(reply.id, "other")
     conversation.switch(reply.id)
@@ -475,4 +475,4 @@ def test_automatic_titles(text: str, title: str) -> None:
 
 
 def test_a_message_is_a_value() -> None:
-    assert Message("a", None, "user", "x", 1.0) == Message("a", None, "user", "x", 1.0)
+    assert ChatMessage("a", None, "user", "x", 1.0) == ChatMessage("a", None, "user", "x", 1.0)

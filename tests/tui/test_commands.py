@@ -15,7 +15,7 @@ from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat import attachments
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import ContextFull, ContextTrimmed, Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
@@ -51,7 +51,7 @@ class Notebook(commands.UI):
     async def play(self, start: Callable[[Turn], None]) -> None:
         self.events = play(start)
 
-    async def edit(self, message: Message) -> None:
+    async def edit(self, message: ChatMessage) -> None:
         self.opened = message.text
 
     async def put(self, draft: str) -> None:
@@ -89,7 +89,7 @@ def test_messages_and_commands() -> None:
     assert commands.parse("hello /quit") == "hello /quit"
     assert commands.parse("//quit") == "/quit"
     call = commands.parse("/edit #1  two words ")
-    assert isinstance(call, commands.Call)
+    assert isinstance(call, commands.CommandCall)
     assert (call.command.name, call.argument) == ("edit", "#1  two words")
     for text, hint in {
         "/exprot": "no command /exprot: did you mean /export?",

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from localllm.errors import UsageError
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from tests.helpers.fake_chat import leaves
 
 
-def texts(messages: list[Message]) -> list[str]:
+def texts(messages: list[ChatMessage]) -> list[str]:
     return [message.text for message in messages]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat.attachments import path_of
-from localllm.tui.chat.conversation import Attachment, Conversation, Stats, Window
+from localllm.tui.chat.conversation import Attachment, Conversation, ReplyStats, Window
 from localllm.tui.chat.export import from_json, read_export, to_json, to_markdown, write_export
 from tests.helpers import chat_schema
 from tests.helpers.hostile_chats import HOSTILE, altered
@@ -23,7 +23,7 @@ from tests.helpers.hostile_chats import HOSTILE, altered
 def conversation() -> Conversation:
     conversation = Conversation(title="Kitchen", system="be kind", settings={"temperature": 0.5, "stop": ["x"]})
     question = conversation.add("user", "How long?", attachments=(Attachment("a.md", "```\nx\n```", 5),))
-    reply = conversation.add("assistant", "<think>hm</think>Eight.", stats=Stats(5, 3, 2, 0.5, 9.0, "M"))
+    reply = conversation.add("assistant", "<think>hm</think>Eight.", stats=ReplyStats(5, 3, 2, 0.5, 9.0, "M"))
     more = conversation.add("user", "Sure?")
     conversation.update(more.id, window=Window(question.id, "cooking"))
     conversation.add("assistant", "No\x1b[2J", state="stopped")

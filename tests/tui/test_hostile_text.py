@@ -8,9 +8,9 @@ import re
 import pygments.lexers
 import pytest
 
-from localllm.tui.chat.conversation import Call
+from localllm.tui.chat.conversation import CallRecord
 from localllm.tui.text import code_blocks
-from localllm.tui.widgets.reply import CodeBlock, Reply
+from localllm.tui.widgets.reply import CodeBlock, ReplyView
 from tests.helpers.chat_app import AppModel, chatting, setup, talk
 
 N = 10_000
@@ -41,7 +41,7 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 async def test_a_reply_is_drawn_in_a_bounded_time(text: str) -> None:
     async with chatting(setup(AppModel([text], context=N), conversation=talk("hello", "hi"))) as chat:
-        reply = Reply()
+        reply = ReplyView()
         await chat.views[-1].mount(reply)
         await asyncio.wait_for(reply.show(text), 60)  # about a second
         assert len(list(reply.walk_children())) < 1000
@@ -63,7 +63,7 @@ async def test_expensive_markdown_is_shown_as_source() -> None:
 async def test_after_many_blocks_text_is_plain() -> None:
     text = "".join(f"Paragraph **{i}**.\n\n" for i in range(800))
     async with chatting(setup(AppModel(), conversation=talk("hello", "hi"))) as chat:
-        reply = Reply()
+        reply = ReplyView()
         await chat.views[-1].mount(reply)
         for part in re.findall(r"[^!]{1,5000}", text):
             await reply.write(part)
@@ -100,7 +100,7 @@ async def test_long_lines_of_code_wrap() -> None:
 
 async def test_a_long_message_and_a_long_result_are_folded() -> None:
     conversation = talk("word " * 20_000, "hi")
-    calls = (Call("read", "a" * 50_000, "b" * 50_000),)
+    calls = (CallRecord("read", "a" * 50_000, "b" * 50_000),)
     conversation.update(conversation.path()[1].id, calls=calls)
     async with chatting(setup(AppModel(context=10**6), conversation=conversation)) as chat:
         await chat.press("ctrl+up", "up")

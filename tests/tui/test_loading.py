@@ -11,7 +11,7 @@ import pytest
 from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
 from localllm.options.types import LoadProgress
 from localllm.tui.app import ChatApp
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.setup import ModelEntry
 from tests.helpers.chat_app import LIMIT, AppModel, AppStore, Chat, chatting, setup, starting, talk
 
@@ -159,7 +159,7 @@ class SavingStore(AppStore):
         super().__init__(None)
         self._halt = halt
 
-    def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
+    def save(self, conversation: Conversation, messages: Iterable[ChatMessage]) -> None:
         messages = list(messages)
         if any(message.role == "assistant" and message.state != "streaming" for message in messages):
             self._halt.here("save")

@@ -10,7 +10,7 @@ from textual.widget import Widget
 
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.text import SELECT_SIGN
-from localllm.tui.widgets.reply import Reply
+from localllm.tui.widgets.reply import ReplyView
 from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
 from tests.helpers.fake_chat import leaves
 
@@ -196,7 +196,7 @@ _BLOCKS = (
 async def test_a_streamed_reply_is_drawn_like_a_complete_one(n: int) -> None:
     chosen = random.Random(3)
     async with chatting(keeping(("q", "a", "q", "b"))) as chat:
-        _, streamed, _, whole = (view.query_one(Reply) if view.query(Reply) else None for view in chat.views)
+        _, streamed, _, whole = (view.query_one(ReplyView) if view.query(ReplyView) else None for view in chat.views)
         assert streamed is not None
         assert whole is not None
         for _ in range(n):
@@ -222,11 +222,13 @@ def _drawn(widget: Widget) -> list[object]:
 async def test_a_reply_that_arrives_at_once_is_drawn_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are appended in several steps, so that keys can be handled in between."""
     drawn: list[int] = []
-    append = Reply.append
-    monkeypatch.setattr(Reply, "append", lambda self, text: drawn.append(text.count("\n\n")) or append(self, text))
+    append = ReplyView.append
+    monkeypatch.setattr(
+        ReplyView, "append", lambda self, text: drawn.append(text.count("\n\n")) or append(self, text)
+    )
     text = "\n\n".join(f"- block {i}\n- of a list" if i % 2 else f"block {i} " + "word " * 20 for i in range(60))
     async with chatting(setup(AppModel([text], context=100_000))) as chat:
         await chat.ask("write")
-        assert len(chat.views[1].query_one(Reply).children) == 60
+        assert len(chat.views[1].query_one(ReplyView).children) == 60
         assert 59 <= sum(drawn) < 2 * 59  # each block is drawn once
         assert max(drawn) < 30

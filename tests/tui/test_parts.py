@@ -11,8 +11,8 @@ import pytest
 
 import localllm.tui.chat
 from localllm.tui import commands
-from localllm.tui.chat.attachments import Completion, file_completions
-from localllm.tui.chat.conversation import Stats
+from localllm.tui.chat.attachments import Suggestion, file_completions
+from localllm.tui.chat.conversation import ReplyStats
 from localllm.tui.chat.events import Delta, EventQueue, Finished, Prefill, Started, Summarising
 from localllm.tui.chat.session import Meter
 from localllm.tui.storage.prompt_history import MAX_ENTRIES, PromptHistory
@@ -104,14 +104,14 @@ def test_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / ".hidden").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "deep.md").touch()
-    assert file_completions("see @no") == [Completion('@"No te.txt" ', 4), Completion("@notes.txt ", 4)]
+    assert file_completions("see @no") == [Suggestion('@"No te.txt" ', 4), Suggestion("@notes.txt ", 4)]
     assert [choice.text for choice in file_completions("@")] == ["@folder/", '@"No te.txt" ', "@notes.txt "]
-    assert file_completions("@folder/") == [Completion("@folder/deep.md ", 0)]
-    assert file_completions("@.h") == [Completion("@.hidden ", 0)]
-    assert file_completions(f"@{tmp_path}/fol") == [Completion(f"@{tmp_path}/folder/", 0, "folder")]
+    assert file_completions("@folder/") == [Suggestion("@folder/deep.md ", 0)]
+    assert file_completions("@.h") == [Suggestion("@.hidden ", 0)]
+    assert file_completions(f"@{tmp_path}/fol") == [Suggestion(f"@{tmp_path}/folder/", 0, "folder")]
     assert file_completions("@gone/x") == []
     assert file_completions("me@no") == []
-    assert file_completions('see @"No t') == [Completion('@"No te.txt" ', 4)]
+    assert file_completions('see @"No t') == [Suggestion('@"No te.txt" ', 4)]
 
 
 def test_blocks_of_code() -> None:
@@ -143,7 +143,7 @@ def test_addresses_of_something_else(address: str) -> None:
 
 
 def test_the_status_line_omits_the_least_important_parts() -> None:
-    stats = Stats(1000, 0, 203, 0.35, 23.44)
+    stats = ReplyStats(1000, 0, 203, 0.35, 23.44)
     status = Status("", None, Meter(1203, 8192), stats, "Model 1B", "cpu", 812_000_000)
     whole = "1,203 / 8,192 · 15% · 23.4 tok/s · first after 0.35 s · Model 1B · cpu · 812 MB in use"
     assert line(status, 100).plain == whole

@@ -15,7 +15,7 @@ import localllm
 from localllm.errors import DeviceLostError, UsageError
 from localllm.quant.types import GGMLType
 from localllm.tui.chat.context import ChatModel
-from localllm.tui.chat.conversation import Conversation, Message, Stats
+from localllm.tui.chat.conversation import ChatMessage, Conversation, ReplyStats
 from localllm.tui.chat.events import (
     ChatWarning,
     ContextFull,
@@ -50,7 +50,7 @@ def texts(session: ChatSession) -> list[str]:
     return [message.text for message in session.conversation.path()]
 
 
-def prefilled(stats: Stats) -> int:
+def prefilled(stats: ReplyStats) -> int:
     """Return the number of prompt tokens that were not in the cache."""
     return stats.prompt_tokens - stats.cached_tokens
 
@@ -534,7 +534,7 @@ def test_only_new_tokens_are_prefilled(store: Store, tmp_path: Path) -> None:
     assert prefilled(again) == 1
 
 
-def after(session: ChatSession, events: list[Event]) -> Stats:
+def after(session: ChatSession, events: list[Event]) -> ReplyStats:
     """Return the final counters, which must agree with the reported prompt counters."""
     progress = [event for event in events if isinstance(event, Prefill)]
     stats = session.last
@@ -551,7 +551,7 @@ def test_messages_can_be_read_while_they_are_written(store: Store) -> None:
 
     def read() -> None:
         while not done.is_set():
-            path: list[Message] = session.conversation.path()
+            path: list[ChatMessage] = session.conversation.path()
             lengths.append(len(path[-1].content) if path else 0)
 
     thread = threading.Thread(target=read)

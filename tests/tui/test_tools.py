@@ -26,12 +26,12 @@ from localllm import web
 from localllm.errors import SettingsError, UsageError
 from localllm.tui.chat import mcp_servers
 from localllm.tui.chat.attachments import command_output
-from localllm.tui.chat.conversation import Call as Called
-from localllm.tui.chat.conversation import Stats
+from localllm.tui.chat.conversation import CallRecord as Called
+from localllm.tui.chat.conversation import ReplyStats
 from localllm.tui.chat.events import ChatWarning, Event, ToolApprovalRequest, Turn
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
+from localllm.tui.chat.tools import ChatTool, Permission, Toolbox, result_of
 from localllm.tui.commands import tools_text
 from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import LIMIT, AppModel, chatting, setup, talk
@@ -130,11 +130,11 @@ def test_nothing_is_switched_on_by_default() -> None:
 
 
 def test_names_that_are_not_utf8_are_shown_and_saved() -> None:
-    tool = Tool("list", "", {}, lambda arguments, is_stopped: "a\udcff.txt")
+    tool = ChatTool("list", "", {}, lambda arguments, is_stopped: "a\udcff.txt")
     assert result_of(tool, {}, lambda: False) == "a\\udcff.txt"
     store, conversation = Store(None), talk("a", "b")
     reply = conversation.path()[1]
-    conversation.update(reply.id, stats=Stats(model="m\udcff"), calls=(Called("list", "{}", "\udcff"),))
+    conversation.update(reply.id, stats=ReplyStats(model="m\udcff"), calls=(Called("list", "{}", "\udcff"),))
     store.save(conversation, conversation.messages)
     assert store.load(conversation.id).path()[1].calls == (Called("list", "{}", "?"),)
 

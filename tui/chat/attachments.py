@@ -28,7 +28,7 @@ from localllm.errors import UsageError
 from localllm.regular_file import read_regular
 from localllm.shell import decoded, kill_tree, own_group
 from localllm.tui.chat import pdf, pieces
-from localllm.tui.chat.conversation import Attachment, Message
+from localllm.tui.chat.conversation import Attachment, ChatMessage
 from localllm.tui.text import storable
 
 #: Maximum size of a file in bytes, of a command's output in bytes, and maximum number of files per folder or pattern.
@@ -63,7 +63,7 @@ class Attached(NamedTuple):
 def attach(
     text: str,
     count: Callable[[str], int],
-    known: Iterable[Attachment] = (),
+    earlier: Iterable[Attachment] = (),
     budget: Callable[[], int] = lambda: sys.maxsize,
     rank: pieces.Rank = pieces.ranked,
     see: See | None = None,
@@ -71,64 +71,64 @@ def attach(
     """Read the files, folders and patterns (such as ``@docs/*.md``) that ``text`` names.
 
     ``count`` returns the number of tokens of a string. ``budget`` returns the number of tokens available for files.
-    ``known`` are the attachments of an earlier version of the text; they replace files that no longer exist. ``rank``
+    ``earlier`` are attachments of an earlier version of the text. They replace files that no longer exist. ``rank``
     ranks the pieces of files that do not fit. ``see`` is None if the model accepts neither images nor audio.
     """
-    old = tuple(known)
-    kept: list[Attachment] = []
+    old = tuple(earlier)
+    reused: list[Attachment] = []
     texts: dict[str, str] = {}
-    pictures: dict[str, bytes] = {}
+    media: dict[str, bytes] = {}
     unknown, skipped = [], []
     for match in _REFERENCE.finditer(text):
         quoted = match[1] or match[2]
         names = [quoted] if quoted else [match[3], match[3].rstrip(_PUNCTUATION)]
-        found = next((found for name in names if (found := _files(name))), [])
+        paths = next((paths for name in names if (paths := _files(name))), [])
         folder = next((path for name in names if (path := _folder(name)) is not None), None)
-        for name in found:
+        for name in paths:
             try:
                 if _is_media(name) and (name in names or "*" in match[0] or "?" in match[0]):
-                    pictures[storable(name)] = read_file(name)
+                    media[storable(name)] = read_file(name)
                 elif (pages := _scanned_pages(name) if name in names and see is not None else None) is not None:
-                    pictures |= {f"{storable(name)}, page {i}": page for i, page in enumerate(pages, 1)}
+                    media |= {f"{storable(name)}, page {i}": page for i, page in enumerate(pages, 1)}
                 else:
                     texts[storable(name)] = read_text_file(name, folder)
             except UsageError:
                 if name in names:
                     raise
                 skipped.append(name)
-        if found:
+        if paths:
             continue
         if gone := [file for file in old if any(map(file.is_of, names))]:
-            kept += gone
+            reused += gone
         elif quoted:
             raise UsageError(f"there is no file {quoted!r} to attach: check the path")
         else:
             unknown.append(match[3])
-    seen = _seen(pictures, see, budget)
-    n_seen = sum(file.n_tokens for file in seen)
+    media_files = _seen(media, see, budget)
+    n_seen = sum(file.n_tokens for file in media_files)
     files, n_tokens, is_cut = _fitting(texts, _REFERENCE.sub("", text), count, lambda: budget() - n_seen, rank)
-    return Attached((*kept, *seen, *files), tuple(unknown), tuple(skipped), n_seen + n_tokens, is_cut)
+    return Attached((*reused, *media_files, *files), tuple(unknown), tuple(skipped), n_seen + n_tokens, is_cut)
 
 
-def _seen(pictures: Mapping[str, bytes], see: See | None, budget: Callable[[], int]) -> list[Attachment]:
+def _seen(media: Mapping[str, bytes], see: See | None, budget: Callable[[], int]) -> list[Attachment]:
     """Return images and audio with their token counts. Raises UsageError if they do not all fit."""
-    if pictures and see is None:
-        name = next(iter(pictures))
+    if media and see is None:
+        name = next(iter(media))
         does = "cannot process audio" if name.lower().endswith(SOUNDS) else "cannot process images"
         raise UsageError(f"{name} cannot be attached: the model {does}; load one with its mmproj file")
     files: list[Attachment] = []
-    left = budget() if pictures else 0
-    for name, data in pictures.items():
+    n_left = budget() if media else 0
+    for name, data in media.items():
         assert see is not None
         try:
             files.append(Attachment(name, "", see(data), data))
         except UsageError as error:
             raise UsageError(f"{name} cannot be attached: {error}") from None
-        left -= files[-1].n_tokens
-        if left < 0:
+        n_left -= files[-1].n_tokens
+        if n_left < 0:
             n = files[-1].n_tokens
-            what = f"{name}, which has {n:,} tokens" if len(files) == 1 else f"{len(pictures)} images"
-            raise UsageError(f"there is no room for {what}: attach fewer, or load the model with a larger context")
+            subject = f"{name}, which has {n:,} tokens" if len(files) == 1 else f"{len(media)} images"
+            raise UsageError(f"there is no room for {subject}: attach fewer, or load the model with a larger context")
     return files
 
 
@@ -136,7 +136,7 @@ def _is_media(name: str) -> bool:
     return name.lower().endswith((*PICTURES, *SOUNDS))
 
 
-def picture_reference(pasted: str) -> str | None:
+def media_reference(pasted: str) -> str | None:
     """Return a reference to an image or audio file whose path was pasted. Terminals paste paths of dropped files."""
     path = pasted.strip()
     if len(path) > 4096 or "\n" in path or not _is_media(path.rstrip("\"'")):
@@ -154,7 +154,7 @@ def picture_reference(pasted: str) -> str | None:
     return (f'@"{path}" ' if re.search(r"\s", path) else f"@{path} ") if is_there else None
 
 
-def clipboard_pictures() -> str:
+def clipboard_images() -> str:
     """Return references to the images or image files on the system's clipboard; empty if there are no images.
 
     An image is written to a temporary file. Once the message is sent, the chat stores the content.
@@ -162,35 +162,35 @@ def clipboard_pictures() -> str:
     from PIL import ImageGrab
 
     try:
-        found = ImageGrab.grabclipboard()
-        if not isinstance(found, list):
+        clipboard = ImageGrab.grabclipboard()
+        if not isinstance(clipboard, list):
             file = io.BytesIO()
-            if found is None:
+            if clipboard is None:
                 return ""
-            found.save(file, "PNG")
+            clipboard.save(file, "PNG")
             handle, path = tempfile.mkstemp(".png", "clipboard-")
             with open(handle, "wb") as written:
                 written.write(file.getbuffer())
-            found = [path]
+            clipboard = [path]
     except (OSError, NotImplementedError):  # a damaged image, or no program that can read the clipboard
         return ""
-    return "".join(picture_reference(path) or "" for path in found)
+    return "".join(media_reference(path) or "" for path in clipboard)
 
 
 def _fitting(
     texts: Mapping[str, str], question: str, count: Callable[[str], int], budget: Callable[[], int], rank: pieces.Rank
 ) -> tuple[list[Attachment], int, bool]:
     """Return whole files or their best pieces, the tokens of all files, and whether the result contains pieces."""
-    left = budget() if texts else 0
+    n_left = budget() if texts else 0
     n_tokens = sum(map(len, texts.values())) // 4
-    if n_tokens <= 4 * left:  # otherwise the files are too long for certain
+    if n_tokens <= 4 * n_left:  # otherwise the files are too long for certain
         files = [Attachment(name, content, count(content)) for name, content in texts.items()]
         n_tokens = sum(file.n_tokens for file in files)
-        if n_tokens <= left:
+        if n_tokens <= n_left:
             return files, n_tokens, False
-    best = pieces.best(texts, question, count, left, rank)
+    best = pieces.best(texts, question, count, n_left, rank)
     if not best:
-        raise UsageError(f"only {left:,} tokens are available for files: load the model with a larger context")
+        raise UsageError(f"only {n_left:,} tokens are available for files: load the model with a larger context")
     return best, n_tokens, True
 
 
@@ -202,13 +202,13 @@ def _files(name: str) -> list[str]:
     try:
         path = path_of(name)
         if path.is_dir():
-            found = _walk(path)
+            paths = _walk(path)
         elif path.exists():
             return [name]
         else:
             has_marks = any(mark in name for mark in "*?[")
-            found = (each for each in glob.iglob(str(path), recursive=True) if has_marks and os.path.isfile(each))
-        listed = list(itertools.islice(found, MAX_FILES + 1))
+            paths = (match for match in glob.iglob(str(path), recursive=True) if has_marks and os.path.isfile(match))
+        listed = list(itertools.islice(paths, MAX_FILES + 1))
     except (OSError, ValueError, UsageError):  # the path is too long, contains a NUL or an unknown ~user
         return []
     if not listed and path.is_dir():
@@ -233,10 +233,10 @@ def _walk(folder: Path) -> Iterator[str]:
         yield from (os.path.join(at, name) for name in sorted(files) if not name.startswith("."))
 
 
-def with_attachments(message: Message) -> str:
+def with_attachments(message: ChatMessage) -> str:
     """Return a message as the model receives it: the text, followed by the text files."""
-    parts = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments if not file.picture]
-    return "\n\n".join([message.content, *parts])
+    files = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments if not file.picture]
+    return "\n\n".join([message.content, *files])
 
 
 def fenced(text: str) -> str:
@@ -338,7 +338,7 @@ _FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class Suggestion:
     """A completion: ``text`` replaces the line from index ``start`` on."""
 
     text: str
@@ -351,13 +351,13 @@ class Completion:
         return self.text.endswith(("/", "\\"))
 
 
-def file_completions(line: str) -> list[Completion]:
+def file_completions(line: str) -> list[Suggestion]:
     """Return the files and folders that complete the name at the end of a line. Only one folder is read."""
     match = _FILE.search(line)
     if match is None:
         return []
     folder, beginning = os.path.split(match[1].lstrip('"'))
-    found: list[Completion] = []
+    completions: list[Suggestion] = []
     try:
         with os.scandir(os.path.expanduser(folder) or ".") as entries:
             for _, entry in zip(range(_MAX_SCANNED), entries, strict=False):
@@ -366,7 +366,7 @@ def file_completions(line: str) -> list[Completion]:
                     path, is_folder = os.path.join(folder, name), entry.is_dir()
                     quote = '"' if re.search(r"\s", path) else ""
                     text = f"@{quote}{path}" + (os.sep if is_folder else f"{quote} ")
-                    found.append(Completion(text, match.start(), "folder" * is_folder))
+                    completions.append(Suggestion(text, match.start(), "folder" * is_folder))
     except OSError:
         return []
-    return sorted(found, key=lambda choice: choice.text.lstrip('@"').casefold())[:MOST]
+    return sorted(completions, key=lambda choice: choice.text.lstrip('@"').casefold())[:MOST]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from localllm.chat.conversation import kind_of
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import with_attachments
-from localllm.tui.chat.conversation import Conversation, Message, Window
+from localllm.tui.chat.conversation import ChatMessage, Conversation, Window
 from localllm.tui.chat.events import Choice
 
 if TYPE_CHECKING:
@@ -63,46 +63,46 @@ def name_of(model: ChatModel) -> str:
     return model.info.name or model.info.path.name
 
 
-def window_of(path: Sequence[Message]) -> Window | None:
+def window_of(path: Sequence[ChatMessage]) -> Window | None:
     """Return the window that applies at the end of a path: the last window that starts on the path."""
     ids = {message.id for message in path}
     return next((m.window for m in reversed(path) if m.window is not None and m.window.first in ids), None)
 
 
-def visible_part(path: Sequence[Message], window: Window | None) -> Sequence[Message]:
+def visible_part(path: Sequence[ChatMessage], window: Window | None) -> Sequence[ChatMessage]:
     """Return the messages from the first message of the window on."""
     if window is None:
         return path
     return path[next((i for i, message in enumerate(path) if message.id == window.first), 0) :]
 
 
-def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[Sent]:
+def prompt(messages: Sequence[ChatMessage], system: str, summary: str = "") -> list[Sent]:
     """Return the messages for the model, with a summary of earlier messages.
 
     Replies without an answer are omitted. Consecutive user messages are joined, because many chat templates require
     alternating roles.
     """
-    sent: list[Sent] = []
+    outgoing: list[Sent] = []
     if summary:
         system = f"{system}\n\nSummary of the conversation so far:\n{summary}".lstrip()
     if system:
-        sent.append({"role": "system", "content": system})
+        outgoing.append({"role": "system", "content": system})
     for message in messages:
         content = with_attachments(message) if message.role == "user" else message.content
         media = [media_part(file.picture) for file in message.attachments if file.picture]
         if message.calls:
-            sent += _calls(message, content)
+            outgoing += _calls(message, content)
         elif content or media:
-            _say(sent, message.role, content, media)
-    return sent
+            _say(outgoing, message.role, content, media)
+    return outgoing
 
 
-def _say(sent: list[Sent], role: str, text: str, media: Sequence[Sent] = ()) -> None:
+def _say(outgoing: list[Sent], role: str, text: str, media: Sequence[Sent] = ()) -> None:
     """Append images, audio and text to the messages. They join the last message if it has the same role."""
-    last: Sent | None = sent[-1] if sent and sent[-1]["role"] == role else None
+    last: Sent | None = outgoing[-1] if outgoing and outgoing[-1]["role"] == role else None
     if last is None:
         last = {"role": role, "content": ""}
-        sent.append(last)
+        outgoing.append(last)
     text = f"\n\n{text}" if last["content"] else text
     if isinstance(last["content"], str) and not media:
         last["content"] += text
@@ -119,7 +119,7 @@ def texts_alone(messages: Sequence[Sent]) -> list[Sent]:
     def text_of(content: Any) -> Any:
         return [part for part in content if part["type"] == "text"] if isinstance(content, list) else content
 
-    return [{**each, "content": text_of(each["content"])} for each in messages]
+    return [{**message, "content": text_of(message["content"])} for message in messages]
 
 
 def media_part(file: bytes) -> Sent:
@@ -134,17 +134,17 @@ def tokens_of_media(model: ChatModel, file: bytes) -> int:
     return sum(id_ < 0 for id_ in ids)
 
 
-def _calls(message: Message, content: str) -> list[Sent]:
+def _calls(message: ChatMessage, content: str) -> list[Sent]:
     """Return a reply with tool calls, including the reasoning that led to the calls, and the results of the calls."""
     calls = [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in message.calls]
-    said = {"role": "assistant", "content": content, "reasoning_content": message.thinking, "tool_calls": calls}
+    reply = {"role": "assistant", "content": content, "reasoning_content": message.thinking, "tool_calls": calls}
     results = [
         {"role": "tool", "name": call.name, "content": call.result or "(it was not run)"} for call in message.calls
     ]
-    return [said, *results]
+    return [reply, *results]
 
 
-def whole_prompt(path: Sequence[Message], system: str) -> list[Sent]:
+def whole_prompt(path: Sequence[ChatMessage], system: str) -> list[Sent]:
     """Return the messages that the model receives for a path, using the window that applies at its end."""
     window = window_of(path)
     return prompt(visible_part(path, window), system, "" if window is None else window.summary)
@@ -160,13 +160,13 @@ class ContextTrimmer:
     """Finds the first message of a prompt that fits the context."""
 
     def __init__(
-        self, model: ChatModel, conversation: Conversation, question: str, begun: str, tools: Mapping[str, Any]
+        self, model: ChatModel, conversation: Conversation, question: str, reply_prefix: str, tools: Mapping[str, Any]
     ) -> None:
-        """Trim for the reply to ``question``. ``begun`` is the unfinished reply; ``tools`` are model keywords."""
+        """Trim for a reply to ``question``. ``reply_prefix`` is an unfinished reply; ``tools`` are model keywords."""
         self._model = model
         self._tools = tools
         self._system = conversation.system
-        self._begun = begun
+        self._reply_prefix = reply_prefix
         self._settings = chat_settings.generation(conversation.settings)
         self._context = model.info.context
         # messages up to the question; the model receives the messages from index ``start`` on
@@ -192,20 +192,20 @@ class ContextTrimmer:
         that message alone does not fit.
         """
         starts = [i for i, message in enumerate(self.path) if message.role == "user" and i > self.start]
-        wanted = self._settings.options.get("max_tokens") or self._context // 4
-        limit = self._context - min(wanted, self._context // 2) - reserve
+        max_tokens = self._settings.options.get("max_tokens") or self._context // 4
+        limit = self._context - min(max_tokens, self._context // 2) - reserve
         i = bisect_left(starts, True, key=lambda start: self._count(self.path[start:]) <= limit)
         if i < len(starts):
             return starts[i]
         return starts[-1] if starts and self._count(self.path[starts[-1] :]) < self._context - reserve else None
 
-    def _count(self, messages: Sequence[Message]) -> int:
-        sent, variables = prompt(messages, self._system, self.summary), self._settings.template_variables
-        given: dict[str, Any] = {"template_variables": variables, "reply_prefix": self._begun, **self._tools}
-        return len(self._model.tokenize_chat(sent, **given))
+    def _count(self, messages: Sequence[ChatMessage]) -> int:
+        outgoing, variables = prompt(messages, self._system, self.summary), self._settings.template_variables
+        options: dict[str, Any] = {"template_variables": variables, "reply_prefix": self._reply_prefix, **self._tools}
+        return len(self._model.tokenize_chat(outgoing, **options))
 
     def request(self, first: int) -> list[Sent]:
         """Return the prompt for a summary of the messages before index ``first``."""
-        sent = prompt(self.path[self.start : first], self._system, self.summary)
-        _say(sent, "user", INSTRUCTION)
-        return sent
+        outgoing = prompt(self.path[self.start : first], self._system, self.summary)
+        _say(outgoing, "user", INSTRUCTION)
+        return outgoing

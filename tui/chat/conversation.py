@@ -40,7 +40,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=100)]
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class ReplyStats:
     """The cost of a reply."""
 
     prompt_tokens: Count = 0  # tokens of the prompt, including cached tokens
@@ -89,7 +89,7 @@ class Attachment:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallRecord:
     """A tool call, with its arguments as JSON. ``result`` is None until the tool has run."""
 
     name: str
@@ -98,7 +98,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Message:
+class ChatMessage:
     """One message."""
 
     id: Id  # unique among all messages of all conversations
@@ -108,10 +108,10 @@ class Message:
     created: Time  # seconds since 1970
     state: State = "complete"
     opened: str = ""  # thinking tag at the end of the prompt; see `localllm.chat.thinking`
-    stats: Stats | None = None
+    stats: ReplyStats | None = None
     window: Window | None = None  # set if the whole path did not fit the context
     attachments: tuple[Attachment, ...] = ()
-    calls: tuple[Call, ...] = ()  # tool calls at the end of a reply; another reply follows
+    calls: tuple[CallRecord, ...] = ()  # tool calls at the end of a reply; another reply follows
 
     @property
     def can_go_on(self) -> bool:
@@ -163,10 +163,10 @@ class Conversation:
     updated: float = field(default_factory=time.time)
     # whether it was ever saved; if the store no longer contains it, the chat was deleted
     is_saved: bool = field(default=False, compare=False)
-    _messages: dict[str, Message] = field(default_factory=dict, repr=False)
+    _messages: dict[str, ChatMessage] = field(default_factory=dict, repr=False)
     _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)
     #: For each message, the child that was viewed last.
-    _chosen: dict[str | None, str] = field(default_factory=dict, repr=False, compare=False)
+    _last_viewed: dict[str | None, str] = field(default_factory=dict, repr=False, compare=False)
     _leaf: str | None = None
 
     # -- Reading ---------------------------------------------------------------------------------------------------
@@ -177,40 +177,40 @@ class Conversation:
     def __contains__(self, id_: object) -> bool:
         return id_ in self._messages
 
-    def __getitem__(self, id_: str) -> Message:
+    def __getitem__(self, id_: str) -> ChatMessage:
         message = self._messages.get(id_)
         if message is None:
             raise UsageError(f"this conversation has no message {id_!r}")
         return message
 
-    def get(self, id_: str) -> Message | None:
+    def get(self, id_: str) -> ChatMessage | None:
         return self._messages.get(id_)
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ChatMessage]:
         """All messages of all branches, parents before children."""
         return list(self._messages.values())
 
     @property
-    def leaf(self) -> Message | None:
+    def leaf(self) -> ChatMessage | None:
         """The last message of the current path."""
         return None if self._leaf is None else self._messages[self._leaf]
 
-    def path(self, to: str | None = None) -> list[Message]:
+    def path(self, to: str | None = None) -> list[ChatMessage]:
         """Return the messages from the first one to ``to``, which defaults to the leaf."""
-        found: list[Message] = []
+        messages: list[ChatMessage] = []
         at = self._leaf if to is None else to
         while at is not None:
             message = self[at]
-            found.append(message)
+            messages.append(message)
             at = message.parent
-        return found[::-1]
+        return messages[::-1]
 
-    def children(self, id_: str | None) -> list[Message]:
+    def children(self, id_: str | None) -> list[ChatMessage]:
         """Return the children of a message, or the first messages if ``id_`` is None."""
         return [self._messages[child] for child in self._children.get(id_, ())]
 
-    def siblings(self, id_: str) -> list[Message]:
+    def siblings(self, id_: str) -> list[ChatMessage]:
         """Return all messages with the same parent, including this message, oldest first."""
         return self.children(self[id_].parent)
 
@@ -225,38 +225,38 @@ class Conversation:
 
     # -- Writing ---------------------------------------------------------------------------------------------------
 
-    def add(self, role: Role, text: str, *, parent: str | None = None, **fields: Any) -> Message:
+    def add(self, role: Role, text: str, *, parent: str | None = None, **fields: Any) -> ChatMessage:
         """Add a message to ``parent``, which defaults to the leaf. The message becomes the leaf.
 
-        ``fields`` are fields of `Message`.
+        ``fields`` are fields of `ChatMessage`.
         """
         return self._append(role, text, self._leaf if parent is None else self[parent].id, fields)
 
-    def add_sibling(self, id_: str, text: str, **fields: Any) -> Message:
+    def add_sibling(self, id_: str, text: str, **fields: Any) -> ChatMessage:
         """Add an alternative to a message, which stays as a branch. The alternative becomes the leaf."""
         message = self[id_]
         return self._append(message.role, text, message.parent, fields)
 
-    def _append(self, role: Role, text: str, parent: str | None, fields: dict[str, Any]) -> Message:
-        message = Message(new_id(), parent, role, text, time.time(), **fields)
+    def _append(self, role: Role, text: str, parent: str | None, fields: dict[str, Any]) -> ChatMessage:
+        message = ChatMessage(new_id(), parent, role, text, time.time(), **fields)
         self._insert(message)
         self._choose(message.id)
         return message
 
-    def _insert(self, message: Message) -> None:
+    def _insert(self, message: ChatMessage) -> None:
         self._messages[message.id] = message
         self._children.setdefault(message.parent, []).append(message.id)
 
-    def update(self, id_: str, **changes: Any) -> Message:
+    def update(self, id_: str, **changes: Any) -> ChatMessage:
         message = replace(self[id_], **changes)
         self._messages[id_] = message
         return message
 
-    def switch(self, id_: str) -> Message:
+    def switch(self, id_: str) -> ChatMessage:
         """Switch to the branch of a message, down to its leaf that was viewed last. Returns the leaf."""
         at = self[id_].id
         while children := self._children.get(at):
-            at = self._chosen.get(at, children[-1])
+            at = self._last_viewed.get(at, children[-1])
         self._choose(at)
         return self._messages[at]
 
@@ -267,25 +267,25 @@ class Conversation:
         """
         message = self[id_]
         siblings = self._children[message.parent]
-        place = siblings.index(id_)
+        index = siblings.index(id_)
         doomed = [id_]
         for at in doomed:  # the list grows during the iteration
             doomed += self._children.pop(at, [])
         siblings.remove(id_)
         for at in doomed:
             del self._messages[at]
-            self._chosen.pop(at, None)
-        if self._chosen.get(message.parent) == id_:
-            del self._chosen[message.parent]
+            self._last_viewed.pop(at, None)
+        if self._last_viewed.get(message.parent) == id_:
+            del self._last_viewed[message.parent]
         if not siblings:
             del self._children[message.parent]
         if self._leaf in doomed:
             self._leaf = message.parent
             if siblings:
-                self.switch(siblings[min(place, len(siblings) - 1)])
+                self.switch(siblings[min(index, len(siblings) - 1)])
         return doomed
 
-    def restore(self, messages: Iterable[Message], leaf: str | None) -> None:
+    def restore(self, messages: Iterable[ChatMessage], leaf: str | None) -> None:
         """Add stored messages, parents before children.
 
         A message whose parent is missing becomes a first message. Without a ``leaf``, the newest message is the leaf.
@@ -302,7 +302,7 @@ class Conversation:
         self._leaf = at = leaf
         while at is not None:
             parent = self._messages[at].parent
-            self._chosen[parent] = at
+            self._last_viewed[parent] = at
             at = parent
 
 
@@ -320,19 +320,19 @@ def parsed(text: str | bytes) -> Any:
         raise StoreError(f"it is not valid JSON ({error})") from None
 
 
-def converted(values: object, type_: type[T], where: str) -> T:
-    """Convert JSON values to ``type_``, ignoring unknown fields. Raises StoreError, with ``where`` in its message."""
+def converted(values: object, type_: type[T], label: str) -> T:
+    """Convert JSON values to ``type_``, ignoring unknown fields. Raises StoreError, with ``label`` in its message."""
     try:
         return msgspec.convert(values, type_)
     except msgspec.ValidationError as error:
-        raise StoreError(f"{where} is damaged: {error}") from None
+        raise StoreError(f"{label} is damaged: {error}") from None
 
 
-def to_message(values: object, where: str) -> Message:
+def to_message(values: object, label: str) -> ChatMessage:
     """Convert JSON values to a message; see `converted`."""
     if isinstance(values, Mapping):
         values = {"parent": None, "created": 0.0, **values}
-    message = converted(values, Message, where)
+    message = converted(values, ChatMessage, label)
     for call in message.calls:
         try:
             arguments = parse_json(call.arguments, MAX_CALL_NESTING)
@@ -340,5 +340,5 @@ def to_message(values: object, where: str) -> Message:
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            raise StoreError(f"{where} is damaged: the arguments of a call are not a JSON object")
+            raise StoreError(f"{label} is damaged: the arguments of a call are not a JSON object")
     return message

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from localllm.tui.chat.conversation import Message
+from localllm.tui.chat.conversation import ChatMessage
 from localllm.tui.chat.tools import Permission
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Delta:
 class Finished:
     """The reply is complete. ``message`` is None if the reply was stopped before its first word."""
 
-    message: Message | None
+    message: ChatMessage | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ToolApprovalRequest:
 class ToolCallsDone:
     """Some tool calls of a reply have results."""
 
-    message: Message
+    message: ChatMessage
 
 
 Event = (
@@ -131,8 +131,8 @@ class EventQueue:
 
     def take(self) -> list[Event]:
         with self._lock:
-            taken, self._waiting = self._waiting, []
-        return taken
+            events, self._waiting = self._waiting, []
+        return events
 
 
 def _joined(last: Event, event: Event) -> Event | None:

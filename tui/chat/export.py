@@ -23,9 +23,9 @@ from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import fenced
 from localllm.tui.chat.conversation import (
     Attachment,
+    ChatMessage,
     Conversation,
     Id,
-    Message,
     Time,
     converted,
     new_id,
@@ -45,22 +45,22 @@ def to_markdown(conversation: Conversation) -> str:
     """Return the path from the first message to the leaf as Markdown."""
     c = conversation
     date = time.strftime("%Y-%m-%d %H:%M", time.localtime(c.created))
-    parts = [f"# {c.title or 'Chat'}", f"*{date}{f' · {c.model}' if c.model else ''}*"]
+    blocks = [f"# {c.title or 'Chat'}", f"*{date}{f' · {c.model}' if c.model else ''}*"]
     if c.system:
-        parts += ["## System", c.system]
+        blocks += ["## System", c.system]
     for message in c.path():
-        parts.append("## User" if message.role == "user" else "## Assistant")
+        blocks.append("## User" if message.role == "user" else "## Assistant")
         if message.window is not None and message.window.summary:
-            parts.append(f"> *Summary that replaces the earlier messages for the model:* {message.window.summary}")
+            blocks.append(f"> *Summary that replaces the earlier messages for the model:* {message.window.summary}")
         if message.thinking.strip():
-            parts.append(f"<details><summary>Thinking</summary>\n\n{message.thinking.strip()}\n\n</details>")
-        parts.append(message.content)
-        parts += map(_attached, message.attachments)
+            blocks.append(f"<details><summary>Thinking</summary>\n\n{message.thinking.strip()}\n\n</details>")
+        blocks.append(message.content)
+        blocks += map(_attached, message.attachments)
         for call in message.calls:
-            parts += [f"Tool `{call.name}`:", fenced(call.arguments), fenced(call.result or "")]
+            blocks += [f"Tool `{call.name}`:", fenced(call.arguments), fenced(call.result or "")]
         if message.is_cut:
-            parts.append("*(cut off)*")
-    return escape_controls("\n\n".join(parts) + "\n")
+            blocks.append("*(cut off)*")
+    return escape_controls("\n\n".join(blocks) + "\n")
 
 
 def _attached(file: Attachment) -> str:
@@ -144,25 +144,25 @@ def from_json(text: str | bytes) -> Conversation:
     return conversation
 
 
-def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
+def _messages(values: list[object]) -> tuple[list[ChatMessage], dict[str, str]]:
     """Return the messages with new ids, and the new ids by old id."""
     ids: dict[str, str] = {}
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     for number, value in enumerate(values):
-        where = f"message {number}"
-        message = to_message(value, where)
+        label = f"message {number}"
+        message = to_message(value, label)
         if message.id in ids:
-            raise StoreError(f"{where} has the id of an earlier message")
+            raise StoreError(f"{label} has the id of an earlier message")
         if message.parent is not None and message.parent not in ids:
-            raise StoreError(f"the 'parent' of {where} is not an earlier message")
+            raise StoreError(f"the 'parent' of {label} is not an earlier message")
         ids[message.id] = new_id()
         if message.window is not None and message.window.first not in ids:
-            raise StoreError(f"the window of {where} does not start at an earlier message")
+            raise StoreError(f"the window of {label} does not start at an earlier message")
         messages.append(replace(message, state="killed" if message.state == "streaming" else message.state))
     return [_with_new_id(message, ids) for message in messages], ids
 
 
-def _with_new_id(message: Message, ids: Mapping[str, str]) -> Message:
+def _with_new_id(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
     """Replace the ids in a message. A window whose first message is missing starts at this message."""
     return replace(
         message,

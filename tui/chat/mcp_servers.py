@@ -27,7 +27,7 @@ _END_SECONDS = 5.0
 _PERIOD = 0.05
 
 
-class Server:
+class McpServer:
     """One MCP server, run by a separate thread. ``tools`` are names, descriptions and parameter schemas."""
 
     def __init__(self, command: Sequence[str] = (), url: str = "", env: Mapping[str, str] | None = None) -> None:
@@ -51,8 +51,8 @@ class Server:
             raise UsageError("the server has ended")
         future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
         result = wait_for(future, CALL_SECONDS, is_stopped)
-        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
-        return ("error: " if result.is_error else "") + "\n".join(parts)
+        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+        return ("error: " if result.is_error else "") + "\n".join(texts)
 
     def close(self) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server has ended
@@ -179,7 +179,7 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
     assert process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
     received, to_read = anyio.create_memory_object_stream[Any](0)
-    to_write, sent = anyio.create_memory_object_stream[Any](0)
+    to_write, outgoing = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
         async with received:
@@ -193,7 +193,7 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
 
     async def write() -> None:
         with suppress(OSError):
-            async for message in sent:
+            async for message in outgoing:
                 stdin.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
                 await stdin.drain()
 
@@ -204,7 +204,7 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
             yield to_read, to_write
             group.cancel_scope.cancel()
     finally:
-        for stream in (received, to_read, to_write, sent):
+        for stream in (received, to_read, to_write, outgoing):
             stream.close()
         kill_tree(process)
         # Otherwise the transport closes only at the end of all output, and a child in another group may keep it open.

@@ -32,7 +32,7 @@ _AROUND = 16
 Rank = Callable[[Sequence[str], str], list[int]]
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A part of a file. Its place is, for example, "line" 1 to 30 or "page" 3 to 3."""
 
     name: str
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     text: str
 
 
-def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
+def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[FilePiece]:
     """Yield the pieces of a file. Pages end with a form feed; a piece never crosses the end of a page."""
     pages = text.split("\f")
     for page, content in enumerate(pages, 1):
@@ -53,10 +53,10 @@ def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
             size += len(line)
             if size < length and number < len(every):
                 continue
-            place = ("page", page, page) if len(pages) > 1 else ("line", first, number)
-            whole = "".join(lines)
-            for i in range(0, len(whole), 2 * length):  # a line may be long
-                yield Piece(name, *place, whole[i : i + 2 * length])
+            location = ("page", page, page) if len(pages) > 1 else ("line", first, number)
+            joined = "".join(lines)
+            for i in range(0, len(joined), 2 * length):  # a line may be long
+                yield FilePiece(name, *location, joined[i : i + 2 * length])
             first, lines, size = number + 1, [], 0
 
 
@@ -66,43 +66,43 @@ def best(
     """Return the pieces that match the question best, with at most ``budget`` tokens. Adjacent pieces are joined."""
     length = min(max(budget, _SHORTEST), _LENGTH)
     pieces = [piece for name, text in texts.items() for piece in cut(name, text, length)]
-    taken: dict[int, int] = {}
-    for place in rank([piece.text for piece in pieces], question):
-        n_tokens = count(pieces[place].text) + _AROUND
+    sizes: dict[int, int] = {}
+    for index in rank([piece.text for piece in pieces], question):
+        n_tokens = count(pieces[index].text) + _AROUND
         if n_tokens > budget:
             break
-        taken[place] = n_tokens
+        sizes[index] = n_tokens
         budget -= n_tokens
     groups: list[list[int]] = []
-    for before, place in pairwise([-2, *sorted(taken)]):
-        if place == before + 1 and pieces[place].name == pieces[before].name:
-            groups[-1].append(place)
+    for before, index in pairwise([-2, *sorted(sizes)]):
+        if index == before + 1 and pieces[index].name == pieces[before].name:
+            groups[-1].append(index)
         else:
-            groups.append([place])
-    return [_joined([pieces[i] for i in group], sum(taken[i] for i in group)) for group in groups]
+            groups.append([index])
+    return [_joined([pieces[i] for i in group], sum(sizes[i] for i in group)) for group in groups]
 
 
-def _joined(pieces: Sequence[Piece], n_tokens: int) -> Attachment:
+def _joined(pieces: Sequence[FilePiece], n_tokens: int) -> Attachment:
     first, last = pieces[0].first, pieces[-1].last
-    where = f"{pieces[0].unit} {first}" if first == last else f"{pieces[0].unit}s {first}-{last}"
-    return Attachment(f"{pieces[0].name}, {where}", "".join(piece.text for piece in pieces), n_tokens)
+    location = f"{pieces[0].unit} {first}" if first == last else f"{pieces[0].unit}s {first}-{last}"
+    return Attachment(f"{pieces[0].name}, {location}", "".join(piece.text for piece in pieces), n_tokens)
 
 
 def ranked(texts: Sequence[str], question: str) -> list[int]:
     """Return the indices of texts by BM25 score, best first. Texts with equal scores stay in order."""
-    wanted = set(_words(question))
+    question_words = set(_words(question))
     lengths, counts = list[int](), list[Counter[str]]()
     for text in texts:
         words = _words(text)
         lengths.append(len(words))
-        counts.append(Counter(word for word in words if word in wanted))
+        counts.append(Counter(word for word in words if word in question_words))
     mean = max(1.0, sum(lengths) / max(1, len(texts)))
     found_in = Counter(word for counted in counts for word in counted)
     weights = {word: math.log(1 + (len(texts) - n + 0.5) / (n + 0.5)) for word, n in found_in.items()}
 
-    def score(place: int) -> float:
-        longer = _K1 * (1 - _B + _B * lengths[place] / mean)
-        return sum(weights[word] * n * (_K1 + 1) / (n + longer) for word, n in counts[place].items())
+    def score(index: int) -> float:
+        longer = _K1 * (1 - _B + _B * lengths[index] / mean)
+        return sum(weights[word] * n * (_K1 + 1) / (n + longer) for word, n in counts[index].items())
 
     return sorted(range(len(texts)), key=score, reverse=True)
 
@@ -116,9 +116,9 @@ def ranked_by_vectors(embed: Callable[[list[str]], NDArray[np.float32]]) -> Rank
     def rank(texts: Sequence[str], question: str) -> list[int]:
         places = ranked(texts, question)
         embedded = places[:_MAX_EMBEDDED]
-        vectors = embed([question, *(texts[place] for place in embedded)])
+        vectors = embed([question, *(texts[index] for index in embedded)])
         cosines = dict(zip(embedded, vectors[1:] @ vectors[0], strict=True))
-        return sorted(places, key=lambda place: cosines.get(place, -2.0), reverse=True)
+        return sorted(places, key=lambda index: cosines.get(index, -2.0), reverse=True)
 
     return rank
 

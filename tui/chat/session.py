@@ -24,10 +24,18 @@ from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
 from localllm.tui.chat.context import ChatModel, ContextTrimmer, name_of, texts_alone, tokens_of_media, whole_prompt
-from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
+from localllm.tui.chat.conversation import (
+    Attachment,
+    CallRecord,
+    ChatMessage,
+    Conversation,
+    ReplyStats,
+    State,
+    Window,
+)
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.pieces import Rank, ranked
-from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
+from localllm.tui.chat.tools import ChatTool, Permission, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
 from localllm.tui.text import automatic_title, clean_title, shortened
@@ -68,7 +76,7 @@ class ChatSession:
 
     def __post_init__(self) -> None:
         self.turn: Turn | None = None
-        self._tools: dict[str, Tool] = {}
+        self._tools: dict[str, ChatTool] = {}
         self._allowed: set[str] = set()
         self.saver = AutoSaver(self.store, self.conversation)
         self._busy = threading.Lock()
@@ -78,13 +86,13 @@ class ChatSession:
         """Mark this chat and the chats ``beside`` as open. Returns a warning if another terminal has opened it."""
         try:
             self.store.mark_open(self.conversation.id, *beside)
-            others = self.store.others_with_open(self.conversation.id)
+            terminals = self.store.others_with_open(self.conversation.id)
         except StoreError:  # reported when something cannot be saved
             return None
-        if not others:
+        if not terminals:
             return None
         return (
-            f"this chat is open in another terminal too ({', '.join(others)}): its messages are not shown here, "
+            f"this chat is open in another terminal too ({', '.join(terminals)}): its messages are not shown here, "
             "and messages from both terminals are saved as branches of the chat"
         )
 
@@ -156,13 +164,13 @@ class ChatSession:
         return self._busy.locked()
 
     @property
-    def live(self) -> Stats | None:
+    def live(self) -> ReplyStats | None:
         """Counters of the reply in progress, or None."""
         stream = None if self.turn is None else self.turn.stream
         return None if stream is None or self.model is None else _stats(stream, self.model)
 
     @property
-    def last(self) -> Stats | None:
+    def last(self) -> ReplyStats | None:
         """Counters of the last reply on the path, or None if the loaded model did not write it."""
         stats = next((m.stats for m in reversed(self.conversation.path()) if m.stats is not None), None)
         is_ours = stats is not None and self.model is not None and stats.model == name_of(self.model)
@@ -227,10 +235,10 @@ class ChatSession:
         self._check_free()
         n = 0
         for message in self.conversation.path():
-            kept = tuple(file for file in message.attachments if not file.is_of(name))
-            if kept != message.attachments:
-                n += len(message.attachments) - len(kept)
-                self.conversation.update(message.id, attachments=kept)
+            attachments = tuple(file for file in message.attachments if not file.is_of(name))
+            if attachments != message.attachments:
+                n += len(message.attachments) - len(attachments)
+                self.conversation.update(message.id, attachments=attachments)
                 self.saver.save(message.id)
         return n
 
@@ -263,14 +271,14 @@ class ChatSession:
             self.turn = None
             self._busy.release()
 
-    def _emit(self, turn: Turn, *told: Event) -> None:
+    def _emit(self, turn: Turn, *new_events: Event) -> None:
         """Emit events, after a warning if something could not be saved."""
         if (warning := self.saver.take_warning()) is not None:
             turn.emit(events.ChatWarning(warning))
-        for event in told:
+        for event in new_events:
             turn.emit(event)
 
-    def _ask(self, text: str, old: Message | None, turn: Turn) -> None:
+    def _ask(self, text: str, old: ChatMessage | None, turn: Turn) -> None:
         """Send a message, at the end or as a replacement of ``old``, and generate the reply."""
         with self._taking(turn):
             model = self._loaded()
@@ -289,16 +297,16 @@ class ChatSession:
             for name in attached.unknown:
                 turn.emit(events.ChatWarning(f"there is no file {name!r}: @{name} is sent as text"))
             if attached.is_cut:
-                sent = sum(file.n_tokens for file in attached.files)
-                what = f"{sent:,} of about {attached.n_tokens:,} tokens of files fit"
-                turn.emit(events.ChatWarning(f"{what}: the pieces that match the message best are sent"))
+                n_sent = sum(file.n_tokens for file in attached.files)
+                amount = f"{n_sent:,} of about {attached.n_tokens:,} tokens of files fit"
+                turn.emit(events.ChatWarning(f"{amount}: the pieces that match the message best are sent"))
             if attached.skipped:
                 names = shortened(", ".join(attached.skipped), 200)
                 turn.emit(events.ChatWarning(f"not sent, because they are not text files: {names}"))
             self._reply(question.id, None, turn)
 
     def attach(
-        self, text: str, count: Callable[[str], int], old: Message | None = None, rank: Rank = ranked
+        self, text: str, count: Callable[[str], int], old: ChatMessage | None = None, rank: Rank = ranked
     ) -> Attached:
         """Return the files (or fitting pieces) that ``text`` names. It replaces ``old``; see `attachments.attach`."""
 
@@ -306,15 +314,15 @@ class ChatSession:
             context = self._loaded().info.context
             parent = None if old is None else old.parent
             path = [] if old is not None and parent is None else self.conversation.path(parent)
-            said = whole_prompt(path, self.conversation.system)
-            left = context - count(text) - (len(self._loaded().tokenize_chat(said)) if said else 0)
-            return max(left, context // 2) - context // 4  # old turns can be dropped to make room
+            messages = whole_prompt(path, self.conversation.system)
+            n_left = context - count(text) - (len(self._loaded().tokenize_chat(messages)) if messages else 0)
+            return max(n_left, context // 2) - context // 4  # old turns can be dropped to make room
 
         model = self._loaded()
         see = partial(tokens_of_media, model) if model.sees or model.hears else None
         return attach(text, count, () if old is None else old.attachments, budget, rank, see)
 
-    def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
+    def _say(self, text: str, old: ChatMessage | None, files: tuple[Attachment, ...]) -> ChatMessage:
         if not self.conversation.title:
             self.set_title(automatic_title(text))
         if old is None:
@@ -345,11 +353,11 @@ class ChatSession:
         self._emit(turn, events.ChatWarning(f"stopped after {n} rounds of tools: send a message to continue"))
 
     @property
-    def _told(self) -> dict[str, Any]:
+    def _tool_options(self) -> dict[str, Any]:
         """Keyword arguments that pass the tools to the model."""
         return {"tools": [tool.schema for tool in self._tools.values()]} if self._tools else {}
 
-    def _run_tools(self, reply: Message, turn: Turn) -> None:
+    def _run_tools(self, reply: ChatMessage, turn: Turn) -> None:
         """Run the tool calls of a reply in order, if they are allowed."""
         calls = list(reply.calls)
         for i, call in enumerate(calls):
@@ -365,7 +373,7 @@ class ChatSession:
             self.saver.save(reply.id)
             self._emit(turn, events.ToolCallsDone(message))
 
-    def _may_run(self, tool: Tool, call: Call, turn: Turn) -> bool:
+    def _may_run(self, tool: ChatTool, call: CallRecord, turn: Turn) -> bool:
         """Return whether a call is allowed. Requests the user's permission unless an earlier one covers the call."""
         if tool.mark in self._allowed or self.toolbox.is_allowed(tool):
             return True
@@ -386,14 +394,16 @@ class ChatSession:
             return answer != "no"
         return False
 
-    def _reply_once(self, question: str, id_: str | None, turn: Turn) -> Message | None:
+    def _reply_once(self, question: str, id_: str | None, turn: Turn) -> ChatMessage | None:
         """Generate one reply, or the rest of reply ``id_``. Returns the reply if it is complete, otherwise None."""
         model, conversation = self._loaded(), self.conversation
-        asked = chat_settings.generation(conversation.settings)
+        params = chat_settings.generation(conversation.settings)
         messages = whole_prompt(conversation.path(question), conversation.system)
-        begun = asked.reply_prefix if id_ is None else conversation[id_].text
-        variables = asked.template_variables
-        n_tokens = len(model.tokenize_chat(messages, template_variables=variables, reply_prefix=begun, **self._told))
+        prefix = params.reply_prefix if id_ is None else conversation[id_].text
+        variables = params.template_variables
+        n_tokens = len(
+            model.tokenize_chat(messages, template_variables=variables, reply_prefix=prefix, **self._tool_options)
+        )
         if turn.is_stopped:
             self._emit(turn, events.Finished(None if id_ is None else conversation[id_]))
             return None
@@ -402,15 +412,21 @@ class ChatSession:
             return None
         is_new = id_ is None
         if id_ is None:
-            told = {**model.template_variables, **variables, **self._told}
-            end = model.chat_template.render(texts_alone(messages), **told)
+            render_variables = {**model.template_variables, **variables, **self._tool_options}
+            end = model.chat_template.render(texts_alone(messages), **render_variables)
             opened = opening_tag(end)
-            id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
+            id_ = conversation.add("assistant", prefix, parent=question, state="streaming", opened=opened).id
         else:
             conversation.update(id_, state="streaming")
         self.saver.save(question, id_)
         self._emit(turn, events.Started(id_))
-        more = {"template_variables": variables, "reply_prefix": begun, **self.more, **asked.options, **self._told}
+        more = {
+            "template_variables": variables,
+            "reply_prefix": prefix,
+            **self.more,
+            **params.options,
+            **self._tool_options,
+        }
         more["progress"] = lambda done, total: turn.emit(events.Prefill(done, total))
         start = partial(model.stream_chat, messages, **more)
         self._write(id_, start, turn, show_begun=is_new)
@@ -423,21 +439,21 @@ class ChatSession:
     def _write(self, id_: str, start: Callable[[], Stream], turn: Turn, *, show_begun: bool) -> None:
         """Stream a reply, or its rest, into the conversation. After an error, the generated text is kept."""
         model, reply = self._loaded(), self.conversation[id_]
-        parser = ReplyParser(self._told.get("tools", ()), reply.opened)
+        parser = ReplyParser(self._tool_options.get("tools", ()), reply.opened)
         calls: list[ToolCall] = []
-        said = ""
+        answer = ""
 
-        def tell(parts: Sequence[object], *, show: bool = True) -> None:
-            nonlocal said
-            for part in parts:
-                if isinstance(part, ToolCall):
-                    calls.append(part)
-                if not isinstance(part, Piece):
+        def tell(pieces: Sequence[object], *, show: bool = True) -> None:
+            nonlocal answer
+            for piece in pieces:
+                if isinstance(piece, ToolCall):
+                    calls.append(piece)
+                if not isinstance(piece, Piece):
                     continue
-                said += "" if part.thinking else part.text
+                answer += "" if piece.thinking else piece.text
                 if show:
-                    clock.see(thinking=part.thinking)
-                    self._emit(turn, events.Delta(*part))
+                    clock.see(thinking=piece.thinking)
+                    self._emit(turn, events.Delta(*piece))
 
         clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
         state: State = "failed"
@@ -458,8 +474,8 @@ class ChatSession:
             # Store complete calls in the message's field ``calls``, not in its text.
             if calls and state == "complete" and all(call.is_whole for call in calls):
                 text = self.conversation[id_].text
-                text = text.removesuffix(split(text, reply.opened, CONTROL_TAGS)[1]) + said.rstrip()
-                self.conversation.update(id_, text=text, calls=tuple(Call(c.name, c.arguments) for c in calls))
+                text = text.removesuffix(split(text, reply.opened, CONTROL_TAGS)[1]) + answer.rstrip()
+                self.conversation.update(id_, text=text, calls=tuple(CallRecord(c.name, c.arguments) for c in calls))
             self._emit(turn, *map(events.ChatWarning, parser.warnings))
         except KeyboardInterrupt:
             state = "stopped"
@@ -472,7 +488,7 @@ class ChatSession:
                 stats = replace(_stats(stream, model), thinking_s=clock.stop())
             self._end(id_, state, stats)
 
-    def _end(self, id_: str, state: State, stats: Stats | None) -> None:
+    def _end(self, id_: str, state: State, stats: ReplyStats | None) -> None:
         """Save the final state of a reply. An empty reply is deleted, unless the model itself ended it."""
         if self.conversation[id_].text or state == "complete":
             self.conversation.update(id_, state=state, stats=stats)
@@ -485,8 +501,8 @@ class ChatSession:
 
     def _trimmer(self, question: str, reply: str | None) -> ContextTrimmer:
         conversation = self.conversation
-        begun = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
-        return ContextTrimmer(self._loaded(), conversation, question, begun, self._told)
+        prefix = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
+        return ContextTrimmer(self._loaded(), conversation, question, prefix, self._tool_options)
 
     def _context_full(self, question: str, reply: str | None, n_tokens: int) -> events.ContextFull:
         choices = self._trimmer(question, reply).choices()
@@ -511,10 +527,10 @@ class ChatSession:
     def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:
         """Return the model's summary of the messages before index ``first``."""
         model = self._loaded()
-        asked = chat_settings.generation(self.conversation.settings)
-        given = {**self.more, **asked.options, "max_tokens": trimmer.summary_tokens, "stop": ()}
-        given["template_variables"] = {"enable_thinking": False}
-        turn.stream = stream = model.stream_chat(trimmer.request(first), **given)
+        params = chat_settings.generation(self.conversation.settings)
+        options = {**self.more, **params.options, "max_tokens": trimmer.summary_tokens, "stop": ()}
+        options["template_variables"] = {"enable_thinking": False}
+        turn.stream = stream = model.stream_chat(trimmer.request(first), **options)
         written = ""
         try:
             for chunk in stream:
@@ -526,9 +542,9 @@ class ChatSession:
         return split(written)[1].strip()
 
 
-def _stats(stream: Stream, model: ChatModel) -> Stats:
+def _stats(stream: Stream, model: ChatModel) -> ReplyStats:
     usage, timings = stream.usage, stream.timings
-    return Stats(
+    return ReplyStats(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         new_tokens=usage.completion_tokens,

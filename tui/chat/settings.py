@@ -32,7 +32,7 @@ def _count(text: str) -> int | None:
 
 def _texts(text: str) -> list[str]:
     """Split a list of strings: quoted strings or single words. ``\\n`` is a line feed."""
-    return [each.replace("\\n", "\n") for each in shlex.split(text)]
+    return [string.replace("\\n", "\n") for string in shlex.split(text)]
 
 
 def _readers() -> dict[str, Callable[[str], object]]:
@@ -99,7 +99,7 @@ def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str,
             f"there is no setting {name!r}: "
             + (f"did you mean {near[0]}?" if near else f"the settings are {', '.join(READERS)}")
         )
-    changed = {other: value for other, value in settings.items() if other != name}
+    changed = {key: value for key, value in settings.items() if key != name}
     if text == "default":
         return changed
     try:

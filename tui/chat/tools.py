@@ -34,7 +34,7 @@ from localllm.files import private_opener
 from localllm.regular_file import read_regular
 from localllm.shell import split_command
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
-from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for
+from localllm.tui.chat.mcp_servers import CALL_SECONDS, McpServer, wait_for
 from localllm.tui.text import storable
 from localllm.web import fetch, is_web
 
@@ -48,7 +48,7 @@ MAX_RESULT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ChatTool:
     """A tool that models can call; ``parameters`` is a JSON schema.
 
     Names of MCP tools start with the name of their server, so that no server can replace another tool. ``run``
@@ -63,8 +63,8 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The tool in OpenAI's format for functions."""
-        told = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": told}
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
 
     @property
     def mark(self) -> str:
@@ -109,20 +109,20 @@ class Toolbox:
         if allowed is not None:
             with suppress(OSError, ValueError):
                 self._allowed.update(read_regular(allowed, 1 << 20).decode().splitlines())
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, McpServer] = {}
         self._failed: dict[str, str] = {}
 
-    def tools(self, is_stopped: IsStopped = lambda: False) -> dict[str, Tool]:
+    def tools(self, is_stopped: IsStopped = lambda: False) -> dict[str, ChatTool]:
         """Return the enabled tools by name, and start MCP servers that are not running."""
         settings = self.settings
-        found = [_reader(settings.read)] if settings.read else []
-        found += [_RUN] if settings.run else []
-        found += [_FETCH] if settings.fetch else []
-        for name, where in list(settings.servers.items()):
+        tools = [_reader(settings.read)] if settings.read else []
+        tools += [_RUN] if settings.run else []
+        tools += [_FETCH] if settings.fetch else []
+        for name, server_settings in list(settings.servers.items()):
             if name in self._failed:
                 continue
             if name not in self._servers:
-                self._servers[name] = Server(where.command, where.url, where.env)
+                self._servers[name] = McpServer(server_settings.command, server_settings.url, server_settings.env)
             server = self._servers[name]
             try:
                 server.wait(is_stopped)
@@ -133,21 +133,21 @@ class Toolbox:
                 if not is_stopped():
                     self._failed[name] = f"the MCP server {name!r}: {error}"
             else:
-                for called, told, parameters in server.tools:
+                for called, description, parameters in server.tools:
                     plain = re.sub(r"[^A-Za-z0-9_-]", "_", called)[:40]
-                    found.append(Tool(f"{name}__{plain}", told, parameters, partial(server.call, called)))
-        return {tool.name: tool for tool in found}
+                    tools.append(ChatTool(f"{name}__{plain}", description, parameters, partial(server.call, called)))
+        return {tool.name: tool for tool in tools}
 
     def take_warnings(self) -> list[str]:
         """Return the reasons why servers could not be started. Each reason is returned once."""
-        told = [text for text in self._failed.values() if text]
+        warnings = [text for text in self._failed.values() if text]
         self._failed = dict.fromkeys(self._failed, "")
-        return told
+        return warnings
 
-    def is_allowed(self, tool: Tool) -> bool:
+    def is_allowed(self, tool: ChatTool) -> bool:
         return tool.mark in self._allowed
 
-    def allow(self, tool: Tool) -> None:
+    def allow(self, tool: ChatTool) -> None:
         """Allow a tool from now on, in later chats as well. Raises StoreError if the permission cannot be stored."""
         self._allowed.add(tool.mark)
         if self._path is not None:
@@ -159,23 +159,25 @@ class Toolbox:
 
     def change(self, text: str) -> None:
         """Enable or disable tools until the program ends, for example ``run on``. Raises UsageError."""
-        what, _, value = text.partition(" ")
-        name, _, where = value.strip().partition(" ")
-        if what == "read" and value:
+        action, _, value = text.partition(" ")
+        name, _, target = value.strip().partition(" ")
+        if action == "read" and value:
             if value != "off" and not path_of(value).is_dir():
                 raise UsageError(f"there is no folder {value}: check the path")
             self.settings.read = "" if value == "off" else value
-        elif what in ("run", "fetch") and value in ("on", "off"):
-            setattr(self.settings, what, value == "on")
-        elif what == "add" and where:
+        elif action in ("run", "fetch") and value in ("on", "off"):
+            setattr(self.settings, action, value == "on")
+        elif action == "add" and target:
             try:
-                server = ServerSettings(url=where) if is_web(where) else ServerSettings(command=split_command(where))
+                server = (
+                    ServerSettings(url=target) if is_web(target) else ServerSettings(command=split_command(target))
+                )
             except ValueError:
                 raise UsageError("the command has an unclosed quotation mark: close it") from None
             _check_server(name, server)
             self._end(name)
             self.settings.servers[name] = server
-        elif what == "remove" and name in self.settings.servers:
+        elif action == "remove" and name in self.settings.servers:
             self._end(name)
             del self.settings.servers[name]
         else:
@@ -198,7 +200,7 @@ def _check_server(name: str, server: ServerSettings) -> None:
         raise UsageError(f"the MCP server {name!r} needs either a command or a url")
 
 
-def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
+def result_of(tool: ChatTool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     """Return a tool's result or error message, cut to `MAX_RESULT` characters."""
     try:
         text = tool.run(arguments, is_stopped)
@@ -242,7 +244,7 @@ def _object(name: str, description: str) -> dict[str, Any]:
     return {"type": "object", "properties": {name: text}, "required": [name]}
 
 
-def _reader(root: str) -> Tool:
+def _reader(root: str) -> ChatTool:
     try:
         folder = path_of(root).resolve()
     except (OSError, ValueError, RuntimeError):  # the path contains a NUL, or links form a cycle
@@ -253,14 +255,14 @@ def _reader(root: str) -> Tool:
         if not path.is_relative_to(folder):  # also if a link points outside
             raise UsageError("the path is outside the folder that may be read")
         if path.is_dir():
-            return "\n".join(sorted(f"{each.name}/" if each.is_dir() else each.name for each in path.iterdir()))
+            return "\n".join(sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in path.iterdir()))
         return read_text_file(str(path))
 
     parameters = _object("path", "relative to the folder that may be read; . is that")
-    return Tool("read_file", "Reads a text file, or lists a folder.", parameters, _stoppable(read))
+    return ChatTool("read_file", "Reads a text file, or lists a folder.", parameters, _stoppable(read))
 
 
-_RUN = Tool(
+_RUN = ChatTool(
     "run_command",
     "Runs a shell command, and gives what it prints.",
     _object("command", "the command line"),
@@ -298,4 +300,4 @@ def _fetch(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     return re.sub(r"\s*\n\s*", "\n", "".join(parser.parts)).strip()
 
 
-_FETCH = Tool("fetch_page", "Gives the text of a web page.", _object("url", "its address"), _stoppable(_fetch))
+_FETCH = ChatTool("fetch_page", "Gives the text of a web page.", _object("url", "its address"), _stoppable(_fetch))

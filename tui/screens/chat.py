@@ -22,10 +22,11 @@ from textual.worker import Worker
 from localllm.errors import UsageError
 from localllm.tui import commands
 from localllm.tui.base_app import BaseApp
+from localllm.tui.chat import events
 from localllm.tui.chat.attachments import file_completions
-from localllm.tui.chat.context import ChatModel
-from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.events import ContextFull, ToolApprovalRequest, Turn
+from localllm.tui.chat.context import ChatModel, name_of
+from localllm.tui.chat.conversation import ChatMessage, Conversation
+from localllm.tui.chat.events import Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.commands import ScreenUI
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_when_full, open_link
@@ -37,11 +38,13 @@ from localllm.tui.text import SELECT_SIGN, escape_controls, sentence, shortened,
 from localllm.tui.widgets.composer import Composer, Suggestions
 from localllm.tui.widgets.finder import Finder
 from localllm.tui.widgets.message import MessageView
-from localllm.tui.widgets.status import KeyFooter, StatusLine
+from localllm.tui.widgets.status import KeyFooter, StatusBar
 from localllm.tui.widgets.transcript import Transcript
 
 #: Commands whose keys are in the footer.
 _SHOWN = ("clear", "sessions")
+#: No progress is shown for prompts with fewer tokens.
+_SHORT_PROMPT = 64
 #: Interval in seconds between samples of the memory in use.
 _MEMORY_SECONDS = 3.0
 #: Seconds without a key before the tokens of a named file are counted.
@@ -74,22 +77,23 @@ class ChatScreen(Screen[None]):
         ),
     ]
 
-    def __init__(self, setup: Setup, models: ModelLoader, conversation: Conversation) -> None:
+    def __init__(self, setup: Setup, models: ModelLoader[ChatScreen], conversation: Conversation) -> None:
         super().__init__()
         self.session = setup.session(models.model, conversation)
         self.turn: StreamedTurn | None = None
+        self._reply: MessageView | None = None  # the reply being written
         self.models = models
         models.chats.append(self)
         self.replacing: str | None = None  # id of the message that the next message replaces
         self.unsaved: list[ChatSession] = []  # sessions of closed chats that could not be saved
-        self.asked: ToolApprovalRequest | None = None  # the tool call that waits for permission
+        self.asked: events.ToolApprovalRequest | None = None  # the tool call that waits for permission
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self._heading, self._hint = Static(id="heading"), Static(id="hint")
         self.transcript = Transcript()
         self.finder = Finder()
         self._match: commands.Match | None = None  # the match of the finder's text on the screen
-        self.status = StatusLine()
+        self.status = StatusBar()
         #: Set while this is the visible chat; dialogs may cover it.
         self.seen = asyncio.Event()
         #: Set while no reply is generated or drawn.
@@ -114,7 +118,7 @@ class ChatScreen(Screen[None]):
     # -- Start and end ---------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
-        self.commands = ScreenUI(self)
+        self.commands = ScreenUI(self, self.app)
         self.set_focus(self.composer)
         self.hint("")
         self.app.spawn(self._start())
@@ -203,10 +207,10 @@ class ChatScreen(Screen[None]):
         """Draw the titles of the open chats, on the screens of all open chats."""
         titles = [shortened(chat.title_line, 30) for chat in self.models.chats]
         for at, chat in enumerate(self.models.chats):
-            parts: list[str | tuple[str, str]] = [f" {chat.title_line}"]
+            spans: list[str | tuple[str, str]] = [f" {chat.title_line}"]
             if len(titles) > 1:
-                parts = [(f" {i + 1} {title} ", "reverse" if i == at else "") for i, title in enumerate(titles)]
-            chat._heading.update(Content.assemble((" localllm ", "bold"), *parts))
+                spans = [(f" {i + 1} {title} ", "reverse" if i == at else "") for i, title in enumerate(titles)]
+            chat._heading.update(Content.assemble((" localllm ", "bold"), *spans))
 
     def hint(self, text: str) -> None:
         """Show ``text`` above the editor, or nothing if it is empty."""
@@ -232,8 +236,11 @@ class ChatScreen(Screen[None]):
 
     async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
         thread = asyncio.create_task(self.app.in_thread(turn.run))
+        self.status.change(activity="waiting for the model", progress=None)
         try:
-            await turn.follow(self, session)
+            await turn.post_events(self.post_message)
+            await self._finish_reply()
+            self.status.change(activity="", progress=None)
         finally:
             await thread
             self.turn = None
@@ -254,12 +261,65 @@ class ChatScreen(Screen[None]):
             await self._free_context(session, turn.full)
         self.send_pending()
 
-    def ask_for_tool(self, asked: ToolApprovalRequest | None) -> None:
+    def on_streamed_turn_progressed(self, message: StreamedTurn.Progressed) -> None:
+        message.stop()
+        # A worker, because drawing must not delay keys. A partial, as in `on_composer_typed`.
+        self.app.spawn(partial(self._show_progress, message), group="turn")
+
+    async def _show_progress(self, message: StreamedTurn.Progressed) -> None:
+        try:
+            for event in message.events:
+                await self._show_event(event, message.turn)
+            if (stats := self.session.live) is not None:
+                self.status.change(stats=stats, meter=self.session.meter())
+        finally:
+            message.is_drawn.set()
+
+    async def _show_event(self, event: Event, turn: StreamedTurn) -> None:
+        if isinstance(event, events.Delta):
+            self.status.change(activity="thinking" if event.thinking else "writing", progress=None)
+            if self._reply is not None:
+                await self._reply.write(event.text, thinking=event.thinking)
+        elif isinstance(event, events.Prefill):
+            if event.total >= _SHORT_PROMPT and event.done < event.total:
+                self.status.change(activity="reading the prompt", progress=event.done / event.total)
+        elif isinstance(event, events.Started):
+            writer = "" if self.session.model is None else name_of(self.session.model)
+            await self.transcript.show(self.session.conversation, streaming=event.id, writer=writer)
+            self._reply = self.transcript.view(event.id)
+            self.transcript.anchor()
+            turn.is_drawn.set()
+        elif isinstance(event, events.Finished):
+            await self._finish_reply()
+        elif isinstance(event, events.Summarising):
+            turn.n_summary_words += len(event.text.split())
+            self.status.change(activity=f"summarising: {turn.n_summary_words:,} words")
+        elif isinstance(event, events.ContextTrimmed):
+            self.status.change(activity="")
+        elif isinstance(event, events.ToolApprovalRequest):
+            self.status.change(activity="a tool waits for your answer")
+            self.ask_for_tool(event)
+        elif isinstance(event, events.ToolCallsDone):
+            self.status.change(activity="using tools")
+            if (view := self.transcript.view(event.message.id)) is not None:
+                await view.finish(event.message)
+        elif isinstance(event, events.ChatWarning):
+            self.app.notify(event.text, severity="warning")
+        elif isinstance(event, events.ContextFull):
+            turn.full = event
+
+    async def _finish_reply(self) -> None:
+        """Draw the final reply. This also covers failed turns, which emit no `Finished` event."""
+        view, self._reply = self._reply, None
+        if view is not None and (message := self.session.conversation.get(view.message.id)) is not None:
+            await view.finish(message)
+
+    def ask_for_tool(self, request: events.ToolApprovalRequest | None) -> None:
         """Show a tool call above the editor. A dialog would capture the keys of a user who is typing."""
-        self.asked = asked
+        self.asked = request
         text = ""
-        if asked is not None:
-            call = spelled_out(f"{asked.name} {asked.arguments}").replace("\n", "\\n")
+        if request is not None:
+            call = spelled_out(f"{request.name} {request.arguments}").replace("\n", "\\n")
             n_hidden = len(call) - _MAX_OF_A_CALL
             if n_hidden > 0:
                 call = f"{call[:_MAX_OF_A_CALL]}… ({n_hidden:,} more characters)"
@@ -267,16 +327,16 @@ class ChatScreen(Screen[None]):
         self.hint(text)
         self.draw_heading()
 
-    async def _free_context(self, session: ChatSession, full: ContextFull) -> None:
+    async def _free_context(self, session: ChatSession, full: events.ContextFull) -> None:
         """Free the context by the setting, or let the user choose."""
         choice = self.app.setup.when_full
         question = session.conversation.leaf
         if choice is None or choice not in full.choices:
-            chosen = await self.app.push_screen_wait(ask_when_full(full))
-            choice = "drop" if chosen == "drop" else "summarise" if chosen == "summarise" else "stop"
-            if question is not None and chosen == EDIT:
+            answer = await self.app.push_screen_wait(ask_when_full(full))
+            choice = "drop" if answer == "drop" else "summarise" if answer == "summarise" else "stop"
+            if question is not None and answer == EDIT:
                 self.edit(question)
-            elif question is not None and chosen == TAKE_BACK:
+            elif question is not None and answer == TAKE_BACK:
                 await self.app.offload(session.delete, question.id)
                 await self.refresh_all()
         if choice != "stop":
@@ -400,12 +460,12 @@ class ChatScreen(Screen[None]):
         is_wanted = threading.Event()
         is_wanted.set()
         try:
-            told = await self.app.in_thread(_sizes, self.session, line, model, is_wanted)
+            text = await self.app.in_thread(_sizes, self.session, line, model, is_wanted)
         except UsageError as error:
-            told = sentence(error)
+            text = sentence(error)
         finally:
             is_wanted.clear()
-        self.hint(told)
+        self.hint(text)
 
     def on_option_list_option_selected(self, event: Suggestions.OptionSelected) -> None:
         event.stop()
@@ -457,14 +517,14 @@ class ChatScreen(Screen[None]):
         if not views:
             return
         at = len(views) if view is None else views.index(view)
-        place = at + by
-        if place >= len(views):
+        index = at + by
+        if index >= len(views):
             self.action_compose_message()
-        elif place < 0:
+        elif index < 0:
             self.action_show_earlier()
         else:
             self.transcript.release_anchor()
-            self.set_focus(views[place])
+            self.set_focus(views[index])
 
     def action_select_first(self) -> None:
         """Select the first drawn message, and draw earlier messages if there are any."""
@@ -517,15 +577,15 @@ class ChatScreen(Screen[None]):
         if (view := self.selected) is not None:
             self.run_command(f"/{command} {view.place.number} {more}")
 
-    def edit(self, message: Message) -> None:
+    def edit(self, message: ChatMessage) -> None:
         """Load a message into the editor. The next message replaces it, in another branch."""
         self.replacing = message.id
         self.composer.put(message.text)
         reply = f"the reply; {self.app.key_of('continue')} continues it afterwards"
-        what = "your message" if message.role == "user" else reply
+        subject = "your message" if message.role == "user" else reply
         is_kept = self.session.conversation.was_replied_to(message.id)
         stays = "keeps the old one as a branch" if is_kept else "sends it"
-        self.hint(f"Editing {what}: Enter {stays}, Esc cancels.")
+        self.hint(f"Editing {subject}: Enter {stays}, Esc cancels.")
         self.set_focus(self.composer)
 
     def action_branch(self) -> None:
@@ -555,11 +615,11 @@ class ChatScreen(Screen[None]):
     async def step(self, id_: str, by: int) -> None:
         """Switch to a sibling branch, and select its message."""
         branches = [message.id for message in self.session.conversation.siblings(id_)]
-        place = branches.index(id_) + by
-        if not 0 <= place < len(branches):
+        index = branches.index(id_) + by
+        if not 0 <= index < len(branches):
             return
-        await self.switch(branches[place])
-        if (view := self.transcript.view(branches[place])) is not None:
+        await self.switch(branches[index])
+        if (view := self.transcript.view(branches[index])) is not None:
             self.transcript.release_anchor()
             self.set_focus(view)
 
@@ -599,8 +659,10 @@ def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threadi
     files, _, skipped, n_tokens, is_cut = session.attach(line, count)
     left_out = f"; {len(skipped):,} that are not text are skipped" if skipped else ""
     if is_cut:
-        sent = sum(file.n_tokens for file in files)
-        return f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {sent:,} fit{left_out}"
+        n_sent = sum(file.n_tokens for file in files)
+        return (
+            f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {n_sent:,} fit{left_out}"
+        )
     if len(files) > _MAX_NAMED:
         return f"{len(files):,} files: {n_tokens:,} tokens{left_out}"
     return ", ".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) + left_out

@@ -47,8 +47,8 @@ class ChatsScreen(Find[ChatSummary]):
         archived = self._archived
         if not text.strip():
             return await self.app.offload(self._store.sessions, archived=archived)
-        found = await self.app.offload(self._store.search, text)
-        return [summary for summary in found if summary.archived or not archived]
+        summaries = await self.app.offload(self._store.search, text)
+        return [summary for summary in summaries if summary.archived or not archived]
 
     def options(self) -> list[Option]:
         return [Option(_entry(summary, summary.id in self._open_ids)) for summary in self.found]
@@ -67,23 +67,23 @@ class ChatsScreen(Find[ChatSummary]):
         self.app.ask(self._on_highlighted(name))
 
     async def _on_highlighted(self, name: str) -> None:
-        if (chosen := await self.highlighted()) is not None:
-            await getattr(self, f"_{name}")(chosen)
+        if (summary := await self.highlighted()) is not None:
+            await getattr(self, f"_{name}")(summary)
 
     def action_hidden(self) -> None:
         self._archived = not self._archived
         self.query_one(".box").border_title = _title(self._archived)
         self.refresh_list()
 
-    async def _rename(self, chosen: ChatSummary) -> None:
-        title = await self.app.push_screen_wait(TextDialog("Rename", value=chosen.title))
+    async def _rename(self, summary: ChatSummary) -> None:
+        title = await self.app.push_screen_wait(TextDialog("Rename", value=summary.title))
         if title:
-            self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
+            self.titles[summary.id] = await self.app.offload(self._store.rename, summary.id, title)
             await self.search()
 
-    async def _archive(self, chosen: ChatSummary) -> None:
-        await self.app.offload(self._store.set, chosen.id, archived=not chosen.archived)
-        self.app.notify(f"{chosen.title or 'the chat'}: {'back in the list' if chosen.archived else 'archived'}")
+    async def _archive(self, summary: ChatSummary) -> None:
+        await self.app.offload(self._store.set, summary.id, archived=not summary.archived)
+        self.app.notify(f"{summary.title or 'the chat'}: {'back in the list' if summary.archived else 'archived'}")
         await self.search()
 
     def action_delete(self) -> None:
@@ -91,13 +91,13 @@ class ChatsScreen(Find[ChatSummary]):
             raise SkipAction  # let the field delete text
         self.action_on_highlighted("delete")
 
-    async def _delete(self, chosen: ChatSummary) -> None:
-        text = f"{chosen.title or 'Untitled'}, {_messages(chosen)}"
-        if others := await self.app.offload(self._store.others_with_open, chosen.id):
-            text += f"\n\nIt is open in another terminal ({', '.join(others)})."
+    async def _delete(self, summary: ChatSummary) -> None:
+        text = f"{summary.title or 'Untitled'}, {_messages(summary)}"
+        if terminals := await self.app.offload(self._store.others_with_open, summary.id):
+            text += f"\n\nIt is open in another terminal ({', '.join(terminals)})."
         if await self.app.push_screen_wait(confirm("Delete the chat for good?", text, "Delete")) == "yes":
-            await self.app.offload(self._store.delete, chosen.id)
-            self.deleted.add(chosen.id)
+            await self.app.offload(self._store.delete, summary.id)
+            self.deleted.add(summary.id)
             await self.search()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,16 +11,18 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol, cast
 
 from textual.app import SuspendNotSupported
+from textual.widget import Widget
 
 from localllm.console import quantity
 from localllm.errors import UsageError
 from localllm.shell import found_program, set_variable, split_command
 from localllm.tui import commands
-from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.events import Turn
+from localllm.tui.base_app import BaseApp
+from localllm.tui.chat.conversation import ChatMessage, Conversation
+from localllm.tui.chat.events import ToolApprovalRequest, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.chats import ChatsScreen
@@ -33,11 +36,10 @@ from localllm.tui.screens.dialogs import (
     confirm,
 )
 from localllm.tui.screens.help import HelpScreen
+from localllm.tui.screens.models import ModelLoader, OpenChat
 from localllm.tui.text import code_blocks
-
-if TYPE_CHECKING:
-    from localllm.tui.app import ChatApp
-    from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.widgets.composer import Composer
+from localllm.tui.widgets.finder import Finder
 
 #: Maximum lines and characters of a notification. A dialog shows longer texts.
 _MAX_LINES = 3
@@ -53,15 +55,36 @@ PERMISSIONS = {
 }
 
 
+class CommandScreen(OpenChat, Protocol):
+    """The part of a chat's screen that commands use. `ChatScreen` documents the methods."""
+
+    models: ModelLoader[Any]
+    composer: Composer
+    finder: Finder
+    asked: ToolApprovalRequest | None
+    n_comparisons: int
+    ended: asyncio.Event
+
+    async def open(self, conversation: Conversation) -> None: ...
+    async def quit(self) -> None: ...
+    async def switch(self, id_: str) -> None: ...
+    def begin(self, start: Callable[[Turn], None]) -> None: ...
+    def edit(self, message: ChatMessage) -> None: ...
+    def ask_for_tool(self, request: ToolApprovalRequest | None) -> None: ...
+    def draw_heading(self) -> None: ...
+    def set_focus(self, widget: Widget | None) -> None: ...
+    def refresh(self, *, layout: bool = False) -> object: ...
+
+
 class ScreenUI(commands.UI):
     """The app's user interface for commands. `on_screen` calls the method ``on_NAME`` for command NAME."""
 
     has_screen = True
 
-    def __init__(self, screen: ChatScreen) -> None:
+    def __init__(self, screen: CommandScreen, app: BaseApp) -> None:
         self._screen = screen
-        self._app = cast("ChatApp", screen.app)
-        self._ask, self.call = screen.app.push_screen_wait, screen.app.offload  # type: ignore[method-assign]
+        self._app = app
+        self._ask, self.call = app.push_screen_wait, app.offload  # type: ignore[method-assign]
         self._command = ""
 
     @property
@@ -99,22 +122,22 @@ class ScreenUI(commands.UI):
         self._screen.set_focus(self._screen.composer)
         self._screen.begin(start)
 
-    async def edit(self, message: Message) -> None:
+    async def edit(self, message: ChatMessage) -> None:
         self._screen.edit(message)
 
     async def put(self, draft: str) -> None:
         self._screen.composer.put(draft)
 
-    async def open(self, conversation: Conversation, told: str = "") -> None:
+    async def open(self, conversation: Conversation, notice: str = "") -> None:
         chats = self._screen.models.chats
-        place = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == conversation.id), None)
-        if place is None:
+        index = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == conversation.id), None)
+        if index is None:
             await self._screen.open(conversation)
             self._screen.set_focus(self._screen.composer)
         else:
-            await self._app.show_tab(place)
-        if told:
-            self._app.notify(told)
+            await self._app.show_tab(index)
+        if notice:
+            self._app.notify(notice)
 
     async def use_model(self, name: str) -> None:
         await self._screen.models.change(name)
@@ -142,15 +165,15 @@ class ScreenUI(commands.UI):
         archived = words == "archived"
         open_ids = {chat.session.conversation.id for chat in screen.models.chats}
         chats = ChatsScreen(self.session.store, open_ids, "" if archived else words, archived=archived)
-        chosen = await self._ask(chats)
+        chat_id = await self._ask(chats)
         for chat in screen.models.chats:
             conversation = chat.session.conversation
             conversation.title = chats.titles.get(conversation.id, conversation.title)
             if conversation.id in chats.deleted:
                 await chat.open(commands.new_chat(chat.session))
         screen.draw_heading()
-        if chosen is not None:
-            await self.open(await self.call(self.session.store.load, chosen))
+        if chat_id is not None:
+            await self.open(await self.call(self.session.store.load, chat_id))
 
     async def on_system(self, argument: str) -> None:
         session = self.session
@@ -164,21 +187,21 @@ class ScreenUI(commands.UI):
         settings = await self._ask(SamplingScreen(session.conversation.settings))
         if settings is not None:
             await self.call(session.set_options, settings)
-            given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
-            self._app.notify(f"settings of this chat: {given}")
+            summary = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
+            self._app.notify(f"settings of this chat: {summary}")
 
     async def on_allow(self, answer: str | None) -> None:
-        if (asked := self._screen.asked) is None:
+        if (request := self._screen.asked) is None:
             raise UsageError("no tool waits for an answer")
         if not answer:
             # The name is in the text too: a narrow screen cuts the title.
-            text = f"{asked.name} {asked.arguments}"
+            text = f"{request.name} {request.arguments}"
             answer = await self._ask(Choose("May the model use this tool?", text, PERMISSIONS.items()))
-            if answer is None or self._screen.asked is not asked:
+            if answer is None or self._screen.asked is not request:
                 return
         if answer not in PERMISSIONS:
             raise UsageError(f"answer with {', '.join(PERMISSIONS)}")
-        asked.answer(cast(Permission, answer))
+        request.answer(cast(Permission, answer))
         self._screen.ask_for_tool(None)
 
     async def on_model(self, argument: str) -> None:
@@ -200,7 +223,7 @@ class ScreenUI(commands.UI):
             screen.n_comparisons -= 1
             screen.send_pending()
 
-    async def _compare(self, screen: ChatScreen, session: ChatSession, name: str) -> None:
+    async def _compare(self, screen: CommandScreen, session: ChatSession, name: str) -> None:
         if name:
             if session.conversation.leaf is None:
                 raise UsageError("there is nothing to reply to yet: send a message first")
@@ -214,18 +237,18 @@ class ScreenUI(commands.UI):
             if before is not None and before != name:
                 self._app.spawn(screen.models.load(before), group="loading")
         pair = [(reply.id, commands.who(reply), reply.content) for reply in commands.compared(session.conversation)]
-        chosen = await self._ask(CompareScreen(pair))
-        if chosen is not None and session is screen.session:
-            await screen.switch(chosen)
+        reply_id = await self._ask(CompareScreen(pair))
+        if reply_id is not None and session is screen.session:
+            await screen.switch(reply_id)
 
     async def on_copy(self, argument: str) -> None:
         words = argument.split()
-        message: Message | None
+        message: ChatMessage | None
         if words and words[0] != "code":
             message = commands.numbered(self.session.conversation, words.pop(0))
         else:
             path = self.session.conversation.path()
-            message = next((each for each in reversed(path) if each.role == "assistant"), None)
+            message = next((candidate for candidate in reversed(path) if candidate.role == "assistant"), None)
         if message is None:
             raise UsageError("there is no reply yet: send a message first")
         if words:
@@ -234,7 +257,7 @@ class ScreenUI(commands.UI):
             self._app.copy_to_clipboard(message.content)
             self._app.notify(f"copied {len(message.content):,} characters")
 
-    async def _copy_code(self, message: Message, number: str | None = None) -> None:
+    async def _copy_code(self, message: ChatMessage, number: str | None = None) -> None:
         """Copy a code block to the clipboard: block ``number``, counted from 1, or a block that the user chooses."""
         blocks = {str(i): block for i, block in enumerate(await self.call(code_blocks, message.content), 1)}
         if not blocks:
@@ -285,18 +308,18 @@ class ScreenUI(commands.UI):
             lines += ["", str(screen.models.model.info)]
         await self._ask(Dialog[None]("Statistics", "\n".join(lines)))
 
-    async def on_tab(self, where: str) -> None:
-        if not where:
+    async def on_tab(self, target: str) -> None:
+        if not target:
             await self._app.open_tab(commands.new_chat(self.session))
             return
         chats = self._screen.models.chats
         steps = {"next": 1, "prev": -1}
-        place = (chats.index(self._screen) + steps.get(where, 0)) % len(chats)
-        if where not in steps:
-            place = int(where) - 1 if where.isdecimal() else -1
-        if not 0 <= place < len(chats):
-            raise UsageError(f"there is no tab {where}: {len(chats)} are open; /tab opens a new one")
-        await self._app.show_tab(place)
+        index = (chats.index(self._screen) + steps.get(target, 0)) % len(chats)
+        if target not in steps:
+            index = int(target) - 1 if target.isdecimal() else -1
+        if not 0 <= index < len(chats):
+            raise UsageError(f"there is no tab {target}: {len(chats)} are open; /tab opens a new one")
+        await self._app.show_tab(index)
 
     async def on_close(self, argument: str) -> None:
         await self._app.close_tab()

@@ -20,7 +20,7 @@ from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.events import ContextFull
 from localllm.tui.text import escape_controls, sentence, spelled_out
-from localllm.tui.widgets.reply import Reply
+from localllm.tui.widgets.reply import ReplyView
 from localllm.tui.widgets.status import KeyFooter
 from localllm.web import is_web
 
@@ -219,30 +219,30 @@ class Find(Dialog[str], Generic[Entry]):
 
     async def search(self) -> None:
         """Search for the current key, and show the result."""
-        wanted = self.wanted
+        key = self.wanted
         try:
-            found = await self.find(self._field.value)
+            entries = await self.find(self._field.value)
         except Exception as error:
             self.app.notify_error(error)
-            found = []
-        if not self.is_attached or wanted != self.wanted:
+            entries = []
+        if not self.is_attached or key != self.wanted:
             return
         before = self._list.highlighted or 0
-        self.found, self._found_for = found, wanted
+        self.found, self._found_for = entries, key
         self._list.clear_options().add_options(self.options())
-        self._list.highlighted = min(self.first(before), len(found) - 1) if found else None
+        self._list.highlighted = min(self.first(before), len(entries) - 1) if entries else None
         self._explain()
 
     async def highlighted(self) -> Entry | None:
         """Return the highlighted entry, after the search is complete."""
         if self._found_for != self.wanted:
             await self.search()
-        place = self._list.highlighted
-        return None if place is None else self.found[place]
+        index = self._list.highlighted
+        return None if index is None else self.found[index]
 
     def _explain(self) -> None:
-        place = self._list.highlighted
-        text = self.note(None if place is None else self.found[place])
+        index = self._list.highlighted
+        text = self.note(None if index is None else self.found[index])
         self._note.update(Content(spelled_out(text)))
         self._note.display = bool(text)
 
@@ -258,12 +258,12 @@ class Find(Dialog[str], Generic[Entry]):
         event.stop()
         self.dismiss(self.result(self.found[event.option_index]))
 
-    def action_move(self, where: str) -> None:
-        self.app.ask(self._move(where))
+    def action_move(self, direction: str) -> None:
+        self.app.ask(self._move(direction))
 
-    async def _move(self, where: str) -> None:
+    async def _move(self, direction: str) -> None:
         await self.highlighted()
-        getattr(self._list, f"action_{where}")()
+        getattr(self._list, f"action_{direction}")()
 
     def action_choose(self) -> None:
         self.app.ask(self._choose())
@@ -307,7 +307,7 @@ class CompareScreen(Dialog[str]):
         """``replies`` are tuples of id, model name and text."""
         super().__init__("Compare")
         self._replies = replies
-        self._views = [Reply() for _ in replies]
+        self._views = [ReplyView() for _ in replies]
         self.add_class("large").add_class("wide")
 
     def content(self) -> ComposeResult:
@@ -321,8 +321,8 @@ class CompareScreen(Dialog[str]):
         for (_, _, text), view in zip(self._replies, self._views, strict=True):
             self.app.spawn(view.show(text), group="compare")
 
-    def action_pick(self, place: int) -> None:
-        self.dismiss(self._replies[place][0])
+    def action_pick(self, index: int) -> None:
+        self.dismiss(self._replies[index][0])
 
 
 def rows(cells: Sequence[Sequence[str]]) -> list[Content]:
@@ -368,8 +368,8 @@ _CHOICES = {
 
 def ask_when_full(event: ContextFull) -> Choose:
     """Return the dialog. Its result is a `localllm.tui.chat.events.Choice`, `EDIT` or `TAKE_BACK`."""
-    what = "the conversation and the unfinished reply have" if event.in_reply else "the conversation has"
-    text = f"{what[0].upper()}{what[1:]} {event.needed:,} tokens, and the context holds {event.context:,}."
+    subject = "the conversation and the unfinished reply have" if event.in_reply else "the conversation has"
+    text = f"{subject[0].upper()}{subject[1:]} {event.needed:,} tokens, and the context holds {event.context:,}."
     if event.choices == ("stop",):
         too_long = "reply is too long: ask for a shorter one"
         if not event.in_reply:
@@ -393,10 +393,10 @@ async def open_link(app: BaseApp, address: str) -> None:
     if is_web(address):
         choices.append(("open", "Open in the browser"))
         title = "Open this link?"
-    chosen = await app.push_screen_wait(Choose(title, text, choices))
-    if chosen == "open":
+    answer = await app.push_screen_wait(Choose(title, text, choices))
+    if answer == "open":
         app.open_url(address)
-    elif chosen == "copy":
+    elif answer == "copy":
         app.copy_to_clipboard(text)
 
 

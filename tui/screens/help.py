@@ -86,7 +86,7 @@ def _part(title: str, rows: Iterable[tuple[str, str]], note: str = "") -> Render
     table = Table.grid(padding=(0, 2))
     table.add_column(max_width=24, style="bold")
     table.add_column()
-    for left, right in rows:
-        table.add_row(Text(left), Text(right))
+    for key, text in rows:
+        table.add_row(Text(key), Text(text))
     heading = Text.assemble((title, "bold underline"), f"\n{note}" if note else "")
     return Group(heading, table)

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from textual.app import ComposeResult
 from textual.widgets import Static
@@ -16,12 +16,11 @@ from localllm.console import quantity
 from localllm.errors import LocalLLMError
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.context import ChatModel, name_of
+from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.dialogs import Choose, Find, rows
 from localllm.tui.setup import ModelEntry
 from localllm.tui.text import sentence
-
-if TYPE_CHECKING:
-    from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.widgets.status import StatusBar
 
 #: Columns of the list, most important first: a narrow screen cuts the last columns.
 _HEAD = ("model", "fits", "size", "format", "params", "context")
@@ -117,8 +116,8 @@ class Loading:
         if stage == "weights":
             self.progress = ("loading weights", done / total if total else None)
         elif done < total:
-            what = f" for {self.formats}" if self.formats else ""
-            self.progress = (f"compiling kernels{what}: {total - done} left", None)
+            formats = f" for {self.formats}" if self.formats else ""
+            self.progress = (f"compiling kernels{formats}: {total - done} left", None)
 
 
 #: Interval in seconds between updates of the loading progress.
@@ -129,7 +128,26 @@ _PERIOD = 0.1
 ModelState = Literal["loading", "loaded", "none"]
 
 
-class ModelLoader:
+class OpenChat(Protocol):
+    """The part of a chat's screen that the loader uses."""
+
+    session: ChatSession
+    status: StatusBar
+
+    async def end_turn(self) -> None:
+        """Stop the current turn, and wait until it has ended."""
+
+    async def refresh_all(self) -> None:
+        """Redraw the conversation and the status line."""
+
+    def send_pending(self) -> None:
+        """Send the message that waits for the model, if any."""
+
+
+Chat = TypeVar("Chat", bound=OpenChat)
+
+
+class ModelLoader(Generic[Chat]):
     """Loads the model that all chats share. Only one model is loaded at a time, because two may not fit in memory."""
 
     def __init__(self, app: BaseApp) -> None:
@@ -137,7 +155,7 @@ class ModelLoader:
         # the loaded model and its name, or None; the name of the demo model is empty
         self.model: ChatModel | None = None
         self.name: str | None = None
-        self.chats: list[ChatScreen] = []  # the open chats
+        self.chats: list[Chat] = []  # the open chats
         self._app = app
         self._loading: Loading | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -180,7 +198,7 @@ class ModelLoader:
             await self._ask_after_failure(name, before, error)
             self._go_on()
 
-    async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
+    async def _load_now(self, loading: Loading, saved_name: str | None) -> Exception | None:
         """Load a model and pass it to all chats. Returns the error if loading fails, otherwise None."""
         if loading.cancelled.is_set():
             return None
@@ -204,7 +222,7 @@ class ModelLoader:
         # The model has a million permanent objects. Without freezing, a full collection would block keys for 0.1 s.
         gc.freeze()
         for chat in self.chats:
-            await self._app.offload(chat.session.use_model, model, kept)
+            await self._app.offload(chat.session.use_model, model, saved_name)
         try:
             for chat in self.chats:
                 await chat.refresh_all()
@@ -237,12 +255,12 @@ class ModelLoader:
         can_go_back = before is not None and before != name
         back = [("back", f"Back to {_title(before)}")] if can_go_back else []
         none = ("none", "Continue without a model: the chat can be read")
-        chosen = await self._ask(name, error, *back, _OTHER, ("again", "Try again"), none)
-        if chosen == "other":
+        answer = await self._ask(name, error, *back, _OTHER, ("again", "Try again"), none)
+        if answer == "other":
             await self.choose()
-        elif chosen == "again":
+        elif answer == "again":
             await self.change(name)
-        elif before is not None and can_go_back and chosen != "none":  # Esc also restores the old model
+        elif before is not None and can_go_back and answer != "none":  # Esc also restores the old model
             await self.load(before)
 
     async def _ask(self, name: str, error: Exception, *choices: tuple[str, str]) -> str | None:
@@ -259,8 +277,8 @@ class ModelLoader:
             here = f"the model of this chat, {saved}, is not available: {_title(self.name)} replies now"
             self._app.notify(here, severity="warning")
         else:
-            what = f"this chat used {_title(saved)}: {_title(self.name)} replies now"
-            self._app.notify(f"{what}, /model changes that")
+            text = f"this chat used {_title(saved)}: {_title(self.name)} replies now"
+            self._app.notify(f"{text}, /model changes that")
 
     async def choose(self) -> None:
         name = await self._app.push_screen_wait(ModelsScreen(self._app.setup.list_models, self.name))

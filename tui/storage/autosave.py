@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from localllm.errors import StoreError
-from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.storage.chats import ChatDeletedError, Store
 
 #: Seconds between two saves of a reply during its generation.
@@ -27,7 +27,7 @@ class AutoSaver:
         self._store = store
         self._conversation = conversation
         self._lock = threading.Lock()
-        self._unsaved: dict[str, Message] = {}
+        self._unsaved: dict[str, ChatMessage] = {}
         self._unset: dict[str, Any] = {}
         self._undeleted: list[str] = []
         self._warning: str | None = None
@@ -79,11 +79,11 @@ class AutoSaver:
     @contextmanager
     def saving(self, id_: str) -> Iterator[None]:
         """Save a message repeatedly while the block runs, in a thread: a slow disk must not delay generation."""
-        ended = threading.Event()
+        stop_event = threading.Event()
 
         def run() -> None:
             saved = None
-            while not ended.wait(SAVE_SECONDS):
+            while not stop_event.wait(SAVE_SECONDS):
                 message = self._conversation[id_]
                 if message is not saved:
                     self.save(id_)
@@ -94,7 +94,7 @@ class AutoSaver:
         try:
             yield
         finally:
-            ended.set()
+            stop_event.set()
             thread.join()
 
     def take_warning(self) -> str | None:

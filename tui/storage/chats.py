@@ -24,7 +24,7 @@ from localllm.chat.thinking import split
 from localllm.errors import StoreError
 from localllm.files import expanded
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.conversation import Conversation, Message, parsed, to_message
+from localllm.tui.chat.conversation import ChatMessage, Conversation, parsed, to_message
 from localllm.tui.storage import schema
 from localllm.tui.text import clean_title, shortened, storable
 
@@ -96,7 +96,7 @@ class Store:
 
     # -- Writing ---------------------------------------------------------------------------------------------------
 
-    def save(self, conversation: Conversation, messages: Iterable[Message]) -> None:
+    def save(self, conversation: Conversation, messages: Iterable[ChatMessage]) -> None:
         """Save new and changed messages of a conversation, and its leaf.
 
         The conversation itself is saved with its first messages. `set` saves later changes of its properties.
@@ -130,9 +130,9 @@ class Store:
             for name, value in changes.items():
                 if name not in ("title", "system", "settings", "model", "archived", "leaf"):
                     raise TypeError(f"a conversation has no {name!r} that can be set")
-                kept = json.dumps(value) if isinstance(value, dict) else value
-                kept = storable(kept) if isinstance(kept, str) else kept
-                execute(f"UPDATE sessions SET {name} = ? WHERE id = ?", (kept, id_))
+                stored = json.dumps(value) if isinstance(value, dict) else value
+                stored = storable(stored) if isinstance(stored, str) else stored
+                execute(f"UPDATE sessions SET {name} = ? WHERE id = ?", (stored, id_))
 
     def rename(self, id_: str, title: str) -> str:
         """Rename a conversation. Returns the saved title, which is one line."""
@@ -154,21 +154,21 @@ class Store:
 
     def mark_open(self, *ids: str) -> None:
         """Record the conversations that are open here, and only these. Removes terminals whose process has ended."""
-        own, here, *process = self._marks
+        store_id, here, *process = self._marks
         with self._writing() as execute:
             for id_, host, pid, began in execute("SELECT id, host, pid, began FROM terminals").fetchall():
-                if id_.startswith(own) or (host == here and not _is_alive(pid, began)):
+                if id_.startswith(store_id) or (host == here and not _is_alive(pid, began)):
                     execute("DELETE FROM terminals WHERE id = ?", (id_,))
             for chat in set(ids):
-                values = (f"{own} {chat}", here, *process, chat)
+                values = (f"{store_id} {chat}", here, *process, chat)
                 execute("INSERT INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)", values)
 
     def others_with_open(self, id_: str) -> list[str]:
         """Return the other terminals that have opened a conversation, such as "process 123"."""
-        own, here, *_ = self._marks
+        store_id, here, *_ = self._marks
         with self._reading():
             rows = self._connection.execute(
-                "SELECT host, pid, began FROM terminals WHERE session = ? AND substr(id, 1, 32) != ?", (id_, own)
+                "SELECT host, pid, began FROM terminals WHERE session = ? AND substr(id, 1, 32) != ?", (id_, store_id)
             ).fetchall()
         return [
             f"process {pid}" if host == here else f"process {pid} on {host}"
@@ -186,14 +186,14 @@ class Store:
         """
         with self._reading():
             row = self._connection.execute("SELECT * FROM sessions WHERE id = ?", (id_,)).fetchone()
-            kept = self._connection.execute(
+            rows = self._connection.execute(
                 "SELECT * FROM messages WHERE session = ? ORDER BY seq", (id_,)
             ).fetchall()
         if row is None:
             raise _no_chat(id_)
-        if any(values["state"] == "streaming" for values in kept) and self.others_with_open(id_):
-            kept = [values for values in kept if values["state"] != "streaming"]
-        messages = [_message(values) for values in kept]
+        if any(values["state"] == "streaming" for values in rows) and self.others_with_open(id_):
+            rows = [values for values in rows if values["state"] != "streaming"]
+        messages = [_message(values) for values in rows]
         settings = parsed(row["settings"])
         conversation = Conversation(
             id=row["id"],
@@ -234,7 +234,7 @@ class Store:
         if not words:
             return []
         titled = self._summaries("WHERE " + " AND ".join(["folded(title) GLOB ?"] * len(words)), _patterns(words))
-        found = {summary.id: summary for summary in titled}
+        summaries = {summary.id: summary for summary in titled}
         condition = " AND ".join(["folded(content(role, text, opened)) GLOB ?"] * len(words))
         with self._reading():  # per conversation, the newest message with all words
             rows = self._connection.execute(
@@ -243,9 +243,9 @@ class Store:
                 _patterns(words),
             ).fetchall()
         for session, content, _ in rows:
-            summary = found.get(session) or self._summaries("WHERE s.id = ?", (session,))[0]
-            found[session] = replace(summary, preview=_excerpt(content, words[0]))
-        return sorted(found.values(), key=lambda summary: summary.updated, reverse=True)[:limit]
+            summary = summaries.get(session) or self._summaries("WHERE s.id = ?", (session,))[0]
+            summaries[session] = replace(summary, preview=_excerpt(content, words[0]))
+        return sorted(summaries.values(), key=lambda summary: summary.updated, reverse=True)[:limit]
 
     def _summaries(self, condition: str, values: Iterable[Any]) -> list[ChatSummary]:
         with self._reading():
@@ -276,15 +276,15 @@ def _time(value: object) -> float:
     return float(value) if isinstance(value, int | float) and 0 <= value < 253_402_300_799 else 0.0
 
 
-def _message(row: sqlite3.Row) -> Message:
-    where = f"message {row['seq']} of the saved chats"
+def _message(row: sqlite3.Row) -> ChatMessage:
+    label = f"message {row['seq']} of the saved chats"
     try:
         more = parsed(row["extras"])
     except StoreError as error:
-        raise StoreError(f"{where} is damaged: {error}") from None
+        raise StoreError(f"{label} is damaged: {error}") from None
     values = more if isinstance(more, dict) else {}
     values |= {key: row[key] for key in ("id", "parent", "role", "text", "state", "opened")}
-    message = to_message({**values, "created": _time(row["created"])}, where)
+    message = to_message({**values, "created": _time(row["created"])}, label)
     return replace(message, state="killed") if message.state == "streaming" else message
 
 
@@ -303,11 +303,11 @@ def _preview(role: str | None, text: str | None, opened: str | None) -> str:
 
 
 def _excerpt(text: str, word: str) -> str:
-    found = text.casefold().find(word)
+    match = text.casefold().find(word)
     # Number of letters before the word. Case folding can expand one letter to two, such as "ß".
-    n_before = bisect(list(accumulate(len(letter.casefold()) for letter in text[:found])), found)
-    place = max(0, n_before - _PREVIEW // 4)
-    return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)
+    n_before = bisect(list(accumulate(len(letter.casefold()) for letter in text[:match])), match)
+    start = max(0, n_before - _PREVIEW // 4)
+    return ("…" if start else "") + shortened(text[start : start + 4 * _PREVIEW], _PREVIEW)
 
 
 #: Tolerance in seconds for the start time of a process, which may shift when the clock is set.
@@ -323,7 +323,7 @@ def _is_alive(pid: int, began: float) -> bool:
         return False
 
 
-def extras(message: Message) -> dict[str, Any]:
-    found = {name: getattr(message, name) for name in ("stats", "window", "attachments", "calls")}
-    values: dict[str, Any] = msgspec.to_builtins({name: value for name, value in found.items() if value})
+def extras(message: ChatMessage) -> dict[str, Any]:
+    fields = {name: getattr(message, name) for name in ("stats", "window", "attachments", "calls")}
+    values: dict[str, Any] = msgspec.to_builtins({name: value for name, value in fields.items() if value})
     return values

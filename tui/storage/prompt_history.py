@@ -71,13 +71,13 @@ class PromptHistory:
         """Return the previous entry that differs from ``current``, the text in the editor, or None."""
         if self._place is None:
             self._draft = current
-        place = (len(self._entries) if self._place is None else self._place) - 1
-        while place >= 0 and self._entries[place] == current:
-            place -= 1
-        if place < 0:
+        index = (len(self._entries) if self._place is None else self._place) - 1
+        while index >= 0 and self._entries[index] == current:
+            index -= 1
+        if index < 0:
             return None
-        self._place = place
-        return self._entries[place]
+        self._place = index
+        return self._entries[index]
 
     def newer(self) -> str | None:
         """Return the next entry, or the draft after the last entry. None if no entry is shown."""

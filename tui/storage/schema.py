@@ -134,15 +134,16 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 @contextlib.contextmanager
 def in_words(path: Path | None) -> Iterator[None]:
     """Convert errors of SQLite and the system to `StoreError`."""
-    where = "in memory" if path is None else f"in {path}"
+    location = "in memory" if path is None else f"in {path}"
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        raise StoreError(f"the chats {where} {_COMPLAINTS.get(code, 'cannot be used')} ({error})") from error
+        raise StoreError(f"the chats {location} {_COMPLAINTS.get(code, 'cannot be used')} ({error})") from error
     except OSError as error:
         raise StoreError(
-            f"the chats {where} cannot be used ({error.strerror}): check the folder, or set LOCALLLM_DATA to another"
+            f"the chats {location} cannot be used ({error.strerror}): check the folder, or set LOCALLLM_DATA to "
+            "another"
         ) from error
 
 

@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.tui.chat.attachments import Completion, clipboard_pictures, picture_reference
+from localllm.tui.chat.attachments import Suggestion, clipboard_images, media_reference
 from localllm.tui.chat.tools import in_thread
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import Pastes, escape_controls
@@ -27,11 +27,11 @@ class Suggestions(OptionList, can_focus=False):
 
     def __init__(self) -> None:
         super().__init__()
-        self.choices: list[Completion] = []
+        self.choices: list[Suggestion] = []
         self._line = ""
         self.display = False
 
-    def offer(self, choices: Sequence[Completion], line: str = "") -> None:
+    def offer(self, choices: Sequence[Suggestion], line: str = "") -> None:
         """Show completions for ``line``. An empty list hides the widget."""
         self._line = line
         if list(choices) == self.choices:
@@ -52,13 +52,13 @@ class Suggestions(OptionList, can_focus=False):
         is_folder = typed.startswith("@") and typed.endswith(("/", os.sep))
         return self.highlighted == 0 and (typed in names or is_folder)
 
-    def chosen(self, line: str) -> Completion | None:
+    def chosen(self, line: str) -> Suggestion | None:
         """Return the highlighted completion. None if the list is hidden or was built for another line."""
         fits = self.display and line == self._line
         return self.choices[self.highlighted] if fits and self.highlighted is not None else None
 
 
-def _line(choice: Completion) -> Content:
+def _line(choice: Suggestion) -> Content:
     text = Content(escape_controls(choice.text))
     return Content.assemble(text, "  ", (choice.help, "dim")) if choice.help else text
 
@@ -99,7 +99,7 @@ class Composer(TextArea):
         self.suggestions = suggestions
         self.pastes = Pastes()
         self._called_up = ""
-        self._told = ("", True)
+        self._line_state = ("", True)
 
     @property
     def message(self) -> str:
@@ -136,7 +136,7 @@ class Composer(TextArea):
     async def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
-        if (reference := picture_reference(event.text)) is not None:
+        if (reference := media_reference(event.text)) is not None:
             self.insert(reference)
         elif not event.text:  # some terminals send an empty paste if the clipboard has no text
             self.action_paste()
@@ -148,16 +148,16 @@ class Composer(TextArea):
         self.run_worker(self._paste(), exit_on_error=False)
 
     async def _paste(self) -> None:
-        self._insert_pasted(await asyncio.wrap_future(in_thread(clipboard_pictures)) or self.app.clipboard)
+        self._insert_pasted(await asyncio.wrap_future(in_thread(clipboard_images)) or self.app.clipboard)
 
     def _insert_pasted(self, text: str) -> None:
         self.insert(self.pastes.fold(text.replace("\r\n", "\n").replace("\r", "\n")))
 
     def action_send(self) -> None:
-        chosen = self.suggestions.chosen(self.line_to_cursor)
-        typed = "" if chosen is None else self.line_to_cursor[chosen.start :]
-        if chosen is not None and not self.suggestions.is_complete(typed):
-            self.complete(chosen)
+        completion = self.suggestions.chosen(self.line_to_cursor)
+        typed = "" if completion is None else self.line_to_cursor[completion.start :]
+        if completion is not None and not self.suggestions.is_complete(typed):
+            self.complete(completion)
         elif self.line_to_cursor.endswith("\\"):  # newline for terminals that cannot report Shift+Enter
             self.action_delete_left()
             self.action_new_line()
@@ -184,12 +184,12 @@ class Composer(TextArea):
             self.action_cursor_down()
 
     def action_complete(self) -> None:
-        if (chosen := self.suggestions.chosen(self.line_to_cursor)) is not None:
-            self.complete(chosen)
+        if (completion := self.suggestions.chosen(self.line_to_cursor)) is not None:
+            self.complete(completion)
         else:
             self.screen.focus_next()
 
-    def complete(self, choice: Completion) -> None:
+    def complete(self, choice: Suggestion) -> None:
         """Insert a completion."""
         row, column = self.cursor_location
         text = choice.text if choice.goes_on or choice.text.endswith(" ") else f"{choice.text} "
@@ -204,10 +204,10 @@ class Composer(TextArea):
             self.suggestions.offer([])
             return
         self._called_up = ""
-        told = (self.line_to_cursor, self.cursor_location[0] == 0)
-        if told != self._told:  # one key may cause both events
-            self._told = told
-            self.post_message(self.Typed(*told))
+        line_state = (self.line_to_cursor, self.cursor_location[0] == 0)
+        if line_state != self._line_state:  # one key may cause both events
+            self._line_state = line_state
+            self.post_message(self.Typed(*line_state))
 
     @property
     def line_to_cursor(self) -> str:

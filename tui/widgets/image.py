@@ -11,18 +11,18 @@ from textual.content import Content
 from textual.style import Style
 
 from localllm.errors import UsageError
-from localllm.models.encoders.images import open_picture
+from localllm.models.encoders.images import open_image
 
 #: Maximum number of columns and lines of an image.
 _COLUMNS, _LINES = 40, 14
 
 
-def half_blocks(picture: bytes) -> Content:
+def half_blocks(file: bytes) -> Content:
     """Return an image with its aspect ratio. Each character shows two pixels, one above the other."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings were shown when the image was attached
-            image = open_picture(picture)
+            image = open_image(file)
     except UsageError as error:
         return Content(f"({error})")
     scale = min(1.0, _COLUMNS / image.width, 2 * _LINES / image.height)

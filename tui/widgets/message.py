@@ -15,14 +15,14 @@ from textual.widget import Widget
 from textual.widgets import Collapsible, Static
 
 from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.conversation import Call, Message
+from localllm.tui.chat.conversation import CallRecord, ChatMessage
 from localllm.tui.chat.events import ThinkingClock
 from localllm.tui.text import escape_controls, shortened
 from localllm.tui.widgets.image import half_blocks
-from localllm.tui.widgets.reply import Reply, block_end
+from localllm.tui.widgets.reply import ReplyView, block_end
 
 
-class Thinking(Collapsible):
+class ThinkingView(Collapsible):
     """The model's thinking. It is drawn only while expanded, in blocks; only the last block changes."""
 
     def __init__(self, text: str, seconds: float | None) -> None:
@@ -40,12 +40,12 @@ class Thinking(Collapsible):
 
     def show(self, text: str, seconds: float | None) -> None:
         """Show the complete thinking. ``seconds`` is the thinking time, or None if it is unknown."""
-        whole = escape_controls(text)
-        if not whole.startswith(self.text[: self._n_drawn]):
+        escaped = escape_controls(text)
+        if not escaped.startswith(self.text[: self._n_drawn]):
             self._n_drawn = 0
             self._body.query(Static).remove()
             self._add_block()
-        self.text = whole
+        self.text = escaped
         self.title = _title(self.text, seconds, False)
         self._draw()
 
@@ -53,12 +53,12 @@ class Thinking(Collapsible):
         if self.collapsed or not self._body.is_mounted:
             return
         while True:
-            rest = self.text[self._n_drawn :]
-            end = block_end(rest)
+            remaining = self.text[self._n_drawn :]
+            end = block_end(remaining)
             if not end:
-                self._last.update(Content(rest.rstrip()))
+                self._last.update(Content(remaining.rstrip()))
                 return
-            self._last.update(Content(rest[:end].removesuffix("\n")))
+            self._last.update(Content(remaining[:end].removesuffix("\n")))
             self._n_drawn += end
             self._add_block()
 
@@ -103,7 +103,7 @@ class Place(NamedTuple):
     Numbers count from 1.
     """
 
-    message: Message
+    message: ChatMessage
     number: int
     branch: tuple[int, int]
     divider: str
@@ -134,31 +134,31 @@ class MessageView(Vertical, can_focus=True):
         Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
     ]
 
-    def __init__(self, place: Place, *, is_streaming: bool = False) -> None:
-        super().__init__(classes=place.message.role)
-        self.place = place
-        self.message = place.message
+    def __init__(self, position: Place, *, is_streaming: bool = False) -> None:
+        super().__init__(classes=position.message.role)
+        self.place = position
+        self.message = position.message
         self._is_streaming = is_streaming
         self._is_unfolded = False
         self._writer = ""
         self._clock = ThinkingClock()
         # A streaming reply starts empty: all its text arrives as pieces.
-        self._thinking = Thinking("" if is_streaming else self.message.thinking, _seconds(self.message))
+        self._thinking = ThinkingView("" if is_streaming else self.message.thinking, _seconds(self.message))
         self._thinking.display = bool(self._thinking.text.strip())
-        self._reply = Reply()
-        self._shown_calls: tuple[Call, ...] = ()
+        self._reply = ReplyView()
+        self._shown_calls: tuple[CallRecord, ...] = ()
         # Attributes instead of queries by class: children might not be mounted yet, or be gone when the app ends.
         self._divider, self._head = Static(classes="divider"), Static(classes="head")
         self._said, self._foot = Static(classes="said"), Static(classes="foot")
-        self._calls, self._pictures = Vertical(classes="calls"), Static(classes="said")
-        self._shown_pictures: list[bytes] = []
+        self._calls, self._images = Vertical(classes="calls"), Static(classes="said")
+        self._shown_images: list[bytes] = []
 
     def compose(self) -> ComposeResult:
         yield self._divider
         yield self._head
         if self.message.role == "user":
             yield self._said
-            yield self._pictures
+            yield self._images
         else:
             yield self._thinking
             yield self._reply
@@ -172,10 +172,10 @@ class MessageView(Vertical, can_focus=True):
         is_long = self.message.role == "user" and (text.count("\n") >= _MAX_LINES or len(text) > _MAX_CHARACTERS)
         return bool(self._thinking.display) or is_long or bool(self.message.calls)
 
-    def show(self, place: Place) -> None:
+    def show(self, position: Place) -> None:
         """Update everything except the text."""
-        if place != self.place or place.message != self.message:
-            self.place, self.message = place, place.message
+        if position != self.place or position.message != self.message:
+            self.place, self.message = position, position.message
             self._draw()
 
     def on_mount(self) -> None:
@@ -225,7 +225,7 @@ class MessageView(Vertical, can_focus=True):
         else:
             await self._reply.write(text)
 
-    async def finish(self, message: Message) -> None:
+    async def finish(self, message: ChatMessage) -> None:
         self._is_streaming = False
         self.message = message
         self._thinking.display = bool(message.thinking.strip())
@@ -237,21 +237,21 @@ class MessageView(Vertical, can_focus=True):
     def _draw(self) -> None:
         self._head.update(self._head_text())
         self._said.update(self._said_text())
-        self._draw_pictures()
+        self._draw_images()
         for line, text in ((self._divider, Content(self.place.divider)), (self._foot, self._foot_text())):
             line.update(text)
             line.display = bool(text)
 
-    def _draw_pictures(self) -> None:
-        pictures = [file.picture for file in self.message.attachments if file.picture and not file.is_sound]
-        self._pictures.display = bool(pictures)
-        if pictures != self._shown_pictures:
-            self._shown_pictures = pictures
-            self.run_worker(self._show_pictures(pictures), group="pictures", exclusive=True)
+    def _draw_images(self) -> None:
+        images = [file.picture for file in self.message.attachments if file.picture and not file.is_sound]
+        self._images.display = bool(images)
+        if images != self._shown_images:
+            self._shown_images = images
+            self.run_worker(self._show_images(images), group="images", exclusive=True)
 
-    async def _show_pictures(self, pictures: list[bytes]) -> None:
-        drawn = await asyncio.to_thread(lambda: [half_blocks(picture) for picture in pictures])
-        self._pictures.update(Content("\n\n").join(drawn))
+    async def _show_images(self, images: list[bytes]) -> None:
+        drawn = await asyncio.to_thread(lambda: [half_blocks(image) for image in images])
+        self._images.update(Content("\n\n").join(drawn))
 
     def _draw_calls(self) -> None:
         """Show the tool calls as collapsed sections."""
@@ -267,10 +267,10 @@ class MessageView(Vertical, can_focus=True):
             written = "" if self.message.stats is None or self._is_streaming else self.message.stats.model
             name = escape_controls(written or self._writer) or "Reply"
         number, n = self.place.branch
-        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold"), (f" #{self.place.number}", "dim")]
+        spans: list[str | Content | tuple[str, str | Style]] = [(name, "bold"), (f" #{self.place.number}", "dim")]
         if n > 1:
-            parts += ["  ", self._step("‹", -1, number > 1), f" {number}/{n} ", self._step("›", 1, number < n)]
-        return Content.assemble(*parts)
+            spans += ["  ", self._step("‹", -1, number > 1), f" {number}/{n} ", self._step("›", 1, number < n)]
+        return Content.assemble(*spans)
 
     def _said_text(self) -> Content:
         text = escape_controls(self.message.text)
@@ -278,21 +278,21 @@ class MessageView(Vertical, can_focus=True):
         if self._is_unfolded or (len(lines) <= _MAX_LINES and len(text) <= _MAX_CHARACTERS):
             return Content(text)
         beginning = "\n".join(lines[: _MAX_LINES // 2])
-        n_more, what = len(lines) - _MAX_LINES // 2, "lines"
+        n_more, unit = len(lines) - _MAX_LINES // 2, "lines"
         if len(beginning) > _MAX_CHARACTERS or n_more <= 0:
             beginning = text[: _MAX_CHARACTERS // 2]
-            n_more, what = len(text) - len(beginning), "characters"
-        return Content.assemble(beginning, (f"\n… {n_more:,} more {what} (t unfolds)", "dim"))
+            n_more, unit = len(text) - len(beginning), "characters"
+        return Content.assemble(beginning, (f"\n… {n_more:,} more {unit} (t unfolds)", "dim"))
 
     def _foot_text(self) -> Content:
         message = self.message
         if self._is_streaming:
             return Content("")
-        parts = [f"+ {escape_controls(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
+        notes = [f"+ {escape_controls(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
         if message.role == "assistant" and message.state in _ENDS:
-            how = f" · {self.app.key_of('continue')} continues" if self.place.is_last else ""
-            parts.append(_ENDS[message.state] + how)
-        return Content("\n".join(parts))
+            hint = f" · {self.app.key_of('continue')} continues" if self.place.is_last else ""
+            notes.append(_ENDS[message.state] + hint)
+        return Content("\n".join(notes))
 
     def _step(self, symbol: str, by: int, is_possible: bool) -> tuple[str, str | Style]:
         """Return a symbol that switches to another branch when clicked."""
@@ -301,11 +301,11 @@ class MessageView(Vertical, can_focus=True):
         return (symbol, Style.from_meta({"@click": f"screen.step_message({self.message.id!r}, {by})"}))
 
 
-def _call(call: Call) -> Collapsible:
+def _call(call: CallRecord) -> Collapsible:
     size = "…" if call.result is None else f"{len(call.result):,} characters"
     title = escape_controls(f"{call.name} {shortened(call.arguments, _MAX_OF_A_CALL)} · {size}")
-    parts = (_beginning(call.arguments), _beginning(call.result or ""))
-    text = Content(escape_controls("\n\n".join(parts)))
+    texts = (_beginning(call.arguments), _beginning(call.result or ""))
+    text = Content(escape_controls("\n\n".join(texts)))
     return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=True)
 
 
@@ -314,5 +314,5 @@ def _beginning(text: str) -> str:
     return text if n_more <= 0 else f"{text[:_MAX_UNFOLDED]}\n… {n_more:,} more characters"
 
 
-def _seconds(message: Message) -> float | None:
+def _seconds(message: ChatMessage) -> float | None:
     return None if message.stats is None else message.stats.thinking_s

@@ -89,7 +89,7 @@ def block_end(text: str) -> int:
     return text.rfind("\n", 0, _BLOCK_LENGTH) + 1 or _BLOCK_LENGTH
 
 
-class Reply(Markdown):
+class ReplyView(Markdown):
     """A reply's answer, drawn in pieces, between which keys are handled.
 
     After `_MAX_BLOCKS` blocks, or a block of `_MAX_LAST_BLOCK` characters, the rest is drawn as plain text.

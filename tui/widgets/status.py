@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Footer
 
 from localllm.console import quantity
-from localllm.tui.chat.conversation import Stats
+from localllm.tui.chat.conversation import ReplyStats
 from localllm.tui.chat.session import Meter
 from localllm.tui.text import escape_controls
 
@@ -28,14 +28,14 @@ class Status:
     activity: str = ""
     progress: float | None = None
     meter: Meter | None = None
-    stats: Stats | None = None
+    stats: ReplyStats | None = None
     model: str = ""
     device: str = ""
     memory: int = 0
     gpu_memory: int = 0
 
 
-class StatusLine(Widget):
+class StatusBar(Widget):
     """One line. If it is too narrow, the least important items are omitted."""
 
     status = reactive(Status())
@@ -50,37 +50,37 @@ class StatusLine(Widget):
 
 def line(status: Status, width: int) -> Content:
     """Return the status line for ``width`` columns."""
-    parts = _parts(status)
-    while len(parts) > 1 and sum(part.cell_length + 3 for _, part in parts) - 3 > width:
-        parts.remove(min(parts, key=lambda part: part[0]))
-    return Content(" · ").join(part for _, part in parts)
+    items = _parts(status)
+    while len(items) > 1 and sum(item.cell_length + 3 for _, item in items) - 3 > width:
+        items.remove(min(items, key=lambda item: item[0]))
+    return Content(" · ").join(item for _, item in items)
 
 
 def _parts(status: Status) -> list[tuple[int, Content]]:
     """Return the items with their priorities."""
-    parts: list[tuple[int, Content]] = []
+    items: list[tuple[int, Content]] = []
     if status.activity:
-        done = ""
+        bar = ""
         if (share := status.progress) is not None:
             n_full = round(_BAR_WIDTH * share)
-            done = f" {'━' * n_full}{'╌' * (_BAR_WIDTH - n_full)} {share:.0%}"
-        parts.append((9, Content.styled(f"{status.activity}{done}", "$text-accent")))
+            bar = f" {'━' * n_full}{'╌' * (_BAR_WIDTH - n_full)} {share:.0%}"
+        items.append((9, Content.styled(f"{status.activity}{bar}", "$text-accent")))
     if status.meter is not None and status.meter.context:
         share = status.meter.used / status.meter.context
         text = f"{status.meter.used:,} / {status.meter.context:,} · {share:.0%}"
-        parts.append((8, Content.styled(text, "$text-warning" if share >= _NEARLY_FULL else "")))
+        items.append((8, Content.styled(text, "$text-warning" if share >= _NEARLY_FULL else "")))
     if (stats := status.stats) is not None and stats.new_tokens:
-        parts.append((7, Content(f"{stats.rate:.1f} tok/s")))
-        parts.append((3, Content(f"first after {stats.first_token_s:.2f} s")))
+        items.append((7, Content(f"{stats.rate:.1f} tok/s")))
+        items.append((3, Content(f"first after {stats.first_token_s:.2f} s")))
     if status.model:
-        parts.append((6, Content(escape_controls(status.model))))
-        parts.append((4, Content(status.device)))
+        items.append((6, Content(escape_controls(status.model))))
+        items.append((4, Content(status.device)))
     elif not status.activity:
-        parts.append((6, Content.styled("no model: /model chooses one", "$text-warning")))
+        items.append((6, Content.styled("no model: /model chooses one", "$text-warning")))
     if status.memory:
         gpu = f" + {quantity(status.gpu_memory, 'B')} GPU" if status.gpu_memory else ""
-        parts.append((2, Content(f"{quantity(status.memory, 'B')}{gpu} in use")))
-    return parts
+        items.append((2, Content(f"{quantity(status.memory, 'B')}{gpu} in use")))
+    return items
 
 
 class KeyFooter(Footer):

@@ -63,23 +63,23 @@ class Transcript(VerticalScroll, can_focus=False):
             await self._draw(streaming, writer)
 
     async def _draw(self, streaming: str | None, writer: str) -> None:
-        drawn = {place.message.id: place for place in self._places[-self._n_drawn :]}
+        drawn = {position.message.id: position for position in self._places[-self._n_drawn :]}
         with self.app.batch_update():
             for view in self.views:
                 if view.message.id not in drawn:
                     await view.remove()
-            kept = {view.message.id: view for view in self.views}
-            for id_, view in kept.items():
+            views = {view.message.id: view for view in self.views}
+            for id_, view in views.items():
                 view.show(drawn[id_])
             await self._draw_notices(len(self._places) - len(drawn))
             # Both paths share their start, so kept views are contiguous. New views are before or after them.
-            first = next(iter(kept.values()), None)
+            first = next(iter(views.values()), None)
             new = []
-            for id_, place in drawn.items():
-                if id_ in kept:
+            for id_, position in drawn.items():
+                if id_ in views:
                     first = None
                     continue
-                new.append(MessageView(place, is_streaming=id_ == streaming))
+                new.append(MessageView(position, is_streaming=id_ == streaming))
                 await self.mount(new[-1], before=first)
         for view in new[::-1]:  # from the visible end up, because long messages take time
             await view.fill()

@@ -43,16 +43,16 @@ class StepCost:
         """
         if not self.single_s:
             return 0
-        each = self.token_cost + draft_s / self.single_s
+        draft_cost = self.token_cost + draft_s / self.single_s
         best, best_gain = 0, MIN_GAIN
         n_tokens = chance = 1.0
         for n in range(1, most + 1):
             chance *= rate
             n_tokens += chance
-            gain = n_tokens / (1 + n * each)
+            gain = n_tokens / (1 + n * draft_cost)
             if gain > best_gain:
                 best, best_gain = n, gain
-            elif chance < each * best_gain:
+            elif chance < draft_cost * best_gain:
                 break  # further drafts cost more than they gain
         return best
 

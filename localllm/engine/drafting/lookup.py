@@ -35,22 +35,22 @@ class NGramIndex:
         tokens of the last call.
         """
         followers = self._followers
-        for place in range(self._n_tokens, len(tokens)):
+        for position in range(self._n_tokens, len(tokens)):
             for end in self._ends:
-                followers[end] = place
-            recent = tuple(tokens[max(0, place + 1 - LONGEST) : place + 1])
+                followers[end] = position
+            recent = tuple(tokens[max(0, position + 1 - LONGEST) : position + 1])
             self._ends = [recent[-n:] for n in range(LONGEST, SHORTEST - 1, -1) if n <= len(recent)]
         self._n_tokens = len(tokens)
         for end in self._ends:
-            if (found := followers.get(end)) is not None:
-                return len(end), found
+            if (follower := followers.get(end)) is not None:
+                return len(end), follower
         return None
 
 
-def continuation(tokens: Sequence[int], place: int, n: int) -> list[int]:
-    """Return ``n`` tokens from ``place``. After the end of the text, the copied tokens repeat periodically."""
-    copied = list(tokens[place : place + n])
-    period = len(tokens) - place
+def continuation(tokens: Sequence[int], position: int, n: int) -> list[int]:
+    """Return ``n`` tokens from ``position``. After the end of the text, the copied tokens repeat periodically."""
+    copied = list(tokens[position : position + n])
+    period = len(tokens) - position
     while len(copied) < n:
         copied.append(copied[len(copied) - period])
     return copied
@@ -79,11 +79,11 @@ class LookupDrafter:
         if match is None:
             self._guess = []
             return []
-        self._n_matched, place = match
+        self._n_matched, position = match
         self._n_before = len(tokens)
         most = min(most, self._most)
         n = most if self._always else self._cost.best(self._rates[self._n_matched], most)
-        self._guess = continuation(tokens, place, max(n, 1))
+        self._guess = continuation(tokens, position, max(n, 1))
         return self._guess[:n]
 
     def close(self) -> None:

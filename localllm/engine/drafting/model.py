@@ -196,8 +196,8 @@ def _likeliest_of(logits: NDArray[np.float32] | TopK) -> tuple[int, float]:
     """Return the most likely token of the last row, and its probability."""
     if not isinstance(logits, TopK):
         return likeliest(logits[-1])
-    place, probability = likeliest(logits.logits[-1])
-    return int(logits.ids[-1, place]), probability
+    index, probability = likeliest(logits.logits[-1])
+    return int(logits.ids[-1, index]), probability
 
 
 def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Literal
 
 import numpy as np
@@ -25,9 +24,6 @@ Norm = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 #: Most rows of hidden states that wait for evaluation by the block.
 _MAX_ROWS = 64
-
-#: Salts for sequences whose first tokens the block has not seen, so that other texts do not find them in the cache.
-_salts = count(1)
 
 
 def n_right(step: BatchItem, tokens: Sequence[int]) -> int:
@@ -73,7 +69,7 @@ class MTPDrafter(ModelDrafter):
         super().__init__(model, cost, most, always)
         #: Hidden states to evaluate; the last one has position ``_end - 1``.
         self._rows: list[NDArray[np.float32]] = []
-        self._end = self._salt = 0
+        self._end = 0
         self._is_lost = False
 
     def observe(self, step: BatchItem, rows: NDArray[np.float32], tokens: Sequence[int]) -> None:
@@ -101,7 +97,8 @@ class MTPDrafter(ModelDrafter):
         self._sequence, self._end = cache.begin(list(tokens[1 : start + 1])), start
         if len(self._sequence) < start:
             cache.release(self._sequence)
-            self._sequence, self._salt = cache.begin([]), next(_salts) * self._runner.n_vocab
+            # Not shareable, because its keys and values lack the tokens before ``start``.
+            self._sequence = cache.begin([], shareable=False)
 
     def _evaluate(self, tokens: Sequence[int], n_outputs: int) -> NDArray[np.float32] | None:
         """Evaluate the waiting hidden states. Return None if the cache is full or the block lacks a token."""
@@ -113,14 +110,14 @@ class MTPDrafter(ModelDrafter):
             self._is_lost = True
             return None
         for at in range(0, len(ids), runner.max_tokens):
-            part = ids[at : at + runner.max_tokens]
-            if len(sequence) + len(part) > runner.context or not cache.reserve(sequence, len(part)):
+            chunk_ids = ids[at : at + runner.max_tokens]
+            if len(sequence) + len(chunk_ids) > runner.context or not cache.reserve(sequence, len(chunk_ids)):
                 self._is_lost = True
                 return None
-            wanted = n_outputs if at + len(part) == len(ids) else 0
-            chunk = BatchItem(sequence, part, wanted, len(sequence))
-            logits = runner.continued([chunk], rows[at : at + len(part)])
-            cache.append(sequence, [id_ + self._salt for id_ in part])
+            n_rows = n_outputs if at + len(chunk_ids) == len(ids) else 0
+            chunk = BatchItem(sequence, chunk_ids, n_rows, len(sequence))
+            logits = runner.continued([chunk], rows[at : at + len(chunk_ids)])
+            cache.append(sequence, chunk_ids)
         return logits
 
     def _keep(self, right: Sequence[int]) -> None:

@@ -421,6 +421,23 @@ def test_pages_are_shared_only_with_the_same_adapters() -> None:
     assert list(cache._roots) == [(), (0.125,)]
 
 
+def test_a_sequence_that_is_not_shareable_is_never_found() -> None:
+    cache, kept = new_cache()
+    shared = filled(cache, kept, *pieces(6))
+    alone = cache.begin(list(range(6)), shareable=False)
+    assert len(alone) == 0
+    for ids in pieces(6):
+        assert write(cache, kept, alone, ids)
+    assert not set(alone.pages[0]) & set(shared.pages[0])
+    cache.release(shared)
+    cache.forget()
+    cache.release(alone)
+    assert len(cache.begin(list(range(6)))) == 0
+    assert not cache.blocks()
+    cache.forget()
+    assert cache.n_available == cache.n_pages
+
+
 def test_a_sequence_continues_the_end_of_a_prompt_or_of_another_sequence() -> None:
     cache, kept = new_cache(n_states=8)
     prompt = list(range(6))

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.engine import media as media_module
-from localllm.engine import saved_prompts
+from localllm.engine import encoding, saved_prompts
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.media import EmbeddingCache, Embeddings, MediaTokens, PreparedMedia, PromptMedia
 from localllm.engine.request import Request
@@ -84,7 +83,7 @@ def stepped(device: Device, encoder: FakeEncoder, **settings: float) -> SteppedE
 
 def writing(ids: Sequence[int], pictures: PromptMedia, n: int = 8) -> Request:
     sampler = make_sampler(GREEDY, N_VOCAB)
-    return Request(list(ids), Results(), sampler=sampler, max_tokens=n, pictures=pictures)
+    return Request(list(ids), Results(), sampler=sampler, max_tokens=n, media=pictures)
 
 
 def written(engine: SteppedEngine, ids: Sequence[int], pictures: PromptMedia, n: int = 8) -> list[int]:
@@ -182,7 +181,7 @@ def test_ten_turns_with_edits_and_branches(device: Device) -> None:
 def test_embeddings_above_the_limit_are_encoded_again(device: Device) -> None:
     encoder = FakeEncoder()
     engine = stepped(device, encoder)
-    engine.cache.pictures = engine.loop._encoding._cache = EmbeddingCache(CAT.n_tokens * 2 * D * 4)
+    engine.cache.embeddings = engine.loop._encoding._cache = EmbeddingCache(CAT.n_tokens * 2 * D * 4)
     ids, pictures = prompt(3, CAT, 3, DOG, 3)
     first = written(engine, ids, pictures)
     edited, edited_pictures = prompt(4, CAT, 3, DOG, 3)
@@ -205,8 +204,8 @@ def test_images_are_encoded_together_and_a_broken_one_ends_only_its_request(
     assert isinstance(results(bad).error, ValueError)
     assert results(good).error is None
     assert len(results(good).ids) == 8
-    monkeypatch.setattr(media_module, "_TOKENS_AT_ONCE", 30)
-    monkeypatch.setattr(media_module, "_TOKENS_AHEAD", 50)
+    monkeypatch.setattr(encoding, "_TOKENS_AT_ONCE", 30)
+    monkeypatch.setattr(encoding, "_TOKENS_AHEAD", 50)
     many = [picture(f"{i:03}", 2, 7) for i in range(9)]
     expected = written(stepped(device, FakeEncoder()), *prompt(3, *many, 2))
     encoder.batches.clear()
@@ -246,7 +245,7 @@ def test_a_saved_cache_has_embeddings(device: Device, tmp_path: Path) -> None:
     assert saved_prompts.load(engine.with_cache, tmp_path / "cache", "key") == n_saved
     assert finish(engine, writing(ids, pictures)).ids == expected
     assert finish(engine, writing(*other)).ids == others
-    assert in_engine(engine, lambda loop: len(loop.runner.cache.pictures.items())) == 2
+    assert in_engine(engine, lambda loop: len(loop.runner.cache.embeddings.items())) == 2
     assert not encoder.encoded
     engine.close()
 
@@ -271,8 +270,8 @@ def test_invalid_prompts_with_images(device: Device) -> None:
     with pytest.raises(UsageError, match="an image of 49 tokens does not fit into a step"):
         engine.submit(writing(*prompt(3, picture("big", 7, 7))))
     with pytest.raises(UsageError, match="have no logits"):
-        engine.submit(reading(ids, 2, pictures=pictures))
-    rows = finish(engine, reading(ids, 18, pictures=pictures)).rows
+        engine.submit(reading(ids, 2, media=pictures))
+    rows = finish(engine, reading(ids, 18, media=pictures)).rows
     assert len(rows) == 2
     engine.close()
 

@@ -23,7 +23,7 @@ import pytest
 from PIL import Image
 
 from localllm.server.http import Limits
-from localllm.tui.chat.conversation import Attachment, Call, Conversation, Stats, Window
+from localllm.tui.chat.conversation import Attachment, CallRecord, Conversation, ReplyStats, Window
 from localllm.tui.chat.export import from_json, to_json
 from tests.helpers import hostile_chats
 from tests.helpers.http_server import FAILS, TOOLS_TEMPLATE, Serving, scripted, serving
@@ -597,8 +597,8 @@ def test_the_page_refuses_the_files_that_the_terminal_s_chat_refuses(page: Any) 
 def test_the_page_reads_what_the_terminal_s_chat_writes(page: Any) -> None:
     chat = Conversation(title="Kitchen", settings={"temperature": 0.5, "max_tokens": None, "json_schema": {"a": 1}})
     question = chat.add("user", "How long?", attachments=(Attachment("a.md", "x", 5),))
-    calls = (Call("add", '{"a": 1}', "2"),)
-    reply = chat.add("assistant", "Eight.", stats=Stats(5, 3, 2, 0.5, 9.0, "M"), calls=calls)
+    calls = (CallRecord("add", '{"a": 1}', "2"),)
+    reply = chat.add("assistant", "Eight.", stats=ReplyStats(5, 3, 2, 0.5, 9.0, "M"), calls=calls)
     chat.update(reply.id, window=Window(question.id, "cooking"))
     complaint, values = page.evaluate(READ, to_json(chat))
     assert complaint is None

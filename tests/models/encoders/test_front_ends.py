@@ -28,7 +28,7 @@ from localllm.chat.conversation import Media
 from localllm.compat import Llama, Llava15ChatHandler
 from localllm.errors import ContextLengthError, LocalLLMError, ModelError, TemplateError, UsageError
 from localllm.loading import media_encoder
-from localllm.models.encoders.images import open_picture
+from localllm.models.encoders.images import open_image
 from localllm.server import image_urls
 from localllm.server.http import Limits
 from tests.helpers.command_line import run_main
@@ -373,9 +373,9 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
     encoder = llm._encoder_of([Media(None)])
     pieces = [Media(image) for image in (*images[:3], images[0], str(path))]
     _, placed = encoder.prompt(pieces, llm.tokenize)
-    assert [len(each.picture.source.frames) for each in placed] == [1, 1, 0, 1, 0]
+    assert [len(each.media.source.frames) for each in placed] == [1, 1, 0, 1, 0]
     made = encoder.prepare(images[2])
-    released = placed[2].picture
+    released = placed[2].media
     np.testing.assert_array_equal(encoder._prepared(released).frames[0], made.frames[0])
     opened, prepare = threading.Event(), encoder.prepare
     monkeypatch.setattr(encoder, "prepare", lambda *given: opened.wait(60) and prepare(*given))
@@ -386,7 +386,7 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
     monkeypatch.undo()
     picture(90, 90).save(path)
     with pytest.raises(UsageError, match="has changed since it was read"):
-        encoder._prepared(placed[4].picture)
+        encoder._prepared(placed[4].media)
     assert llm.chat(messages(*images[:-1], images[0], images[-1]), **GREEDY).ids == expected
 
 
@@ -425,9 +425,9 @@ def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(
 
     def opens(source: Any, where: str) -> Any:
         opened.append(source)
-        return open_picture(source, where)
+        return open_image(source, where)
 
-    monkeypatch.setattr("localllm.models.encoders.encoder.open_picture", opens)
+    monkeypatch.setattr("localllm.models.encoders.encoder.open_image", opens)
     with localllm.load(files / "model.gguf", **load) as llm:
         chats = ten_turns(lambda chat: llm.chat(chat, **GREEDY).text)
         replies = [llm.chat(each, **GREEDY).text for each in chats]

@@ -351,7 +351,7 @@ def test_images_and_audio_in_one_prompt(hearing: Any) -> None:
         patched.setattr(llm, "_template", ChatTemplate(template))
         encode = llm._chat_encoder(None, None, "")
     ids, placed = encode(read_messages([{"role": "user", "content": content}], may_open_files=True))
-    assert [each.picture.is_causal for each in placed.placed] == [True, False] * 2
+    assert [each.media.is_causal for each in placed.placed] == [True, False] * 2
     seen = processor_of("gemma4uv")(images=[image], return_tensors="pt")
     pixels = {key: seen[key] for key in ("pixel_values", "image_position_ids")}
     made = [family.features(samples), torch.cat([*family.model.model.get_image_features(**pixels).pooler_output])]

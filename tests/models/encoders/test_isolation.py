@@ -20,8 +20,8 @@ from PIL import Image
 from localllm.cancellation import CancelledError, cancellable
 from localllm.errors import UsageError
 from localllm.models.encoders import isolation
-from localllm.models.encoders.images import open_picture
-from localllm.models.encoders.sounds import open_sound
+from localllm.models.encoders.images import open_image
+from localllm.models.encoders.sounds import open_audio
 from tests.helpers import decoders
 from tests.helpers.data import ROOT
 from tests.helpers.fork import in_forked_child, needs_fork
@@ -94,7 +94,7 @@ def many_frames() -> bytes:
 @pytest.mark.parametrize("make", [many_directories, circle_of_directories, many_frames])
 def test_hostile_images_are_bounded(make: Callable[[], bytes], pool: isolation._Pool) -> None:
     begin = time.monotonic()
-    assert open_picture(make()).size in ((1, 1), (9, 9))
+    assert open_image(make()).size in ((1, 1), (9, 9))
     assert time.monotonic() - begin < BOUND_S
 
 
@@ -102,23 +102,23 @@ def test_hostile_images_are_bounded(make: Callable[[], bytes], pool: isolation._
 def test_endless_images_name_the_limit(make: Callable[[], bytes], pool: isolation._Pool) -> None:
     data, begin = make(), time.monotonic()
     with pytest.raises(UsageError, match=r"the picture of message 0 takes more than 4 seconds or \d GiB to decode"):
-        open_picture(data, "the picture of message 0")
+        open_image(data, "the picture of message 0")
     assert time.monotonic() - begin < BOUND_S
-    assert open_picture(file_of(Image.new("RGB", (5, 4)), "PNG")).size == (5, 4)  # other files work
+    assert open_image(file_of(Image.new("RGB", (5, 4)), "PNG")).size == (5, 4)  # other files work
 
 
 def test_large_photos_work() -> None:
     """Return 50 megapixels in 10 scans."""
     data = file_of(Image.linear_gradient("L").convert("RGB").resize((8160, 6144)), "JPEG", progressive=True)
     assert data.count(b"\xff\xda") == 10
-    assert open_picture(data).size == (8160, 6144)
+    assert open_image(data).size == (8160, 6144)
 
 
 def test_damaged_audio_is_reported_in_a_sentence(pool: isolation._Pool) -> None:
     pytest.importorskip("soundfile")
     for data in (b"fLaC" + bytes(5000), b"OggS" + bytes(5000), b"ID3" + bytes(5000), b"RIFF\xff\xff\xff\xffWAVE"):
         with pytest.raises(UsageError, match="the sound cannot be read"):
-            open_sound(data)
+            open_audio(data)
 
 
 # -- Workers ---------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_a_worker_imports_nothing_from_the_current_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     (tmp_path / "json.py").write_text("raise SystemExit('this file was imported')")
-    assert open_picture(file_of(Image.new("RGB", (4, 4)), "PNG")).size == (4, 4)
+    assert open_image(file_of(Image.new("RGB", (4, 4)), "PNG")).size == (4, 4)
 
 
 def test_a_worker_that_crashes_is_replaced(pool: isolation._Pool) -> None:

@@ -74,7 +74,7 @@ def check(metadata: dict[str, Any], file: GGUFFile) -> None:
         prepared = model.prepare(model.example if kind == "image" else model.example[:16_000])
         assert 0 < prepared.n_tokens < 1 << 20
         for frame in prepared.frames:
-            assert np.isfinite(result_of(model.rows_in_pieces(frame)).given).all()
+            assert np.isfinite(result_of(model.rows_in_pieces(frame)).inputs).all()
         encoders[kind] = _Encoder(family, model)
     encoder = MediaEncoder(file.path, encoders, file, ReferenceBackend())
     assert encoder.info.n_bytes < MAX_STEP_BYTES

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from localllm.errors import UsageError
-from localllm.models.encoders.images import open_picture
-from localllm.models.encoders.sounds import RATE, open_sound
+from localllm.models.encoders.images import open_image
+from localllm.models.encoders.sounds import RATE, open_audio
 
 #: Black to white.
 RAMP = np.tile(np.linspace(0, 255, 16).astype(np.uint8), (4, 1))
@@ -28,7 +28,7 @@ def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
 def pixels(data: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return np.asarray(open_picture(data)).astype(int)
+        return np.asarray(open_image(data)).astype(int)
 
 
 def grey(image: Image.Image, kind: str, **options: Any) -> Any:
@@ -138,7 +138,7 @@ def test_further_images_of_a_file_are_no_animation() -> None:
     for kind in ("GIF", "PNG", "WEBP"):
         assert pixels(file(kind)).shape == (8, 8, 3)
     with pytest.warns(UserWarning, match="is an animation: the model sees its first frame"):
-        open_picture(file("PNG", Image.new("RGB", (8, 8))))
+        open_image(file("PNG", Image.new("RGB", (8, 8))))
 
 
 def test_colour_profiles_are_ignored_as_in_transformers() -> None:
@@ -151,7 +151,7 @@ def test_colour_profiles_are_ignored_as_in_transformers() -> None:
 def test_files_of_unknown_formats_name_the_known_ones() -> None:
     heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)
     with pytest.raises(UsageError, match="give a file of PNG, JPEG, WEBP"):
-        open_picture(heic)
+        open_image(heic)
 
 
 # -- Sounds ----------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_sounds_of_odd_sample_formats(kind: str, subtype: str) -> None:
     file = io.BytesIO()
     soundfile.write(file, TONE, RATE, format=kind, subtype=subtype)
     bound = {"PCM_U8": 1e-2, "ULAW": 3e-2, "ALAW": 3e-2}.get(subtype, 1e-4)
-    assert np.abs(open_sound(file.getvalue()) - TONE).max() < bound
+    assert np.abs(open_audio(file.getvalue()) - TONE).max() < bound
 
 
 @pytest.mark.parametrize("kind", ["WAV", "WAVEX", "FLAC"])
@@ -176,4 +176,4 @@ def test_channels_are_averaged(kind: str, n_channels: int) -> None:
     file = io.BytesIO()
     channels = np.stack([TONE * (i + 1) / n_channels for i in range(n_channels)], axis=1)
     soundfile.write(file, channels, RATE, format=kind, subtype="PCM_24")
-    assert np.abs(open_sound(file.getvalue()) - channels.mean(axis=1)).max() < 1e-4
+    assert np.abs(open_audio(file.getvalue()) - channels.mean(axis=1)).max() < 1e-4

@@ -114,7 +114,7 @@ def logits(llm: LLM, ids: list[int], pictures: PromptMedia, first: int) -> tuple
         flush=lambda: None,
         end=ended.put,
     )
-    request = Request(list(ids), output, logits_from=first, pictures=pictures)
+    request = Request(list(ids), output, logits_from=first, media=pictures)
     assert llm._engine is not None
     llm._engine.submit(request)
     if (error := ended.get(timeout=300)) is not None:

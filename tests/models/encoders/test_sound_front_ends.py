@@ -23,7 +23,7 @@ import localllm
 from localllm import LLM
 from localllm.convert import MmprojCheckpoint
 from localllm.errors import LocalLLMError, TemplateError, UnsupportedArchitectureError, UsageError
-from localllm.models.encoders.sounds import RATE, decode_sound, open_sound
+from localllm.models.encoders.sounds import RATE, decode_audio, open_audio
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import Serving, demo, serving
@@ -48,7 +48,7 @@ def test_files_become_samples(kind: str, bound: float, tmp_path: Path) -> None:
     data = file_of(samples, kind)
     (tmp_path / "a.bin").write_bytes(data)
     for source in (data, tmp_path / "a.bin"):
-        found = open_sound(source)
+        found = open_audio(source)
         assert abs(len(found) - len(samples)) < 2400  # MP3 adds silence at both ends
         assert kind == "MP3" or np.abs(found - samples).max() < bound
 
@@ -59,20 +59,20 @@ def test_rates_and_channels() -> None:
     for rate, n in ((8000, 1), (44_100, 2), (48_000, 6)):
         t = np.arange(rate * 3) / rate
         channels = np.stack([0.2 * np.sin(2 * np.pi * 440 * (i + 1) * t) for i in range(n)], axis=1)
-        found = open_sound(file_of(channels, rate=rate, subtype="FLOAT"))
+        found = open_audio(file_of(channels, rate=rate, subtype="FLOAT"))
         expected = soxr.resample(channels.astype(np.float32).mean(axis=1), rate, RATE, quality="HQ")
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
     ints = (sound(0.1) * 32767).astype(np.int16)
-    np.testing.assert_allclose(open_sound(np.stack([ints, ints], axis=1)), ints / 32768, atol=1e-7)
+    np.testing.assert_allclose(open_audio(np.stack([ints, ints], axis=1)), ints / 32768, atol=1e-7)
 
 
 @pytest.mark.parametrize("n_samples", [0, (1 << 36) - 1])
 def test_flac_files_of_unknown_or_too_long_length_are_read(n_samples: int) -> None:
     """Programs that write FLAC to a pipe set the number of samples to 0."""
     data = file_of(sound(0.1), "FLAC")
-    expected = open_sound(data)
+    expected = open_audio(data)
     header = int.from_bytes(data[18:26], "big") >> 36 << 36 | n_samples
-    decoded = open_sound(data[:18] + header.to_bytes(8, "big") + data[26:])
+    decoded = open_audio(data[:18] + header.to_bytes(8, "big") + data[26:])
     np.testing.assert_array_equal(decoded, expected)
 
 
@@ -80,18 +80,18 @@ def test_flac_files_of_unknown_or_too_long_length_are_read(n_samples: int) -> No
 def test_wav_files_without_a_length_are_read_to_their_end(length: int, tmp_path: Path) -> None:
     """Programs that write WAV to a pipe cannot know the length."""
     data = file_of(sound(0.1))
-    expected = open_sound(data)
+    expected = open_audio(data)
     position = data.index(b"data") + 4
     data = data[:position] + length.to_bytes(4, "little") + data[position + 4 :]
     (tmp_path / "a.wav").write_bytes(data)
     for source in (data, tmp_path / "a.wav"):
-        np.testing.assert_array_equal(open_sound(source), expected)
+        np.testing.assert_array_equal(open_audio(source), expected)
     assert (tmp_path / "a.wav").read_bytes() == data
 
 
 def test_errors_of_sounds_have_no_addresses_of_objects() -> None:
     with pytest.raises(UsageError, match=r"cannot be read \(Format not recognised\.\)"):
-        open_sound(b"no sound")
+        open_audio(b"no sound")
 
 
 def test_bad_sounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,16 +110,16 @@ def test_bad_sounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (7, "a path, bytes or an array, not int"),
     ):
         with pytest.raises(UsageError, match=words):
-            open_sound(source)
+            open_audio(source)
     monkeypatch.setattr("localllm.models.encoders.sounds.MAX_SECONDS", 1)
     for long in (sound(1.1), file_of(sound(1.1)), file_of(sound(3.0), "FLAC")):
         with pytest.raises(UsageError, match="is longer than 1 seconds: cut it into parts"):
-            open_sound(long)
+            open_audio(long)
     # Without a Python interpreter, as in a frozen program, this process decodes the file.
     monkeypatch.setattr("localllm.models.encoders.isolation._interpreter", lambda: None)
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(UsageError, match=r'pip install "localllm\[audio\]"'):
-        decode_sound(empty, "the sound")  # in this process, whose modules were changed
+        decode_audio(empty, "the sound")  # in this process, whose modules were changed
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
@@ -130,7 +130,7 @@ def test_mutated_files_are_heard_or_refused(kind: str) -> None:
         for place in rng.integers(0, min(len(bad), 200 if number % 2 else len(bad)), 1 + number % 5):
             bad[place] = int(rng.integers(256))
         with contextlib.suppress(UsageError):
-            assert np.isfinite(open_sound(bytes(bad))).all()
+            assert np.isfinite(open_audio(bytes(bad))).all()
 
 
 # -- Front ends ----------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def encoded(encoder: MediaEncoder, prepared: list[Prepared]) -> list[Embeddings]
 def patches_of(encoder: MediaEncoder, frame: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return the graph's input patches, grouped by token, in token order."""
     rows = encoder.model.rows(frame)
-    return rows.given[(rows.outputs[:, None] + np.arange(encoder.model.n_joined)).ravel()]
+    return rows.inputs[(rows.outputs[:, None] + np.arange(encoder.model.n_joined)).ravel()]
 
 
 def check_pixels(encoder: MediaEncoder, frames: list[NDArray[np.float32]], theirs: NDArray[np.float32]) -> None:
