@@ -109,16 +109,16 @@ def load(
         UsageError: an argument is out of range, or the draft model has a different vocabulary.
         SettingsError: the name must be searched in ``model_folders``, but the settings file is broken.
     """
-    given = dict(locals())  # the same names as in `LoadOptions`
-    if given.pop("unknown"):
+    options = dict(locals())  # the same names as in `LoadOptions`
+    if options.pop("unknown"):
         check_keywords(unknown, declared(LoadOptions), THEIR_LOAD)
-    given["path"] = model_file(path)
-    given["draft_model"] = model_file(draft_model, demo_is_a_file=True)
+    options["path"] = model_file(path)
+    options["draft_model"] = model_file(draft_model, demo_is_a_file=True)
     if isinstance(mmproj, str | os.PathLike):
-        given["mmproj"] = expanded(mmproj)
+        options["mmproj"] = expanded(mmproj)
     if progress is None:
-        given["progress"] = default_progress()
-    loaded = load_file(LoadOptions(**given))
+        options["progress"] = default_progress()
+    loaded = load_file(LoadOptions(**options))
     for message in loaded.warnings:
         warn(message)
     return LLM(loaded)
@@ -139,9 +139,9 @@ def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
     from localllm.catalog.listing import demo_model
     from localllm.options.settings import load_settings
 
-    found = model_path(os.path.expanduser(name), load_settings().model_folders)
-    demo = demo_model() if found is None and demo_is_a_file else None
-    return found if demo is None else demo.path
+    path = model_path(os.path.expanduser(name), load_settings().model_folders)
+    demo = demo_model() if path is None and demo_is_a_file else None
+    return path if demo is None else demo.path
 
 
 class LLM:
@@ -161,7 +161,7 @@ class LLM:
 
     def __init__(self, loaded: object) -> None:
         if not isinstance(loaded, LoadedModel):
-            raise TypeError(f"a model is loaded by localllm.load({loaded!r:.80}), which gives an LLM")
+            raise TypeError(f"use localllm.load({loaded!r:.80}), which returns an LLM")
         self._adopt(loaded)
 
     def _adopt(self, loaded: LoadedModel) -> None:
@@ -197,14 +197,26 @@ class LLM:
         return self._embedder is None
 
     @property
-    def sees(self) -> bool:
+    def accepts_images(self) -> bool:
         """Whether the model accepts images: it was loaded with an image encoder from an ``mmproj`` file."""
         return self._encoder is not None and "image" in self._encoder.encoders
 
     @property
-    def hears(self) -> bool:
+    def accepts_audio(self) -> bool:
         """Whether the model accepts audio: it was loaded with an audio encoder from an ``mmproj`` file."""
         return self._encoder is not None and "audio" in self._encoder.encoders
+
+    @property
+    def sees(self) -> bool:
+        """Deprecated alias of `accepts_images`."""
+        warn("LLM.sees is deprecated: use LLM.accepts_images", DeprecationWarning)
+        return self.accepts_images
+
+    @property
+    def hears(self) -> bool:
+        """Deprecated alias of `accepts_audio`."""
+        warn("LLM.hears is deprecated: use LLM.accepts_audio", DeprecationWarning)
+        return self.accepts_audio
 
     @property
     def has_chat_template(self) -> bool:
@@ -297,7 +309,7 @@ class LLM:
         if n_bytes > available:
             raise NotEnoughMemoryError(
                 f"the logits of {n:,} tokens take {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
-                "memory is available: ask for fewer tokens at a time"
+                "memory is available: request fewer tokens at a time"
             )
         return last_logits(engine, ids, n)
 
@@ -403,27 +415,27 @@ class LLM:
         """
         engine, embedder = self._opened(), self._embedder
         if embedder is None or embedder.is_reranker:
-            what, use = (
+            purpose, advice = (
                 ("scores documents", "use rerank") if embedder else ("generates text", "load an embedding model")
             )
-            raise UsageError(f"{self._info.path.name} {what}: it makes no vectors of texts; {use}")
+            raise UsageError(f"{self._info.path.name} {purpose}, and cannot compute vectors of texts: {advice}")
         if embedder.is_late and not per_token:
             raise UsageError(
-                f"{self._info.path.name} makes vectors of tokens (late interaction): use rerank, or embed with "
+                f"{self._info.path.name} computes a vector per token (late interaction): use rerank, or embed with "
                 "per_token=True"
             )
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence | np.ndarray):
             raise UsageError.of("texts", texts, "a list of texts, or of lists of token ids")
         n = embedder.width if dimensions is None else whole_number("dimensions", dimensions, 1)
         if n > embedder.width:
-            raise UsageError.of("dimensions", n, f"at most {embedder.width:,}, as the model's vectors have no more")
+            raise UsageError.of("dimensions", n, f"at most {embedder.width:,}, the size of the model's vectors")
         text("prefix", prefix)
-        ids = [self._prompt_ids(prefix + each if isinstance(each, str) else each, True, False) for each in texts]
+        ids = [self._prompt_ids(prefix + t if isinstance(t, str) else t, True, False) for t in texts]
         if truncate:
-            ids = [each[: engine.context - 1] + each[-1:] if len(each) > engine.context else each for each in ids]
+            ids = [i[: engine.context - 1] + i[-1:] if len(i) > engine.context else i for i in ids]
         if per_token:
-            rows = [each[:, :n] for each in embedder.token_vectors(engine, ids)]
-            return [np.ascontiguousarray(unit_length(each) if normalize else each) for each in rows]
+            rows = [vectors[:, :n] for vectors in embedder.token_vectors(engine, ids)]
+            return [np.ascontiguousarray(unit_length(row) if normalize else row) for row in rows]
         vectors = embedder.vectors(engine, ids)[:, :n]
         return np.ascontiguousarray(unit_length(vectors) if normalize else vectors)
 
@@ -443,10 +455,10 @@ class LLM:
         if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
             raise UsageError.of("documents", documents, "a list of texts")
         text("query", query)
-        documents = [text("document", each) for each in documents]
+        documents = [text("document", document) for document in documents]
         if embedder.is_late:
             return embedder.late_interaction(engine, self._tokenizer, query, documents)
-        pairs = [embedder.pair(self._tokenizer, query, each) for each in documents]
+        pairs = [embedder.pair(self._tokenizer, query, document) for document in documents]
         return embedder.vectors(engine, pairs)[:, 0].copy()
 
     def generate(
@@ -477,8 +489,8 @@ class LLM:
             GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
-        given = self.with_defaults(options)
-        return warned(self._stream(prompt, add_special, parse_special, given, images, audio).read())
+        checked = self.with_defaults(options)
+        return warned(self._stream(prompt, add_special, parse_special, checked, images, audio).read())
 
     def stream(
         self,
@@ -526,8 +538,8 @@ class LLM:
             TemplateError: ``messages`` is empty, a message is malformed, or the template fails or rejects it.
             TypeError, UsageError, ContextLengthError: as in `generate`.
         """
-        given = self.with_defaults(options)
-        stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
+        checked = self.with_defaults(options)
+        stream = self._stream_chat(messages, tools, template_variables, reply_prefix, checked)
         return warned(stream.read())
 
     def stream_chat(
@@ -544,8 +556,8 @@ class LLM:
         A chunk contains ``text``, ``reasoning``, or a piece of a ``call``.  The last chunk contains the reply's
         ``warnings``.  With ``stream.parser = None``, the text is the model's unparsed output.
         """
-        given = self.with_defaults(options)
-        return self._stream_chat(messages, tools, template_variables, reply_prefix, given)
+        checked = self.with_defaults(options)
+        return self._stream_chat(messages, tools, template_variables, reply_prefix, checked)
 
     def generate_many(
         self,
@@ -569,60 +581,60 @@ class LLM:
         Raises:
             TypeError, UsageError: an option is unknown or out of range.
 
-        The error of a prompt is raised in place of its completion, after the completions of earlier prompts.  Later
+        The error of a prompt is raised instead of its completion, after the completions of earlier prompts.  Later
         prompts are not read.
         """
         options.setdefault("priority", "background")
-        given = self.with_defaults(options)
+        checked = self.with_defaults(options)
         self._opened()
         if isinstance(prompts, str | bytes):
             raise UsageError.of("prompts", prompts, "a list of prompts: use generate for a single one")
         if not isinstance(prompts, Iterable):
             raise UsageError.of("prompts", prompts, "a list of prompts")
-        return self._generate_many(iter(prompts), add_special, parse_special, given)
+        return self._generate_many(iter(prompts), add_special, parse_special, checked)
 
     def _generate_many(
-        self, prompts: Iterator[Any], add_special: bool, parse_special: bool, given: CheckedOptions
+        self, prompts: Iterator[Any], add_special: bool, parse_special: bool, checked: CheckedOptions
     ) -> Iterator[Completion]:
-        engine, progress, given = self._opened(), given.progress, replace(given, progress=None)
+        engine, progress, checked = self._opened(), checked.progress, replace(checked, progress=None)
         numbered = enumerate(prompts)
         refused: list[tuple[int, Any]] = []
         streams: dict[int, Stream] = {}
-        done: dict[int, Completion | Exception] = {}
-        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        results: dict[int, Completion | Exception] = {}
+        ended_streams: queue.SimpleQueue[int] = queue.SimpleQueue()
         n_begun = n_yielded = 0
         try:
             while True:
                 for i, prompt in islice(chain(refused, numbered), _AT_ONCE - len(streams)):
-                    on_end = partial(ended.put, i)
+                    on_end = partial(ended_streams.put, i)
                     try:
                         if _is_chat(prompt):
-                            streams[i] = self._stream_chat(prompt, None, None, "", given, on_end=on_end)
+                            streams[i] = self._stream_chat(prompt, None, None, "", checked, on_end=on_end)
                         else:
-                            streams[i] = self._stream(prompt, add_special, parse_special, given, on_end=on_end)
+                            streams[i] = self._stream(prompt, add_special, parse_special, checked, on_end=on_end)
                     except Exception as error:
                         if streams and isinstance(error, QueueFullError):
-                            refused = [(i, prompt)]  # retried when one of these streams has ended
+                            refused = [(i, prompt)]  # retried when one of these streams has ended_streams
                         else:
-                            done[i], refused, numbered = error, [], enumerate(())
+                            results[i], refused, numbered = error, [], enumerate(())
                         break
                     refused, n_begun = [], i + 1
-                while n_yielded in done:
-                    result = done.pop(n_yielded)
+                while n_yielded in results:
+                    result = results.pop(n_yielded)
                     if isinstance(result, Exception):
                         raise result
                     yield result
                     n_yielded += 1
                 if not streams:
                     return
-                i = engine.wait_for(ended)
+                i = engine.wait_for(ended_streams)
                 try:
                     stream = streams.pop(i)
-                    done[i] = warned(stream.read())
+                    results[i] = warned(stream.read())
                 except Exception as error:
-                    done[i], refused, numbered = error, [], enumerate(())
+                    results[i], refused, numbered = error, [], enumerate(())
                 if progress is not None:
-                    progress(n_yielded + len(done), n_begun)
+                    progress(n_yielded + len(results), n_begun)
         finally:
             for stream in streams.values():
                 stream.close()
@@ -638,8 +650,8 @@ class LLM:
         **options: Unpack[Options],
     ) -> Completion:
         """Like `generate`, for asyncio.  Other tasks keep running; cancelling the task cancels the request."""
-        given = self.with_defaults(options)
-        return warned(await self._stream(prompt, add_special, parse_special, given, images, audio).aread())
+        checked = self.with_defaults(options)
+        return warned(await self._stream(prompt, add_special, parse_special, checked, images, audio).aread())
 
     async def achat(
         self,
@@ -651,8 +663,8 @@ class LLM:
         **options: Unpack[Options],
     ) -> Completion:
         """Like `chat`, for asyncio.  Other tasks keep running; cancelling the task cancels the request."""
-        given = self.with_defaults(options)
-        stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
+        checked = self.with_defaults(options)
+        stream = self._stream_chat(messages, tools, template_variables, reply_prefix, checked)
         return warned(await stream.aread())
 
     #: Aliases for asyncio; a `Stream` supports ``async for``.
@@ -755,7 +767,7 @@ class LLM:
 
     def _check_writes(self) -> None:
         if self._embedder is not None:
-            raise UsageError(f"{self._info.path.name} writes no text: it is for embed or rerank")
+            raise UsageError(f"{self._info.path.name} does not generate text: use embed or rerank")
 
     def _opened(self) -> Engine:
         process.engines.check()
@@ -769,23 +781,23 @@ class LLM:
         prompt: str | Sequence[int],
         add_special: bool,
         parse_special: bool,
-        given: CheckedOptions,
+        checked: CheckedOptions,
         images: Sequence[Any] = (),
         audio: Sequence[Any] = (),
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         context = self._opened().context
-        pictures = NO_MEDIA
+        prompt_media = NO_MEDIA
         if media := self._media(images, audio):
-            ids, pictures = self._prompt_with_media(prompt, media, add_special, parse_special)
+            ids, prompt_media = self._prompt_with_media(prompt, media, add_special, parse_special)
         else:
             ids = self._prompt_ids(prompt, add_special, parse_special)
-            if given.overflow == "truncate":
-                ids = truncate(ids, context - given.reserved_for_reply(context), self._tokenizer.bos_id)
+            if checked.overflow == "truncate":
+                ids = truncate(ids, context - checked.reserved_for_reply(context), self._tokenizer.bos_id)
         # After text, the first space belongs to the continuation; after BOS or a control token it does not.
         continuation = ids[-1] >= 0 and not self._tokenizer.is_special(ids[-1])
-        more: dict[str, Any] = {"truncatable": not media, "pictures": pictures, "on_end": on_end}
-        return self._start(ids, given, continuation=continuation, **more)
+        more: dict[str, Any] = {"truncatable": not media, "prompt_media": prompt_media, "on_end": on_end}
+        return self._start(ids, checked, continuation=continuation, **more)
 
     def _media(self, images: Sequence[Any], audio: Sequence[Any]) -> list[Media]:
         """Return the images, followed by the audio clips."""
@@ -793,54 +805,53 @@ class LLM:
             return []
         from localllm.chat.conversation import Media
 
-        found = list[Media]()
-        kinds: Any = ("images", images, "picture", "image"), ("audio", audio, "sound", "audio")
-        for name, given, what, kind in kinds:
-            if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-                raise UsageError.of(name, given, f"a list of {what}s")
-            for i, each in enumerate(given):
-                found.append(each if isinstance(each, Media) else Media(each, where=f"{what} {i}", kind=kind))
-        return found
+        clips = list[Media]()
+        arguments: Any = ("images", images, "image", "image"), ("audio", audio, "audio clip", "audio")
+        for name, values, noun, kind in arguments:
+            if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+                raise UsageError.of(name, values, f"a list of {noun}s")
+            for i, value in enumerate(values):
+                clips.append(value if isinstance(value, Media) else Media(value, where=f"{noun} {i}", kind=kind))
+        return clips
 
     def _prompt_with_media(
         self, prompt: str | Sequence[int], media: Sequence[Media], add_special: bool, parse_special: bool
     ) -> tuple[list[int], PromptMedia]:
-        """Return the token ids of a text whose `MEDIA` placeholders are replaced by images and audio.
+        """Return the token ids of text whose `MEDIA` placeholders are replaced by images and audio.
 
         Without placeholders, the media precede the text.
         """
         encoder, tokenizer = self._encoder_of(media), self._tokenizer
         name = Argument("images" if media[0].kind == "image" else "audio")
         if not isinstance(prompt, str):
-            raise UsageError(name, " need a prompt that is a string: give text, not token ids")
+            raise UsageError(name, " need a prompt that is text, not token ids")
         texts = prompt.split(MEDIA)
         if len(texts) == 1:
             texts = [""] * len(media) + texts
         if len(texts) != len(media) + 1:
-            what = " and ".join(dict.fromkeys("sounds" if each.kind == "audio" else "pictures" for each in media))
-            words = f" has {len(media)} {what}, but the prompt has {MEDIA} {len(texts) - 1} times: as many are needed"
+            nouns = " and ".join(dict.fromkeys("audio clips" if m.kind == "audio" else "images" for m in media))
+            words = f" has {len(media)} {nouns}, but the prompt contains {len(texts) - 1} times {MEDIA}: match them"
             raise UsageError(name, words)
         pieces: list[str | Media] = [texts[0]]
-        for each, text_behind in zip(media, texts[1:], strict=True):
-            begin, _, end = encoder.markers[each.kind]
-            pieces += [begin, each, f"{end}{text_behind}"]
+        for medium, next_text in zip(media, texts[1:], strict=True):
+            opening, _, closing = encoder.markers[medium.kind]
+            pieces += [opening, medium, f"{closing}{next_text}"]
         ids, placed = encoder.prompt(pieces, partial(tokenizer.encode, add_special=False, parse_special=True))
         return self._with_bos(ids, placed) if add_special else (ids, PromptMedia(placed))
 
     def _with_bos(self, ids: list[int], placed: Sequence[MediaTokens]) -> tuple[list[int], PromptMedia]:
         """Return a prompt that starts with BOS, if the model requires it."""
-        begun = self._tokenizer.with_bos(ids)
-        n = len(begun) - len(ids)
-        return begun, PromptMedia([each._replace(start=each.start + n) for each in placed])
+        ids_with_bos = self._tokenizer.with_bos(ids)
+        n = len(ids_with_bos) - len(ids)
+        return ids_with_bos, PromptMedia([tokens._replace(start=tokens.start + n) for tokens in placed])
 
     def _encoder_of(self, media: Sequence[Media]) -> MediaEncoder:
         """Return the encoder of images and audio.  Raises UsageError if the encoder does not support ``media``."""
-        for kind in dict.fromkeys(each.kind for each in media):
+        for kind in dict.fromkeys(medium.kind for medium in media):
             if self._encoder is None:
-                what, does = ("sounds", "hears") if kind == "audio" else ("pictures", "sees")
+                nouns = "audio" if kind == "audio" else "images"
                 raise UsageError(
-                    f"{self._info.path.name} was loaded without an encoder of {what}, so it {does} none: give the "
-                    "mmproj file of the model, if there is one, as ",
+                    f"{self._info.path.name} was loaded without an encoder of {nouns}: pass its mmproj file as ",
                     Argument("mmproj"),
                 )
             self._encoder.of_kind(kind)
@@ -869,16 +880,16 @@ class LLM:
             ids = self.tokenize(prompt, add_special, parse_special)
         else:
             if _is_chat(prompt):
-                raise UsageError(Argument("prompt"), " is a list of messages: give it to chat")
-            if isinstance(prompt, list | tuple) and any(isinstance(each, str | list | tuple) for each in prompt):
-                many = " is a list of prompts: give it to generate_many, or one of them to generate"
+                raise UsageError(Argument("prompt"), " is a list of messages: pass it to chat")
+            if isinstance(prompt, list | tuple) and any(isinstance(item, str | list | tuple) for item in prompt):
+                many = " is a list of prompts: pass it to generate_many, or a single prompt to generate"
                 raise UsageError(Argument("prompt"), many)
-            ids = token_ids(prompt, self._info.n_vocab, "prompt", "a text or a list of token ids")
+            ids = token_ids(prompt, self._info.n_vocab, "prompt", "text or a list of token ids")
         if ids:
             return ids
         bos = self._tokenizer.bos_id
         if bos is None:
-            raise UsageError("the prompt is empty, and the model has no BOS token to begin with: give it some text")
+            raise UsageError("the prompt is empty, and the model has no BOS token: pass a prompt with text")
         return [bos]
 
     def _stream_chat(
@@ -887,7 +898,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
         reply_prefix: str,
-        given: CheckedOptions,
+        checked: CheckedOptions,
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         from localllm.chat.conversation import read_messages
@@ -896,22 +907,22 @@ class LLM:
         context = self._opened().context
         encode = self._chat_encoder(tools, variables, reply_prefix)
         chat = read_messages(messages, may_open_files=True)
-        (ids, pictures), n_turns = encode(chat), sum(message.role == "user" for message in chat)
-        limit = context - given.reserved_for_reply(context)
-        if given.overflow == "truncate" and len(ids) > limit and n_turns > 1:
+        (ids, prompt_media), n_turns = encode(chat), sum(message.role == "user" for message in chat)
+        limit = context - checked.reserved_for_reply(context)
+        if checked.overflow == "truncate" and len(ids) > limit and n_turns > 1:
             # The prompt's length grows with the number of turns, so bisection finds the smallest number to omit.
-            n_left_out = range(1, n_turns - 1)
-            n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
-            ids, pictures = encode(without_turns(chat, n))
+            n_omitted = range(1, n_turns - 1)
+            n = 1 + bisect_left(n_omitted, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
+            ids, prompt_media = encode(without_turns(chat, n))
         parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
         # The space at the start of text after a prefix belongs to the text.
         stream = self._start(
             ids,
-            given,
+            checked,
             continuation=bool(reply_prefix),
             template="" if reply_prefix else self._template_source.text or "",
             truncatable=n_turns > 1,
-            pictures=pictures,
+            prompt_media=prompt_media,
             on_end=on_end,
             splitter=parser.splitter(),
         )
@@ -934,35 +945,35 @@ class LLM:
         if template.is_fallback:
             warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
         if tools and not template.reads("tools"):
-            warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
-        known: dict[Media, PreparedMedia] = {}
+            warn(f"the chat template of {self._info.path} does not use tools, so the model does not see them")
+        prepared: dict[Media, PreparedMedia] = {}
 
-        def encode(chosen: Sequence[Message]) -> tuple[list[int], PromptMedia]:
-            pictures = NO_MEDIA
-            if media := [each for message in chosen for each in message.media]:
+        def encode(messages: Sequence[Message]) -> tuple[list[int], PromptMedia]:
+            prompt_media = NO_MEDIA
+            if media := [medium for message in messages for medium in message.media]:
                 encoder = self._encoder_of(media)
-                pieces = template.render_with_media(chosen, encoder.markers, tools=tools, **more)
+                pieces = template.render_with_media(messages, encoder.markers, tools=tools, **more)
                 as_tokens = partial(tokenizer.encode, add_special=False, parse_special=True)
-                ids, pictures = self._with_bos(*encoder.prompt(pieces, as_tokens, known))
+                ids, prompt_media = self._with_bos(*encoder.prompt(pieces, as_tokens, prepared))
             else:
-                ids = encode_chat(tokenizer, template, chosen, tools=tools, **more)
+                ids = encode_chat(tokenizer, template, messages, tools=tools, **more)
             if not reply_prefix:
-                return ids, pictures
+                return ids, prompt_media
             follows_text = bool(ids) and ids[-1] >= 0 and not tokenizer.is_special(ids[-1])
             ids = ids + tokenizer.encode(reply_prefix, add_special=False, continuation=follows_text)
-            return ids, pictures
+            return ids, prompt_media
 
         return encode
 
     def _start(
         self,
         ids: list[int],
-        given: CheckedOptions,
+        checked: CheckedOptions,
         *,
         continuation: bool,
         truncatable: bool,
         template: str = "",
-        pictures: PromptMedia = NO_MEDIA,
+        prompt_media: PromptMedia = NO_MEDIA,
         on_end: Callable[[], object] | None = None,
         splitter: ThinkingSplitter | None = None,
     ) -> Stream:
@@ -972,31 +983,31 @@ class LLM:
             splitter: separates reasoning, which stop strings do not end, from the answer.
             truncatable: whether a prompt that is too long can be truncated.
             template: the chat template, if this request starts an answer.
-            pictures: media of the prompt, with their positions in ``ids``.
+            prompt_media: media of the prompt, with their positions in ``ids``.
         """
         engine, tokenizer = self._opened(), self._tokenizer
         self._check_writes()
-        sampling = given.sampling
-        if given.ignore_eos:
+        sampling = checked.sampling
+        if checked.ignore_eos:
             banned = dict.fromkeys(tokenizer.eog_ids, -math.inf)
             sampling = sampling.replace(logit_bias={**sampling.logit_bias, **banned})
-        decoder = StreamDecoder(tokenizer, given.stop, continuation=continuation, splitter=splitter)
+        decoder = StreamDecoder(tokenizer, checked.stop, continuation=continuation, splitter=splitter)
         if len(ids) > engine.context:
-            truncated = given.overflow == "truncate"
-            other = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
-            raise ContextLengthError(len(ids), engine.context, *other, truncated=truncated)
-        speculate = engine.drafts_by if given.speculate == "auto" else given.speculate
+            truncated = checked.overflow == "truncate"
+            remedies = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
+            raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
+        speculate = engine.drafts_by if checked.speculate == "auto" else checked.speculate
         lookup = Argument("draft_model"), ", or choose ", Argument("speculate", "lookup")
         if speculate == "mtp" and engine.drafts_by != "mtp":
-            why = " is 'mtp', but the model cannot predict further tokens, or is on a GPU: load it with a "
+            why = " is 'mtp', but the model cannot predict several tokens, or is on a GPU: load it with a "
             raise UsageError(Argument("speculate"), why, *lookup, ", or None")
         if speculate == "draft" and engine.drafts_by != "draft":
             why = " is 'draft', but there is no draft model: load the model with a "
             raise UsageError(Argument("speculate"), why, *lookup)
-        if given.draft_always and speculate is None:
-            why = " is True, but nothing drafts: load the model with a "
+        if checked.draft_always and speculate is None:
+            why = " is True, but no drafts are available: load the model with a "
             raise UsageError(Argument("draft_always"), why, *lookup)
-        text_of = text_ids(ids) if pictures.placed else ids
+        text_of = text_ids(ids) if prompt_media.placed else ids
         grammars = None if sampling.grammar_kind is None else self._all_grammars(engine)
         sampler = make_sampler(
             sampling,
@@ -1010,26 +1021,26 @@ class LLM:
             ids,
             sampler=sampler,
             stop_ids=tokenizer.eog_ids,
-            max_tokens=given.max_tokens,
-            priority=given.priority,
-            timeout_s=given.timeout,
-            client=given.client,
+            max_tokens=checked.max_tokens,
+            priority=checked.priority,
+            timeout_s=checked.timeout,
+            client=checked.client,
             speculate=speculate,
-            draft_max=given.draft_max,
-            draft_always=given.draft_always,
-            adapters=self._adapter_scales(given.adapters),
-            pictures=pictures,
+            draft_max=checked.draft_max,
+            draft_always=checked.draft_always,
+            adapters=self._adapter_scales(checked.adapters),
+            pictures=prompt_media,
         )
         logprobs = sampling.logprobs is not None
-        return Stream(engine, decoder, make_request, logprobs=logprobs, progress=given.progress, on_end=on_end)
+        return Stream(engine, decoder, make_request, logprobs=logprobs, progress=checked.progress, on_end=on_end)
 
-    def _adapter_scales(self, wanted: Mapping[str, float] | None) -> tuple[float, ...]:
+    def _adapter_scales(self, requested: Mapping[str, float] | None) -> tuple[float, ...]:
         """Return the scale of each adapter for a request; empty if all scales are 0."""
-        wanted, loaded = wanted or {}, self._options.adapters or {}
-        for name in wanted.keys() - loaded.keys():
-            known = f"loaded are {', '.join(map(repr, loaded))}" if loaded else "none is loaded"
-            raise UsageError(f"there is no adapter {name!r:.80}: {known}; see load_adapter")
-        scales = tuple(wanted.get(name, 0.0) for name in loaded)
+        requested, loaded = requested or {}, self._options.adapters or {}
+        for name in requested.keys() - loaded.keys():
+            hint = f"the loaded adapters are {', '.join(map(repr, loaded))}" if loaded else "no adapter is loaded"
+            raise UsageError(f"there is no adapter {name!r:.80}: {hint}; see load_adapter")
+        scales = tuple(requested.get(name, 0.0) for name in loaded)
         return scales if any(scales) else ()
 
     def _all_grammars(self, engine: Engine) -> Grammars:
@@ -1050,7 +1061,7 @@ def warned(completion: Completion) -> Completion:
 
 def _is_chat(prompt: object) -> bool:
     """Return whether a prompt is a list of messages."""
-    return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
+    return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)
 
 
 def checked_variables(value: object) -> dict[str, object]:
@@ -1063,9 +1074,9 @@ def checked_variables(value: object) -> dict[str, object]:
         raise UsageError.of("template_variables", value, "a mapping of names to values")
     for name in value:
         if not isinstance(name, str):
-            raise UsageError(Argument("template_variables"), f" has the name {name!r:.80}, but names must be texts")
+            raise UsageError(Argument("template_variables"), f" has the name {name!r:.80}, but names must be strings")
         if name in _RESERVED_NAMES:
-            raise UsageError(Argument("template_variables"), f" cannot have the name {name!r}: chat sets it itself")
+            raise UsageError(Argument("template_variables"), f" cannot contain {name!r}, which chat sets")
     return dict(value)
 
 
@@ -1084,4 +1095,4 @@ def without_turns(messages: Sequence[Message], n: int) -> list[Message]:
     System messages are retained.
     """
     start = [i for i, message in enumerate(messages) if message.role == "user"][n]
-    return [*(each for each in messages[:start] if each.role in ("system", "developer")), *messages[start:]]
+    return [*(message for message in messages[:start] if message.role in ("system", "developer")), *messages[start:]]

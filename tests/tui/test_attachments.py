@@ -199,7 +199,7 @@ async def test_the_app_tells_what_fits(folder: Path) -> None:
 class SeeingModel(FakeModel):
     """It makes five tokens of a picture."""
 
-    sees = True
+    accepts_images = True
 
     def tokenize_chat(self, messages: Any, **options: Any) -> list[int]:
         parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
@@ -266,7 +266,7 @@ def test_pictures_are_refused_where_they_cannot_go(folder: Path) -> None:
 class HearingModel(SeeingModel):
     """It makes five tokens of a picture, and seven of a sound."""
 
-    sees, hears = False, True
+    accepts_images, accepts_audio = False, True
 
     def tokenize_chat(self, messages: Any, **options: Any) -> list[int]:
         parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
