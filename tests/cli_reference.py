@@ -1,7 +1,7 @@
-"""Writes what is written from declarations: ``python -m tests.cli_reference``.
+"""Writes the generated documentation: ``python -m tests.cli_reference``.
 
-These are docs/cli.md, from the commands, and the keywords of sampling in localllm/options/keywords.py, from the table
-of options.
+The results are docs/cli.md, from the commands, and the sampling keywords in localllm/options/keywords.py, from the
+table of options.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ KEYWORDS = ROOT / "localllm" / "options" / "keywords.py"
 HEAD = """\
 # The command line
 
-Written by `python -m tests.cli_reference` from `localllm/cli`; a test holds it to that. `localllm help COMMAND` shows
-the same in the terminal.
+`python -m tests.cli_reference` writes this file from `localllm/cli`, and a test checks it. `localllm help COMMAND`
+shows the same text in the terminal.
 
 Flags override the settings file (`localllm config`), which overrides the defaults shown here.
 
-Exit codes: 0 done; 1 it could not be done; 2 the command line is at fault. Ctrl-C ends a command by SIGINT, which
-shells report as 130.
+Exit codes: 0 success; 1 failure; 2 invalid command line. Ctrl-C ends a command by SIGINT, which shells report as 130.
 """
 
 Row = tuple[str, str]
 
-#: What stands in the file of keywords before those that are written, and behind them.
+#: Text before and after the generated part of the file of keywords.
 _BEGIN, _END = '"""The settings of `localllm.Sampling`, which describes them."""\n\n', "\n\n@describes"
 
 
 def reference() -> str:
-    """The whole file."""
+    """Return the text of docs/cli.md."""
     lines = [HEAD, *_table("flag", "what it does", _rows(main_parser()._actions))]
     seen: dict[str, list[Row]] = {}
     for name in command_names():
@@ -48,25 +47,25 @@ def reference() -> str:
     lines += _table("variable", "meaning", [(f"`{name}`", text) for name, text in VARIABLES.items()])
     lines += ["", "## Coming from other programs"]
     for title, left, right, names in (
-        ("Flags of llama.cpp and llama-cpp-python that have other names", "theirs", "ours", SAME),
-        ("Flags that change nothing here, and are left out with a warning", "flag", "why", no_effect),
-        ("Flags that are not there, and what the error says", "flag", "instead", ABSENT),
-        ("Commands of Ollama and llama.cpp that are ours too", "theirs", "ours", command_aliases()),
-        ("Commands that are not there, and what the error says", "theirs", "here", OTHER_COMMANDS),
+        ("Flags of llama.cpp and llama-cpp-python with other names", "theirs", "ours", SAME),
+        ("Flags without effect, which are ignored with a warning", "flag", "why", no_effect),
+        ("Flags that localllm does not have, and the advice in the error", "flag", "advice", ABSENT),
+        ("Commands of Ollama and llama.cpp that localllm accepts", "theirs", "ours", command_aliases()),
+        ("Commands that localllm does not have, and the advice in the error", "theirs", "advice", OTHER_COMMANDS),
     ):
         lines += ["", f"{title}:", "", *_table(left, right, _by_meaning(names))]
     return "\n".join(lines) + "\n"
 
 
 def keywords() -> str:
-    """The whole file of keywords, with those of sampling as the table declares them."""
+    """Return the text of the file of keywords, with the sampling options that the table declares."""
     before, rest = KEYWORDS.read_text("utf-8").split(_BEGIN)
     types = "\n".join(f"    {name}: {Sampling.__annotations__[name]}" for name in declared(Sampling))
     return f"{before}{_BEGIN}{types}\n{rest[rest.index(_END) :]}"
 
 
 def _command(command: Parser, seen: dict[str, list[Row]]) -> Iterator[str]:
-    """Usage, groups of flags, and details; a group that is in ``seen``, those of commands before, is only named."""
+    """Yield the usage, the groups of flags, and the details.  A group that is in ``seen`` is only named."""
     yield f"    {command.format_usage().removeprefix('usage: ').strip()}"
     yield ""
     yield str(command.description)
@@ -100,7 +99,7 @@ def _rows(actions: Iterable[argparse.Action]) -> Iterator[Row]:
 
 
 def _by_meaning(names: Mapping[str, str]) -> list[Row]:
-    """A row for each meaning, with all names that have it."""
+    """Return a row for each meaning, with all its names."""
     return [
         (", ".join(f"`{name}`" for name, other in names.items() if other == meaning), meaning)
         for meaning in dict.fromkeys(names.values())
@@ -108,7 +107,7 @@ def _by_meaning(names: Mapping[str, str]) -> list[Row]:
 
 
 def _table(left: str, right: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Markdown; of the left cells, which are code, and the right ones, which are text, only what a table must."""
+    """Yield a Markdown table.  Escapes only the necessary characters in code (left) and text (right)."""
     yield f"| {left} | {right} |"
     yield "|---|---|"
     for code, text in rows:
