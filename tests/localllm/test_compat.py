@@ -568,7 +568,7 @@ def test_what_a_chat_cannot_do(llm: Llama, options: dict[str, Any], message: str
 
 def test_what_else_cannot_be_done(llm: Llama) -> None:
     for call in (llm.embed, llm.create_embedding):
-        with pytest.raises(UsageError, match="makes no vectors of texts"):
+        with pytest.raises(UsageError, match="cannot compute vectors of texts"):
             call("text")
     with pytest.raises(NotAvailableError, match="logits_all=True"):
         llm.scores  # noqa: B018
