@@ -7,14 +7,14 @@
         for chunk in llm.stream("Once upon a time", temperature=0, stop="\\n"):
             print(chunk.text, end="", flush=True)
         print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
-        print(llm.info)  # what runs where, and how many bytes it takes
+        print(llm.info)  # devices and memory of the model
 
 help() describes these names:
 
     load              loads a model file, or a model downloaded from the hub
     LLM               a loaded model: generate, chat, stream, score, tokenize, ...
     Options           keywords of generate, chat and stream: max_tokens, stop, ...
-    Sampling          how the next token is chosen: temperature, top_k, seed, ...
+    Sampling          options for choosing the next token: temperature, top_k, seed, ...
     Completion        generated text
     Stream, Chunk     generated text as an iterator
     Usage, Timings, Drafts          counts of tokens, seconds and drafts
@@ -31,10 +31,10 @@ Failures raise a LocalLLMError whose message states the remedy.  An unknown keyw
     UsageError        an argument is out of range (a ValueError)
     GrammarError                     a JSON schema or grammar cannot be used (a ValueError)
     ContextLengthError               the prompt is too long (a ValueError)
-    NotEnoughMemoryError, DeviceMemoryError    it does not fit (a MemoryError)
+    NotEnoughMemoryError, DeviceMemoryError    the model does not fit (a MemoryError)
     DeviceError, DeviceLostError, KernelError  a device cannot be used, or failed
     ExpertReadError   experts in the model's file could not be read
-    ClosedError, QueueFullError      the model was closed; too many requests wait
+    ClosedError, QueueFullError      the model was closed; the queue of requests is full
     HubError, OutputError, PromptCacheError, SettingsError, StoreError    files and downloads
 
 localllm.compat runs programs written for llama-cpp-python.  Names are loaded at the first use, so the import is fast.
@@ -136,11 +136,11 @@ def __getattr__(name: str) -> object:
         from localllm.options.foreign_names import THEIR_NAMES, no_attribute
 
         raise no_attribute("module 'localllm'", name, THEIR_NAMES)
-    # Imported here, so that it is not a name of the package.
+    # Imported here, so that import_module is not a name of the package.
     from importlib import import_module
 
     value = getattr(import_module(f"localllm.{home}"), name)
-    globals()[name] = value  # so that it is resolved only once
+    globals()[name] = value  # so that the name is resolved only once
     return value
 
 

@@ -1,4 +1,4 @@
-"""``python -m localllm``: the same as the command ``localllm``."""
+"""``python -m localllm``: runs the command ``localllm``."""
 
 from __future__ import annotations
 

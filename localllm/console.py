@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from localllm.loading.model_info import ModelInfo
     from localllm.loading.placement import Placement
 
-#: Seconds between two updates of a status line, and before the first, because quick work needs no progress.
+#: Seconds between two updates of a status line, and before the first update, because quick work needs no progress.
 _UPDATE_SECONDS = 0.1
 _PATIENCE_SECONDS = 0.4
 
@@ -140,8 +140,8 @@ class LoadStatus:
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
         self._status = StatusLine(enabled=enabled)
-        self._kept: bool | None = None  # whether compiled kernels are stored; None before the first
-        self._began = self._seconds = 0.0
+        self._is_cached: bool | None = None  # whether compiled kernels are cached; None before the first kernel
+        self._start = self._seconds = 0.0
         self._compiled = 0
         self.formats = ""
 
@@ -151,29 +151,29 @@ class LoadStatus:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, n_done: int, total: int) -> None:
         if stage == "weights":
-            self._status.show(f"loading weights: {100 * done // max(1, total)} %")
+            self._status.show(f"loading weights: {100 * n_done // max(1, total)} %")
         elif self._enabled:
-            self._compiling(done, total)
+            self._compiling(n_done, total)
 
-    def _compiling(self, done: int, total: int) -> None:
-        is_first = self._kept is None
-        if self._kept is None:
+    def _compiling(self, n_done: int, total: int) -> None:
+        is_first = self._is_cached is None
+        if self._is_cached is None:
             from localllm.kernels.code_cache import cache_fault
 
-            self._kept = cache_fault() is None
-        what = f"for {self.formats or 'this processor'}"
+            self._is_cached = cache_fault() is None
+        purpose = f"for {self.formats or 'this processor'}"
         if is_first and not self._status.live:
-            kept = ", which are kept for later runs" if self._kept else ""
-            say(f"localllm: compiling {_kernels(total)} {what}{kept}")
-        if done == 0:
-            self._began = time.monotonic()
-        if done < total:
-            self._status.show(f"compiling kernels {what}: {total - done} left")
+            note = ", which later runs reuse" if self._is_cached else ""
+            say(f"localllm: compiling {_kernels(total)} {purpose}{note}")
+        if n_done == 0:
+            self._start = time.monotonic()
+        if n_done < total:
+            self._status.show(f"compiling kernels {purpose}: {total - n_done} left")
         else:
             self._compiled += total
-            self._seconds += time.monotonic() - self._began
+            self._seconds += time.monotonic() - self._start
 
     def close(self) -> None:
         """Clears the progress.  If no progress was visible, prints a summary."""
@@ -229,8 +229,8 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
     ``free``: available bytes per device; None after the model is loaded.
     """
     for group in placement.groups:
-        parts = _parts(("weights", group.weights), (f"{placement.cache_type} KV cache", group.kv_cache))
-        yield detail(group.name, f"{group.device} ({group.kernels}): {parts}")
+        items = _parts(("weights", group.weights), (f"{placement.cache_type} KV cache", group.kv_cache))
+        yield detail(group.name, f"{group.device} ({group.kernels}): {items}")
     if placement.cache is not None:
         yield detail("cache", str(placement.cache))
     if placement.pool:
@@ -240,22 +240,27 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
     if list(devices) == [placement.host]:
         return
     for device in devices:
-        on = placement.on(device)
-        room = f" of {quantity(free[device], 'B')} free" if free else ""
-        kinds = ("weights", on.weights), ("experts", on.pool), ("KV cache", on.kv_cache), ("scratch", on.scratch)
-        parts = _parts(*kinds)
-        yield detail(f"on {device}", f"{quantity(on.total, 'B')}{room}{': ' * bool(parts)}{parts}")
+        usage = placement.on(device)
+        capacity = f" of {quantity(free[device], 'B')} free" if free else ""
+        kinds = (
+            ("weights", usage.weights),
+            ("experts", usage.pool),
+            ("KV cache", usage.kv_cache),
+            ("scratch", usage.scratch),
+        )
+        items = _parts(*kinds)
+        yield detail(f"on {device}", f"{quantity(usage.total, 'B')}{capacity}{': ' * bool(items)}{items}")
 
 
 def experts_in_file(placement: Placement) -> str:
     """Describe the part of a model that stays in its file, and its cost."""
-    whole, pool = placement.experts_in_file, placement.pool
-    missing = round(whole * placement.used_experts * (1 - pool / whole))
+    n_bytes, pool = placement.experts_in_file, placement.pool
+    missing = round(n_bytes * placement.used_experts * (1 - pool / n_bytes))
     return (
-        f"{quantity(whole, 'B')} stay in the file, {quantity(pool, 'B')} of them at a time in memory: a token reads "
-        f"about {quantity(missing, 'B')} if it goes to any alike"
+        f"{quantity(n_bytes, 'B')} stay in the file, at most {quantity(pool, 'B')} in memory: a token reads "
+        f"about {quantity(missing, 'B')} if the router selects all experts equally often"
     )
 
 
-def _parts(*parts: tuple[str, int]) -> str:
-    return ", ".join(f"{quantity(n_bytes, 'B')} {what}" for what, n_bytes in parts if n_bytes)
+def _parts(*items: tuple[str, int]) -> str:
+    return ", ".join(f"{quantity(n_bytes, 'B')} {name}" for name, n_bytes in items if n_bytes)

@@ -19,7 +19,7 @@ _short.maxstring = _short.maxother = _MAX_QUOTED
 
 def quoted(value: object) -> str:
     """Return a value from a file for an error message: on one line, escaped, at most 60 characters."""
-    text = _short.repr(value).replace("\n", " ")  # line breaks of an array; those in a string are escaped
+    text = _short.repr(value).replace("\n", " ")  # line breaks of an array; line breaks in strings are escaped
     return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 1] + "…"
 
 
@@ -63,7 +63,7 @@ class _Sentence:
 
     def worded(self, word: Callable[[Argument], str]) -> str:
         """Return the message with each argument's name replaced by ``word(argument)``."""
-        return "".join(word(part) if isinstance(part, Argument) else str(part) for part in self.args)
+        return "".join(word(item) if isinstance(item, Argument) else str(item) for item in self.args)
 
 
 class Notice(_Sentence, UserWarning):
@@ -86,12 +86,12 @@ class LocalLLMError(_Sentence, Exception):
         return _unpickled, (type(self), self.args, self.__dict__)
 
 
-def _unpickled(kind: type[LocalLLMError], parts: tuple[Any, ...], fields: dict[str, Any]) -> LocalLLMError:
-    base: Any = kind
+def _unpickled(error_class: type[LocalLLMError], args: tuple[Any, ...], fields: dict[str, Any]) -> LocalLLMError:
+    base: Any = error_class
     while base.__module__ != "builtins":  # find the built-in exception that creates these objects
         base = base.__base__
-    error: LocalLLMError = base.__new__(kind)
-    error.args = parts
+    error: LocalLLMError = base.__new__(error_class)
+    error.args = args
     error.__dict__.update(fields)
     return error
 
@@ -109,7 +109,7 @@ class UnsupportedArchitectureError(ModelError):
 
 
 class TokenizerError(LocalLLMError):
-    """The file's vocabulary is broken, or it cannot convert a text or token id."""
+    """The file's vocabulary is broken, or it cannot convert text or a token id."""
 
 
 class TemplateError(LocalLLMError, ValueError):
@@ -163,16 +163,16 @@ class ContextLengthError(LocalLLMError, ValueError):
         truncated: whether the prompt is too long even after truncation.
     """
 
-    def __init__(self, n_tokens: int, context: int, *other: str | Argument, truncated: bool = False) -> None:
-        """Create the error.  ``other``: further remedies, next to a shorter prompt and a larger context."""
-        what, shorten = "the prompt has", "it"
+    def __init__(self, n_tokens: int, context: int, *remedies: str | Argument, truncated: bool = False) -> None:
+        """Create the error.  ``remedies``: remedies besides a shorter prompt and a larger context."""
+        subject, target = "the prompt has", "it"
         if truncated:
-            what, shorten = "the last message alone makes a prompt of", "it or the system's"
-        ways = f"shorten {shorten}{',' if other else ', or'} give a larger "
-        end = (", or ", *other) if other else ()
+            subject, target = "the last message alone makes a prompt of", "it or the system's"
+        ways = f"shorten {target}{',' if remedies else ', or'} use a larger "
+        end = (", or ", *remedies) if remedies else ()
         # Programs recognize llama.cpp's words "exceeds the available context size", and then shorten the prompt.
-        holds = f"{n_tokens:,} tokens, which exceeds the available context size of {context:,}"
-        super().__init__(f"{what} {holds}: {ways}", Argument("context"), *end)
+        size = f"{n_tokens:,} tokens, which exceeds the available context size of {context:,}"
+        super().__init__(f"{subject} {size}: {ways}", Argument("context"), *end)
         self.n_tokens = n_tokens
         self.context = context
         self.truncated = truncated
@@ -203,10 +203,10 @@ class DeviceMemoryError(NotEnoughMemoryError):
     """
 
     def __init__(self, device: int, n_bytes: int | None, free_bytes: int, total_bytes: int) -> None:
-        wanted = "memory" if n_bytes is None else f"{n_bytes:,} bytes"
+        amount = "memory" if n_bytes is None else f"{n_bytes:,} bytes"
         super().__init__(
-            f"CUDA device {device} has no room for {wanted}: {free_bytes:,} of its {total_bytes:,} bytes are free; "
-            f"use a smaller context or model, put fewer layers on it, or end other programs that use it"
+            f"CUDA device {device} cannot allocate {amount}: {free_bytes:,} of its {total_bytes:,} bytes are free; "
+            f"use a smaller context or model, move fewer layers to it, or end other programs that use it"
         )
         self.device = device
         self.n_bytes = n_bytes

@@ -27,17 +27,17 @@ MAX_TEXT_BYTES = 64 << 20
 _LOCKED_BYTE = (1 << 31) - 2
 
 
-def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_bytes: int | None = None) -> str:
+def read_text(source: str | os.PathLike[str] | BinaryIO, label: str = "", *, n_bytes: int | None = None) -> str:
     """Return the text of a file, without a byte order mark.
 
-    ``source``: a path, or an open file.  ``what``: precedes or replaces the path in errors.  ``n_bytes``: maximum
+    ``source``: a path, or an open file.  ``label``: precedes or replaces the path in errors.  ``n_bytes``: maximum
     number of bytes to read; a character cut off at the end is dropped.
     """
-    where = what
+    name = label
     limit = MAX_TEXT_BYTES + 1 if n_bytes is None else min(n_bytes, MAX_TEXT_BYTES)
     try:
         if isinstance(source, str | os.PathLike):
-            where = f"{what} {path_text(source)}".lstrip()
+            name = f"{label} {path_text(source)}".lstrip()
             refuse_named_pipe(source)
             with open(source, "rb") as file:
                 data = file.read(limit)
@@ -45,16 +45,16 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_by
             data = source.read(limit)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(f"{where} cannot be read ({reason}): check the path") from None
+        raise UsageError(f"{name} cannot be read ({reason}): check the path") from None
     if len(data) > MAX_TEXT_BYTES:
-        raise UsageError(f"{where} has more than {MAX_TEXT_BYTES >> 20} MiB, the most a text may have: shorten it")
+        raise UsageError(f"{name} is larger than {MAX_TEXT_BYTES >> 20} MiB, the maximum for text: shorten it")
     data = data.removeprefix(codecs.BOM_UTF8)
     is_cut = n_bytes is not None and len(data) == limit
     try:
         return codecs.utf_8_decode(data, "strict", not is_cut)[0]
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{where} is not valid UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
+            f"{name} is not valid UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
         ) from None
 
 
@@ -68,11 +68,11 @@ def check_is_new(path: Path, sources: Iterable[Path] = ()) -> None:
             raise OutputError(f"{path_text(path)} is a folder: name a file in it")
         if not path.exists():
             return
-    except OSError as error:  # its name is too long
+    except OSError as error:  # the name is too long
         raise OutputError(f"{path_text(path)} cannot be written ({error.strerror}): choose another name") from None
     if any(source.samefile(path) for source in sources):
         raise UsageError(f"{path_text(path)} is the model itself: choose another name for the new file")
-    raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
+    raise OutputError(f"{path_text(path)} already exists: choose another name, or remove it first")
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -84,7 +84,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """Open a file for `open`, readable only by its owner if it is created.  For files with texts of users."""
+    """Open a file for `open`, readable only by its owner if it is created.  For files that contain users' texts."""
     return os.open(path, flags, 0o600)
 
 
@@ -95,21 +95,21 @@ def create_private(path: Path) -> None:
 
 
 def private_folder(path: Path) -> str | None:
-    """Create a folder for texts of users.  Return a warning if others can read it.  Raises OSError."""
+    """Create a folder for users' texts.  Return a warning if other users can read it.  Raises OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if sys.platform == "win32" or not path.stat().st_mode & 0o077:
         return None
-    return f"other users can read {path_text(path)}, which has texts of yours: chmod go= {path_text(path)}"
+    return f"other users can read {path_text(path)}, which contains your texts: run chmod go= {path_text(path)}"
 
 
 class NewFile:
     """A file being written, as a context manager: it gets its name when the block ends without an error.
 
     Args:
-        path: its name.  A file of this name stays until the new one is complete.
-        n_bytes: its size, which must be free on the disk.
-        is_resumable: keep the partial file after Ctrl-C, as after a kill.
-        is_private: only its owner can read it.
+        path: the file's name.  An existing file stays until the new file is complete.
+        n_bytes: size of the file, which must be free on the disk.
+        is_resumable: keep the partial file after Ctrl-C, as after a crash.
+        is_private: whether only its owner can read the file.
     """
 
     def __init__(self, path: Path, n_bytes: int, *, is_resumable: bool = False, is_private: bool = False) -> None:
@@ -125,20 +125,22 @@ class NewFile:
             # Root could replace a device such as /dev/null by a file.
             if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
                 raise OutputError(f"{path_text(self.path)} is a device or a pipe, not a file: choose another name")
-            n_kept = self._n_kept() if self.is_resumable and self._partial.is_file() else 0
+            n_resumed = self._n_kept() if self.is_resumable and self._partial.is_file() else 0
             free = shutil.disk_usage(self.path.parent).free
-            if free < self.n_bytes - n_kept:
+            if free < self.n_bytes - n_resumed:
                 raise OutputError(
-                    f"{path_text(self.path)} takes {self.n_bytes:,} bytes but the disk has {free:,} left: "
-                    "make space, or write to another disk"
+                    f"{path_text(self.path)} needs {self.n_bytes:,} bytes, but only {free:,} bytes are free: "
+                    "free disk space, or write to another disk"
                 )
             mode = 0o600 if self.is_private else 0o666
-            self._file = open(self._partial, "r+b", opener=lambda name, how: os.open(name, how | os.O_CREAT, mode))
+            self._file = open(
+                self._partial, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, mode)
+            )
             self._claim()
             if self.is_private and sys.platform != "win32":
-                os.fchmod(self._file.fileno(), mode)  # of an existing partial file
-            self._file.truncate(n_kept)
-            self._file.seek(n_kept)
+                os.fchmod(self._file.fileno(), mode)  # also for an existing partial file
+            self._file.truncate(n_resumed)
+            self._file.seek(n_resumed)
         except (OSError, ValueError) as error:  # ValueError: no name, a NUL, or a lone surrogate
             raise self._error(error) from error
         return self
@@ -156,14 +158,14 @@ class NewFile:
         if not is_ours:
             self._file.close()
             self._release()
-            raise OutputError(f"another program writes {path_text(self.path)} now: wait for it, or name another")
+            raise OutputError(f"another program is writing {path_text(self.path)}: wait, or choose another name")
 
     def _n_kept(self) -> int:
         """Return the number of bytes kept from an earlier, unfinished file."""
         return 0
 
     def put(self, data: Any, at: int | None = None) -> None:
-        """Add bytes, or replace those at a position."""
+        """Append bytes, or write them at a position."""
         try:
             if at is not None:
                 self._file.seek(at)
@@ -182,15 +184,15 @@ class NewFile:
             raise self._error(error) from error
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if error_type is None:
                 self.sync()
                 self._file.close()
                 self._release_early()
                 os.replace(self._partial, self.path)
-            elif self.is_resumable and kind in (KeyboardInterrupt, GeneratorExit):
+            elif self.is_resumable and error_type in (KeyboardInterrupt, GeneratorExit):
                 self._file.close()
             else:
                 self._discard()
@@ -205,7 +207,7 @@ class NewFile:
     def _discard(self) -> None:
         """Remove the partial file."""
         try:
-            self._file.close()  # which may try to write again
+            self._file.close()  # may try to write again
         except OSError:
             self._file.raw.close()
         self._release_early()
@@ -218,7 +220,7 @@ class NewFile:
             self._release()
 
     def _release(self) -> None:
-        """Let others write the file."""
+        """Allow other programs to write the file."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -226,10 +228,10 @@ class NewFile:
     def _error(self, error: OSError | ValueError) -> OutputError:
         shown = path_text(self.path)
         if not isinstance(error, OSError):
-            return OutputError(f"{shown:.200} is not the name of a file ({error}): choose another one")
+            return OutputError(f"{shown:.200} is not the name of a file ({error}): choose another name")
         if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
-            return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
-        return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")
+            return OutputError(f"{shown} cannot be written, the disk is full: free space, or write to another disk")
+        return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another folder")
 
 
 def _lock(descriptor: int) -> None:

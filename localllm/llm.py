@@ -179,7 +179,7 @@ class LLM:
 
     def __init__(self, loaded: object) -> None:
         if not isinstance(loaded, LoadedModel):
-            raise TypeError(f"a model is loaded by localllm.load({loaded!r:.80}), which gives an LLM")
+            raise TypeError(f"use localllm.load({loaded!r:.80}), which returns an LLM")
         self._adopt(loaded)
 
     def _adopt(self, loaded: LoadedModel) -> None:
@@ -215,14 +215,26 @@ class LLM:
         return self._embedder is None
 
     @property
-    def sees(self) -> bool:
+    def accepts_images(self) -> bool:
         """Whether the model accepts images: it was loaded with an image encoder from an ``mmproj`` file."""
         return self._encoder is not None and "image" in self._encoder.encoders
 
     @property
-    def hears(self) -> bool:
+    def accepts_audio(self) -> bool:
         """Whether the model accepts audio: it was loaded with an audio encoder from an ``mmproj`` file."""
         return self._encoder is not None and "audio" in self._encoder.encoders
+
+    @property
+    def sees(self) -> bool:
+        """Deprecated alias of `accepts_images`."""
+        warn("LLM.sees is deprecated: use LLM.accepts_images", DeprecationWarning)
+        return self.accepts_images
+
+    @property
+    def hears(self) -> bool:
+        """Deprecated alias of `accepts_audio`."""
+        warn("LLM.hears is deprecated: use LLM.accepts_audio", DeprecationWarning)
+        return self.accepts_audio
 
     @property
     def has_chat_template(self) -> bool:
@@ -315,7 +327,7 @@ class LLM:
         if n_bytes > available:
             raise NotEnoughMemoryError(
                 f"the logits of {n:,} tokens take {n_bytes / 1e9:.2f} GB, but {available / 1e9:.2f} GB of "
-                "memory is available: ask for fewer tokens at a time"
+                "memory is available: request fewer tokens at a time"
             )
         return last_logits(engine, ids, n)
 
@@ -424,17 +436,17 @@ class LLM:
             purpose, advice = (
                 ("scores documents", "use rerank") if embedder else ("generates text", "load an embedding model")
             )
-            raise UsageError(f"{self._info.path.name} {purpose}: it makes no vectors of texts; {advice}")
+            raise UsageError(f"{self._info.path.name} {purpose}, and cannot compute vectors of texts: {advice}")
         if embedder.is_late and not per_token:
             raise UsageError(
-                f"{self._info.path.name} makes vectors of tokens (late interaction): use rerank, or embed with "
+                f"{self._info.path.name} computes a vector per token (late interaction): use rerank, or embed with "
                 "per_token=True"
             )
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence | np.ndarray):
             raise UsageError.of("texts", texts, "a list of texts, or of lists of token ids")
         n = embedder.width if dimensions is None else whole_number("dimensions", dimensions, 1)
         if n > embedder.width:
-            raise UsageError.of("dimensions", n, f"at most {embedder.width:,}, as the model's vectors have no more")
+            raise UsageError.of("dimensions", n, f"at most {embedder.width:,}, the size of the model's vectors")
         text("prefix", prefix)
         ids = [self._prompt_ids(prefix + item if isinstance(item, str) else item, True, False) for item in texts]
         if truncate:
@@ -588,7 +600,7 @@ class LLM:
         Raises:
             TypeError, UsageError: an option is unknown or out of range.
 
-        The error of a prompt is raised in place of its completion, after the completions of earlier prompts.  Later
+        The error of a prompt is raised instead of its completion, after the completions of earlier prompts.  Later
         prompts are not read.
         """
         options.setdefault("priority", "background")
@@ -621,7 +633,7 @@ class LLM:
                             streams[i] = self._stream(prompt, add_special, parse_special, checked, on_end=on_end)
                     except Exception as error:
                         if streams and isinstance(error, QueueFullError):
-                            refused = [(i, prompt)]  # retried when one of these streams has ended
+                            refused = [(i, prompt)]  # retried when one of these streams has ended_streams
                         else:
                             results[i], refused, numbered = error, [], enumerate(())
                         break
@@ -774,7 +786,7 @@ class LLM:
 
     def _check_writes(self) -> None:
         if self._embedder is not None:
-            raise UsageError(f"{self._info.path.name} writes no text: it is for embed or rerank")
+            raise UsageError(f"{self._info.path.name} does not generate text: use embed or rerank")
 
     def _opened(self) -> Engine:
         process.engines.check()
@@ -812,38 +824,37 @@ class LLM:
             return []
         from localllm.chat.conversation import Media
 
-        media = list[Media]()
-        kinds: Any = ("images", images, "picture", "image"), ("audio", audio, "sound", "audio")
-        for name, sources, noun, kind in kinds:
-            if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
-                raise UsageError.of(name, sources, f"a list of {noun}s")
-            for i, source in enumerate(sources):
-                media.append(source if isinstance(source, Media) else Media(source, where=f"{noun} {i}", kind=kind))
-        return media
+        clips = list[Media]()
+        arguments: Any = ("images", images, "image", "image"), ("audio", audio, "audio clip", "audio")
+        for name, values, noun, kind in arguments:
+            if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+                raise UsageError.of(name, values, f"a list of {noun}s")
+            for i, value in enumerate(values):
+                clips.append(value if isinstance(value, Media) else Media(value, where=f"{noun} {i}", kind=kind))
+        return clips
 
     def _prompt_with_media(
         self, prompt: str | Sequence[int], media: Sequence[Media], add_special: bool, parse_special: bool
     ) -> tuple[list[int], PromptMedia]:
-        """Return the token ids of a text whose `MEDIA` placeholders are replaced by images and audio.
+        """Return the token ids of text whose `MEDIA` placeholders are replaced by images and audio.
 
         Without placeholders, the media precede the text.
         """
         encoder, tokenizer = self._encoder_of(media), self._tokenizer
         name = Argument("images" if media[0].kind == "image" else "audio")
         if not isinstance(prompt, str):
-            raise UsageError(name, " need a prompt that is a string: give text, not token ids")
+            raise UsageError(name, " need a prompt that is text, not token ids")
         texts = prompt.split(MEDIA)
         if len(texts) == 1:
             texts = [""] * len(media) + texts
         if len(texts) != len(media) + 1:
-            nouns = " and ".join(dict.fromkeys("sounds" if item.kind == "audio" else "pictures" for item in media))
-            n = len(texts) - 1
-            words = f" has {len(media)} {nouns}, but the prompt has {MEDIA} {n} times: as many are needed"
+            nouns = " and ".join(dict.fromkeys("audio clips" if m.kind == "audio" else "images" for m in media))
+            words = f" has {len(media)} {nouns}, but the prompt contains {len(texts) - 1} times {MEDIA}: match them"
             raise UsageError(name, words)
         pieces: list[str | Media] = [texts[0]]
-        for item, text_behind in zip(media, texts[1:], strict=True):
-            begin, _, end = encoder.markers[item.kind]
-            pieces += [begin, item, f"{end}{text_behind}"]
+        for medium, next_text in zip(media, texts[1:], strict=True):
+            opening, _, closing = encoder.markers[medium.kind]
+            pieces += [opening, medium, f"{closing}{next_text}"]
         ids, placed = encoder.prompt(pieces, partial(tokenizer.encode, add_special=False, parse_special=True))
         return self._with_bos(ids, placed) if add_special else (ids, PromptMedia(placed))
 
@@ -851,16 +862,15 @@ class LLM:
         """Return a prompt that starts with BOS, if the model requires it."""
         ids_with_bos = self._tokenizer.with_bos(ids)
         n = len(ids_with_bos) - len(ids)
-        return ids_with_bos, PromptMedia([span._replace(start=span.start + n) for span in placed])
+        return ids_with_bos, PromptMedia([tokens._replace(start=tokens.start + n) for tokens in placed])
 
     def _encoder_of(self, media: Sequence[Media]) -> MediaEncoder:
         """Return the encoder of images and audio.  Raises UsageError if the encoder does not support ``media``."""
-        for kind in dict.fromkeys(item.kind for item in media):
+        for kind in dict.fromkeys(medium.kind for medium in media):
             if self._encoder is None:
-                noun, does = ("sounds", "hears") if kind == "audio" else ("pictures", "sees")
+                nouns = "audio" if kind == "audio" else "images"
                 raise UsageError(
-                    f"{self._info.path.name} was loaded without an encoder of {noun}, so it {does} none: give the "
-                    "mmproj file of the model, if there is one, as ",
+                    f"{self._info.path.name} was loaded without an encoder of {nouns}: pass its mmproj file as ",
                     Argument("mmproj"),
                 )
             self._encoder.of_kind(kind)
@@ -889,16 +899,16 @@ class LLM:
             ids = self.tokenize(prompt, add_special, parse_special)
         else:
             if _is_chat(prompt):
-                raise UsageError(Argument("prompt"), " is a list of messages: give it to chat")
+                raise UsageError(Argument("prompt"), " is a list of messages: pass it to chat")
             if isinstance(prompt, list | tuple) and any(isinstance(item, str | list | tuple) for item in prompt):
-                many = " is a list of prompts: give it to generate_many, or one of them to generate"
+                many = " is a list of prompts: pass it to generate_many, or a single prompt to generate"
                 raise UsageError(Argument("prompt"), many)
-            ids = token_ids(prompt, self._info.n_vocab, "prompt", "a text or a list of token ids")
+            ids = token_ids(prompt, self._info.n_vocab, "prompt", "text or a list of token ids")
         if ids:
             return ids
         bos = self._tokenizer.bos_id
         if bos is None:
-            raise UsageError("the prompt is empty, and the model has no BOS token to begin with: give it some text")
+            raise UsageError("the prompt is empty, and the model has no BOS token: pass a prompt with text")
         return [bos]
 
     def _stream_chat(
@@ -920,8 +930,8 @@ class LLM:
         limit = context - checked.reserved_for_reply(context)
         if checked.overflow == "truncate" and len(ids) > limit and n_turns > 1:
             # The prompt's length grows with the number of turns, so bisection finds the smallest number to omit.
-            n_left_out = range(1, n_turns - 1)
-            n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
+            n_omitted = range(1, n_turns - 1)
+            n = 1 + bisect_left(n_omitted, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
             ids, prompt_media = encode(without_turns(chat, n))
         parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
         # The space at the start of text after a prefix belongs to the text.
@@ -954,12 +964,12 @@ class LLM:
         if template.is_fallback:
             warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
         if tools and not template.reads("tools"):
-            warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
+            warn(f"the chat template of {self._info.path} does not use tools, so the model does not see them")
         prepared: dict[Media, PreparedMedia] = {}
 
         def encode(messages: Sequence[Message]) -> tuple[list[int], PromptMedia]:
             prompt_media = NO_MEDIA
-            if media := [item for message in messages for item in message.media]:
+            if media := [medium for message in messages for medium in message.media]:
                 encoder = self._encoder_of(media)
                 pieces = template.render_with_media(messages, encoder.markers, tools=tools, **more)
                 as_tokens = partial(tokenizer.encode, add_special=False, parse_special=True)
@@ -1003,18 +1013,18 @@ class LLM:
         decoder = StreamDecoder(tokenizer, checked.stop, continuation=continuation, splitter=splitter)
         if len(ids) > engine.context:
             truncated = checked.overflow == "truncate"
-            remedy = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
-            raise ContextLengthError(len(ids), engine.context, *remedy, truncated=truncated)
+            remedies = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
+            raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
         speculate = engine.drafts_by if checked.speculate == "auto" else checked.speculate
         lookup = Argument("draft_model"), ", or choose ", Argument("speculate", "lookup")
         if speculate == "mtp" and engine.drafts_by != "mtp":
-            why = " is 'mtp', but the model cannot predict further tokens, or is on a GPU: load it with a "
+            why = " is 'mtp', but the model cannot predict several tokens, or is on a GPU: load it with a "
             raise UsageError(Argument("speculate"), why, *lookup, ", or None")
         if speculate == "draft" and engine.drafts_by != "draft":
             why = " is 'draft', but there is no draft model: load the model with a "
             raise UsageError(Argument("speculate"), why, *lookup)
         if checked.draft_always and speculate is None:
-            why = " is True, but nothing drafts: load the model with a "
+            why = " is True, but no drafts are available: load the model with a "
             raise UsageError(Argument("draft_always"), why, *lookup)
         text_of = text_ids(ids) if media.placed else ids
         grammars = None if sampling.grammar_kind is None else self._all_grammars(engine)
@@ -1047,8 +1057,8 @@ class LLM:
         """Return the scale of each adapter for a request; empty if all scales are 0."""
         requested, loaded = requested or {}, self._options.adapters or {}
         for name in requested.keys() - loaded.keys():
-            available = f"loaded are {', '.join(map(repr, loaded))}" if loaded else "none is loaded"
-            raise UsageError(f"there is no adapter {name!r:.80}: {available}; see load_adapter")
+            hint = f"the loaded adapters are {', '.join(map(repr, loaded))}" if loaded else "no adapter is loaded"
+            raise UsageError(f"there is no adapter {name!r:.80}: {hint}; see load_adapter")
         scales = tuple(requested.get(name, 0.0) for name in loaded)
         return scales if any(scales) else ()
 
@@ -1086,9 +1096,9 @@ def checked_variables(value: object) -> dict[str, object]:
         raise UsageError(Argument("template_variables"), many)
     for name in value:
         if not isinstance(name, str):
-            raise UsageError(Argument("template_variables"), f" has the name {name!r:.80}, but names must be texts")
+            raise UsageError(Argument("template_variables"), f" has the name {name!r:.80}, but names must be strings")
         if name in _RESERVED_NAMES:
-            raise UsageError(Argument("template_variables"), f" cannot have the name {name!r}: chat sets it itself")
+            raise UsageError(Argument("template_variables"), f" cannot contain {name!r}, which chat sets")
     return dict(value)
 
 

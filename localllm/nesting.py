@@ -74,14 +74,14 @@ def check_expression(text: str, limit: int = MAX_NESTING) -> None:
     n_operators = [0]  # in the current item of each open bracket
     depth = 0  # open brackets, and their operators
     try:
-        for kind, token, *_ in tokenize.generate_tokens(io.StringIO(text).readline):
-            if kind == tokenize.OP and token in ("(", "[", "{"):
+        for token_type, token, *_ in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token_type == tokenize.OP and token in ("(", "[", "{"):
                 n_operators.append(0)
                 depth += 1
-            elif kind == tokenize.OP and token == ",":
+            elif token_type == tokenize.OP and token == ",":
                 depth -= n_operators[-1]
                 n_operators[-1] = 0
-            elif kind == tokenize.OP or keyword.iskeyword(token):
+            elif token_type == tokenize.OP or keyword.iskeyword(token):
                 if token in (")", "]", "}") and len(n_operators) > 1:
                     depth -= n_operators.pop() + 1
                 n_operators[-1] += 1  # a call or a subscript may follow

@@ -1,4 +1,4 @@
-"""A function applied to many items in threads."""
+"""Application of a function to many items in threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _Result = TypeVar("_Result")
 
 
 def in_order(work: Callable[[_Item], _Result], items: Iterable[_Item], threads: int) -> Iterator[_Result]:
-    """Results of ``work`` in the order of the items; at most ``2 * threads`` items are ahead of the reader.
+    """Yield the results of ``work`` in the order of the items.  At most ``2 * threads`` items are read ahead.
 
-    Once the process ends, pools take no more work: the caller's thread does the rest, until models refuse it too.
+    At the end of the process, thread pools accept no more work.  The caller's thread then runs ``work`` itself.
     """
-    rest = iter(items)
+    remaining = iter(items)
     pool = ThreadPoolExecutor(threads, "localllm-parallel")
 
     def submitted(item: _Item) -> Future[_Result]:
@@ -29,9 +29,9 @@ def in_order(work: Callable[[_Item], _Result], items: Iterable[_Item], threads: 
             return future
 
     try:
-        pending = deque(map(submitted, islice(rest, 2 * threads)))
+        pending = deque(map(submitted, islice(remaining, 2 * threads)))
         while pending:
             yield pending.popleft().result()
-            pending.extend(map(submitted, islice(rest, 1)))
+            pending.extend(map(submitted, islice(remaining, 1)))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -66,11 +66,11 @@ def refuse_named_pipe(path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, "it is a named pipe", os.fspath(path))
 
 
-def reading_error(where: str, error: OSError) -> UsageError:
+def reading_error(name: str, error: OSError) -> UsageError:
     """Return the error for a file that cannot be opened."""
     if isinstance(error, FileNotFoundError):
-        return UsageError(f"{where} is not there: check the path")
-    return UsageError(f"{where} cannot be read ({error.strerror or error}): check the path and its permissions")
+        return UsageError(f"{name} is not there: check the path")
+    return UsageError(f"{name} cannot be read ({error.strerror or error}): check the path and its permissions")
 
 
 def _irregular(path: str | os.PathLike[str]) -> OSError:

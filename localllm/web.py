@@ -1,4 +1,4 @@
-"""Fetches web pages and files for models: from the Internet alone, within bounds."""
+"""Fetches web pages and files for models: only from the Internet, with limits on time and size."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from urllib.parse import urlsplit
 
 from localllm.errors import UsageError
 
-#: Seconds that a server may send nothing, and seconds of a whole download.
+#: Maximum seconds without data from the server, and maximum seconds of a download.
 _SECONDS, MAX_SECONDS = 20.0, 60.0
-#: Seconds between two checks whether a download is stopped.
+#: Seconds between two checks whether the download is cancelled.
 _POLL_SECONDS = 0.2
-#: IPv6 addresses that stand for those of IPv4, in networks that have only IPv6 (RFC 6052).
+#: IPv6 addresses that represent IPv4 addresses in networks without IPv4 (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-#: Where the Internet's hosts have their IPv6 addresses (IANA, IPv6 Address Space).
+#: Block of the Internet's IPv6 addresses (IANA, IPv6 Address Space).
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
-#: IANA's registries of special-purpose IPv4 and IPv6 addresses, the latter within the above, and IPv4's multicast.
-#: Also the few that count as reachable: what answers there belongs to the network (PCP, TURN, DNS-SD, AS112, AMT).
+#: Blocks of special-purpose IPv4 and IPv6 addresses in IANA's registries, and IPv4 multicast.  Includes the globally
+#: reachable special blocks, because these services belong to the local network (PCP, TURN, DNS-SD, AS112,
+#: AMT).  IPv6 blocks outside `_GLOBAL_UNICAST` are omitted.
 _SPECIAL = tuple(
     map(
         ipaddress.ip_network,
@@ -41,7 +42,7 @@ _SPECIAL = tuple(
         ),
     )
 )
-#: Of the library's, without those for other protocols and for proxies.
+#: Handlers of urllib, except the handlers for proxies and for protocols other than HTTP.
 _HANDLERS: tuple[Any, ...] = (urllib.request.HTTPRedirectHandler, urllib.request.HTTPDefaultErrorHandler)
 _HANDLERS += (urllib.request.HTTPErrorProcessor, urllib.request.UnknownHandler)
 
@@ -54,20 +55,20 @@ class Page:
 
 
 def is_web(address: str) -> bool:
-    """Whether an address is of a web page: http or https, with a host, and nothing that does not belong there."""
+    """Return whether an address is a web address: http or https, with a host and only printable ASCII characters."""
     if any(not "!" <= c <= "~" for c in address):
         return False
     try:
-        parts = urlsplit(address)
-        return parts.scheme in ("http", "https") and bool(parts.hostname)
+        url = urlsplit(address)
+        return url.scheme in ("http", "https") and bool(url.hostname)
     except ValueError:
         return False
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is of the Internet: this machine's and its network's services are not for models.
+    """Return whether an IP address is on the Internet.  Services of this machine and its network are not for models.
 
-    Other spellings of IPv4 addresses in IPv6 than NAT64's (mapped, translated, compatible, 6to4, Teredo) are not.
+    IPv6 spellings of IPv4 addresses other than NAT64 (mapped, translated, compatible, 6to4, Teredo) are not public.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip in _NAT64:
@@ -76,16 +77,16 @@ def is_public(address: str) -> bool:
 
 
 class _Limits:
-    """The deadline of a download, which may also be stopped."""
+    """The deadline of a download, which may also be cancelled."""
 
     def __init__(self, seconds: float, is_stopped: Callable[[], bool]) -> None:
         self._end, self._is_stopped = time.monotonic() + seconds, is_stopped
 
-    def left(self) -> float:
-        """Return the seconds until the deadline.  Raises TimeoutError after it, or if the download is stopped."""
-        if (left := self._end - time.monotonic()) <= 0 or self._is_stopped():
+    def remaining(self) -> float:
+        """Return the seconds until the deadline.  Raises TimeoutError after it, or if the download is cancelled."""
+        if (remaining := self._end - time.monotonic()) <= 0 or self._is_stopped():
             raise TimeoutError("it takes too long")
-        return left
+        return remaining
 
 
 class _Reader(io.RawIOBase):
@@ -100,7 +101,7 @@ class _Reader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         silent_until = time.monotonic() + _SECONDS
         while True:
-            self._connection.settimeout(min(_POLL_SECONDS, self._limits.left()))
+            self._connection.settimeout(min(_POLL_SECONDS, self._limits.remaining()))
             try:
                 return self._connection.recv_into(buffer)
             except TimeoutError:
@@ -113,14 +114,14 @@ class _Reader(io.RawIOBase):
 
 
 def _connect(limits: _Limits, address: tuple[str, int], timeout: float, *options: Any) -> socket.socket:
-    """Resolve a name, check its addresses, and connect: a second look-up could return another address."""
+    """Resolve a name, check its addresses, and connect, because a second lookup could return another address."""
     addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
     if not all(map(is_public, addresses)):
-        raise UsageError(f"{address[0]} is not in the Internet")
+        raise UsageError(f"{address[0]} is not a public host on the Internet")
     for ip in addresses[:-1]:
         with suppress(OSError):
-            return socket.create_connection((ip, address[1]), min(timeout, limits.left()), *options)
-    return socket.create_connection((addresses[-1], address[1]), min(timeout, limits.left()), *options)
+            return socket.create_connection((ip, address[1]), min(timeout, limits.remaining()), *options)
+    return socket.create_connection((addresses[-1], address[1]), min(timeout, limits.remaining()), *options)
 
 
 class _Web(urllib.request.HTTPSHandler):
@@ -138,10 +139,10 @@ class _Web(urllib.request.HTTPSHandler):
 
     http_request = urllib.request.HTTPSHandler.https_request
 
-    def _connection(self, kind: Any, *arguments: Any, **options: Any) -> Any:
-        connection = kind(*arguments, **options)
+    def _connection(self, connection_class: Any, *arguments: Any, **options: Any) -> Any:
+        connection = connection_class(*arguments, **options)
         if not any(fnmatchcase(connection.host.lower(), host.lower()) for host in self._hosts):
-            raise UsageError(f"{connection.host} is not one of the hosts that are allowed")
+            raise UsageError(f"{connection.host} is not an allowed host")
         connection._create_connection = partial(_connect, self._limits)
         connection.response_class = self._response
         return connection
@@ -160,18 +161,18 @@ def fetch(
     is_stopped: Callable[[], bool] = lambda: False,
     seconds: float = MAX_SECONDS,
 ) -> Page:
-    """Fetch the first bytes of an address.
+    """Fetch the first bytes of a page.
 
     Args:
         address: an address on the web.
-        max_bytes: the number of bytes; the rest is not read.
-        hosts: allowed hosts, also of redirections; "*.example.org" allows all hosts below it.
-        is_stopped: whether the page is no longer needed.
-        seconds: the limit for the whole download.
+        max_bytes: maximum number of bytes to read.
+        hosts: allowed hosts, also of redirections; "*.example.org" allows all its subdomains.
+        is_stopped: returns whether to cancel the download.
+        seconds: maximum seconds of the download.
 
     Raises:
         UsageError: the address is not a web address, or its host is not allowed.
-        OSError: the host cannot be reached, or the download is stopped or takes too long.
+        OSError: the host cannot be reached, or the download is cancelled or takes too long.
     """
     if not is_web(address):
         raise UsageError("it is not the address of a web page")
@@ -184,7 +185,7 @@ def fetch(
     try:
         page = opener.open(request, timeout=_SECONDS)
     except urllib.error.HTTPError as error:
-        error.close()  # it holds the connection
+        error.close()  # the error object holds the connection
         raise
     with page:
         while len(data) < max_bytes and (more := page.read1(1 << 16)):

@@ -22,18 +22,16 @@ KEYWORDS = ROOT / "localllm" / "options" / "keywords.py"
 HEAD = """\
 # The command line
 
-Written by `python -m tests.cli_reference` from `localllm/cli`; a test holds it to that. `localllm help COMMAND` shows
-the same in the terminal.
+`python -m tests.cli_reference` writes this file from `localllm/cli`, and a test checks it. `localllm help COMMAND`
+shows the same text in the terminal.
 
 Flags override the settings file (`localllm config`), which overrides the defaults shown here.
 
-Exit codes: 0 done; 1 it could not be done; 2 the command line is at fault. Ctrl-C ends a command by SIGINT, which
-shells report as 130.
+Exit codes: 0 success; 1 failure; 2 invalid command line. Ctrl-C ends a command by SIGINT, which shells report as 130.
 """
 
 Row = tuple[str, str]
 
-#: Text of the keywords file before and after the generated part.
 _BEGIN, _END = '"""The settings of `localllm.Sampling`, which describes them."""\n\n', "\n\n@describes"
 
 
@@ -48,11 +46,11 @@ def reference() -> str:
     lines += _table("variable", "meaning", [(f"`{name}`", text) for name, text in VARIABLES.items()])
     lines += ["", "## Coming from other programs"]
     for title, left, right, names in (
-        ("Flags of llama.cpp and llama-cpp-python that have other names", "theirs", "ours", SAME),
-        ("Flags that change nothing here, and are left out with a warning", "flag", "why", no_effect),
-        ("Flags that are not there, and what the error says", "flag", "instead", ABSENT),
-        ("Commands of Ollama and llama.cpp that are ours too", "theirs", "ours", command_aliases()),
-        ("Commands that are not there, and what the error says", "theirs", "here", OTHER_COMMANDS),
+        ("Flags of llama.cpp and llama-cpp-python with other names", "theirs", "ours", SAME),
+        ("Flags without effect, which are ignored with a warning", "flag", "why", no_effect),
+        ("Flags that localllm does not have, and the advice in the error", "flag", "advice", ABSENT),
+        ("Commands of Ollama and llama.cpp that localllm accepts", "theirs", "ours", command_aliases()),
+        ("Commands that localllm does not have, and the advice in the error", "theirs", "advice", OTHER_COMMANDS),
     ):
         lines += ["", f"{title}:", "", *_table(left, right, _by_meaning(names))]
     return "\n".join(lines) + "\n"

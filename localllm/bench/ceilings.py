@@ -24,8 +24,8 @@ Seconds = Callable[[], float]
 
 def gpu_index(device: str) -> int | None:
     """Return the index of a GPU, 1 of "cuda:1"; None for other devices."""
-    kind, _, number = device.partition(":")
-    return int(number) if kind == "cuda" else None
+    device_type, _, number = device.partition(":")
+    return int(number) if device_type == "cuda" else None
 
 
 def has_gpu(info: ModelInfo) -> bool:

@@ -49,16 +49,16 @@ def disk_rate(path: Path) -> float:
     Bypasses the system's page cache on systems with ``posix_fadvise``.
     """
     pieces = range(0, max(1, path.stat().st_size - _PIECE), _PIECE)
-    chosen = random.Random(time.monotonic_ns()).sample(pieces, min(len(pieces), _IN_ALL // _PIECE))
+    sample = random.Random(time.monotonic_ns()).sample(pieces, min(len(pieces), _IN_ALL // _PIECE))
     with path.open("rb", buffering=0) as file:
         if sys.platform == "linux":
-            for offset in chosen:
+            for offset in sample:
                 os.posix_fadvise(file.fileno(), offset, _PIECE, os.POSIX_FADV_DONTNEED)
 
     def read(first: int) -> int:
         with path.open("rb", buffering=0) as file:
             n = 0
-            for offset in chosen[first::READERS]:
+            for offset in sample[first::READERS]:
                 file.seek(offset)
                 n += len(file.read(_PIECE))
             return n

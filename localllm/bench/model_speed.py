@@ -73,7 +73,7 @@ class Measurement:
             "achieved": statistics.median(self.achieved) if self.achieved else None,
             "ceiling": statistics.median(self.ceilings) if self.ceilings else None,
             "share": self.share,
-            **({"profiles": [each.as_json() for each in self.profiles]} if self.profiles else {}),
+            **({"profiles": [profile.as_json() for profile in self.profiles]} if self.profiles else {}),
             **({"experts": self.experts.as_json()} if self.experts else {}),
             **({"drafted": self.drafts.drafted, "accepted": self.drafts.accepted} if self.drafts else {}),
         }
@@ -129,11 +129,11 @@ def _drafts(llm: LLM) -> tuple[int, int, int]:
     return llm.counts.drafted, llm.counts.accepted, llm.counts.draft_steps
 
 
-def profile(llm: LLM, test: Test, known: dict[str, DeviceCeilings]) -> Sequence[DeviceProfile]:
+def profile(llm: LLM, test: Test, ceilings: dict[str, DeviceCeilings]) -> Sequence[DeviceProfile]:
     """Return a profile of a warm test on GPUs; see `profiles`."""
     random = np.random.default_rng(0)
     before = _random_ids(llm, random, test.depth)
-    return profiles(llm.info, test, lambda test, watch: _rate(llm, test, before, random, watch), known)
+    return profiles(llm.info, test, lambda test, watch: _rate(llm, test, before, random, watch), ceilings)
 
 
 def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator, watch: Watch | None = None) -> float:

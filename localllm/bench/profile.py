@@ -53,7 +53,7 @@ class DeviceProfile:
             f"{self.test.name} on {self.device}: {_milliseconds(profile.seconds / profile.n_steps)} a step, "
             f"{_milliseconds(profile.kernel_seconds / profile.n_steps)} by operation; at work in {self.busy:.0%} of "
             f"the time; copies {quantity(self.ceilings.copy, 'B/s')}"
-            + "".join(f", {kind} {quantity(rate, 'FLOP/s')}" for kind, rate in self.ceilings.rates.items())
+            + "".join(f", {name} {quantity(rate, 'FLOP/s')}" for name, rate in self.ceilings.rates.items())
         )
         yield _COLUMNS.format(*_HEAD).rstrip()
         for share in sorted(profile.shares.values(), key=lambda share: -share.seconds):
@@ -112,13 +112,13 @@ def check_profiled(info: ModelInfo) -> None:
 
 
 def profiles(
-    info: ModelInfo, test: Test, rate: Callable[[Test, Watch], float], known: dict[str, DeviceCeilings]
+    info: ModelInfo, test: Test, rate: Callable[[Test, Watch], float], ceilings: dict[str, DeviceCeilings]
 ) -> Sequence[DeviceProfile]:
     """Return a profile of a test's forward passes for each GPU of a model.
 
     Args:
         rate: runs a test with a watch, and returns tokens per second.
-        known: ceilings of devices; missing ceilings are measured and added.
+        ceilings: ceilings of devices; missing ceilings are measured and added.
     """
     from localllm.kernels.cuda.profile import BusyTime, Profiler
 
@@ -128,15 +128,15 @@ def profiles(
         seconds *= (test.n + 1) / test.n
     rate(test if test.kind == "pp" else Test("tg", min(test.n, _GENERATED), test.depth), profiler)
     at_work = busy.seconds()
-    found = []
+    results = []
     for device in info.placement.devices:
         index = gpu_index(device)
         if index is not None and index in profiler.profiles:
-            if device not in known:
-                known[device] = _measured(index)
-            profile, part = profiler.profiles[index], at_work[index] / seconds
-            found.append(DeviceProfile(test, device, profile, part, known[device]))
-    return found
+            if device not in ceilings:
+                ceilings[device] = _measured(index)
+            profile, busy_share = profiler.profiles[index], at_work[index] / seconds
+            results.append(DeviceProfile(test, device, profile, busy_share, ceilings[device]))
+    return results
 
 
 def _measured(index: int) -> DeviceCeilings:
@@ -144,5 +144,5 @@ def _measured(index: int) -> DeviceCeilings:
     from localllm.kernels.cuda.roofline import CUDARoofline
 
     roofline = CUDARoofline(open_driver(), index)
-    rates = {kind: roofline.rate(kind) for kind in roofline.kinds}
+    rates = {name: roofline.rate(name) for name in roofline.kinds}
     return DeviceCeilings(roofline.copy_bandwidth(), roofline.read_bandwidth(), rates)

@@ -140,19 +140,19 @@ class Load:
 
     def summary(self) -> dict[str, Any]:
         """Return the results; times are in milliseconds."""
-        n_reply = sum(each.n_reply for each in self.results)
+        n_reply = sum(result.n_reply for result in self.results)
         return {
             "clients": self.n_clients,
             "rate": self.rate,
             "requests": len(self.results),
             "errors": len(self.errors),
             "seconds": round(self.seconds, 3),
-            "prompt_tokens": sum(each.n_prompt for each in self.results),
+            "prompt_tokens": sum(result.n_prompt for result in self.results),
             "reply_tokens": n_reply,
             "requests_per_s": round(len(self.results) / self.seconds, 3),
             "reply_tokens_per_s": round(n_reply / self.seconds, 2),
-            "first_token_ms": _percentiles([each.first_s for each in self.results]),
-            "between_tokens_ms": _percentiles([gap for each in self.results for gap in each.gaps]),
+            "first_token_ms": _percentiles([result.first_s for result in self.results]),
+            "between_tokens_ms": _percentiles([gap for result in self.results for gap in result.gaps]),
         }
 
 
@@ -174,14 +174,14 @@ def started(command: Sequence[str], line: Callable[[str], str | None]) -> Iterat
     """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None
-    said: list[str] = []
+    output: list[str] = []
     url = None
     try:
         while url is None and (text := process.stdout.readline()):
-            said.append(text)
+            output.append(text)
             url = line(text)
         if url is None:
-            raise LocalLLMError(f"the server did not start: {' '.join(''.join(said[-5:]).split())}")
+            raise LocalLLMError(f"the server did not start: {' '.join(''.join(output[-5:]).split())}")
         threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would block the server
         yield url
     finally:

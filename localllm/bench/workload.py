@@ -32,8 +32,8 @@ class Test:
 
     @property
     def name(self) -> str:
-        what = f"pp{self.n}+tg{self.n_after}" if self.kind == "pg" else f"{self.kind}{self.n}"
-        return what + (f" @ d{self.depth}" if self.depth else "")
+        name = f"pp{self.n}+tg{self.n_after}" if self.kind == "pg" else f"{self.kind}{self.n}"
+        return name + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def context(self) -> int:
@@ -50,9 +50,9 @@ def make_tests(
             f"-pg is {','.join(map(str, wrong[0]))}, but must be two whole numbers of at least 1, as 512,128"
         )
     tests = [
-        Test(kind, whole_number(flag, n, 0), whole_number("-d", depth, 0))
+        Test(test_kind, whole_number(flag, n, 0), whole_number("-d", depth, 0))
         for depth in depths
-        for kind, flag, counts in (("pp", "-p", prompts), ("tg", "-n", generations))
+        for test_kind, flag, counts in (("pp", "-p", prompts), ("tg", "-n", generations))
         for n in counts
     ]
     tests += [Test("pg", n, depth, after) for depth in depths for n, after in pairs]
@@ -102,23 +102,23 @@ class ModelCost:
     def on(self, device: str, info: ModelInfo) -> ModelCost:
         """Return the part of one device. Layers have equal costs."""
         placement = info.placement
-        part = placement.layers_on(device) / info.n_layers
+        share = placement.layers_on(device) / info.n_layers
         has_head = device == placement.devices[-1]
         of_bytes, of_floats = self.layer_products
         return replace(
             self,
             weight_bytes=placement.on(device).multiplied,
-            kv_bytes=part * self.kv_bytes,
-            layer_products=(part * of_bytes, part * of_floats),
+            kv_bytes=share * self.kv_bytes,
+            layer_products=(share * of_bytes, share * of_floats),
             head_products=self.head_products if has_head else (0, 0),
-            attention_products=part * self.attention_products,
+            attention_products=share * self.attention_products,
         )
 
     def seen(self, test: Test) -> float:
         """Return the mean number of visible tokens of a token in the test."""
         positions = np.arange(test.depth, test.depth + test.n) + 1
-        parts = (part * np.minimum(positions, window or positions[-1]) for window, part in self.windows.items())
-        return sum(float(part.mean()) for part in parts)
+        visible = (share * np.minimum(positions, window or positions[-1]) for window, share in self.windows.items())
+        return sum(float(n_tokens.mean()) for n_tokens in visible)
 
     def bytes_per_token(self, test: Test) -> float:
         """Return the bytes read per generated token of the test."""

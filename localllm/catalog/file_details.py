@@ -58,14 +58,14 @@ class DetailsReader:
     def __init__(self) -> None:
         root = cache_root()
         self._store = None if root is None else root / "models.json"
-        self._kept: dict[str, Any] = {} if self._store is None else _read_store(self._store)
+        self._entries: dict[str, Any] = {} if self._store is None else _read_store(self._store)
         self._is_changed = False
 
     def read(self, path: Path) -> Details:
         """Return the details of a model by its first file. Details of a damaged file contain the error."""
         stamp, key = _stamp(path), str(path)
-        if stamp is not None and (kept := _remembered(self._kept.get(key), stamp)) is not None:
-            return kept
+        if stamp is not None and (details := _remembered(self._entries.get(key), stamp)) is not None:
+            return details
         from localllm.gguf import GGUFFile  # imported here because most files are cached
 
         try:
@@ -74,8 +74,8 @@ class DetailsReader:
         except GGUFError as error:
             return Details(error=str(error))
         if stamp is not None and details.error is None:
-            self._kept.pop(key, None)  # so that the entry moves to the end
-            self._kept[key] = {"stamp": stamp, **asdict(details)}
+            self._entries.pop(key, None)  # so that the entry moves to the end
+            self._entries[key] = {"stamp": stamp, **asdict(details)}
             self._is_changed = True
         return details
 
@@ -83,7 +83,7 @@ class DetailsReader:
         """Write the cache to disk, if there is a cache folder."""
         if self._store is None or not self._is_changed:
             return
-        files = dict(list(self._kept.items())[-_MAX_KEPT:])
+        files = dict(list(self._entries.items())[-_MAX_KEPT:])
         write_aside(self._store, json.dumps({"version": _VERSION, "files": files}).encode())
 
 
@@ -111,7 +111,7 @@ def _remembered(entry: Any, stamp: list[int]) -> Details | None:
     if not isinstance(entry, dict) or entry.get("stamp") != stamp:
         return None
     texts = {"error", "title", "architecture", "file_type"}
-    values = {each.name: entry.get(each.name) for each in fields(Details)}
+    values = {field.name: entry.get(field.name) for field in fields(Details)}
     for name, value in values.items():
         if value is not None and type(value) is not (str if name in texts else int):
             return None
@@ -122,16 +122,16 @@ def _details(file: GGUFFile) -> Details:
     from localllm.loading.model_info import file_type_name
 
     tensors = file.tensors.values()
-    known: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "title": _text(file, "general.name"),
         "architecture": _text(file, "general.architecture"),
         "file_type": file_type_name(file.metadata, tensors),
         "n_parameters": sum(tensor.n_values for tensor in tensors),
     }
     try:
-        return Details(**known, **_memory(file))
+        return Details(**metadata, **_memory(file))
     except LocalLLMError as error:
-        return Details(**known, error=str(error))
+        return Details(**metadata, error=str(error))
 
 
 def _text(file: GGUFFile, key: str) -> str | None:

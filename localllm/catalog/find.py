@@ -30,8 +30,8 @@ def trained_context(path: str | Path) -> int | None:
     from localllm.gguf import GGUFFile
 
     with GGUFFile.open(path) as file:
-        found = file.metadata.get(f"{file.architecture}.context_length")
-    return found if isinstance(found, int) and found > 0 else None
+        n_tokens = file.metadata.get(f"{file.architecture}.context_length")
+    return n_tokens if isinstance(n_tokens, int) and n_tokens > 0 else None
 
 
 def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
@@ -50,7 +50,7 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
         return name
     if name != DEMO and os.path.isfile(f"{name}.gguf"):
         return f"{name}.gguf"
-    own, folders = list(folders), [*folders, *other_programs.folders()]
+    user_folders, folders = list(folders), [*folders, *other_programs.folders()]
     for folder in folders:
         for path in (folder / name, folder / f"{name}.gguf"):
             if os.path.isfile(path):  # Path.is_file raises without permission
@@ -61,7 +61,7 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
         return model.path
     hub_name = HubName.parse(name)
     if hub_name is None and re.fullmatch(r"[\w.:-]+(?<!\.gguf)", name, re.IGNORECASE):
-        if (fitting := _by_words(name, own)) is not None:
+        if (fitting := _by_words(name, user_folders)) is not None:
             return fitting.path
         advice = "localllm models lists those that are, and localllm pull ORG/REPO[:QUANT] downloads one from the hub"
         raise ModelNotFoundError(f"there is no file or model {name!r} here: {advice}")
@@ -71,7 +71,7 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     try:
         return find_cached(hub_name)
     except ModelNotFoundError:
-        for folder in (each / hub_name.repo for each in folders):  # LM Studio's layout of models from the hub
+        for folder in (root / hub_name.repo for root in folders):  # LM Studio's layout of models from the hub
             groups = models_in(folder)
             if groups and (hub_name.choice is None or matching(hub_name.choice, groups)):
                 return folder / choose(hub_name, groups, str(folder)).names[0]
@@ -86,8 +86,8 @@ def _by_words(name: str, folders: list[Path]) -> LocalModel | None:
     """
     from localllm.catalog.listing import find_models, read_details  # imported here because most names are paths
 
-    wanted = f"-{_slug(name)}"
-    models = [each for each in find_models(folders).models if wanted in f"-{_slug(f'{each.name} {each.path.name}')}"]
+    slug = f"-{_slug(name)}"
+    models = [m for m in find_models(folders).models if slug in f"-{_slug(f'{m.name} {m.path.name}')}"]
     if len(models) < 2:
         return models[0] if models else None
     ranks, available = ("yes", "with less context", "no", None), available_memory()
@@ -116,17 +116,17 @@ def find_cached(name: HubName) -> Path:
     try:
         models = cached_models(name.repo)
     except OSError as error:
-        what = f"the cache {hub_cache()} cannot be read ({error.strerror or error})"
-        raise ModelNotFoundError(f"{what}: check its permissions") from None
+        fault = f"the cache {hub_cache()} cannot be read ({error.strerror or error})"
+        raise ModelNotFoundError(f"{fault}: check its permissions") from None
     if not models:
-        what = f"there is no file {str(name)!r}, and no such model in {hub_cache()}"
-        raise ModelNotFoundError(f"{what}: pull it first, localllm pull {name}, or check the path")
-    groups, where = [group for _, group in models], where_cached(name)
+        fault = f"there is no file {str(name)!r}, and no such model in {hub_cache()}"
+        raise ModelNotFoundError(f"{fault}: pull it first, localllm pull {name}, or check the path")
+    groups, cache = [group for _, group in models], where_cached(name)
     if name.choice is not None and not matching(name.choice, groups):
-        what = f"{where} has no {name.choice!r}, but {choices(name, groups)}"
-        raise ModelNotFoundError(f"{what}: pull it first, localllm pull {name}")
-    group = choose(name, groups, where)
+        fault = f"{cache} has no {name.choice!r}, but {choices(name, groups)}"
+        raise ModelNotFoundError(f"{fault}: pull it first, localllm pull {name}")
+    group = choose(name, groups, cache)
     if not group.is_complete:
-        what = f"{where} has {len(group.names)} of the {group.n_parts} files of {group.stem}"
-        raise ModelNotFoundError(f"{what}: pull the rest, localllm pull {name}")
-    return next(path for path, each in models if each is group)
+        fault = f"{cache} has {len(group.names)} of the {group.n_parts} files of {group.stem}"
+        raise ModelNotFoundError(f"{fault}: pull the rest, localllm pull {name}")
+    return next(path for path, cached in models if cached is group)

@@ -87,20 +87,20 @@ class Hub:
         self._repo = repo
         self.endpoint: str = os.environ.get("HF_ENDPOINT") or self._package.constants.ENDPOINT
 
-    def files(self, wanted: Callable[[str], bool]) -> tuple[str, dict[str, RemoteFile]]:
-        """Return the newest commit, and by name its files that ``wanted`` accepts."""
+    def files(self, is_wanted: Callable[[str], bool]) -> tuple[str, dict[str, RemoteFile]]:
+        """Return the newest commit, and by name its files that ``is_wanted`` accepts."""
         try:
             listing = parse_json(self._listing())
             commit = listing["sha"]
             if not _COMMIT.fullmatch(commit):  # used as the name of a folder
                 raise ValueError(f"the commit is {commit!r:.100}")
-            names = [each for each in listing["siblings"] if wanted(each["rfilename"])]
-            return commit, {each["rfilename"]: _remote_file(each) for each in names}
+            entries = [entry for entry in listing["siblings"] if is_wanted(entry["rfilename"])]
+            return commit, {entry["rfilename"]: _remote_file(entry) for entry in entries}
         except (HubError, UsageError):
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            what = f"the server at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200})"
-            raise HubError(f"{what}: check the network, and the environment variable HF_ENDPOINT") from error
+            fault = f"the server at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200})"
+            raise HubError(f"{fault}: check the network, and the environment variable HF_ENDPOINT") from error
 
     def _listing(self) -> bytes:
         """Return the hub's description of the repository as JSON. Tries again once if the hub is busy."""
@@ -118,8 +118,8 @@ class Hub:
     def _read(self, url: str) -> bytes:
         data = bytearray()
         with self._get(url) as answer:
-            for part in answer.iter_bytes():
-                data += part
+            for data_chunk in answer.iter_bytes():
+                data += data_chunk
                 if len(data) > _MAX_LISTING:
                     raise ValueError(f"the list of its files has more than {_MAX_LISTING >> 20} MiB")
         return bytes(data)
@@ -160,9 +160,9 @@ class Hub:
         except (errors.HTTPError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
             self._refused(error)
         except OSError as error:
-            what = f"the cache {hub_cache()} cannot be written ({error.strerror or error})"
+            fault = f"the cache {hub_cache()} cannot be written ({error.strerror or error})"
             advice = "make room, check permissions, or name another folder in the environment variable HF_HUB_CACHE"
-            raise HubError(f"{what}: {advice}; what was fetched is kept") from error
+            raise HubError(f"{fault}: {advice}; what was fetched is kept") from error
 
     def _refused(self, error: BaseException) -> NoReturn:
         errors, repo = self._package.errors, self._repo

@@ -40,8 +40,8 @@ def cached_repos() -> Iterator[str]:
     except FileNotFoundError:
         return
     for name in names:
-        org, found, repo = name.removeprefix(_PREFIX).partition("--")
-        if name.startswith(_PREFIX) and found:
+        org, separator, repo = name.removeprefix(_PREFIX).partition("--")
+        if name.startswith(_PREFIX) and separator:
             yield f"{org}/{repo}"
 
 
@@ -49,11 +49,11 @@ def snapshots(repo: str) -> list[Path]:
     """Return the snapshots of a repository, one folder per commit: the commit of ``main`` first, then the newest."""
     folder = repo_folder(repo)
     try:
-        found = [Path(entry.path) for entry in os.scandir(folder / "snapshots") if entry.is_dir()]
+        folders = [Path(entry.path) for entry in os.scandir(folder / "snapshots") if entry.is_dir()]
         main = ""
         with contextlib.suppress(OSError, ValueError):
             main = read_regular(folder / "refs" / "main", 1000).decode("ascii").strip()
-        return sorted(found, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+        return sorted(folders, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
     except FileNotFoundError:
         return []
 
@@ -72,13 +72,13 @@ def models_in(snapshot: Path) -> list[FileGroup]:
 
 def cached_models(repo: str) -> list[tuple[Path, FileGroup]]:
     """Return the cached models of a repository with their first files. Earlier snapshots take precedence."""
-    found: dict[str, tuple[Path, FileGroup]] = {}
+    models: dict[str, tuple[Path, FileGroup]] = {}
     for snapshot in snapshots(repo):
         for group in models_in(snapshot):
             # An older commit with all files of a model is better than a newer commit with some.
-            if group.stem not in found or (group.is_complete and not found[group.stem][1].is_complete):
-                found[group.stem] = (snapshot / group.names[0], group)
-    return list(found.values())
+            if group.stem not in models or (group.is_complete and not models[group.stem][1].is_complete):
+                models[group.stem] = (snapshot / group.names[0], group)
+    return list(models.values())
 
 
 def where_cached(name: HubName) -> str:

@@ -71,14 +71,14 @@ class FileGroup:
     def stem(self) -> str:
         """The file's name without ".gguf" and the number of the part."""
         first = self.names[0]
-        part = _PART.fullmatch(first)
-        return part["stem"] if part else first[: -len(".gguf")]
+        match = _PART.fullmatch(first)
+        return match["stem"] if match else first[: -len(".gguf")]
 
     @property
     def quant(self) -> str | None:
         """The quantisation in the file's name: "Q4_K_M", "UD-Q4_K_XL"; None if there is none."""
-        found = _QUANT.findall(PurePosixPath(self.stem).name) or _QUANT.findall(self.stem)
-        return found[-1].upper() if found else None
+        quants = _QUANT.findall(PurePosixPath(self.stem).name) or _QUANT.findall(self.stem)
+        return quants[-1].upper() if quants else None
 
 
 def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
@@ -88,54 +88,54 @@ def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
     for name in sorted(sizes):
         if not name.lower().endswith(".gguf") or _NO_MODEL.match(PurePosixPath(name).name):
             continue
-        part = _PART.fullmatch(name)
-        groups.setdefault((part["stem"], int(part["count"])) if part else (name, 1), []).append(name)
+        match = _PART.fullmatch(name)
+        groups.setdefault((match["stem"], int(match["count"])) if match else (name, 1), []).append(name)
     return [FileGroup(tuple(names), sum(map(sizes.__getitem__, names)), n) for (_, n), names in groups.items()]
 
 
 def label(group: FileGroup, groups: Iterable[FileGroup]) -> str:
     """Return the quantisation of a group if it is unique, otherwise the name of its file."""
     quant = group.quant
-    is_unique = quant is not None and sum(other.quant == quant for other in groups) == 1
+    is_unique = quant is not None and sum(g.quant == quant for g in groups) == 1
     return quant if quant is not None and is_unique else group.names[0]
 
 
-def choose(name: HubName, groups: Sequence[FileGroup], where: str) -> FileGroup:
-    """Return the group of files that a name means. Raises UsageError without a unique match. ``where``: name of the
+def choose(name: HubName, groups: Sequence[FileGroup], source: str) -> FileGroup:
+    """Return the group of files that a name means. Raises UsageError without a unique match. ``source``: name of the
     repository or cache in messages."""
     if not groups:
         raise UsageError(
-            f"{where} has no GGUF file: choose a repository of GGUF files, often named ORG/REPO-GGUF, or convert its "
-            f"checkpoint: localllm convert {name.repo}"
+            f"{source} has no GGUF file: choose a repository of GGUF files, often named ORG/REPO-GGUF, or convert "
+            f"its checkpoint: localllm convert {name.repo}"
         )
     if name.choice is None:
         if len(groups) == 1:
             return groups[0]
-        found = matching(DEFAULT_QUANT, groups)
-        if len(found) == 1:
-            return found[0]
-        raise UsageError(f"{where} has {len(groups)} models: choose one, {choices(name, groups)}")
-    found = matching(name.choice, groups)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        some = choices(name, groups, found)
-        raise UsageError(f"{name.choice!r} fits {len(found)} models of {where}: choose one, {some}")
-    raise UsageError(f"{where} has no {name.choice!r}: there are {choices(name, groups)}")
+        matches = matching(DEFAULT_QUANT, groups)
+        if len(matches) == 1:
+            return matches[0]
+        raise UsageError(f"{source} has {len(groups)} models: choose one, {choices(name, groups)}")
+    matches = matching(name.choice, groups)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        some = choices(name, groups, matches)
+        raise UsageError(f"{name.choice!r} fits {len(matches)} models of {source}: choose one, {some}")
+    raise UsageError(f"{source} has no {name.choice!r}: there are {choices(name, groups)}")
 
 
 def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
     """Return the groups that ``choice`` means: by file, else by quantisation, else by a word of the name."""
-    wanted = choice.lower()
+    file_name = choice.lower()
     word = re.compile(rf"(?<![a-z0-9_]){re.escape(choice)}(?![a-z0-9_])", re.IGNORECASE)
 
     def is_file(group: FileGroup) -> bool:
-        whole = {name.lower() for name in (*group.names, group.stem, f"{group.stem}.gguf")}
-        return wanted in whole | {PurePosixPath(name).name for name in whole}
+        names = {name.lower() for name in (*group.names, group.stem, f"{group.stem}.gguf")}
+        return file_name in names | {PurePosixPath(name).name for name in names}
 
     for fits in (is_file, lambda group: group.quant == choice.upper(), lambda group: word.search(group.stem)):
-        if found := [group for group in groups if fits(group)]:
-            return found
+        if matches := [group for group in groups if fits(group)]:
+            return matches
     return []
 
 

@@ -92,7 +92,7 @@ class _Search:
         self.models: list[LocalModel] = []
         self.problems: list[str] = []
         self._names: set[str] = set()
-        self._seen: set[tuple[int, int]] = set()
+        self._visited: set[tuple[int, int]] = set()
         self._n_entries = 0
 
     def hub(self) -> None:
@@ -183,9 +183,9 @@ class _Search:
 
     def _is_seen(self, status: os.stat_result) -> bool:
         file = (status.st_dev, status.st_ino)
-        if file in self._seen:
+        if file in self._visited:
             return True
-        self._seen.add(file)
+        self._visited.add(file)
         return False
 
     def _complain(self, folder: Path, error: OSError) -> None:

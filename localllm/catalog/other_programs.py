@@ -62,8 +62,8 @@ def folders() -> list[Path]:
 def _lm_studio(home: Path) -> Iterator[Path]:
     """Yield LM Studio's folders: the folder in its settings, and its defaults."""
     settings = _json(home / ".lmstudio" / "settings.json")
-    if isinstance(chosen := settings.get("downloadsFolder"), str) and os.path.isabs(chosen):
-        yield Path(chosen)
+    if isinstance(folder := settings.get("downloadsFolder"), str) and os.path.isabs(folder):
+        yield Path(folder)
     yield home / ".lmstudio" / "models"
     yield home / ".cache" / "lm-studio" / "models"
 
@@ -111,9 +111,9 @@ def ollama_model(name: str) -> OllamaModel | None:
 def ollama_models() -> dict[str, OllamaModel]:
     """Return Ollama's models by the names that Ollama lists, models in a user's folder first."""
     service = [] if sys.platform == "win32" else [Path("/usr/share/ollama/.ollama/models"), Path("/var/lib/ollama")]
-    chosen = os.environ.get("OLLAMA_MODELS")
+    user_folder = os.environ.get("OLLAMA_MODELS")
     models: dict[str, OllamaModel] = {}
-    for folder in [Path(chosen)] if chosen else [Path.home() / ".ollama" / "models", *service]:
+    for folder in [Path(user_folder)] if user_folder else [Path.home() / ".ollama" / "models", *service]:
         manifests = folder / "manifests"
         try:
             paths = sorted(path for path in manifests.glob("*/*/*/*") if path.is_file())
@@ -127,8 +127,8 @@ def ollama_models() -> dict[str, OllamaModel]:
             if "model" in layers:
                 layer = layers.get
                 files = layer("params"), layer("system"), layer("projector"), layer("adapter")
-                found = OllamaModel(layers["model"], *files)
-                models.setdefault(f"{prefix}{model}:{tag}".removesuffix(":latest"), found)
+                ollama_model = OllamaModel(layers["model"], *files)
+                models.setdefault(f"{prefix}{model}:{tag}".removesuffix(":latest"), ollama_model)
     return models
 
 
@@ -155,8 +155,8 @@ def package_models() -> dict[str, dict[str, Path]]:
         if not name or name in models or re.sub(r"[-_.]+", "-", name).lower() == "localllm":
             continue
         paths = [Path(str(file.locate())) for file in listed if file.name.lower().endswith(".gguf")]
-        if found := {path.name: path for path in paths if os.path.isfile(path)}:
-            models[name] = found
+        if files := {path.name: path for path in paths if os.path.isfile(path)}:
+            models[name] = files
     return models
 
 
@@ -166,9 +166,9 @@ def _layers(manifest: dict[str, Any], blobs: Path) -> dict[str, Path]:
     layers = manifest.get("layers")
     for layer in layers if isinstance(layers, list) else ():
         if isinstance(layer, dict) and (digest := _DIGEST.fullmatch(str(layer.get("digest")))) is not None:
-            path, kind = blobs / f"sha256-{digest[1]}", str(layer.get("mediaType"))
-            if kind.startswith(_LAYER) and os.path.isfile(path):
-                files.setdefault(kind.removeprefix(_LAYER), path)
+            path, media_type = blobs / f"sha256-{digest[1]}", str(layer.get("mediaType"))
+            if media_type.startswith(_LAYER) and os.path.isfile(path):
+                files.setdefault(media_type.removeprefix(_LAYER), path)
     return files
 
 

@@ -57,16 +57,16 @@ def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
 def _puller(name: str, progress: PullProgress | None) -> _Puller:
     hub_name = HubName.parse(name)
     if hub_name is None:
-        what = f"{name!r:.80} is not the name of a model on the hub"
+        fault = f"{name!r:.80} is not the name of a model on the hub"
         advice = "write ORG/REPO, or ORG/REPO:QUANT; https://huggingface.co/models?library=gguf lists them"
-        raise UsageError(f"{what}: {advice}")
-    return _Puller(hub_name, progress or (lambda stage, done, total: None))
+        raise UsageError(f"{fault}: {advice}")
+    return _Puller(hub_name, progress or (lambda stage, n_bytes, total: None))
 
 
 def _is_of_checkpoint(name: str) -> bool:
     """Return whether a conversion reads a file. Files in folders are other formats of the same model."""
-    known = (".safetensors", ".json", ".jinja", "tokenizer.model")
-    return "/" not in name and name.endswith(known) and not name.startswith(("consolidated", "adapter_model"))
+    suffixes = (".safetensors", ".json", ".jinja", "tokenizer.model")
+    return "/" not in name and name.endswith(suffixes) and not name.startswith(("consolidated", "adapter_model"))
 
 
 def _encoder(group: FileGroup, names: Iterable[str]) -> list[str]:
@@ -133,9 +133,9 @@ class _Puller:
         if _size(blob) == file.n_bytes or self._is_plain(self._named(file, commit), file):
             return True
         blob.unlink(missing_ok=True)
-        for other in (self._folder / "snapshots").glob("*"):  # the same file in another commit
-            path = other / file.name
-            if self._is_plain(path, file) and _hash_of(path, len(file.hash), lambda done: None) == file.hash:
+        for snapshot in (self._folder / "snapshots").glob("*"):  # the same file in another commit
+            path = snapshot / file.name
+            if self._is_plain(path, file) and _hash_of(path, len(file.hash), lambda n_bytes: None) == file.hash:
                 with contextlib.suppress(OSError):  # some file systems have no hard links
                     blob.parent.mkdir(exist_ok=True)
                     os.link(path, blob)
@@ -165,18 +165,18 @@ class _Puller:
         total = sum(file.n_bytes for file in files)
         have = sum(min(file.n_bytes, _size(self._partial(file)) or 0) for file in files)
         self._check_disk_space(total - have)
-        done = 0
+        n_done = 0
         for file in files:
-            self._fetch(file, commit, self._report("download", done, total))
-            done += file.n_bytes
-        done = 0
+            self._fetch(file, commit, self._report("download", n_done, total))
+            n_done += file.n_bytes
+        n_done = 0
         for file in files:
             partial = self._partial(file)
-            if _hash_of(partial, len(file.hash), self._report("check", done, total)) != file.hash:
+            if _hash_of(partial, len(file.hash), self._report("check", n_done, total)) != file.hash:
                 partial.unlink()
                 raise HubError(f"{file.name} was damaged (its hash is not the hub's) and removed: pull it again")
             partial.replace(self._blob(file))
-            done += file.n_bytes
+            n_done += file.n_bytes
 
     def _report(self, stage: str, before: int, total: int) -> Callable[[int], object]:
         """Return a callback that adds ``before``, the bytes of earlier files, to the bytes of one file."""
@@ -187,9 +187,9 @@ class _Puller:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if n_bytes and free < n_bytes + SPARE_BYTES:
-            what = f"{self._name} needs {n_bytes / 1e9:,.2f} GB more on the disk of {hub_cache()}, where"
+            fault = f"{self._name} needs {n_bytes / 1e9:,.2f} GB more on the disk of {hub_cache()}, where"
             advice = "make room, choose a smaller model, or set HF_HUB_CACHE to another folder"
-            raise HubError(f"{what} {free / 1e9:,.2f} GB are free: {advice}")
+            raise HubError(f"{fault} {free / 1e9:,.2f} GB are free: {advice}")
 
     def _fetch(self, file: RemoteFile, commit: str, report: Callable[[int], object]) -> None:
         """Download the missing bytes of a file. Reconnects as long as connections bring new bytes."""
@@ -201,8 +201,8 @@ class _Puller:
             if have > file.n_bytes:
                 partial.unlink()
                 if is_asked:
-                    what = f"sends more of {file.name} than the {file.n_bytes:,} bytes that it should have"
-                    raise HubError(f"{self._hub.endpoint} {what}: {_CHECK}")
+                    fault = f"sends more of {file.name} than the {file.n_bytes:,} bytes that it should have"
+                    raise HubError(f"{self._hub.endpoint} {fault}: {_CHECK}")
                 continue
             is_asked = True
             cut: BaseException | None = None
@@ -226,10 +226,10 @@ class _Puller:
     def _stream(self, file: RemoteFile, commit: str, have: int, report: Callable[[int], object]) -> None:
         """Append bytes to the incomplete file until the connection ends."""
         with self._hub.open(file.name, commit, have) as answer:
-            sent = answer.headers.get("Content-Range", answer.headers.get("Content-Length", "")).rpartition("/")[2]
-            if sent.isdigit() and int(sent) != file.n_bytes:
-                what = f"lists {file.name} with {file.n_bytes:,} bytes, but sends {int(sent):,}"
-                raise HubError(f"{self._hub.endpoint} {what}: {_CHECK}")
+            size = answer.headers.get("Content-Range", answer.headers.get("Content-Length", "")).rpartition("/")[2]
+            if size.isdigit() and int(size) != file.n_bytes:
+                fault = f"lists {file.name} with {file.n_bytes:,} bytes, but sends {int(size):,}"
+                raise HubError(f"{self._hub.endpoint} {fault}: {_CHECK}")
             if answer.status_code != 206:  # the server sends the whole file
                 have = 0
             with self._partial(file).open("ab" if have else "wb") as out:
@@ -257,15 +257,15 @@ class _Puller:
         try:
             GGUFFile.open(paths[0]).close()
         except GGUFError as error:
-            done = "was removed again"
+            outcome = "was removed again"
             for path in paths:
                 try:
                     path.resolve().unlink()
                     path.unlink(missing_ok=True)
                 except OSError as reason:
-                    done = f"cannot be removed ({reason.strerror})"
-            what = f"{self._name.repo} has a broken {group.stem}, which {done}"
-            raise HubError(f"{what} ({error}): choose another one") from error
+                    outcome = f"cannot be removed ({reason.strerror})"
+            fault = f"{self._name.repo} has a broken {group.stem}, which {outcome}"
+            raise HubError(f"{fault} ({error}): choose another one") from error
 
 
 def _size(path: Path) -> int | None:
@@ -281,10 +281,10 @@ def _hash_of(path: Path, n_digits: int, report: Callable[[int], object]) -> str:
     digest = hashlib.sha256() if n_digits == 64 else hashlib.sha1(usedforsecurity=False)
     if n_digits != 64:
         digest.update(b"blob %d\0" % path.stat().st_size)
-    done = 0
+    n_read = 0
     with path.open("rb") as file:
         while data := file.read(1 << 20):
             digest.update(data)
-            done += len(data)
-            report(done)
+            n_read += len(data)
+            report(n_read)
     return digest.hexdigest()

@@ -26,8 +26,8 @@ def model_file(text: str) -> str:
         if HubName.parse(text) is not None:
             return text
         raise argparse.ArgumentTypeError(
-            f"{text} is an address, but not one on the hub: download the file and name its path, or name a model "
-            "there, ORG/REPO[:QUANT]"
+            f"{text} is not an address on the hub: download the file and name its path, or name a hub model as "
+            "ORG/REPO[:QUANT]"
         )
     return text
 
@@ -57,7 +57,7 @@ def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[
 
 def reader(option: Option) -> Callable[[str], Any]:
     """Return a parser of an option's values.  -1, llama.cpp's "unset", is accepted if the option has a default."""
-    leave_out = f"; leave it out for the default: {option.none}" if option.none else ""
+    leave_out = f"; remove the flag for the default: {option.none}" if option.none else ""
 
     def read(text: str) -> Any:
         if text == "-1" and option.none:
@@ -101,7 +101,7 @@ def json_object(text: str) -> dict[str, Any]:
 def numbers(text: str) -> list[int]:
     """Parse whole numbers separated by commas."""
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 128,512") from None
 
@@ -109,8 +109,8 @@ def numbers(text: str) -> list[int]:
 def logit_bias(text: str) -> tuple[int, float]:
     """Parse a token id and its bias: ``15043+1``."""
     for sign in "+-":
-        id_, found, bias = text.partition(sign)
-        if found:
+        id_, separator, bias = text.partition(sign)
+        if separator:
             with contextlib.suppress(ValueError):
                 if not math.isnan(value := float(sign + bias)) and value < math.inf:
                     return int(id_), value

@@ -63,8 +63,8 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
         model = conversation.model
     else:
         notices.append(
-            f"the model of this chat, {conversation.model}, is not here any more: {model or 'the demo model'} "
-            "replies now; /model chooses another one"
+            f"the model of this chat, {conversation.model}, is no longer on this machine: "
+            f"{model or 'the demo model'} replies instead; /model selects another model"
         )
     if arguments.system is not None:
         conversation.system = arguments.system
@@ -76,21 +76,21 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
         store.set(c.id, model=c.model, system=c.system, settings=c.settings)
 
     def path(name: str) -> str | None:
-        found = model_path(name or None, defaults.model_folders)
-        return None if found is None else str(found)
+        file = model_path(name or None, defaults.model_folders)
+        return None if file is None else str(file)
 
     def load(name: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
         return load_model(arguments, path(name), progress, planned)
 
     def check(name: str) -> None:
-        if (found := path(name)) is not None:
-            check_file(found)
+        if (file := path(name)) is not None:
+            check_file(file)
 
     def embed(texts: list[str]) -> NDArray[np.float32]:
         with localllm.load(path(defaults.embedding_model or ""), device=arguments.device) as llm:
             return llm.embed(texts, truncate=True)
 
-    def beside(name: str) -> Path | None:
+    def next_to_chats(name: str) -> Path | None:
         return None if store.path is None else store.path.with_name(name)
 
     return Setup(
@@ -103,13 +103,13 @@ def setup_of(arguments: argparse.Namespace, store: Store, notices: list[str]) ->
         memory=lambda: int(psutil.Process().memory_info().rss),
         more=more,
         when_full=None if arguments.when_full == "ask" else arguments.when_full,
-        history=beside("history.jsonl"),
+        history=next_to_chats("history.jsonl"),
         notices=tuple(notices),
         theme=defaults.theme,
         question=question,
         keys=defaults.keys,
         rank=ranked if defaults.embedding_model is None else ranked_by_vectors(embed),
-        toolbox=Toolbox(defaults.tools, beside("allowed-tools")),
+        toolbox=Toolbox(defaults.tools, next_to_chats("allowed-tools")),
     )
 
 
@@ -157,10 +157,10 @@ def _print_how_to_continue(session: ChatSession) -> None:
 def _list_chats() -> int:
     """Prints the saved chats, most recently used first."""
     with closing(Store(default_path())) as store:
-        found = store.sessions()
-    if not found:
+        chats = store.sessions()
+    if not chats:
         say("no chats yet: localllm chat starts one")
-    for chat in found:
+    for chat in chats:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.updated))
         plural = "s" if chat.n_messages != 1 else " "
         print(f"{visible_line(chat.id)}  {when}  {chat.n_messages:>4} message{plural}  {visible_line(chat.title)}")
@@ -210,21 +210,21 @@ def _question(arguments: argparse.Namespace) -> str:
     if question is None and model and len(model.split()) > 1 and not os.path.lexists(model) and model[-5:] != ".gguf":
         arguments.model, question = None, model
     if (question or "").endswith(".gguf"):
-        raise UsageError("a model is named twice: leave one of the names out")
+        raise UsageError("a model is named twice: remove one of the names")
     return question or ""
 
 
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the command line's settings that are stored with the chat, and the other settings."""
-    given = generation_options(arguments, defaults)
-    CheckedOptions.of(given)  # raises errors before the model is loaded
-    given["stop"] = list(given["stop"])
+    values = generation_options(arguments, defaults)
+    CheckedOptions.of(values)  # raises errors before the model is loaded
+    values["stop"] = list(values["stop"])
     unset: dict[str, Any] = {"stop": [], "logit_bias": {}, "ignore_eos": False, "max_tokens": None}
-    given = {name: value for name, value in given.items() if name not in unset or value != unset[name]}
-    kept = {name: value for name, value in given.items() if name in chat_settings.READERS}
+    values = {name: value for name, value in values.items() if name not in unset or value != unset[name]}
+    stored = {name: value for name, value in values.items() if name in chat_settings.READERS}
     if arguments.prefix:
-        kept["reply_prefix"] = arguments.prefix
-    return kept, {name: value for name, value in given.items() if name not in kept}
+        stored["reply_prefix"] = arguments.prefix
+    return stored, {name: value for name, value in values.items() if name not in stored}
 
 
 def _store(arguments: argparse.Namespace, notices: list[str]) -> Store:

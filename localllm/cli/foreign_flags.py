@@ -12,15 +12,15 @@ from localllm.errors import UsageError
 from localllm.options.foreign_names import split_names
 from localllm.shell import join_command
 
-_WHOLE_LAYERS = "models are split by layers, with -ngl and --tensor-split; leave it out"
+_WHOLE_LAYERS = "models are split by layers: use -ngl and --tensor-split instead"
 _ONE_ANSWER = "localllm generate answers one prompt; localllm chat is for conversations"
 _SERVER = "localllm serve -m FILE serves models to other programs"
-_QUESTIONS = "localllm evaluate --choices FILE takes multiple-choice questions, one JSON object per line"
-_INSPECT = "localllm inspect FILE --metadata shows what a file says"
-_NOT_HERE = "localllm has nothing like it"
+_QUESTIONS = "localllm evaluate --choices FILE accepts multiple-choice questions, one JSON object per line"
+_INSPECT = "localllm inspect FILE --metadata shows the metadata of a file"
+_NOT_HERE = "localllm has no equivalent"
 _OWN_BATCHES = "localllm chooses its batch sizes itself"
-_ON_STDERR = "messages go to standard error, and -q leaves them out"
-_IN_FILE = "it is read from the file; leave it out"
+_ON_STDERR = "messages are printed to standard error; -q omits them"
+_IN_FILE = "the value is read from the file; remove the flag"
 _DRAFT_TOO = "the draft model runs with the options of the model"
 
 #: Values of flags whose value is optional: -fa, and -fa on.
@@ -40,25 +40,25 @@ NO_EFFECT = split_names(
         "--repack --no-repack -nr": ("0", "weights are always repacked for the processor"),
         "--jinja --no-jinja": ("0", "the chat template is always used: the file's, or --chat-template"),
         "--reasoning-format": ("1", "reasoning is always separated from the text"),
-        "--embedding --embeddings --rerank --reranking": ("0", "a model's file says what it is made for"),
+        "--embedding --embeddings --rerank --reranking": ("0", "the model's file determines its purpose"),
         "--pooling": ("1", _IN_FILE),
-        "--mmproj-offload --no-mmproj-offload": ("0", "pictures are encoded on the CPU"),
+        "--mmproj-offload --no-mmproj-offload": ("0", "images are encoded on the CPU"),
         "-kvu --kv-unified -no-kvu --no-kv-unified --cache-idle-slots --no-cache-idle-slots": (
             "0",
             "all requests share one cache",
         ),
         "-cram --cache-ram": (
             "1",
-            "prompts stay in the KV cache; serve --prompt-cache DIR keeps them on disk",
+            "prompts stay in the KV cache; serve --prompt-cache DIR saves them on disk",
         ),
-        "-fit --fit": ("?", "what you do not set is always chosen to fit in memory"),
-        "-fitt --fit-target -fitc --fit-ctx": ("1", "what you do not set is always chosen to fit in memory"),
+        "-fit --fit": ("?", "options that are not set are always chosen to fit in memory"),
+        "-fitt --fit-target -fitc --fit-ctx": ("1", "options that are not set are always chosen to fit in memory"),
         "-st --single-turn": ("0", "localllm generate answers one prompt, localllm chat continues"),
-        "--keep --n-keep": ("1", "generate --overflow and chat --when-full set what a full context drops"),
+        "--keep --n-keep": ("1", "generate --overflow and chat --when-full set the treatment of a full context"),
         "--no-context-shift": ("0", "the text ends when the context is full"),
         "--draft-min --draft-n-min --draft-p-min --draft-p-split": (
             "1",
-            "drafts get longer as more of them are accepted",
+            "the length of drafts follows the number of accepted tokens",
         ),
         "-td --threads-draft -tbd --threads-batch-draft -cd --ctx-size-draft": ("1", _DRAFT_TOO),
         "-ngld --gpu-layers-draft --n-gpu-layers-draft -devd --device-draft": ("1", _DRAFT_TOO),
@@ -72,14 +72,14 @@ NO_EFFECT = split_names(
             "0",
             "the server always has its page, /metrics, /slots and /props",
         ),
-        "--cache-reuse --threads-http": ("1", "the server does this by itself"),
+        "--cache-reuse --threads-http": ("1", "the server does this automatically"),
         "--backend-sampling --backend_sampling": ("0", "localllm chooses where to sample"),
-        "--keepalive": ("1", "the model stays in memory as long as the command runs"),
-        "--perplexity --ppl": ("0", "-f FILE measures the perplexity of a text"),
+        "--keepalive": ("1", "the model stays in memory until the command ends"),
+        "--perplexity --ppl": ("0", "-f FILE measures the perplexity of the text in FILE"),
     }
 )
 
-#: Other names of flags that localllm has.
+#: localllm's flags by their other names.
 SAME = split_names(
     {
         "--model-path": "--model",
@@ -100,27 +100,27 @@ SAME = split_names(
     }
 )
 
-#: Flags that localllm does not have: what to do about them.
+#: Flags without an equivalent, with advice.
 ABSENT = split_names(
     {
-        "-mg --main-gpu": "--device names GPUs in order, as in --device cuda:1,0",
+        "-mg --main-gpu": "--device names GPUs in order, such as --device cuda:1,0",
         "-nkvo --no-kv-offload --no-op-offload": _WHOLE_LAYERS,
         "-ncmoe --n-cpu-moe -cmoe --cpu-moe -ot --override-tensor": _WHOLE_LAYERS,
         "-hft --hf-token": "set the environment variable HF_TOKEN, or run hf auth login",
         "-p --prompt": "localllm generate -m MODEL -p TEXT answers a prompt",
         "-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input": _ONE_ANSWER,
-        "-o --output --output-file": "the text goes to standard output: add > FILE to write it to a file",
+        "-o --output --output-file": "the text is printed to standard output: add > FILE to write it to a file",
         "-bf --binary-file --in-file": "-f reads a prompt from a file",
-        "--format": '-j SCHEMA asks for JSON that follows a schema, -j \'{"type": "object"}\' for any JSON object',
-        "--ppl-stride": "chunks do not overlap, and the second half of each counts",
+        "--format": '-j SCHEMA requests JSON that follows a schema, -j \'{"type": "object"}\' for any JSON object',
+        "--ppl-stride": "chunks do not overlap, and the second half of each chunk counts",
         "--hellaswag --hellaswag-tasks --winogrande --winogrande-tasks --multiple-choice": _QUESTIONS,
         "--multiple-choice-tasks": _QUESTIONS,
         "--leave-output-tensor": "--output-tensor-type F16 keeps the output tensor in F16",
-        "--include-weights --exclude-weights": "--imatrix applies to all tensors in it",
+        "--include-weights --exclude-weights": "--imatrix applies to all tensors in its file",
         "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model with the adapter in its weights",
-        "--lora-scaled": "--lora ADAPTER=X is the same",
+        "--lora-scaled": "use --lora ADAPTER=X instead",
         "--control-vector --special": _NOT_HERE,
-        "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",
+        "--sampling-seq --sampler-seq": "--samplers accepts names, such as --samplers 'top_k;top_p;temperature'",
         "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat saves chats, see --continue",
         "--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _IN_FILE,
         "--override-kv": "metadata in the file cannot be overridden",
@@ -134,7 +134,7 @@ ABSENT = split_names(
 #: Commands of other programs without an equivalent, with advice.
 OTHER_COMMANDS = split_names(
     {
-        "create": "a GGUF file needs no Modelfile: name it with -m, and keep settings with localllm config set",
+        "create": "no Modelfile is needed: name the GGUF file with -m, and store settings with localllm config set",
         "cp push": "models are plain files, whose paths localllm models --json lists",
         "signin signout login": "hf auth login signs in to the hub",
         "tokenize llama-tokenize": "use LLM.tokenize in Python, or /tokenize of localllm serve",
@@ -146,40 +146,40 @@ _FLAG = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
 def in_our_command(line: Sequence[str]) -> list[str]:
-    """A command line whose first word is a command, or a flag of the program."""
-    word, *rest = line
+    """Return a command line that starts with a command of localllm, or with a flag of the program."""
+    word, *remaining = line
     commands = command_names()
     if word in commands or word in ("-h", "--help", "--version"):
-        return [word, *rest]
+        return [word, *remaining]
     if word in ("version", "-v", "-V"):
         return ["--version"]
     if word == "gguf-merge":
-        return ["split", "--merge", *rest]
-    if word == "run" and (answering := _answering_once(rest)):
-        return answering
+        return ["split", "--merge", *remaining]
+    if word == "run" and (single_answer := _single_answer(remaining)):
+        return single_answer
     if (ours := command_aliases().get(word)) is not None:
-        return [ours, *rest]
-    there_are = f"there are {', '.join(commands)}"
+        return [ours, *remaining]
+    list_of_commands = f"the commands are {', '.join(commands)}"
     if word.startswith("-"):
-        raise UsageError(f"a command comes first, as in {_line('generate', *line)}: {there_are}")
+        raise UsageError(f"the first word must be a command, such as {_line('generate', *line)}: {list_of_commands}")
     if word.lower().endswith(".gguf"):
-        raise UsageError(f"{word!r} is not a command: {_line('generate', '-m', word)} lets a model write")
-    if meant := nearest(word.lower(), commands):
-        raise UsageError(f"there is no command {word!r}: did you mean {meant}? {_line(meant, *rest)}")
-    raise UsageError(f"there is no command {word!r}: {OTHER_COMMANDS.get(word, there_are)}")
+        raise UsageError(f"{word!r} is not a command: {_line('generate', '-m', word)} generates text with this model")
+    if suggestion := nearest(word.lower(), commands):
+        raise UsageError(f"there is no command {word!r}: did you mean {suggestion}? {_line(suggestion, *remaining)}")
+    raise UsageError(f"there is no command {word!r}: {OTHER_COMMANDS.get(word, list_of_commands)}")
 
 
-def _answering_once(rest: Sequence[str]) -> list[str] | None:
+def _single_answer(words_after_run: Sequence[str]) -> list[str] | None:
     """Return the command line for ``ollama run`` with a prompt, which is answered once; None for a chat."""
     parser = parser_of("generate")
     try:
-        line, _, _ = in_our_flags("generate", rest, parser.flags)
-        given, words = parser.parse_known_args(line)
+        line, _, _ = in_our_flags("generate", words_after_run, parser.flags)
+        arguments, words = parser.parse_known_args(line)
     except UsageError:
         return None
-    if len(words) < 2 and given.prompt is None and given.file is None:
+    if len(words) < 2 and arguments.prompt is None and arguments.file is None:
         return None
-    flags = list(rest)
+    flags = list(words_after_run)
     for word in words:
         flags.remove(word)
     prompt = ["-p", " ".join(words[1:])] if words[1:] else []
@@ -192,68 +192,72 @@ def _line(*words: str) -> str:
 
 
 def in_our_flags(
-    command: str, line: Sequence[str], known: Collection[str]
+    command: str, line: Sequence[str], known_flags: Collection[str]
 ) -> tuple[list[str], str | None, dict[str, str]]:
     """Translate flags of other programs, and remove flags without effect.
 
     ``line`` is the command line after the command's name.  Returns the new line, an optional warning about removed
     flags, and the typed flags of other programs by localllm's flag.
     """
-    ours, rest = list[str](), list(line)
-    left_out: dict[str, str] = {}
+    ours, remaining = list[str](), list(line)
+    reasons: dict[str, str] = {}
     typed: dict[str, str] = {}
-    while rest and rest[0] != "--":
-        word = rest.pop(0)
+    while remaining and remaining[0] != "--":
+        word = remaining.pop(0)
         flag, equals, value = word.partition("=")
         if equals and value == "--":  # argparse converts it to an empty list
-            raise UsageError(f"{flag} is '--', which is not a value: leave it out, or give one")
-        if flag not in known and flag.startswith("--"):
+            raise UsageError(f"'--' is not a value of {flag}: write a value, or remove the flag")
+        if flag not in known_flags and flag.startswith("--"):
             flag = flag.replace("_", "-")
-        if SAME.get(flag) in known and flag not in known:
+        if SAME.get(flag) in known_flags and flag not in known_flags:
             typed[SAME[flag]] = flag
             flag = SAME[flag]
-        if flag in known or not _FLAG.fullmatch(flag):
+        if flag in known_flags or not _FLAG.fullmatch(flag):
             ours.append(flag + equals + value)
-        elif flag in NO_EFFECT and "--device" in known:
-            n_values, left_out[flag] = NO_EFFECT[flag]
-            if rest and not equals and (n_values == "1" or (n_values == "?" and _SWITCH.fullmatch(rest[0]))):
-                rest.pop(0)
+        elif flag in NO_EFFECT and "--device" in known_flags:
+            n_values, reasons[flag] = NO_EFFECT[flag]
+            if (
+                remaining
+                and not equals
+                and (n_values == "1" or (n_values == "?" and _SWITCH.fullmatch(remaining[0])))
+            ):
+                remaining.pop(0)
         elif flag in ABSENT:
             raise UsageError(f"there is no flag {flag}: {ABSENT[flag]}")
-        elif flag[:2] in known and flag[2:3].isdigit():  # a short flag with a number, as -t4: -np is not -n p
+        elif flag[:2] in known_flags and flag[2:3].isdigit():  # a short flag with a number: -t4 (not -np)
             ours.append(word)
         else:
             # argparse would first report the value after the flag.
-            raise UsageError(_unknown_flag(flag, known, [command, *ours, word, *rest]))
-    if not left_out:
-        return ours + rest, None, typed
-    change = "change" if len(left_out) > 1 else "changes"
-    reasons = "; ".join(dict.fromkeys(left_out.values()))
-    return ours + rest, f"{', '.join(left_out)} {change} nothing here: {reasons}", typed
+            raise UsageError(_unknown_flag(flag, known_flags, [command, *ours, word, *remaining]))
+    if not reasons:
+        return ours + remaining, None, typed
+    verb = "have" if len(reasons) > 1 else "has"
+    explanation = "; ".join(dict.fromkeys(reasons.values()))
+    return ours + remaining, f"{', '.join(reasons)} {verb} no effect: {explanation}", typed
 
 
-def _unknown_flag(flag: str, known: Collection[str], line: list[str]) -> str:
+def _unknown_flag(flag: str, known_flags: Collection[str], line: list[str]) -> str:
     """Return the message for an unknown flag, with a corrected command line."""
-    meant = f"-{flag}" if f"-{flag}" in known else nearest(flag, known)
-    if meant is None:
-        return f"there is no flag {flag} (localllm {line[0]} --help shows what there is)"
-    meant_line = [re.sub(rf"^{re.escape(flag)}(?==|$)", meant, word) for word in line]
-    return f"there is no flag {flag}: did you mean {meant}? {_line(*meant_line)}"
+    suggestion = f"-{flag}" if f"-{flag}" in known_flags else nearest(flag, known_flags)
+    if suggestion is None:
+        return f"there is no flag {flag} (see localllm {line[0]} --help)"
+    corrected_line = [re.sub(rf"^{re.escape(flag)}(?==|$)", suggestion, word) for word in line]
+    return f"there is no flag {flag}: did you mean {suggestion}? {_line(*corrected_line)}"
 
 
 def assign_words(words: Sequence[str], arguments: Any) -> None:
     """Assigns positional words whose purpose is clear: a prompt, and a number of threads."""
-    given = vars(arguments)
-    command, model, (first, *more) = given["command"], given.get("model"), words
+    values = vars(arguments)
+    command, model, (first, *more) = values["command"], values.get("model"), words
     if command != "generate":
-        raise UsageError(f"it is not clear what {first!r} is for (localllm {command} --help shows what there is)")
+        raise UsageError(f"unexpected argument {first!r} (see localllm {command} --help)")
     is_model = not model and (first == "demo" or re.fullmatch(r"\S+(\.gguf|/\S+)", first, re.IGNORECASE))
-    if given["prompt"] is not None or given["file"] is not None or len(words) > (2 if is_model else 1):
-        raise UsageError(f"{first!r} stands alone: put a prompt of several words in quotes, and a model behind -m")
+    if values["prompt"] is not None or values["file"] is not None or len(words) > (2 if is_model else 1):
+        raise UsageError(f"unexpected argument {first!r}: write quotes around a prompt, and -m before a model")
     if more:  # generate MODEL PROMPT
         arguments.model, arguments.prompt = words
     elif is_model:
-        raise UsageError(f"{first!r} names a model, and there is no prompt: {_line('generate', '-m', first)} -p TEXT")
+        raise UsageError(f"no prompt for the model {first!r}: write {_line('generate', '-m', first)} -p TEXT")
     else:
         arguments.prompt = first
 

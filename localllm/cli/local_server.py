@@ -29,8 +29,8 @@ def ask(arguments: argparse.Namespace, path: str, body: dict[str, Any] | None = 
 
     url = arguments.url.rstrip("/")
     try:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or parts.port == 0:  # reading the port checks it
+        address = urlsplit(url)
+        if address.scheme not in ("http", "https") or address.port == 0:  # reading the port checks it
             raise ValueError
         headers = {"Content-Type": "application/json"}
         if key := arguments.api_key or os.environ.get("LOCALLLM_API_KEY", "").partition(",")[0]:
@@ -47,7 +47,7 @@ def ask(arguments: argparse.Namespace, path: str, body: dict[str, Any] | None = 
             return json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            raise LocalLLMError(f"the server at {url} refuses: {_message(error)}") from None
+            raise LocalLLMError(f"the server at {url} refused the request: {_message(error)}") from None
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         advice = "start one with localllm serve, or name its address with --url"

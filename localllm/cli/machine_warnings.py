@@ -15,7 +15,7 @@ def too_many_threads(threads: int) -> str | None:
     cpus = usable_cpus()
     if threads <= cpus:
         return None
-    return f"-t {threads} is more than the {cpus} processor{'s' * (cpus != 1)} here: they wait for each other, slowly"
+    return f"-t {threads} is more than the {cpus} processor{'s' * (cpus != 1)} here, which is slow: use fewer threads"
 
 
 def disturbance(other_cpus: float, scatter: float) -> str | None:
@@ -27,5 +27,5 @@ def disturbance(other_cpus: float, scatter: float) -> str | None:
     if other_cpus > OTHER_CPUS:
         causes.append(f"other programs kept {other_cpus:.1f} processors busy")
     if scatter > _SCATTER:
-        causes.append(f"the machine was at times {scatter:.1f} times as fast as at others")
-    return f"{' and '.join(causes)}: these figures mean little" if causes else None
+        causes.append(f"the machine's speed varied by a factor of {scatter:.1f}")
+    return f"{' and '.join(causes)}: the results are unreliable" if causes else None

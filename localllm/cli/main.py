@@ -32,7 +32,7 @@ DONE, FAILED, BAD_USAGE = 0, 1, 2
 #: Exit code that shells report for a program that wrote to a closed pipe (128 + SIGPIPE).
 BROKEN_PIPE = 141
 
-#: Error numbers if a file cannot grow: disk full, quota exceeded, or size limit reached.
+#: Error numbers of a file that cannot grow: disk full, quota exceeded, or size limit reached.
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 #: Maximum characters of an error message, more than the longest path.
@@ -102,7 +102,7 @@ def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
 def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     _parse(argv, arguments)
     if sys.stdout is None:  # after --help, which then goes to stderr
-        raise LocalLLMError("standard output is closed, and the result would be lost: send it to a file or a pipe")
+        raise LocalLLMError("standard output is closed, so the result would be lost: redirect it to a file or a pipe")
     return command_of(arguments.command).run(arguments) or DONE
 
 
@@ -149,7 +149,7 @@ def _failure(error: BaseException, debug: bool, from_settings: Mapping[str, str]
     # numpy converts an interrupt during its import to an ImportError.
     if isinstance(error, KeyboardInterrupt) or was_interrupted:
         if was_interrupted:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # at the interpreter's end no handler works
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # no handler works while the interpreter exits
         _end_line()
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
@@ -176,22 +176,22 @@ _CAUSES = (
 def _sentence(error: BaseException, from_settings: Mapping[str, str]) -> str:
     if isinstance(error, LocalLLMError):
         text = error.worded(partial(in_flags, from_settings=from_settings))
-        suspects = [name for kind, names in _CAUSES if isinstance(error, kind) for name in names]
+        suspects = [name for error_type, names in _CAUSES if isinstance(error, error_type) for name in names]
         causes = [from_settings[name] for name in suspects if name in from_settings]
         return f"{text} (from {' and '.join(causes)})" if causes else text
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return f"memory ran out: {memory_advice()}, or choose a smaller context or a smaller model"
     limit = address_space_limit()
     if isinstance(error, OSError | ImportError) and limit is not None and limit < MIN_ADDRESS_SPACE:
-        what = f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v)"
-        return f"{what}, which is too little to start in: raise the limit to {MIN_ADDRESS_SPACE >> 10} or more"
+        fault = f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v)"
+        return f"{fault}, which is too small to start: raise the limit to {MIN_ADDRESS_SPACE >> 10} or more"
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
         # Only the result on standard output is essential.
-        return f"standard output cannot be written ({error.strerror}): make room where it goes, or send it elsewhere"
+        return f"standard output cannot be written ({error.strerror}): free disk space, or redirect it elsewhere"
     if isinstance(error, OSError):
-        return f"the system refused: {error}"
-    what = f"something went wrong inside localllm ({type(error).__name__}: {error})"
-    return f"{what}: run it again with --debug to see where, and report it"
+        return f"the operating system reported an error: {error}"
+    fault = f"unexpected error in localllm ({type(error).__name__}: {error})"
+    return f"{fault}: run the command again with --debug for a traceback, and report it"
 
 
 def _end_line() -> None:

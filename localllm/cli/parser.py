@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: The help of a flag that is not listed.
 HIDDEN = argparse.SUPPRESS
 
-#: Default of a flag whose attribute is missing, not None, unless the flag is given.
+#: Default of a flag whose attribute does not exist, instead of being None, if the flag is absent.
 LEFT_OUT = argparse.SUPPRESS
 
 #: The most important commands.  The others follow in alphabetical order.
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("words", nargs="*", metavar=words.shown, help=words.help)
         _add(self, command.flags)
         self.add_argument("--version", action="version", version=f"localllm {__version__}", help=HIDDEN)
-        self.add_argument("--debug", action="store_true", help="show where in the program an error happened")
+        self.add_argument("--debug", action="store_true", help="show a traceback after an error")
 
     @property
     def flags(self) -> list[str]:
@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if (flag := re.match(r"argument ([^:/]+)[^:]*:", message)) and flag[1] in self.typed:
             message = f"argument {self.typed[flag[1]]}{message[flag.end() - 1 :]}"
-        raise UsageError(f"{message} ({self.prog} --help shows what there is)")
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Prints help or the version.  argparse's method ignores errors of writing."""
@@ -146,17 +146,16 @@ class Parser(argparse.ArgumentParser):
     def assign_positionals(self, words: Sequence[str], arguments: argparse.Namespace) -> None:
         """Assigns positional words to the command's arguments."""
         assert self.command.words is not None
-        _, _, known, n_needed = self.command.words
-        given = vars(arguments)
-        names = [name for name in known if given.get(name) is None]
+        _, _, attributes, n_needed = self.command.words
+        names = [name for name in attributes if vars(arguments).get(name) is None]
         if not words or not words[-1].isdigit():
             names = [name for name in names if name != "threads"]
         if len(words) > len(names):
-            named = " or ".join(_MEANINGS[name] for name in known if name in _MEANINGS and name not in names)
-            hint = f": {named} is named twice, leave one of the names out" if named else ""
-            self.error(f"there are too many words, from {words[len(names)]!r} on{hint}")
-        if any(name in known[:n_needed] for name in names[len(words) :]):
-            self.error(f"words are missing: write {self.usage}")
+            meanings = " or ".join(_MEANINGS[name] for name in attributes if name in _MEANINGS and name not in names)
+            hint = f": {meanings} is named twice, remove one of the names" if meanings else ""
+            self.error(f"too many arguments, starting with {words[len(names)]!r}{hint}")
+        if any(name in attributes[:n_needed] for name in names[len(words) :]):
+            self.error(f"arguments are missing: write {self.usage}")
         for name, word in zip(names, words, strict=False):
             try:
                 setattr(arguments, name, _READERS.get(name, str)(word))
@@ -178,18 +177,18 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(super(_Formatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+        return "\n\n".join(super(_Formatter, self)._fill_text(p, width, indent) for p in text.split("\n\n"))
 
 
-def _add(to: argparse._ActionsContainer, flags: Flags) -> None:
-    group = to
-    for each in flags:
-        if isinstance(each, str):
-            group = to.add_argument_group(each)
-        elif isinstance(each, list):
-            _add(group.add_mutually_exclusive_group(), each)
+def _add(container: argparse._ActionsContainer, flags: Flags) -> None:
+    group = container
+    for entry in flags:
+        if isinstance(entry, str):
+            group = container.add_argument_group(entry)
+        elif isinstance(entry, list):
+            _add(group.add_mutually_exclusive_group(), entry)
         else:
-            group.add_argument(*each.names, **each.keywords)
+            group.add_argument(*entry.names, **entry.keywords)
 
 
 def parser_of(name: str) -> Parser:
@@ -201,7 +200,7 @@ def main_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("localllm", description="Run large language models on your own computer.")
     parser.add_argument("--version", action="version", version=f"localllm {__version__}")
     parser.add_argument("--list-devices", action="store_true", help="list the devices that --device can use here")
-    listed = parser.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in command_names():
-        listed.add_parser(name, help=command_of(name).summary)
+        subparsers.add_parser(name, help=command_of(name).summary)
     return parser

@@ -1,4 +1,4 @@
-"""Flags that several commands have."""
+"""Flags that several commands share."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from localllm.options.types import DEFAULT_DRAFTS
 def options(cls: type, *names: str, **more: Any) -> list[Flag]:
     """Return the flags of options in `localllm.options.declared`, by default of all options that have a flag.
 
-    The default is None for `LoadOptions`, because the settings file may set them.  Other arguments are missing
-    unless given.
+    The default is None for `LoadOptions`, because the settings file may set them.  Other arguments do not exist if
+    their flag is absent.
     """
     flags = []
     for name, option in declared(cls).items():
@@ -74,20 +74,20 @@ class _NamesModel(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
         if namespace.model is not None:
-            parser.error("a model is named twice: leave one of the names out")
+            parser.error("a model is named twice: remove one of the names")
         namespace.model, namespace.download = value, self.option_strings == HUB.names
 
 
 HUB = flag(
     "-hf --hf-repo ORG/REPO[:QUANT]",
-    "a model on the hub by name or address, downloaded if it is not on this machine",
+    "model on the hub by name or address, which is downloaded if it is missing",
     model_file,
     dest="model",
     action=_NamesModel,
 )
 MODEL = flag(
     "-m --model FILE",
-    "a GGUF file, or the name of a model that localllm models lists (default: the demo model)",
+    "GGUF file, or a name that localllm models lists (default: the demo model)",
     model_file,
     action=_NamesModel,
 )
@@ -98,7 +98,7 @@ CONTEXT = options(
     LoadOptions,
     "context",
     type=whole(0),
-    help=f"{declared(LoadOptions)['context'].brief}; 0 means as many as the model was trained on (default: "
+    help=f"{declared(LoadOptions)['context'].brief}; 0 means the number of tokens in training (default: "
     f"{default_text(LoadOptions, 'context')})",
 )
 PLACEMENT = [
@@ -109,26 +109,26 @@ CACHE_TYPE = [
     *options(LoadOptions, "cache_type", action=_CacheType),
     *(
         flag(
-            f"-ct{what[0]} --cache-type-{what[0]} TYPE",
-            f"type of the KV cache for {what} only",
+            f"-ct{name[0]} --cache-type-{name[0]} TYPE",
+            f"type of the KV cache for {name} only",
             reader(declared(LoadOptions)["cache_type"]),
             dest="cache_type",
             action=_CacheType,
             default=None,
         )
-        for what in ("keys", "values")
+        for name in ("keys", "values")
     ),
 ]
 DEVICE = [*PLACEMENT, *CACHE_TYPE, *options(LoadOptions, "isa")]
 THREADS = options(LoadOptions, "threads")
 #: Flags for image and audio encoders.
-SEEING = [
+MEDIA = [
     *options(LoadOptions, "mmproj", "image_max_tokens"),
-    flag("--no-mmproj", "no encoder of pictures or sounds", dest="mmproj", action="store_const", const=False),
+    flag("--no-mmproj", "use no encoder of images or audio", dest="mmproj", action="store_const", const=False),
 ]
 PRESETS = flag(
     "--models --models-preset FILE",
-    "a TOML file of models and their options (default: models.toml in the settings folder, if there is one)",
+    "TOML file of models and their options (default: models.toml in the settings folder)",
     Path,
     dest="presets",
 )
@@ -136,18 +136,18 @@ PRESETS = flag(
 RUNNING = [
     *CONTEXT,
     *DEVICE,
-    flag("-hff --hf-file NAME", "the file to use of -hf's repository", dest="hub_file"),
+    flag("-hff --hf-file NAME", "file to use in the repository of -hf", dest="hub_file"),
     flag("--chat-template TEXT", "Jinja source instead of the file's template, or a name such as chatml or llama3"),
     flag("--chat-template-file FILE", "read --chat-template from a file"),
     flag(
-        "--chat-template-kwargs JSON", "a JSON object of further variables for the template", json_object, default={}
+        "--chat-template-kwargs JSON", "JSON object of additional variables for the template", json_object, default={}
     ),
-    flag("--reasoning on|off|auto", "whether the model reasons before it answers, if it can"),
-    flag("--reasoning-budget N", "0 is the same as --reasoning off; other numbers change nothing", whole(-1)),
+    flag("--reasoning on|off|auto", "let the model reason before it answers, if it can"),
+    flag("--reasoning-budget N", "0 means --reasoning off; other numbers have no effect", whole(-1)),
     *THREADS,
 ]
 LORA = several(
-    "--lora ADAPTER[=X]", "a low-rank adapter, a GGUF file or a PEFT folder, and its scale (default: 1)", share
+    "--lora ADAPTER[=X]", "low-rank adapter, a GGUF file or a PEFT folder, and its scale (default: 1)", share
 )
 
 ENDING = [
@@ -156,11 +156,11 @@ ENDING = [
     *options(CheckedOptions, "stop", action="append"),
 ]
 SAMPLING: list[Flag | str] = [
-    "how the next token is chosen",
+    "sampling",
     *options(Sampling),
     several(
         "--dry-sequence-breaker TEXT",
-        "DRY does not follow repetitions across this text; replaces the default texts; 'none' clears them",
+        "DRY does not match repetitions across TEXT; replaces the default texts; 'none' removes them",
         dest="dry_sequence_breakers",
         default=LEFT_OUT,
     ),
@@ -189,10 +189,10 @@ SAMPLING: list[Flag | str] = [
 ]
 DRAFT_MODEL = options(LoadOptions, "draft_model", type=model_file)
 SPECULATION: list[Flag | str] = [
-    "speculative decoding: the same text, sooner",
+    "speculative decoding: the same text in less time",
     flag(
         "--lookup",
-        "draft what followed the same words earlier in the text or the prompt",
+        "draft the continuation of the same words earlier in the prompt or reply",
         dest="speculate",
         action="store_const",
         const="lookup",
@@ -203,25 +203,25 @@ SPECULATION: list[Flag | str] = [
         CheckedOptions,
         "draft_max",
         type=draft_count,
-        help=f"maximum number of tokens to draft for one step (default: {DEFAULT_DRAFTS}); always drafts that many "
-        "for every step, even if that is not expected to pay",
+        help=f"maximum number of tokens to draft per step (default: {DEFAULT_DRAFTS}); 'always' drafts that number "
+        "in every step, even if that is not expected to be faster",
     ),
 ]
 
-SYSTEM = flag("-sys --system-prompt --system TEXT", "a system message, before the user's", dest="system")
+SYSTEM = flag("-sys --system-prompt --system TEXT", "system message, before the user's message", dest="system")
 JSON = flag("--json", "print one JSON object")
 JSON_AT_END = flag("--json", "print one JSON object at the end")
 QUIET = flag("-q --quiet", "print nothing but errors")
 #: Verbosity of generate and chat.
 LOUDNESS = [
     flag("-q --quiet", "print nothing but the text and errors"),
-    flag("-v --verbose", "print what runs where, how much memory it takes, and all timings"),
+    flag("-v --verbose", "print devices, memory use and all timings"),
 ]
 
 #: The output file as a flag, in place of a positional argument.
-OUTPUT = flag("-o --output OUTPUT", "the same as OUTPUT above", Path)
+OUTPUT = flag("-o --output OUTPUT", "same as OUTPUT above", Path)
 #: Flags of commands that write a model.
-DRY_RUN = flag("--dry-run", "show types and sizes, and write nothing")
+DRY_RUN = flag("--dry-run", "show types and sizes without writing a file")
 REQUANTIZE = flag("--allow-requantize", "requantise tensors that are already quantised")
 WRITING = [
     flag("--allow-nan", "replace NaN and infinite values by 0"),

@@ -47,17 +47,17 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return for each (context, continuation) its log-likelihood, and whether it is the greedy continuation."""
-        numbered = sorted(enumerate(request.args for request in requests), key=lambda each: each[1][0])
-        groups = [list(group) for _, group in groupby(numbered, key=lambda each: each[1][0])]
+        numbered = sorted(enumerate(request.args for request in requests), key=lambda item: item[1][0])
+        groups = [list(group) for _, group in groupby(numbered, key=lambda item: item[1][0])]
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
 
         def score(group: list[tuple[int, tuple[str, str]]]) -> list[tuple[float, bool]]:
             scores = self._llm.score(self._prompt(group[0][1][0]), [continuation for _, (_, continuation) in group])
-            return [(each.logprob, each.is_greedy) for each in scores]
+            return [(result.logprob, result.is_greedy) for result in scores]
 
         for group, scores in zip(groups, in_order(score, groups, _AT_ONCE), strict=True):
-            for (number, _), each in zip(group, scores, strict=True):
-                results[number] = each
+            for (number, _), result in zip(group, scores, strict=True):
+                results[number] = result
         return results
 
     def _prompt(self, context: str) -> str | list[int]:
@@ -72,18 +72,18 @@ class HarnessModel(LM):  # type: ignore[misc]
     def _of_text(self, text: str) -> float:
         ids = self._llm.tokenize(text, add_special=False)
         step = self._llm.info.context - 1
-        parts = [ids[start : start + step] for start in range(0, len(ids), step)]
+        windows = [ids[start : start + step] for start in range(0, len(ids), step)]
         tokenizer = self._llm.tokenizer
         first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        starts = [[] if first is None else [first], *(part[-1:] for part in parts[:-1])]
-        return sum(self._llm.score(start, [part])[0].logprob for start, part in zip(starts, parts, strict=True))
+        starts = [[] if first is None else [first], *(window[-1:] for window in windows[:-1])]
+        return sum(self._llm.score(start, [window])[0].logprob for start, window in zip(starts, windows, strict=True))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return the continuation of each context, up to one of the strings ``until``."""
         return list(in_order(lambda request: self._completion(*request.args), requests, _AT_ONCE))
 
     def _completion(self, context: str, options: dict[str, Any]) -> str:
-        given: dict[str, Any] = {"stop": options.get("until") or (), "overflow": "truncate", "seed": 0}
-        given["max_tokens"] = options.get("max_gen_toks", _MAX_TOKENS)
-        given["temperature"] = (options.get("do_sample", False) and options.get("temperature", 0.0)) or 0.0
-        return self._llm.generate(context, parse_special=True, **given).text
+        call_options: dict[str, Any] = {"stop": options.get("until") or (), "overflow": "truncate", "seed": 0}
+        call_options["max_tokens"] = options.get("max_gen_toks", _MAX_TOKENS)
+        call_options["temperature"] = (options.get("do_sample", False) and options.get("temperature", 0.0)) or 0.0
+        return self._llm.generate(context, parse_special=True, **call_options).text

@@ -48,21 +48,21 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
     return questions
 
 
-def _question(line: str, where: str) -> Question:
+def _question(line: str, label: str) -> Question:
     try:
         values = parse_json(line)
     except ValueError as error:
-        raise UsageError(f"{where} is not valid JSON: {error}") from None
+        raise UsageError(f"{label} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{where} is not a JSON object with prompt, choices and answer")
+        raise UsageError(f"{label} is not a JSON object with prompt, choices and answer")
     prompt, choices, answer = (values.get(name) for name in ("prompt", "choices", "answer"))
     if not isinstance(prompt, str) or not prompt.strip():
-        raise UsageError(f"{where}: prompt is {prompt!r:.80}, but must be a string")
+        raise UsageError(f"{label}: prompt is {prompt!r:.80}, but must be a string")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        raise UsageError(f"{where}: choices is {choices!r:.80}, but must be a list of at least two strings")
+        raise UsageError(f"{label}: choices is {choices!r:.80}, but must be a list of at least two strings")
     position = as_int(answer)
     if position is None or not 0 <= position < len(choices):
-        raise UsageError(f"{where}: answer is {answer!r:.80}, but must be a position in choices, from 0 on")
+        raise UsageError(f"{label}: answer is {answer!r:.80}, but must be a position in choices, from 0 on")
     return Question(prompt.rstrip(), choices, position)
 
 
@@ -74,8 +74,8 @@ def choices(llm: LLM, questions: Sequence[Question], *, progress: Progress | Non
     n_right = 0
     for question, likelihoods in zip(questions, _likelihoods(llm, questions), strict=True):
         lengths = [len(choice) for choice in question.choices]
-        whole, by_length = np.argmax(likelihoods), np.argmax(np.divide(likelihoods, lengths))
-        answers.append((int(whole), int(by_length)))
+        best, by_length = np.argmax(likelihoods), np.argmax(np.divide(likelihoods, lengths))
+        answers.append((int(best), int(by_length)))
         n_right += answers[-1][0] == question.answer
         if progress is not None:
             progress(len(answers), len(questions), n_right / len(answers))

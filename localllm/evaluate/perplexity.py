@@ -132,8 +132,8 @@ def perplexity(
             blocks = _blocks(logits)
             rows = [packed(logits[block]) for block in blocks if keeps_rows]
             came = tokens[chunk, -len(logits) :]
-            chosen = logits[np.arange(len(logits)), came]
-            likelihood = np.concatenate([_log_totals(logits[block]) - chosen[block] for block in blocks])
+            token_logits = logits[np.arange(len(logits)), came]
+            likelihood = np.concatenate([_log_totals(logits[block]) - token_logits[block] for block in blocks])
             return likelihood, np.concatenate(rows) if rows else np.empty(0, np.uint16)
 
         for likelihood, rows in _evaluated(llm, tokens, compute):
@@ -141,7 +141,7 @@ def perplexity(
             if new is not None:
                 new.add(rows)
             if progress is not None:
-                progress(len(nll), len(tokens), float(np.exp(np.mean([each.mean() for each in nll]))))
+                progress(len(nll), len(tokens), float(np.exp(np.mean([chunk_nll.mean() for chunk_nll in nll]))))
     return _perplexity(np.concatenate(nll), tokens)
 
 
@@ -162,15 +162,15 @@ def divergence(
 
     def compute(chunk: int, logits: Floats) -> Doubles:
         expected, came = base.log_probabilities(chunk), tokens[chunk, -len(logits) :]
-        parts = [_compared(logits[block], expected[block], came[block]) for block in _blocks(logits)]
-        return np.concatenate(parts, axis=1)
+        columns = [_compared(logits[block], expected[block], came[block]) for block in _blocks(logits)]
+        return np.concatenate(columns, axis=1)
 
-    done: list[Doubles] = []
-    for part in _evaluated(llm, tokens, compute):
-        done.append(part)
+    results: list[Doubles] = []
+    for result in _evaluated(llm, tokens, compute):
+        results.append(result)
         if progress is not None:
-            progress(len(done), len(tokens), float(np.mean([each[2].mean() for each in done])))
-    return _divergence(np.concatenate(done, axis=1), tokens)
+            progress(len(results), len(tokens), float(np.mean([result[2].mean() for result in results])))
+    return _divergence(np.concatenate(results, axis=1), tokens)
 
 
 def _chunks(llm: LLM, text: str | os.PathLike[str], context: int, chunks: int | None) -> NDArray[np.int32]:
@@ -195,8 +195,8 @@ def _first_tokens(llm: LLM, text: str | os.PathLike[str], n: float) -> list[int]
     size = len(text) if isinstance(text, str) else Path(text).stat().st_size if Path(text).is_file() else 0
     n_read = _CHARACTERS * n
     while n_read < size:
-        part = text[: int(n_read)] if isinstance(text, str) else read_text(text, n_bytes=int(n_read))
-        ids = llm.tokenize(part)
+        start = text[: int(n_read)] if isinstance(text, str) else read_text(text, n_bytes=int(n_read))
+        ids = llm.tokenize(start)
         if len(ids) >= n + _CUT_TOKENS:
             return ids[: int(n)]
         n_read *= 2
@@ -263,23 +263,23 @@ def _perplexity(nll: Doubles, tokens: NDArray[np.int32]) -> Perplexity:
 def _divergence(compared: Doubles, tokens: NDArray[np.int32]) -> Divergence:
     nll, base_nll, kl, change, same, bounded_nll = compared
     # Both use the same limit, so that the ratio of a model to its own logits is 1.
-    own, base = Estimate.mean(bounded_nll), Estimate.mean(base_nll)
+    estimate, base = Estimate.mean(bounded_nll), Estimate.mean(base_nll)
     n = len(nll)
     covariance = (np.mean(bounded_nll * base_nll) - bounded_nll.mean() * base_nll.mean()) / (n - 1)
-    log_ratio = Estimate(own.value - base.value, _root(own.error**2 + base.error**2 - 2 * covariance))
-    model, other = own.exp(), base.exp()
+    log_ratio = Estimate(estimate.value - base.value, _root(estimate.error**2 + base.error**2 - 2 * covariance))
+    model, base_perplexity = estimate.exp(), base.exp()
     square = Estimate.mean(change**2)
     rms = _root(square.value)
     return Divergence(
         perplexity=_perplexity(nll, tokens),
-        base_perplexity=other,
+        base_perplexity=base_perplexity,
         log_ratio=log_ratio,
         ratio=log_ratio.exp(),
         difference=Estimate(
-            model.value - other.value,
-            _root(model.error**2 + other.error**2 - 2 * covariance * model.value * other.value),
+            model.value - base_perplexity.value,
+            _root(model.error**2 + base_perplexity.error**2 - 2 * covariance * model.value * base_perplexity.value),
         ),
-        correlation=float(covariance / (own.error * base.error)) if own.error and base.error else 1.0,
+        correlation=float(covariance / (estimate.error * base.error)) if estimate.error and base.error else 1.0,
         kl=Estimate.mean(kl),
         kl_percentiles=_percentiles(kl),
         probability_change=Estimate.mean(change),

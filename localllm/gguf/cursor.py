@@ -44,50 +44,50 @@ class Cursor:
         """Return a `GGUFError` with the file, the byte (``at``, or the position), the context and the defect."""
         return error_at(self.path, self.at if at is None else at, self.context, defect, advice)
 
-    def take(self, n_bytes: int, what: str) -> int:
+    def take(self, n_bytes: int, label: str) -> int:
         """Skip ``n_bytes`` and return their start."""
         start = self.at
         if n_bytes > self.end - start:
-            raise self.error(f"{what} takes {n_bytes} bytes but {self.end - start} are left")
+            raise self.error(f"{label} takes {n_bytes} bytes but {self.end - start} are left")
         self.at = start + n_bytes
         return start
 
-    def u32(self, what: str) -> int:
-        value: int = _U32.unpack_from(self.buffer, self.take(4, what))[0]
+    def u32(self, label: str) -> int:
+        value: int = _U32.unpack_from(self.buffer, self.take(4, label))[0]
         return value
 
-    def u64(self, what: str) -> int:
-        value: int = _U64.unpack_from(self.buffer, self.take(8, what))[0]
+    def u64(self, label: str) -> int:
+        value: int = _U64.unpack_from(self.buffer, self.take(8, label))[0]
         return value
 
-    def count(self, what: str, *, least_bytes: int, most: int) -> int:
+    def count(self, label: str, *, least_bytes: int, most: int) -> int:
         """Read a u64 number of entries of at least ``least_bytes`` each, which must fit into the remaining bytes."""
         start = self.at
-        n = self.u64(f"the number of {what}")
-        left = self.end - self.at
-        if n * least_bytes > left:
-            raise self.error(f"{n} {what} cannot be in the {left} bytes that are left", at=start)
+        n = self.u64(f"the number of {label}")
+        remaining = self.end - self.at
+        if n * least_bytes > remaining:
+            raise self.error(f"{n} {label} cannot be in the {remaining} bytes that are left", at=start)
         if n > most:
-            raise self.error(f"{n} {what} are more than localllm takes ({most})", at=start)
+            raise self.error(f"{n} {label} are more than localllm takes ({most})", at=start)
         return n
 
-    def text(self, what: str) -> StringRange:
+    def text(self, label: str) -> StringRange:
         """Read the length of a string and skip its bytes."""
-        length = self.u64(f"the length of {what}")
-        start = self.take(length, what)
+        length = self.u64(f"the length of {label}")
+        start = self.take(length, label)
         return StringRange(start, self.at)
 
-    def name(self, what: str, longest: int) -> str:
+    def name(self, label: str, longest: int) -> str:
         """Read a string that must be UTF-8, not empty, and at most ``longest`` bytes."""
         start = self.at
-        text = self.text(what)
+        text = self.text(label)
         length = text.stop - text.start
         if not 0 < length <= longest:
-            raise self.error(f"{what} has {length} bytes but must have 1 to {longest}", at=start)
+            raise self.error(f"{label} has {length} bytes but must have 1 to {longest}", at=start)
         try:
             return str(self.buffer[text.start : text.stop], "utf-8")
         except UnicodeDecodeError as error:
-            raise self.error(f"{what} is not valid UTF-8", at=text.start + error.start) from None
+            raise self.error(f"{label} is not valid UTF-8", at=text.start + error.start) from None
 
 
 def error_at(path: Path, at: int, context: str, defect: str, advice: str = DAMAGED) -> GGUFError:

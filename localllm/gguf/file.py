@@ -59,17 +59,17 @@ class GGUFFile:
     Use `GGUFFile.open`, as a context manager or with `close`.
     """
 
-    def __init__(self, parts: Sequence[_SplitFile]) -> None:
-        first = parts[0]
+    def __init__(self, files: Sequence[_SplitFile]) -> None:
+        first = files[0]
         self.path: Path = first.path
-        self.paths: tuple[Path, ...] = tuple(part.path for part in parts)
+        self.paths: tuple[Path, ...] = tuple(file.path for file in files)
         self.version: int = first.version
         #: The names of the tensors in each file.
-        self.parts: tuple[tuple[str, ...], ...] = tuple(tuple(t.name for t in part.tensors) for part in parts)
-        self.size: int = sum(len(part.buffer) for part in parts)
-        self._stamps = [(part.path, part.stamp) for part in parts]
+        self.parts: tuple[tuple[str, ...], ...] = tuple(tuple(t.name for t in file.tensors) for file in files)
+        self.size: int = sum(len(file.buffer) for file in files)
+        self._stamps = [(file.path, file.stamp) for file in files]
         self._metadata: Metadata | None = first.metadata
-        self._tensors: Mapping[str, TensorInfo] | None = MappingProxyType(_merge_tensors(parts))
+        self._tensors: Mapping[str, TensorInfo] | None = MappingProxyType(_merge_tensors(files))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -83,10 +83,10 @@ class GGUFFile:
             GGUFError: the file is unreadable, not a GGUF file, or damaged. The message names the byte and the defect.
         """
         try:
-            part = _read_part(Path(path))
+            file = _read_file(Path(path))
             # Merged models keep this key with the value 0.
-            is_split = "split.count" in part.metadata and _split_key(part, "split.count") not in (0, 1)
-            return cls(_read_split(part) if is_split else [part])
+            is_split = "split.count" in file.metadata and _split_key(file, "split.count") not in (0, 1)
+            return cls(_read_split(file) if is_split else [file])
         except GGUFError as error:
             # Variables of the frames keep the file mapped, and Windows cannot delete mapped files.
             traceback.clear_frames(error.__traceback__)
@@ -161,7 +161,7 @@ class GGUFFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -191,7 +191,7 @@ class _SplitFile:
     tensors: list[TensorInfo]
 
 
-def _read_part(path: Path) -> _SplitFile:
+def _read_file(path: Path) -> _SplitFile:
     buffer, stamp = _map(path)
     cursor = Cursor(path, buffer)
     version, metadata, entries = read_header(cursor, len(buffer))
@@ -256,8 +256,8 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
 
 def _read_version(cursor: Cursor) -> int:
     if cursor.buffer[:4] != b"GGUF":
-        kind = _kind_of_file(cursor.buffer[:32])
-        why = f"but {kind}" if kind else "as it does not start with 'GGUF'"
+        description = _kind_of_file(cursor.buffer[:32])
+        why = f"but {description}" if description else "as it does not start with 'GGUF'"
         raise cursor.error(f"not a GGUF file, {why}", advice="name a .gguf file")
     cursor.take(4, "the magic")
     version = cursor.u32("the version")
@@ -288,50 +288,50 @@ def _kind_of_file(head: bytes) -> str | None:
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
-def _split_key(part: _SplitFile, key: str) -> int:
-    value = part.metadata.get(key)
+def _split_key(file: _SplitFile, key: str) -> int:
+    value = file.metadata.get(key)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _split_error(part, f"key {key!r} is missing or not an integer", DAMAGED)
+        raise _split_error(file, f"key {key!r} is missing or not an integer", DAMAGED)
     return value
 
 
-def _split_error(part: _SplitFile, defect: str, advice: str) -> GGUFError:
-    return GGUFError(f"{path_text(part.path)}, a part of a split model: {defect}; {advice}")
+def _split_error(file: _SplitFile, defect: str, advice: str) -> GGUFError:
+    return GGUFError(f"{path_text(file.path)}, a part of a split model: {defect}; {advice}")
 
 
-def _read_split(given: _SplitFile) -> list[_SplitFile]:
-    """Return all parts of a split model in order; ``given`` is one part."""
-    count = _split_key(given, "split.count")
-    match = _SPLIT_NAME.fullmatch(given.path.name)
+def _read_split(file: _SplitFile) -> list[_SplitFile]:
+    """Return all files of a split model in order; ``file`` is one of these files."""
+    count = _split_key(file, "split.count")
+    match = _SPLIT_NAME.fullmatch(file.path.name)
     if match is None or int(match["count"]) != count or not 1 <= int(match["number"]) <= count:
         defect = f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
-        raise _split_error(given, defect, "give all parts their original names")
-    paths = [given.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+        raise _split_error(file, defect, "give all parts their original names")
+    paths = [file.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
     missing = [path_text(path.name) for path in paths if not path.exists()]
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         defect = f"{len(missing)} of the model's {len(paths)} files are not beside it ({some})"
-        raise _split_error(given, defect, "put all of them into one folder")
-    parts = [given if path == given.path else _read_part(path) for path in paths]
-    for number, part in enumerate(parts):
-        says = (_split_key(part, "split.no"), _split_key(part, "split.count"))
-        if says != (number, len(parts)):
-            defect = f"keys 'split.no' and 'split.count' are {says[0]} and {says[1]}, not {number} and {len(parts)}"
-            raise _split_error(part, defect, "give all parts their original names")
-    n_tensors = sum(len(part.tensors) for part in parts)
-    expected = _split_key(parts[0], "split.tensors.count")
+        raise _split_error(file, defect, "put all of them into one folder")
+    files = [file if path == file.path else _read_file(path) for path in paths]
+    for number, split_file in enumerate(files):
+        pair = (_split_key(split_file, "split.no"), _split_key(split_file, "split.count"))
+        if pair != (number, len(files)):
+            defect = f"keys 'split.no' and 'split.count' are {pair[0]} and {pair[1]}, not {number} and {len(files)}"
+            raise _split_error(split_file, defect, "give all parts their original names")
+    n_tensors = sum(len(split_file.tensors) for split_file in files)
+    expected = _split_key(files[0], "split.tensors.count")
     if n_tensors != expected:
         defect = f"its files have {n_tensors} tensors together, but key 'split.tensors.count' is {expected}"
-        raise _split_error(parts[0], defect, "take all files from one model")
-    return parts
+        raise _split_error(files[0], defect, "take all files from one model")
+    return files
 
 
-def _merge_tensors(parts: Sequence[_SplitFile]) -> dict[str, TensorInfo]:
+def _merge_tensors(files: Sequence[_SplitFile]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
-    for part in parts:
-        for tensor in part.tensors:
+    for file in files:
+        for tensor in file.tensors:
             if tensor.name in tensors:
                 defect = f"tensor {quoted(tensor.name)} is also in another part"
-                raise _split_error(part, defect, "take all files from one model")
+                raise _split_error(file, defect, "take all files from one model")
             tensors[tensor.name] = tensor
     return tensors

@@ -41,18 +41,18 @@ def value_of(file: GGUFFile, key: str, *, full: bool = False) -> Value:
     if isinstance(value, str):
         return _text(value, full, "text")
     if isinstance(value, bool | int | float):
-        kind = "bool" if isinstance(value, bool) else "integer" if isinstance(value, int) else "float"
-        return Value(kind, _json_value(value))
+        type_name = "bool" if isinstance(value, bool) else "integer" if isinstance(value, int) else "float"
+        return Value(type_name, _json_value(value))
     n = len(value) if full else _ELEMENTS
-    kind = "texts" if isinstance(value, StringArray) else "arrays"
+    type_name = "texts" if isinstance(value, StringArray) else "arrays"
     if isinstance(value, np.ndarray):
-        kind = str(value.dtype)
-    return Value(f"array of {len(value):,} {kind}", _first(value, n), max(0, len(value) - n))
+        type_name = str(value.dtype)
+    return Value(f"array of {len(value):,} {type_name}", _first(value, n), max(0, len(value) - n))
 
 
-def _text(text: str, full: bool, kind: str) -> Value:
+def _text(text: str, full: bool, type_name: str) -> Value:
     n = len(text) if full else _CHARACTERS
-    return Value(kind, text[:n], max(0, len(text) - n))
+    return Value(type_name, text[:n], max(0, len(text) - n))
 
 
 def _first(value: Any, n: int) -> list[Any]:

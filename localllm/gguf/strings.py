@@ -115,15 +115,15 @@ def _string_bounds(cursor: Cursor, n: int) -> NDArray[np.int64]:
     Thus every chunk is read at most twice, for any contents.
     """
     bounds = np.empty(n + 1, np.int64)
-    done = 0
-    while done < n:
-        chunk_end = min(cursor.at + min(_CHUNK, (n - done) * _LIKELY_STRING_BYTES), cursor.end)
-        likely = _likely_strings(cursor, n - done, chunk_end)
-        bounds[done : done + len(likely)] = likely
-        done += len(likely)
-        walked = _walk_strings(cursor, done, n - done, chunk_end)
-        bounds[done : done + len(walked)] = walked
-        done += len(walked)
+    n_read = 0
+    while n_read < n:
+        chunk_end = min(cursor.at + min(_CHUNK, (n - n_read) * _LIKELY_STRING_BYTES), cursor.end)
+        likely = _likely_strings(cursor, n - n_read, chunk_end)
+        bounds[n_read : n_read + len(likely)] = likely
+        n_read += len(likely)
+        walked = _walk_strings(cursor, n_read, n - n_read, chunk_end)
+        bounds[n_read : n_read + len(walked)] = walked
+        n_read += len(walked)
     bounds[n] = cursor.at
     return bounds
 
@@ -166,8 +166,8 @@ def _walk_strings(cursor: Cursor, first: int, most: int, chunk_end: int) -> list
         at += 8 + _U64.unpack_from(buffer, at)[0]
     if at > end:
         start = starts[-1]
-        index, left = first + len(starts) - 1, end - start - 8
-        raise cursor.error(f"string {index} takes {at - start - 8} bytes but {left} are left", at=start)
+        index, n_remaining = first + len(starts) - 1, end - start - 8
+        raise cursor.error(f"string {index} takes {at - start - 8} bytes but {n_remaining} are left", at=start)
     cursor.at = at
     if at > end - _MIN_STRING_BYTES and len(starts) < most:
         index = first + len(starts)

@@ -148,8 +148,8 @@ def _check_bounds(cursor: Cursor, entries: list[Entry], alignment: int, data_byt
             defect = f"the offset {entry.offset} is not a multiple of the alignment {alignment}"
             raise cursor.error(defect, at=entry.offset_at)
         if entry.offset + entry.n_bytes > data_bytes:
-            place = f"its {entry.n_bytes} bytes at offset {entry.offset}"
-            raise cursor.error(f"{place} end past the data section of {data_bytes} bytes", at=entry.offset_at)
+            extent = f"its {entry.n_bytes} bytes at offset {entry.offset}"
+            raise cursor.error(f"{extent} end past the data section of {data_bytes} bytes", at=entry.offset_at)
 
 
 def _check_layout(cursor: Cursor, entries: list[Entry], alignment: int, data_start: int, file_bytes: int) -> None:
@@ -159,8 +159,8 @@ def _check_layout(cursor: Cursor, entries: list[Entry], alignment: int, data_sta
         if entry.offset != expected:
             cursor.context = f"tensor {quoted(entry.name)}"
             relation = "overlaps" if entry.offset < expected else "leaves a hole after"
-            where = f"{relation} the data before it, which ends at {expected}"
-            raise cursor.error(f"its data at offset {entry.offset} {where}", at=entry.offset_at)
+            fault = f"{relation} the data before it, which ends at {expected}"
+            raise cursor.error(f"its data at offset {entry.offset} {fault}", at=entry.offset_at)
         expected += align(entry.n_bytes, alignment)
     data_end = data_start + expected
     if file_bytes > data_end:

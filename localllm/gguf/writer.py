@@ -56,19 +56,19 @@ def encode_value(value: object, type: ValueType = ValueType.UINT32) -> bytes:
     """
     match value:
         case bool() | np.bool_():
-            kind, data = ValueType.BOOL, bytes([bool(value)])
+            value_type, data = ValueType.BOOL, bytes([bool(value)])
         case int() | np.integer():
-            kind = ValueType.INT32 if isinstance(value, np.integer) and value.dtype == np.int32 else type
-            data = _integers([int(value)], kind, value)
+            value_type = ValueType.INT32 if isinstance(value, np.integer) and value.dtype == np.int32 else type
+            data = _integers([int(value)], value_type, value)
         case float() | np.floating():
-            kind, data = ValueType.FLOAT32, _floats([float(value)], value)
+            value_type, data = ValueType.FLOAT32, _floats([float(value)], value)
         case str():
-            kind, data = ValueType.STRING, _string(value)
+            value_type, data = ValueType.STRING, _string(value)
         case list() | tuple() | np.ndarray() | StringArray():
-            kind, data = ValueType.ARRAY, _array(value)
+            value_type, data = ValueType.ARRAY, _array(value)
         case _:
             raise _no_value(value)
-    return struct.pack("<I", kind) + data
+    return struct.pack("<I", value_type) + data
 
 
 def _array(values: Sequence[Any] | NDArray[Any]) -> bytes:
@@ -80,23 +80,23 @@ def _array(values: Sequence[Any] | NDArray[Any]) -> bytes:
         items = [value.item() if isinstance(value, np.generic) else value for value in values]
     types = {type(item) for item in items}
     if types == {str}:
-        kind, data = ValueType.STRING, b"".join(map(_string, items))
+        value_type, data = ValueType.STRING, b"".join(map(_string, items))
     elif types == {bool}:
-        kind, data = ValueType.BOOL, bytes(items)
+        value_type, data = ValueType.BOOL, bytes(items)
     elif types <= {int}:
         kinds = {np.dtype(np.uint8): ValueType.UINT8, np.dtype(np.uint64): ValueType.UINT64}
-        kind = kinds.get(values.dtype, ValueType.INT32) if isinstance(values, np.ndarray) else ValueType.INT32
-        data = _integers(items, kind, values)
+        value_type = kinds.get(values.dtype, ValueType.INT32) if isinstance(values, np.ndarray) else ValueType.INT32
+        data = _integers(items, value_type, values)
     elif types <= {int, float}:
-        kind, data = ValueType.FLOAT32, _floats(items, values)
+        value_type, data = ValueType.FLOAT32, _floats(items, values)
     else:
         raise _no_value(values)
-    return struct.pack("<IQ", kind, len(items)) + data
+    return struct.pack("<IQ", value_type, len(items)) + data
 
 
-def _integers(numbers: Sequence[int], kind: ValueType, value: object) -> bytes:
+def _integers(numbers: Sequence[int], value_type: ValueType, value: object) -> bytes:
     try:
-        return np.array(numbers, DTYPES[kind]).tobytes()
+        return np.array(numbers, DTYPES[value_type]).tobytes()
     except OverflowError:
         raise _no_value(value) from None
 
@@ -189,7 +189,7 @@ class GGUFWriter(NewFile):
         self._header, read, n_bytes = _header(path, metadata, tensors)
         self._alignment = read.alignment
         self._next = self.n_kept = 0  # tensors that an earlier writer wrote; `write` continues after them
-        self._left = self._unsynced = 0
+        self._n_missing = self._unsynced = 0
         # An unfinished file starts with this mark instead of the header's first bytes, so it is not a GGUF file.
         self._mark = hashlib.sha256(self._header + origin.encode()).digest()[:24]
         super().__init__(path, len(self._header) + n_bytes, is_resumable=bool(origin))
@@ -216,26 +216,26 @@ class GGUFWriter(NewFile):
 
     def write(self, data: NDArray[np.uint8]) -> None:
         """Write the next bytes of the current tensor, or the first bytes of the next tensor."""
-        if not self._left:
-            self._left = self._tensors[self._next].n_bytes
+        if not self._n_missing:
+            self._n_missing = self._tensors[self._next].n_bytes
             self._next += 1
-        if data.nbytes > self._left:
+        if data.nbytes > self._n_missing:
             raise ValueError(f"more bytes than {self._tensors[self._next - 1].name} has")
         if self.is_resumable and self._unsynced >= _SYNC:
             self.sync()
             self._unsynced = 0
         self.put(np.ascontiguousarray(data).data)
         self._unsynced += data.nbytes
-        self._left -= data.nbytes
-        if not self._left:
+        self._n_missing -= data.nbytes
+        if not self._n_missing:
             self.put(bytes(-self._tensors[self._next - 1].n_bytes % self._alignment))
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and (self._left or self._next < len(self._tensors)):
+        if error_type is None and (self._n_missing or self._next < len(self._tensors)):
             self._discard()
             raise ValueError("not all tensors were written")
-        if kind is None:
+        if error_type is None:
             self.put(self._header[:24], at=0)
-        super().__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)

@@ -63,7 +63,7 @@ class LocalModel(llm.Model):
     can_stream = True
     supports_schema = True
     supports_tools = True
-    attachment_types = frozenset(f"image/{kind}" for kind in _PICTURES)
+    attachment_types = frozenset(f"image/{name}" for name in _PICTURES)
     Options = pydantic.create_model("Options", __base__=llm.Options, **_OPTIONS)
 
     def __init__(self, name: str) -> None:
@@ -83,7 +83,7 @@ class LocalModel(llm.Model):
             }
             for t in prompt.tools
         ]
-        messages = [each for message in prompt.messages for each in _as_openai(message)]
+        messages = [converted for message in prompt.messages for converted in _as_openai(message)]
         calls: list[ToolCall] = []
         with _loaded(self._name).stream_chat(messages, tools=tools or None, **options) as reply:
             for chunk in reply:

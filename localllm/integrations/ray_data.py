@@ -30,9 +30,9 @@ class Generator:
         self._column, self._output, self._options = column, output, options
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        prompts = [each if isinstance(each, str) else list(each) for each in batch[self._column]]
-        done = self._llm.generate_many(prompts, **self._options)
-        return {**batch, self._output: np.array([each.text for each in done], dtype=object)}
+        prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in batch[self._column]]
+        completions = self._llm.generate_many(prompts, **self._options)
+        return {**batch, self._output: np.array([completion.text for completion in completions], dtype=object)}
 
 
 def generate(

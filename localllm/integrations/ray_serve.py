@@ -83,32 +83,32 @@ class Replica:
             scope: ASGI scope, without entries that cannot be serialised.
             body: body of the request.
         """
-        sent: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
+        messages: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         received = [{"type": "http.request", "body": body, "more_body": False}]
-        ended = asyncio.Event()
+        is_ended = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             if received:
                 return received.pop()
-            await ended.wait()
+            await is_ended.wait()
             return {"type": "http.disconnect"}
 
         async def run() -> None:
             try:
-                await self._app.asgi(scope, receive, sent.put)
+                await self._app.asgi(scope, receive, messages.put)
             finally:
-                sent.put_nowait(None)
+                messages.put_nowait(None)
 
         task = asyncio.create_task(run())
         try:
-            while (message := await sent.get()) is not None:
+            while (message := await messages.get()) is not None:
                 if message["type"] == "http.response.start":
                     yield message["status"], list(message["headers"])
                 elif message.get("body"):
                     yield message["body"]
             await task
         finally:
-            ended.set()
+            is_ended.set()
             task.cancel()
 
     def check_health(self) -> None:
@@ -175,18 +175,18 @@ def conversation_key(body: bytes) -> str:
     Requests of one conversation have the same hash. Empty without messages or a prompt, for any replica.
     """
     try:
-        given = parse_json(body)
+        request = parse_json(body)
     except ValueError:
         return ""
-    if not isinstance(given, dict):
+    if not isinstance(request, dict):
         return ""
-    said = given.get("messages") or given.get("input") or given.get("prompt") or ""
-    if isinstance(said, list):
-        roles = [each.get("role") if isinstance(each, dict) else None for each in said]
+    prompt = request.get("messages") or request.get("input") or request.get("prompt") or ""
+    if isinstance(prompt, list):
+        roles = [message.get("role") if isinstance(message, dict) else None for message in prompt]
         if "user" not in roles:
             return ""
-        said = [given.get("system"), given.get("instructions"), said[: roles.index("user") + 1]]
-    text = said[:_PREFIX] if isinstance(said, str) else json.dumps(said)
+        prompt = [request.get("system"), request.get("instructions"), prompt[: roles.index("user") + 1]]
+    text = prompt[:_PREFIX] if isinstance(prompt, str) else json.dumps(prompt)
     return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 

@@ -40,18 +40,18 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
     if not os.path.exists(path):  # Path.exists raises if a name is too long
         raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
     pairs, scale = _read_peft(path, file) if path.is_dir() else _read_gguf(path, file)
-    lacking = [part for part, both in pairs.items() if not all(np.ndim(each) == 2 and each.size for each in both)]
+    lacking = [key for key, ab in pairs.items() if not all(np.ndim(matrix) == 2 and matrix.size for matrix in ab)]
     if lacking or not pairs:
-        what = f"not two matrices for {quoted(lacking[0])}" if lacking else "no low-rank matrices"
-        raise ModelError(f"{path_text(path)} has {what}: it is not an adapter, or damaged")
-    for part, both in pairs.items():
+        fault = f"not two matrices for {quoted(lacking[0])}" if lacking else "no low-rank matrices"
+        raise ModelError(f"{path_text(path)} has {fault}: it is not an adapter, or damaged")
+    for key, both in pairs.items():
         if not all(np.isfinite(matrix).all() for matrix in both):
             raise ModelError(
-                f"{path_text(path)} has values for {quoted(part)} that are NaN or infinite: the adapter is damaged; "
+                f"{path_text(path)} has values for {quoted(key)} that are NaN or infinite: the adapter is damaged; "
                 "get it again"
             )
-    parts = {part: (a, b * np.float32(scale(len(a)))) for part, (a, b) in pairs.items()}
-    adapter = Adapter(name, parts)
+    matrices = {key: (a, b * np.float32(scale(len(a)))) for key, (a, b) in pairs.items()}
+    adapter = Adapter(name, matrices)
     check(adapter, {tensor: info.shape for tensor, info in file.tensors.items()})
     return adapter
 
@@ -76,29 +76,33 @@ def _read_gguf(path: Path, file: GGUFFile) -> _Read:
         alpha = metadata.get("adapter.lora.alpha")
         if not isinstance(alpha, int | float | np.number) or not np.isfinite(alpha):
             raise ModelError(f"{path_text(path)} has no adapter.lora.alpha: convert the adapter again")
-        found: dict[str, list[Any]] = {}
+        pairs: dict[str, list[Any]] = {}
         for name, tensor in adapter.tensors.items():
             match = re.fullmatch(r"(.+)\.lora_([ab])", name)
             if match is None:
                 raise ModelError(f"{path_text(path)} changes {quoted(name)} as a whole, which is not supported")
             values = dequantize(tensor.data, tensor.type).reshape(tensor.shape)
-            found.setdefault(match[1], [None, None])["ab".index(match[2])] = values
-    return found, lambda rank: float(alpha) / rank if alpha else 1.0
+            pairs.setdefault(match[1], [None, None])["ab".index(match[2])] = values
+    return pairs, lambda rank: float(alpha) / rank if alpha else 1.0
 
 
 def _read_peft(folder: Path, file: GGUFFile) -> _Read:
     config = read_json(folder / "adapter_config.json")
     if not config:
         raise ModelError(f"{path_text(folder)} has no adapter_config.json: is the adapter complete?")
-    kind = str(config.get("peft_type", "LORA")).upper()
+    peft_type = str(config.get("peft_type", "LORA")).upper()
     unsupported = [
         key for key in ("use_dora", "fan_in_fan_out", "modules_to_save", "target_parameters") if config.get(key)
     ]
-    if kind != "LORA" or unsupported:
-        what = f"of the kind {quoted(kind)}" if kind != "LORA" else f"one with {', '.join(unsupported)}"
-        raise ModelError(f"the adapter {path_text(folder)} is {what}, which localllm does not support: plain LoRA is")
+    if peft_type != "LORA" or unsupported:
+        description = (
+            f"of the kind {quoted(peft_type)}" if peft_type != "LORA" else f"one with {', '.join(unsupported)}"
+        )
+        raise ModelError(
+            f"the adapter {path_text(folder)} is {description}, which localllm does not support: plain LoRA is"
+        )
     conversion = find_architecture(file.metadata).conversion
-    found: dict[str, list[Any]] = {}
+    pairs: dict[str, list[Any]] = {}
     for name, stored in read_header(folder / "adapter_model.safetensors").items():
         match = re.fullmatch(
             r"(?:base_model\.model\.)?(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.default)?(?:\.weight)?", name
@@ -122,14 +126,14 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
                     "another form: merge it into its model with PEFT, and convert that"
                 )
             values = np.ascontiguousarray(changed)
-        found.setdefault(target, [None, None])["AB".index(match[2])] = values
+        pairs.setdefault(target, [None, None])["AB".index(match[2])] = values
     alphas = config.get("alpha_pattern") or {}
     if alphas or config.get("rank_pattern"):
         raise ModelError(f"the adapter {path_text(folder)} has an unsupported alpha_pattern or rank_pattern")
     alpha, root = config.get("lora_alpha", 8), bool(config.get("use_rslora"))
     if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:  # also False for NaN
         raise ModelError(f"the adapter {path_text(folder)} has lora_alpha = {quoted(alpha)}: download it again")
-    return found, lambda rank: alpha / (rank**0.5 if root else rank)
+    return pairs, lambda rank: alpha / (rank**0.5 if root else rank)
 
 
 class _Heads:
@@ -161,15 +165,17 @@ def merge(file: GGUFFile, adapters: Sequence[tuple[Adapter, float]], target: Pat
     """
     check_is_new(target, file.paths)
     source = file.metadata
-    kept = {key: source.encoded(key) for key in source if not key.startswith("split.")}
+    metadata = {key: source.encoded(key) for key in source if not key.startswith("split.")}
     specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in file.tensors.values()]
-    with GGUFWriter(target, kept, specs) as writer:
+    with GGUFWriter(target, metadata, specs) as writer:
         for name, tensor in file.tensors.items():
-            parts = [(*each.parts[name], np.float32(share)) for each, share in adapters if name in each.parts]
+            updates = [
+                (*adapter.parts[name], np.float32(share)) for adapter, share in adapters if name in adapter.parts
+            ]
             data = tensor.data
-            if parts:
+            if updates:
                 values = dequantize(data, tensor.type).reshape(tensor.shape)
-                for a, b, share in parts:
+                for a, b, share in updates:
                     values = values + share * (b @ a)
                 data = quantize(values, tensor.type, search=True)
             writer.write(data)

@@ -72,13 +72,13 @@ def open_devices(
         return (_cpu(threads, isa, progress),)
     if name == "reference":
         if isa is not None:
-            chosen = Argument("isa", isa), " chooses the CPU's kernels, but ", Argument("device", "reference")
-            raise UsageError(*chosen, " has none: leave it out")
+            conflict = Argument("isa", isa), " chooses the CPU's kernels, but ", Argument("device", "reference")
+            raise UsageError(*conflict, " has none: leave it out")
         from localllm.kernels.reference import ReferenceBackend
 
         return (Device("reference", "numpy", 1, 1, ReferenceBackend(), close=lambda: None),)
-    if found := _CUDA.fullmatch(name):
-        gpus = _cuda(cuda_indices(found[1]), progress)
+    if match := _CUDA.fullmatch(name):
+        gpus = _cuda(cuda_indices(match[1]), progress)
         return (_cpu(threads, isa, progress), *gpus)
     if name != name.lower():
         return open_devices(name.lower(), threads=threads, isa=isa, progress=progress)
@@ -108,7 +108,7 @@ def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
         backend=backend,
         close=backend.close,
         # Each GPU has an equal part of the model, so the smallest free memory counts.
-        free_memory=lambda: len(free) * min(each() for each in free),
+        free_memory=lambda: len(free) * min(free_memory() for free_memory in free),
     )
 
 
@@ -126,8 +126,8 @@ def gpu_memory(name: str) -> int:
     """Return the bytes available on the GPUs of a device name; 0 if no GPU works."""
     from localllm.kernels.cuda.installation import driver_cuda
 
-    found = _CUDA.fullmatch("cuda" if name == "auto" else name.lower())
-    if found is None or driver_cuda() is None:
+    match = _CUDA.fullmatch("cuda" if name == "auto" else name.lower())
+    if match is None or driver_cuda() is None:
         return 0
     from localllm.kernels.cuda.cupy_driver import open_driver
     from localllm.kernels.cuda.driver import check_capability
@@ -135,7 +135,7 @@ def gpu_memory(name: str) -> int:
     free = 0
     try:
         driver = open_driver()
-        for index in cuda_indices(found[1]) or range(driver.device_count):
+        for index in cuda_indices(match[1]) or range(driver.device_count):
             with contextlib.suppress(DeviceError):  # too old, or missing
                 check_capability(index, driver.properties(index))
                 free += max(0, driver.memory_info(index).free - GPU_OVERHEAD_BYTES)
@@ -172,15 +172,15 @@ def _cuda(indices: tuple[int, ...] | None, progress: Callable[[int, int], None] 
     # Imported here because most machines have no GPU.
     from localllm.kernels.cuda.cupy_driver import open_driver
 
-    driver, found, failed = open_driver(), list[Device](), list[DeviceError]()
+    driver, gpus, failed = open_driver(), list[Device](), list[DeviceError]()
     for index in range(driver.device_count) if indices is None else indices:
         try:
-            found.append(_gpu(driver, index, progress))
+            gpus.append(_gpu(driver, index, progress))
         except DeviceError as error:
             failed.append(error)
-    if failed and (indices is not None or not found):
+    if failed and (indices is not None or not gpus):
         raise failed[0]
-    return tuple(found)
+    return tuple(gpus)
 
 
 def _gpu(driver: Driver, index: int, progress: Callable[[int, int], None] | None) -> Device:

@@ -55,11 +55,11 @@ def plan_layers(
         NotEnoughMemoryError: ``n_gpu_layers`` layers do not fit.
     """
     if not gpus and (n_gpu_layers or tensor_split is not None):
-        asked = ("n_gpu_layers", n_gpu_layers) if n_gpu_layers else ("tensor_split", repr(_numbers(tensor_split)))
-        raise UsageError(Argument(asked[0]), f" is {asked[1]}, but ", *without_gpus.args)
+        option = ("n_gpu_layers", n_gpu_layers) if n_gpu_layers else ("tensor_split", repr(_numbers(tensor_split)))
+        raise UsageError(Argument(option[0]), f" is {option[1]}, but ", *without_gpus.args)
     if tensor_split is not None and len(tensor_split) != len(gpus):
-        there = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"
-        needs = f" is {_numbers(tensor_split)!r}, but needs one number for each GPU, and there {there}: give as many"
+        n_gpus = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"
+        needs = f" is {_numbers(tensor_split)!r}, but needs one number for each GPU, and there {n_gpus}: give as many"
         raise UsageError(Argument("tensor_split"), needs, ", or leave it out")
 
     def counts(n: int) -> list[list[int]]:
@@ -76,27 +76,27 @@ def plan_layers(
 
     def placed(n: int) -> list[LayerRange] | None:
         """Return the ranges with ``n`` layers on GPUs; None if they do not fit."""
-        for found in map(ranges, counts(n) if gpus else [[]]):
-            if all(each.device == host or n_bytes(*each) <= gpus[each.device] for each in found):
-                return found
+        for layer_ranges in map(ranges, counts(n) if gpus else [[]]):
+            if all(r.device == host or n_bytes(*r) <= gpus[r.device] for r in layer_ranges):
+                return layer_ranges
         return None
 
     if n_gpu_layers is None:
         most = n_layers if gpus else 0
-        return next(found for n in range(most, -1, -1) if (found := placed(n)) is not None)
+        return next(layer_ranges for n in range(most, -1, -1) if (layer_ranges := placed(n)) is not None)
     n = min(n_gpu_layers, n_layers)
     if (asked_for := placed(n)) is not None:
         return asked_for
     fitting = next(fewer for fewer in range(n - 1, -1, -1) if placed(fewer) is not None)
     needs = ", ".join(
-        f"{n_bytes(*each) / 1e9:.2f} GB on {each.device}, which has {gpus[each.device] / 1e9:.2f} GB free"
-        for each in ranges(counts(n)[0])
-        if each.device != host
+        f"{n_bytes(*r) / 1e9:.2f} GB on {r.device}, which has {gpus[r.device] / 1e9:.2f} GB free"
+        for r in ranges(counts(n)[0])
+        if r.device != host
     )
     fits = (Argument("n_gpu_layers", fitting), " fits") if fitting else ("not one of them fits: leave the GPU out",)
-    other = () if tensor_split is None else (", or leave ", Argument("tensor_split"), " out")
+    alternative = () if tensor_split is None else (", or leave ", Argument("tensor_split"), " out")
     smaller = ", or choose a smaller context or a smaller quantisation of the model"
-    raise NotEnoughMemoryError(f"{n} layers on GPUs need {needs}: ", *fits, *other, smaller)
+    raise NotEnoughMemoryError(f"{n} layers on GPUs need {needs}: ", *fits, *alternative, smaller)
 
 
 def in_proportion(n: int, weights: Sequence[float]) -> list[int]:

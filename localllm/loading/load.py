@@ -114,7 +114,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         try:
             for source, planner, placement in zip(sources, planners, plan.placements, strict=True):
                 if source.model.graph.caches_of not in (None, sources[0].model.graph):  # the target was read again
-                    planner = replace(planner, model=source.read_again(placement.context), _known={})
+                    planner = replace(planner, model=source.read_again(placement.context), _footprints={})
                 loaded.append(_load(source, planner, placement, options, reading.check))
         except MemoryError as error:
             _drop_tracebacks(error)
@@ -149,14 +149,14 @@ def load_file(options: LoadOptions) -> LoadedModel:
 
 def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
     """Return a file's sampling settings by their names in `localllm.Sampling`, without those out of range."""
-    found = {}
+    defaults = {}
     for name, option in declared(Sampling).items():
         value = metadata.get(f"general.sampling.{option.key}") if option.key else None
         # Rounds a float32 to the decimal number that was written.
         value = option.kind.read(float(f"{value:.6g}") if isinstance(value, float) else value)
         if value is not None:
-            found[name] = value
-    return found
+            defaults[name] = value
+    return defaults
 
 
 def plan_file(options: LoadOptions) -> Plan:
@@ -195,7 +195,7 @@ def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
         demo = resources.files("localllm") / "data" / "demo.gguf"
         if not demo.is_file():
             raise UsageError("this installation of localllm has no demo model: name a GGUF file")
-        with resources.as_file(demo) as found, GGUFFile.open(found) as file:
+        with resources.as_file(demo) as path, GGUFFile.open(path) as file:
             yield file
         return
     with GGUFFile.open(path) as file:
@@ -234,7 +234,7 @@ def _read(
     if adapts and options.adapters:
         from localllm.loading.adapters import read_adapter  # imported here: it imports what converts checkpoints
 
-        adapters = [read_adapter(each, Path(path), file) for each, path in options.adapters.items()]
+        adapters = [read_adapter(key, Path(path), file) for key, path in options.adapters.items()]
 
     def read(context: int | None) -> Model:
         model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees, target=target())
@@ -310,10 +310,10 @@ def _find_encoder(options: LoadOptions, file: GGUFFile) -> MediaEncoder | None:
     architecture = str(file.metadata.get("general.architecture"))
     width = file.metadata.get(f"{architecture}.embedding_length")
     if options.mmproj is not None:
-        paths, others = [Path(options.mmproj)], list[Path]()
+        paths, other_paths = [Path(options.mmproj)], list[Path]()
     else:
-        paths, others = find_projectors(file.path)
-    for path in [*paths, *others]:
+        paths, other_paths = find_projectors(file.path)
+    for path in [*paths, *other_paths]:
         from localllm.loading.media_encoder import MediaEncoder  # imported here: most models see nothing
 
         try:
@@ -455,15 +455,15 @@ def _plan(
         encoder.backend = devices[0].backend
         sees = encoder.info
         available = max(0, available - sees.n_bytes)
-    free = {each.name: available if each.free_memory is None else each.free_memory() for each in devices}
+    free = {d.name: available if d.free_memory is None else d.free_memory() for d in devices}
     split = None if options.tensor_split is None else tuple(options.tensor_split)
     # n_gpu_layers is for the model. The draft model uses its default, unless the user wants no layers on GPUs.
     numbers = options.n_gpu_layers, 0 if options.n_gpu_layers == 0 else None
     shared = frozenset[tuple[str, LayerTag]]()
     if sources[0].hidden is not None and devices[0].backend.shares_weights:
-        uses, others = (weights_of(source.model.graph) for source in sources)
+        uses, draft_uses = (weights_of(source.model.graph) for source in sources)
         theirs = {*uses, *(use.as_table() for use in uses if use.is_table)}
-        shared = frozenset((use.weight.name, use.layer) for use in theirs & {*others})
+        shared = frozenset((use.weight.name, use.layer) for use in theirs & {*draft_uses})
     planners = [
         Planner(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split, shared)
         for source, n_gpu_layers in zip(sources, numbers, strict=False)
@@ -501,7 +501,7 @@ def _load(
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
     # LongRoPE uses other frequencies for short contexts.
     if (placement.context > config.original_context) != planner.model.is_long:
-        planner = replace(planner, model=source.read_again(placement.context), _known={})
+        planner = replace(planner, model=source.read_again(placement.context), _footprints={})
     try:
         step = planner.load(placement, _counted(planner, report, check))
     except (MemoryError, OSError) as error:
@@ -566,9 +566,9 @@ def _plan_warnings(planner: Planner, placement: Placement, options: LoadOptions)
         before = f"{name} was trained on {trained:,} tokens of context: with "
         notices.append(Notice(before, Argument("context", context), " its answers may get worse"))
     if n := placement.spilled_layers:
-        left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
+        room = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
         before = (
-            f"the GPU has room for {left} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
+            f"the GPU has room for {room} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
             "smaller context or quantisation leaves more room, and "
         )
         notices.append(Notice(before, Argument("n_gpu_layers", config.n_layers - n), " silences this warning"))

@@ -83,7 +83,7 @@ class MediaEncoder:
     backend: Backend | None = None  # set before the first `encode`
     image_max_tokens: int | None = None  # limit for each image; None for the limit of the model's processor
     #: Most recent images and audio by hash of the file, kind and token limit.
-    _known: dict[tuple[bytes, str, int | None], PreparedMedia] = field(default_factory=dict)
+    _cache: dict[tuple[bytes, str, int | None], PreparedMedia] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -92,8 +92,8 @@ class MediaEncoder:
         file = GGUFFile.open(path)
         try:
             families = projectors_of(file.metadata)
-            found = {kind: _Encoder(family, read_encoder(file, kind)) for kind, family in families.items()}
-            return cls(Path(path), found, file)
+            encoders = {kind: _Encoder(family, read_encoder(file, kind)) for kind, family in families.items()}
+            return cls(Path(path), encoders, file)
         except BaseException:
             file.close()
             raise
@@ -139,18 +139,20 @@ class MediaEncoder:
     def markers(self) -> dict[str, tuple[str, str, str]]:
         """By kind: the text before the marker, the marker of chat templates that `Prepared.segments` replace, and the
         text after it. The texts are for templates that do not write the marker."""
-        models = {kind: each.model for kind, each in self.encoders.items()}
+        models = {kind: encoder.model for kind, encoder in self.encoders.items()}
         return {kind: (model.around[0], model.marker, model.around[1]) for kind, model in models.items()}
 
     def of_kind(self, kind: str) -> EncoderModel:
         """Return the encoder of "image" or "audio". Raises UsageError if the file has no such encoder."""
-        if (found := self.encoders.get(kind)) is None:
-            other, does = ("sounds", "hears") if kind == "audio" else ("pictures", "sees")
-            raise UsageError(f"{path_text(self.path)} has no encoder of {other}, so the model {does} none")
-        return found.model
+        if (encoder := self.encoders.get(kind)) is None:
+            inputs = "audio" if kind == "audio" else "images"
+            raise UsageError(
+                f"{path_text(self.path)} has no encoder of {inputs}, so the model does not accept {inputs}"
+            )
+        return encoder.model
 
     def prepare(
-        self, source: Any, max_tokens: int | None = None, where: str = "the picture", kind: str | None = None
+        self, source: Any, max_tokens: int | None = None, where: str = "the image", kind: str | None = None
     ) -> Prepared:
         """Return an image or audio file as the model's released processor prepares it.  May be called in any thread.
 
@@ -162,12 +164,12 @@ class MediaEncoder:
             kind: "image" or "audio"; by default the kind of `model`.
         """
         if max_tokens is not None and max_tokens < 1:
-            raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
+            raise UsageError(f"max_tokens={max_tokens} is out of range: an image needs at least 1 token")
         model = self.model if kind is None else self.of_kind(kind)
         limits = [limit for limit in (max_tokens, self.image_max_tokens) if limit is not None]
         return model.prepare(model.open(source, where), min(limits, default=None))
 
-    def picture(self, prepared: Prepared) -> PreparedMedia:
+    def as_media(self, prepared: Prepared) -> PreparedMedia:
         """Return a request's image. Equal pixels have equal keys."""
         name = hashlib.sha256(self._file.fingerprint().encode())
         name.update(repr((prepared.segments, prepared.grid)).encode())
@@ -182,14 +184,14 @@ class MediaEncoder:
         self,
         pieces: Sequence[str | Media],
         encode: Callable[[str], list[int]],
-        known: dict[Media, PreparedMedia] | None = None,
+        prepared: dict[Media, PreparedMedia] | None = None,
     ) -> tuple[list[int], list[MediaTokens]]:
         """Return the token ids of a prompt of text, images and audio, and the positions of the media tokens.
 
         Strings in ``pieces`` must not contain markers of media; ``encode`` tokenizes them. Images and audio that are
-        not in ``known`` are prepared and added to it.
+        not in ``prepared`` are prepared and added to it.
         """
-        known = {} if known is None else known
+        prepared = {} if prepared is None else prepared
         ids: list[int] = []
         placed: list[MediaTokens] = []
         n_seen: Counter[str] = Counter()  # images and audio so far, by kind
@@ -198,81 +200,81 @@ class MediaEncoder:
             if isinstance(piece, str):
                 words += piece
                 continue
-            if piece not in known:
-                known[piece] = self._kept(piece, known.values())
-            picture, first = known[piece], 0
+            if piece not in prepared:
+                prepared[piece] = self._prepared_or_cached(piece, prepared.values())
+            medium, first = prepared[piece], 0
             words += self.of_kind(piece.kind).numbered.format(n_seen[piece.kind])
             n_seen[piece.kind] += 1
-            for part in picture.source.segments:
-                if isinstance(part, str):
-                    words += part
+            for segment in medium.source.segments:
+                if isinstance(segment, str):
+                    words += segment
                     continue
                 ids += encode(words) if words else ()
                 words = ""
-                placed.append(MediaTokens(len(ids), picture, first, part if part < picture.n_tokens else 0))
-                ids += picture.ids[first : first + part]
-                first += part
+                placed.append(MediaTokens(len(ids), medium, first, segment if segment < medium.n_tokens else 0))
+                ids += medium.ids[first : first + segment]
+                first += segment
         return ids + (encode(words) if words else []), placed
 
-    def _kept(self, media: Media, others: Collection[PreparedMedia]) -> PreparedMedia:
+    def _prepared_or_cached(self, media: Media, prompt_media: Collection[PreparedMedia]) -> PreparedMedia:
         """Return a prompt's image. An equal image of the prompt is used again. Pixels are released if the images have
         too many bytes, or if the same file came before: later turns of a chat do not open the file again."""
         name = None
         if isinstance(media.source, bytes):
             name = hashlib.sha256(media.source).digest(), media.kind, media.max_tokens
             with self._lock:
-                if (found := self._known.get(name)) is not None:
-                    return replace(found, source=replace(found.source, media=media))
+                if (cached := self._cache.get(name)) is not None:
+                    return replace(cached, source=replace(cached.source, media=media))
         prepared = self.prepare(media.source, media.max_tokens, media.where, media.kind)
-        picture = self.picture(prepared)
+        medium = self.as_media(prepared)
         source = _Released((), prepared.segments, prepared.grid, media=media, kind=prepared.kind)
-        released = replace(picture, source=source)
+        released = replace(medium, source=source)
         if name is not None:
             with self._lock:
-                self._known[name] = replace(released, source=replace(released.source, media=_NO_MEDIA))
-                if len(self._known) > _MAX_KNOWN:
-                    del self._known[next(iter(self._known))]
-        for other in others:
-            if other.key == picture.key:
-                return other
-        n_bytes = sum(frame.nbytes for each in (picture, *others) for frame in each.source.frames)
-        return released if n_bytes > MAX_HELD_BYTES else picture
+                self._cache[name] = replace(released, source=replace(released.source, media=_NO_MEDIA))
+                if len(self._cache) > _MAX_KNOWN:
+                    del self._cache[next(iter(self._cache))]
+        for equal in prompt_media:
+            if equal.key == medium.key:
+                return equal
+        n_bytes = sum(frame.nbytes for m in (medium, *prompt_media) for frame in m.source.frames)
+        return released if n_bytes > MAX_HELD_BYTES else medium
 
-    def _prepared(self, picture: PreparedMedia) -> Prepared:
-        media = picture.source.media
+    def _prepared(self, medium: PreparedMedia) -> Prepared:
+        media = medium.source.media
         source = self.prepare(media.source, media.max_tokens, media.where, media.kind)
-        if self.picture(source).key != picture.key:
+        if self.as_media(source).key != medium.key:
             raise UsageError(f"the file of {media.where} has changed since it was read: send it again")
         return source
 
-    def encode(self, pictures: Sequence[PreparedMedia]) -> Generator[None, None, list[Embeddings]]:
+    def encode(self, media: Sequence[PreparedMedia]) -> Generator[None, None, list[Embeddings]]:
         """Return the embeddings of images and audio, each float32 [n_tokens, n_embeddings, width].
 
         Yields between pieces of work. A step computes several frames; its results do not depend on the other frames.
         """
         prepared: list[Prepared] = []
-        for picture in pictures:
-            source = picture.source
+        for medium in media:
+            source = medium.source
             if isinstance(source, _Released):
-                source = yield from _in_thread(partial(self._prepared, picture), is_daemon=True)
+                source = yield from _in_thread(partial(self._prepared, medium), is_daemon=True)
             prepared.append(source)
-        found: dict[int, Embeddings] = {}
+        embeddings: dict[int, Embeddings] = {}
         for kind, encoder in self.encoders.items():
-            own = [each for each in prepared if each.kind == kind]
+            items = [item for item in prepared if item.kind == kind]
             frames = []
-            for frame in (frame for each in own for frame in each.frames):
+            for frame in (frame for item in items for frame in item.frames):
                 frames.append((yield from encoder.model.rows_in_pieces(frame)))
-            made: list[NDArray[np.float32]] = []
+            all_rows: list[NDArray[np.float32]] = []
             for some in _batches(frames):
                 rows = yield from self._run(encoder.stages[0], some, encoder.model.further)
-                for behind in encoder.stages[1:]:
-                    following = [encoder.model.following(each[:, 0], of) for each, of in zip(rows, some, strict=True)]
-                    rows = yield from self._run(behind, following)
-                made += rows
-            for each in own:
-                mine, made = made[: len(each.frames)], made[len(each.frames) :]
-                found[id(each)] = encoder.model.arranged(each, np.concatenate(mine))
-        return [found[id(each)] for each in prepared]
+                for stage in encoder.stages[1:]:
+                    following = [encoder.model.following(row[:, 0], f) for row, f in zip(rows, some, strict=True)]
+                    rows = yield from self._run(stage, following)
+                all_rows += rows
+            for item in items:
+                mine, all_rows = all_rows[: len(item.frames)], all_rows[len(item.frames) :]
+                embeddings[id(item)] = encoder.model.arranged(item, np.concatenate(mine))
+        return [embeddings[id(item)] for item in prepared]
 
     def _run(
         self, compiled: _Compiled, frames: Sequence[FrameRows], further: Sequence[Tensor] = ()
@@ -315,8 +317,8 @@ class MediaEncoder:
             n_bytes, available = footprint.buffers + sum(footprint.caches.values()), available_memory()
             if n_bytes > available:
                 raise NotEnoughMemoryError(
-                    f"to encode {sizes[0]:,} patches of a picture takes {n_bytes / 1e9:.2f} GB, but "
-                    f"{available / 1e9:.2f} GB are available: send a smaller picture, or one with detail = low"
+                    f"to encode {sizes[0]:,} patches of an image takes {n_bytes / 1e9:.2f} GB, but "
+                    f"{available / 1e9:.2f} GB are available: send a smaller image, or an image with detail = low"
                 )
             for _ in footprint.pack():
                 yield
@@ -335,13 +337,13 @@ class MediaEncoder:
     def info(self) -> EncoderInfo:
         """Facts about the encoder, with its memory for images of up to `STEP_PATCHES` patches."""
         n_bytes = 0
-        for each in self.encoders.values():
+        for encoder in self.encoders.values():
             n_patches = STEP_PATCHES
-            for compiled in each.stages:
+            for compiled in encoder.stages:
                 n_rows, n_pages = n_patches // compiled.stage.n_joined, -(-n_patches // self._computed_by.page_size)
                 n_bytes += self._footprint(compiled.stage.graph, n_patches, n_rows, n_pages, n_pages).n_bytes
                 n_patches = n_rows
-        family = ", ".join(each.family for each in self.encoders.values())
+        family = ", ".join(encoder.family for encoder in self.encoders.values())
         return EncoderInfo(self.path, family, n_bytes, self.n_tokens("image"), self.n_tokens("audio"))
 
     def n_tokens(self, kind: str) -> int:
@@ -352,8 +354,8 @@ class MediaEncoder:
         return model.prepare(model.example).n_tokens
 
     def close(self) -> None:
-        for each in self.encoders.values():
-            for compiled in each.stages:
+        for encoder in self.encoders.values():
+            for compiled in encoder.stages:
                 compiled.step = None
         self._file.close()
 
@@ -386,7 +388,7 @@ def _batches(frames: Sequence[FrameRows]) -> Iterator[list[FrameRows]]:
     """Yield batches of frames with at most `STEP_PATCHES` patches; a larger frame is a batch alone."""
     some: list[FrameRows] = []
     for frame in frames:
-        if some and sum(each.axes.shape[1] for each in some) + frame.axes.shape[1] > STEP_PATCHES:
+        if some and sum(f.axes.shape[1] for f in some) + frame.axes.shape[1] > STEP_PATCHES:
             yield some
             some = []
         some.append(frame)

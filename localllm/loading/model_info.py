@@ -81,11 +81,11 @@ class ModelInfo:
             cache = f", {self.cache_type} KV cache {_megabytes(group.kv_cache)}" if group.kv_cache else ""
             lines.append(f"  {group.name} on {group.device}: weights {_megabytes(group.weights)}{cache}")
         if self.encoder is not None:
-            lines.append(f"  sees by {self.encoder}")
+            lines.append(f"  encoder {self.encoder}")
         included = ", Python and kernels included" if self.placement.overhead else ""  # a draft model adds none
         is_lazy = all(group.device == "cpu" for group in self.placement.groups)  # GPU memory is allocated at once
         grows = "; the cache takes its memory as texts grow" if is_lazy else ""
-        lines.append(f"  in all {_megabytes(self.placement.total)}{included}{grows}")
+        lines.append(f"  total {_megabytes(self.placement.total)}{included}{grows}")
         return "\n".join(lines if self.draft is None else [*lines, f"draft model {self.draft}"])
 
     def _repr_html_(self) -> str:

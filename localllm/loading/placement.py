@@ -182,8 +182,8 @@ class Placement:
 
     def loaded(self, weights: Iterable[PackedWeight]) -> Placement:
         """Return the placement with the weights after loading, whose formats and bytes can differ from the plan."""
-        held = {(weight.name, weight.layer): weight for weight in weights}
-        groups = (replace(g, packed=tuple(held.get((w.name, w.layer), w) for w in g.packed)) for g in self.groups)
+        loaded = {(weight.name, weight.layer): weight for weight in weights}
+        groups = (replace(g, packed=tuple(loaded.get((w.name, w.layer), w) for w in g.packed)) for g in self.groups)
         return replace(self, groups=tuple(groups))
 
 
@@ -197,8 +197,8 @@ class EncoderInfo:
 
     def __str__(self) -> str:
         words = [f"{self.path.name} ({self.family}): {self.n_bytes / 1e6:,.1f} MB"]
-        words += [f"{self.n_tokens:,} tokens for a picture of 1,024 × 768"] if self.n_tokens else []
-        words += [f"{self.n_sound_tokens:,} tokens for 30 seconds of sound"] if self.n_sound_tokens else []
+        words += [f"{self.n_tokens:,} tokens for an image of 1,024 × 768"] if self.n_tokens else []
+        words += [f"{self.n_sound_tokens:,} tokens for 30 seconds of audio"] if self.n_sound_tokens else []
         return ", ".join(words)
 
 
@@ -254,7 +254,9 @@ class Planner:
     # names and layers of weights of the target model that a draft model uses in their packed form
     shared: frozenset[tuple[str, LayerTag]] = frozenset()
     expert_bytes: int | None = None  # host memory for experts; None if experts do not stay in the file
-    _known: dict[tuple[str, range, StepSizes, int | None], Footprint] = field(default_factory=dict, compare=False)
+    _footprints: dict[tuple[str, range, StepSizes, int | None], Footprint] = field(
+        default_factory=dict, compare=False
+    )
 
     @property
     def page_size(self) -> int:
@@ -264,8 +266,8 @@ class Planner:
     def sizes(self, context: int) -> StepSizes:
         """Return the sizes of an engine's step for sequences of ``context`` tokens."""
         graph = self.model.graph
-        wanted = self.devices if self.n_gpu_layers != 0 else self.devices[:1]
-        n_tokens = max_step_tokens(graph, context, max(each.backend.step_tokens for each in wanted))
+        devices = self.devices if self.n_gpu_layers != 0 else self.devices[:1]
+        n_tokens = max_step_tokens(graph, context, max(device.backend.step_tokens for device in devices))
         n_pages = n_cache_pages(graph, context, self.parallel, self.page_size, n_tokens)
         n_outputs = max_outputs(graph.result.width, n_tokens)
         return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
@@ -287,7 +289,7 @@ class Planner:
         on_host = sum(len(layers) for device, layers in ranges if device == host.name)
         routes = (node.operation for node in graph.nodes if isinstance(node.operation, Route))
         return Placement(
-            tuple(group for each in ranges for group in self._groups(*each, context)),
+            tuple(group for layer_range in ranges for group in self._groups(*layer_range, context)),
             context,
             self.parallel,
             graph.cache_type,
@@ -303,15 +305,15 @@ class Planner:
             context = min(context, self.model.config.context_length)
         return replace(self.at(context), overhead=0)
 
-    def beside(self, *others: Placement) -> Planner:
+    def next_to(self, *placements: Placement) -> Planner:
         """Return a planner with the free memory that other models leave."""
-        taken = {name: sum(other.on(name).total for other in others) for name in self.free}
-        return replace(self, free={name: free - taken[name] for name, free in self.free.items()})
+        used = {name: sum(placement.on(name).total for placement in placements) for name in self.free}
+        return replace(self, free={name: free - used[name] for name, free in self.free.items()})
 
     def load(self, placement: Placement, progress: Progress | None) -> Step:
         """Return the step of the model with the placement that `at` returned."""
         ranges = [(group.device, group.layers) for group in placement.groups if group.layers]
-        steps = tuple(self.footprint(*each, placement.context).load(progress) for each in ranges)
+        steps = tuple(self.footprint(*layer_range, placement.context).load(progress) for layer_range in ranges)
         if len(steps) == 1:
             return steps[0]
         n_pages, n_tokens, n_outputs, _ = self.sizes(placement.context)
@@ -321,35 +323,35 @@ class Planner:
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
         """Return the memory of a range of layers on a device."""
         sizes = self.sizes(context)
-        if (key := (device, layers, sizes, self.expert_bytes)) not in self._known:
-            backend = next(each.backend for each in self.devices if each.name == device)
+        if (key := (device, layers, sizes, self.expert_bytes)) not in self._footprints:
+            backend = next(d.backend for d in self.devices if d.name == device)
             limits: dict[str, Any] = sizes._asdict()
             if backend.pools_experts and self.expert_bytes is not None:
                 limits["expert_bytes"] = self.expert_bytes
-            self._known[key] = part_footprint(backend, layers, self.model.graph, self.page_size, **limits)
-        return self._known[key]
+            self._footprints[key] = part_footprint(backend, layers, self.model.graph, self.page_size, **limits)
+        return self._footprints[key]
 
     def _n_bytes(self, device: str, layers: range, context: int) -> int:
         """Return the bytes of layers; only weights and cache, which are faster to compute, if these already do not
         fit."""
         n_layers = self.model.config.n_layers
-        whole = self.footprint(device, range(n_layers), context)
-        places = {*layers, "output"} if layers.stop == n_layers else {*layers}
-        least = sum(weight.n_bytes for weight in whole.weights if weight.layer in places)
-        least += sum(n for layer, n in whole.caches.items() if layer in places)
+        all_layers = self.footprint(device, range(n_layers), context)
+        tags = {*layers, "output"} if layers.stop == n_layers else {*layers}
+        least = sum(weight.n_bytes for weight in all_layers.weights if weight.layer in tags)
+        least += sum(n for layer, n in all_layers.caches.items() if layer in tags)
         return least if least > self.free[device] else self.footprint(device, layers, context).n_bytes
 
     def _groups(self, device: str, layers: range, context: int) -> list[LayerGroup]:
         """Return the groups of a device, in execution order."""
         footprint = self.footprint(device, layers, context)
-        kernels = next(each.kernels for each in self.devices if each.name == device)
+        kernels = next(d.kernels for d in self.devices if d.name == device)
         embedding, output = (tuple(w for w in footprint.weights if w.layer == end) for end in ("embedding", "output"))
         packed = tuple(weight for weight in footprint.weights if isinstance(weight.layer, int))
-        name, kept = f"layers {layers.start}-{layers.stop - 1}", sum(footprint.caches.values())
+        name, kv_cache = f"layers {layers.start}-{layers.stop - 1}", sum(footprint.caches.values())
         shared = layers.start == 0 and not embedding
         groups = [
             LayerGroup("embedding", device, embedding, kernels=kernels),
-            LayerGroup(name, device, packed, kept, footprint.buffers, footprint.pool, kernels, layers),
+            LayerGroup(name, device, packed, kv_cache, footprint.buffers, footprint.pool, kernels, layers),
             LayerGroup("embedding and output" if shared else "output", device, output, kernels=kernels),
         ]
         return [group for group in groups if group.packed]
@@ -359,7 +361,7 @@ def _together(planners: Sequence[Planner], n_tokens: int) -> tuple[Placement, ..
     """Return the placements of a model and of its draft model, if any, for ``n_tokens`` tokens of context."""
     planner, *drafts = planners
     drafting = [draft.as_draft(n_tokens) for draft in drafts]
-    model = planner.beside(*drafting).at(n_tokens)
+    model = planner.next_to(*drafting).at(n_tokens)
     return model, *(placed.sharing(draft.shared) for draft, placed in zip(drafts, drafting, strict=True))
 
 
@@ -402,9 +404,9 @@ def fit(
     planner, *drafts = planners
     at = partial(_together, planners)
 
-    def is_too_large(n_tokens: int) -> bool:
+    def is_too_large(n: int) -> bool:
         try:
-            return sum(each.on(each.host).total for each in at(n_tokens)) > available
+            return sum(placement.on(placement.host).total for placement in at(n)) > available
         except NotEnoughMemoryError:  # on a GPU
             return True
 
@@ -413,28 +415,30 @@ def fit(
     may_be_long = context is None and planner.expert_bytes is None
     if may_be_long and trained > SHORT_CONTEXT and _leaves_memory(planners, available, trained, 0):
         return at(trained)
-    wanted = context if context is not None else min(trained, SHORT_CONTEXT)
-    if not is_too_large(wanted):
-        if not may_be_long or trained <= wanted:
-            return at(wanted)
-        n_spilled = at(wanted)[0].spilled_layers
-        longer = [*range(wanted, trained, _CONTEXT_STEP), trained]
+    n_tokens = context if context is not None else min(trained, SHORT_CONTEXT)
+    if not is_too_large(n_tokens):
+        if not may_be_long or trained <= n_tokens:
+            return at(n_tokens)
+        n_spilled = at(n_tokens)[0].spilled_layers
+        longer = [*range(n_tokens, trained, _CONTEXT_STEP), trained]
         too_long = bisect(longer, False, lo=1, key=lambda n: not _leaves_memory(planners, available, n, n_spilled))
         return at(longer[too_long - 1])
-    contexts = range(0, wanted, planner.page_size)
+    contexts = range(0, n_tokens, planner.page_size)
     fitting = contexts[bisect(contexts, False, lo=1, key=is_too_large) - 1]  # 0 if no context fits
     if context is None and fitting >= MIN_CONTEXT:
         return at(fitting)
     if drafts:
         fit([planner], available, context, advice)  # raises if the model does not fit without the draft model
-    named = zip((each.name for each in planners), at(wanted), strict=True)
-    needs = " and ".join(f"{name} needs {_needs(placed.on(placed.host))}" for name, placed in named)
+    named_placements = zip((p.name for p in planners), at(n_tokens), strict=True)
+    needs = " and ".join(f"{name} needs {_needs(placed.on(placed.host))}" for name, placed in named_placements)
     before = f"{needs}, but {_gigabytes(available)} is available: {'leave the draft model out, ' if drafts else ''}"
     smaller = [*(advice or [memory_advice()]), " or choose a smaller quantisation of the model"]
     if fitting < MIN_CONTEXT:
         raise NotEnoughMemoryError(before, *smaller)
-    it = "both" if drafts else "it"
-    raise NotEnoughMemoryError(before, f"load {it} with ", Argument("context", fitting), " or less, or ", *smaller)
+    models = "both" if drafts else "it"
+    raise NotEnoughMemoryError(
+        before, f"load {models} with ", Argument("context", fitting), " or less, or ", *smaller
+    )
 
 
 def with_experts_in_file(
@@ -446,16 +450,16 @@ def with_experts_in_file(
     None if the model has no experts on the host.
     """
     planner, *drafts = planners
-    whole = planner.at(MIN_CONTEXT).on(planner.devices[0].name)
+    host_usage = planner.at(MIN_CONTEXT).on(planner.devices[0].name)
     layers = Counter[LayerTag]()
-    for weight in (weight for group in whole.groups for weight in group.packed if weight.is_expert):
+    for weight in (weight for group in host_usage.groups for weight in group.packed if weight.is_expert):
         layers[weight.layer] += weight.n_bytes
     if not layers or not planner.devices[0].backend.pools_experts:
         return None
-    pooled = replace(planner, expert_bytes=math.ceil(max(layers.values()) * whole.used_experts))
+    pooled = replace(planner, expert_bytes=math.ceil(max(layers.values()) * host_usage.used_experts))
     placements = fit([pooled, *drafts], available, context)
-    left = available - sum(placed.on(placed.host).total for placed in placements)
-    pooled = replace(planner, expert_bytes=min(layers.total(), placements[0].pool + left))
+    n_free = available - sum(placed.on(placed.host).total for placed in placements)
+    pooled = replace(planner, expert_bytes=min(layers.total(), placements[0].pool + n_free))
     return [pooled, *drafts], _together([pooled, *drafts], placements[0].context)
 
 
@@ -466,7 +470,7 @@ def widened(
     `MAX_DEFAULT_PARALLEL`."""
     context, n_spilled = placements[0].context, placements[0].spilled_layers
     for n in range(MAX_DEFAULT_PARALLEL, 1, -1):
-        wider = [replace(each, parallel=n) for each in planners]
+        wider = [replace(p, parallel=n) for p in planners]
         if _leaves_memory(wider, available, context, n_spilled):
             return wider, _together(wider, context)
     return list(planners), placements

@@ -41,20 +41,20 @@ class CompileNotice:
     """
 
     def __init__(self) -> None:
-        self._begun: float | None = None
-        self._said = False
+        self._start: float | None = None
+        self._is_printed = False
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != "kernels" or self._said or done == total:
+    def __call__(self, stage: str, n_done: int, total: int) -> None:
+        if stage != "kernels" or self._is_printed or n_done == total:
             return
         now = time.monotonic()
-        if self._begun is None:
-            self._begun = now
-        if now - self._begun >= NOTICE_SECONDS:
-            self._said = True
+        if self._start is None:
+            self._start = now
+        if now - self._start >= NOTICE_SECONDS:
+            self._is_printed = True
             with contextlib.suppress(OSError):  # the terminal is gone
                 print(
-                    f"localllm: compiling kernels for this processor, {total - done} left",
+                    f"localllm: compiling kernels for this processor, {total - n_done} left",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -73,7 +73,7 @@ def of_stage(progress: LoadProgress | None, stage: str) -> Callable[[int, int], 
     if progress is None:
         return None
 
-    def report(done: int, total: int) -> None:
-        progress(stage, done, total)
+    def report(n_done: int, total: int) -> None:
+        progress(stage, n_done, total)
 
     return report

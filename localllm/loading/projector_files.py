@@ -19,9 +19,9 @@ _NO_NAME = re.compile(
 def find_projectors(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the projector files next to a model that belong to it, best first, and the other projector files."""
     names = [file.name for file in path.parent.glob("*.gguf")]
-    own = projector_names(path.name, names)
-    others = sorted(name for name in names if _is_projector(name) and name not in own)
-    return [path.parent / name for name in own], [path.parent / name for name in others]
+    matching = projector_names(path.name, names)
+    remaining = sorted(name for name in names if _is_projector(name) and name not in matching)
+    return [path.parent / name for name in matching], [path.parent / name for name in remaining]
 
 
 def projector_names(model: str, names: Iterable[str]) -> list[str]:
@@ -40,8 +40,8 @@ def projector_names(model: str, names: Iterable[str]) -> list[str]:
     projectors = {name: _words(name) for name in names if _is_projector(name)}
     models = {_words(name) for name in names if not _is_projector(name) and "imatrix" not in name.lower()}
     is_alone = models <= {words}
-    is_one_family = all(_is_start(words, other) or _is_start(other, words) for other in models)
-    own = [
+    is_one_family = all(_is_start(words, m) or _is_start(m, words) for m in models)
+    matching = [
         name
         for name, start in projectors.items()
         if is_alone or (words in _owners(start, models | {words}) if start else is_one_family)
@@ -49,10 +49,10 @@ def projector_names(model: str, names: Iterable[str]) -> list[str]:
 
     def order(name: str) -> tuple[int, int, str]:
         n_words = len(projectors[name]) if _is_start(projectors[name], words) else 0
-        type_ = next((i for i, each in enumerate(_TYPES) if each.search(name.lower())), len(_TYPES))
+        type_ = next((i for i, pattern in enumerate(_TYPES) if pattern.search(name.lower())), len(_TYPES))
         return -n_words, type_, name.lower()
 
-    return sorted(own, key=order)
+    return sorted(matching, key=order)
 
 
 def _owners(projector: tuple[str, ...], models: set[tuple[str, ...]]) -> set[tuple[str, ...]]:

@@ -52,7 +52,7 @@ def flag(name: str, value: object) -> bool:
 
 def text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise UsageError.of(name, value, "a text (str)")
+        raise UsageError.of(name, value, "text (str)")
     return value
 
 
@@ -61,7 +61,7 @@ def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
         raise UsageError.of(name, value, "a list of mappings")
     for i, item in enumerate(value):
         if not isinstance(item, Mapping):
-            must = f" must be a list of mappings, but number {i} of it is {shown(item)}"
+            must = f" must be a list of mappings, but item {i} is {shown(item)}"
             raise UsageError(Argument(name), must)
     return value
 
@@ -84,25 +84,25 @@ def token_ids(ids: object, n_vocab: int, name: str = "tokens", rule: str = "a li
     return checked
 
 
-def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where: str | None = None) -> None:
-    """Raises UsageError if an id is outside the vocabulary.  ``where`` is the name of the argument."""
+def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, name: str | None = None) -> None:
+    """Raises UsageError if an id is outside the vocabulary.  ``name`` is the name of the argument."""
     # Not with NumPy, which is many times slower for a single id, the usual case.
     outside = next((id_ for id_ in ids if not 0 <= id_ < n_vocab), None)
     if outside is not None:
-        place = () if where is None else (" in ", Argument(where))
-        raise UsageError(f"token {outside}", *place, f" is outside the vocabulary of {n_vocab:,} tokens")
+        location = () if name is None else (" in ", Argument(name))
+        raise UsageError(f"token {outside}", *location, f" is outside the vocabulary of {n_vocab:,} tokens")
 
 
-def check_keywords(given: Collection[str], known: Collection[str], theirs: Mapping[str, str]) -> None:
+def check_keywords(names: Collection[str], keywords: Collection[str], theirs: Mapping[str, str]) -> None:
     """Raises TypeError for an unknown keyword, and suggests a replacement.
 
     ``theirs``: advice for keywords of other libraries.
     """
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, *theirs], n=1, cutoff=0.75)
+    for name in names:
+        if name not in keywords:
+            near = difflib.get_close_matches(name, [*keywords, *theirs], n=1, cutoff=0.75)
             if not near:
-                hint = f"there are {', '.join(known)}"
+                hint = f"the keywords are {', '.join(keywords)}"
             else:
-                hint = f"did you mean {near[0]!r}?" if near[0] in known else theirs[near[0]]
+                hint = f"did you mean {near[0]!r}?" if near[0] in keywords else theirs[near[0]]
             raise TypeError(f"unexpected keyword argument {name!r:.80}: {hint}")

@@ -1,7 +1,7 @@
 """The options of loading, sampling and single calls, each declared once: name, default, range, help, flag, label.
 
-From these come the checks, `help`, the flags of the command line, the keys of the settings file and the chat's form.
-Nothing heavy is imported here, so that ``localllm --help`` need not wait for it.
+The checks, `help`, the command line's flags, the settings keys and the chat's form are derived from the declarations.
+Nothing slow to import is imported here, so that ``localllm --help`` is fast.
 """
 
 # Fields are declared by function calls, as in dataclasses.
@@ -80,10 +80,10 @@ def _of_type(words: str, types: Any, metavar: str = "NAME", json: Any = None) ->
 def _mapping_of(key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Callable[[object], dict[Any, Any] | None]:
     """Return a reader of mappings whose keys and values are read by ``key`` and ``value``."""
 
-    def read(given: object) -> dict[Any, Any] | None:
-        if not isinstance(given, Mapping):
+    def read(mapping: object) -> dict[Any, Any] | None:
+        if not isinstance(mapping, Mapping):
             return None
-        read = {key(name): value(each) for name, each in given.items()}
+        read = {key(name): value(item) for name, item in mapping.items()}
         return None if None in read or None in read.values() else read
 
     return read
@@ -92,8 +92,8 @@ def _mapping_of(key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Calla
 def _tuple_of(is_valid: Callable[[Any], object]) -> Callable[[object], tuple[Any, ...] | None]:
     """Return a reader of iterables other than strings."""
 
-    def read(given: object) -> tuple[Any, ...] | None:
-        items = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    def read(value: object) -> tuple[Any, ...] | None:
+        items = None if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
         return items if items is not None and all(map(is_valid, items)) else None
 
     return read
@@ -103,12 +103,12 @@ _read_texts = _tuple_of(lambda text: isinstance(text, str) and text)
 
 
 def _read_proportions(value: object) -> tuple[float, ...] | None:
-    numbers = [_real(each, 0.0, _MAX) for each in value] if isinstance(value, list | tuple) else []
+    numbers = [_real(number, 0.0, _MAX) for number in value] if isinstance(value, list | tuple) else []
     return None if None in numbers or not any(numbers) else tuple(map(float, numbers))  # type: ignore[arg-type]
 
 
 def _floats(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    return [float(number) for number in text.split(",")]
 
 
 def _one_of(*choices: str) -> OptionKind:
@@ -118,10 +118,10 @@ def _one_of(*choices: str) -> OptionKind:
 
 
 def _read_cache_type(value: object) -> str | None:
-    each = value.split("/") if isinstance(value, str) else []
-    if len(each) not in (1, 2) or not {*each} <= {"f16", "q8_0", "q5_0", "q4_0"}:
+    types = value.split("/") if isinstance(value, str) else []
+    if len(types) not in (1, 2) or not {*types} <= {"f16", "q8_0", "q5_0", "q4_0"}:
         return None
-    return "/".join(dict.fromkeys(each))
+    return "/".join(dict.fromkeys(types))
 
 
 def _read_schema(value: Any) -> str | None:
@@ -154,37 +154,37 @@ _NOT_NEGATIVE = _number(0.0, "a finite number of at least 0")
 _WINDOW = _whole(-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)")
 _MIROSTAT = OptionKind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N", int)
 _TOKENS = _whole(1, "a whole number from 1 to 2^63 - 1", 1 << 63)
-_TEXT, _NAME = _of_type("a text (str)", str), _of_type("", str).read
+_TEXT, _NAME = _of_type("text (str)", str), _of_type("", str).read
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
 _MMPROJ = OptionKind(
     "the path of a GGUF file, as str or Path, or False",
     lambda value: value if value is False or isinstance(value, str | os.PathLike) else None,
     metavar="FILE",
 )
-_PROPORTIONS = OptionKind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
+_PROPORTIONS = OptionKind("a list of numbers of at least 0, not all 0", _read_proportions, _floats, "X,…")
 _CACHE_TYPE = OptionKind(
-    "one of 'f16', 'q8_0', 'q5_0', 'q4_0', or 'q8_0/q4_0' and the like: of keys / of values",
+    "one of 'f16', 'q8_0', 'q5_0', 'q4_0', or one type for keys and one for values, such as 'q8_0/q4_0'",
     _read_cache_type,
     metavar="TYPE",
     json=str,
 )
 _SPLIT_MODE = _one_of("layer", "row")._replace(metavar="MODE")
-_TEXTS = OptionKind("texts, none of them empty", _read_texts, json=list[str])
+_TEXTS = OptionKind("non-empty strings", _read_texts, json=list[str])
 STOPS = OptionKind(
-    "a text that is not empty, or a list of such",
+    "a non-empty string, or a list of non-empty strings",
     lambda value: _read_texts((value,) if isinstance(value, str) else value),
     metavar="TEXT",
     json=str | list[str],
 )
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
 _SCHEMA = OptionKind(
-    "a JSON schema: a dict, a JSON text, or a pydantic model class",
+    "a JSON schema: a dict, JSON text, or a pydantic model class",
     _read_schema,
     _parse_schema,
     "SCHEMA",
     dict[str, Any],
 )
-_REGEX = OptionKind("a regular expression that is not empty", _text_with_content, metavar="REGEX", json=str)
+_REGEX = OptionKind("a non-empty regular expression", _text_with_content, metavar="REGEX", json=str)
 _GRAMMAR = OptionKind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT", json=str)
 _SHARES = OptionKind("a mapping of adapters' names to finite numbers", _mapping_of(_NAME, _ANY_NUMBER.read))
 _ADAPTERS = OptionKind("a mapping of names to the paths of adapters", _mapping_of(_NAME, _PATH.read))
@@ -229,7 +229,7 @@ def _call_option(default: Any, kind: OptionKind, help: str, flags: str = "", *, 
 
 
 def declared(cls: type[Any]) -> dict[str, Option]:
-    return {each.name: each.metadata["option"] for each in fields(cls)}
+    return {f.name: f.metadata["option"] for f in fields(cls)}
 
 
 def flags_of(name: str, option: Option) -> list[str]:
@@ -285,46 +285,46 @@ class LoadOptions(_Checked):
     path: str | os.PathLike[str] | None = _call_option(
         None,
         _PATH,
-        "a GGUF file, any one of a split model's, or a name that ``localllm models`` lists.  ``~`` is the home "
-        "folder.  A name is a model in the cache of the Hugging Face hub, such as 'ORG/REPO:QUANT', where ``localllm "
-        "pull`` stores it; or a file in the folders of the setting ``model_folders``; or 'demo'.  A Path is always a "
-        "file.",
+        "a GGUF file, any file of a split model, or a name that ``localllm models`` lists.  ``~`` is the home "
+        "folder.  A name selects a model in the cache of the Hugging Face hub, such as 'ORG/REPO:QUANT' (``localllm "
+        "pull`` downloads it), a file in the folders of the setting ``model_folders``, or 'demo'.  A Path is always "
+        "a file.",
         none="the demo model",
     )
     device: str = _setting(
         "auto",
         _TEXT,
-        "where to run: auto, cpu, cuda (all GPUs), cuda:0,1 (these GPUs) or reference.  'auto' is 'cuda' if there is "
-        "a working GPU, else 'cpu'; with 'cuda' the CPU runs the layers that do not fit on the GPUs; 'reference' is "
-        "plain numpy, slow and exact.",
+        "where to run: auto, cpu, cuda (all GPUs), cuda:0,1 (these GPUs) or reference.  'auto' is 'cuda' with a "
+        "working GPU, otherwise 'cpu'.  With 'cuda', the CPU runs layers that do not fit on the GPUs.  'reference' "
+        "is plain numpy, slow and exact.",
     )
     n_gpu_layers: int | None = _setting(
         None,
         _whole(0),
-        "number of layers to run on GPUs, counted from the last; the rest run on the CPU.  A number above the "
-        "model's means all.",
+        "number of layers to run on GPUs, counted from the last; the CPU runs the rest.  A number above the model's "
+        "number of layers means all layers.",
         "-ngl --gpu-layers --n-gpu-layers",
-        none="as many as fit",
+        none="the largest number that fits",
     )
     tensor_split: Sequence[float] | None = _setting(
         None,
         _PROPORTIONS,
-        "the share of the layers for each GPU, such as 3,1",
+        "proportions of the layers per GPU, such as 3,1",
         "-ts --tensor-split",
-        none="by free memory",
+        none="in proportion to free memory",
     )
     split_mode: SplitMode | None = _setting(
         None,
         _SPLIT_MODE,
-        "how GPUs share a model: with layer each runs some of the layers; with row, for 2 to 8 GPUs with fast links, "
-        "each computes a part of every layer",
+        "how GPUs share a model: 'layer' runs whole layers on each GPU; 'row', for 2 to 8 GPUs with fast links, "
+        "computes a part of every layer on each GPU",
         "-sm --split-mode",
         none="layer",
     )
     max_memory: float | None = _call_option(
         None,
         _number(math.ulp(0.0), "a number of gigabytes above 0"),
-        "GB of the host's memory that the model may take.  Experts of a mixture that do not fit stay in the file, "
+        "GB of the host's memory that the model may use.  Experts of a mixture that do not fit stay in the file, "
         "and are read when tokens are routed to them.",
         "--max-memory",
         none="all free memory, or 1 GiB less if the model is larger",
@@ -333,50 +333,50 @@ class LoadOptions(_Checked):
         None,
         _TOKENS,
         "tokens of context, for the prompt and the answer together.  By default the cache takes at most half of the "
-        "memory that the weights leave free, and more only up to 4,096 tokens.  More than the model was trained on "
-        "is allowed, with a warning.",
+        "memory that the weights leave free, or up to 4,096 tokens if that is more.  A context longer than in "
+        "training is allowed, with a warning.",
         "-c --ctx-size --context",
-        none="as many as the model was trained on, or as fit in memory",
+        none="the training context, or less if memory is short",
     )
     threads: int | None = _setting(
         None,
         _whole(1),
-        "number of threads.  Decoding uses the number that reads memory fastest.  It is measured on each machine and "
-        "stored.",
+        "number of threads.  For decoding, localllm measures once per machine which number reads memory fastest, and "
+        "stores it.",
         "-t --threads",
-        none="one per physical core, and for decoding what localllm doctor shows",
+        none="one per physical core; for decoding, the number that localllm doctor shows",
     )
     isa: str | None = _call_option(
         None,
         _TEXT,
-        "the instruction set of the CPU kernels, such as avx2; localllm doctor -v lists those that run here",
+        "the instruction set of the CPU kernels, such as avx2; localllm doctor -v lists the supported ones",
         "--",
-        none="the best that runs here",
+        none="the best supported one",
     )
     parallel: int | None = _call_option(
         1,
         _TOKENS,
-        "how many sequences of full length fit in the cache.  Concurrent requests share it, and wait for each other "
-        "if it is too small.",
+        "number of sequences of full length that fit in the cache.  Concurrent requests share it, and wait for "
+        "each other if it is too small.",
         none="up to 4, as memory allows",
     )
     cache_type: CacheType = _setting(
         "f16",
         _CACHE_TYPE,
-        "type of the KV cache: f16; q8_0, q5_0 or q4_0, which take 1/2, 1/3 or 2/7 of its memory; or one for keys "
-        "and one for values, such as q8_0/q4_0.  Heads are rotated before they are rounded, so fewer bits cost "
-        "little (docs/speed.md).",
+        "type of the KV cache: f16; q8_0, q5_0 or q4_0, which take 1/2, 1/3 or 2/7 of the memory of f16; or a type "
+        "for keys and a type for values, such as q8_0/q4_0.  Heads are rotated before they are rounded, so the loss "
+        "is small (docs/speed.md).",
     )
     chat_template: str | None = _call_option(
         None,
         _TEXT,
-        "jinja2 source of a chat template in place of the file's own, or llama.cpp's name of one, such as llama3",
-        none="the file's own",
+        "Jinja source of a chat template, or llama.cpp's name of one such as llama3, instead of the file's template",
+        none="the file's template",
     )
     adapters: Mapping[str, str | os.PathLike[str]] | None = _call_option(
         None,
         _ADAPTERS,
-        "low-rank adapters (LoRA) by names of your own: GGUF files, or PEFT folders.  A call chooses adapters and "
+        "low-rank adapters (LoRA), GGUF files or PEFT folders, by names that you choose.  Calls select adapters and "
         "their scales: ``generate(..., adapters={'name': 0.8})``.",
         none="none",
     )
@@ -384,16 +384,16 @@ class LoadOptions(_Checked):
         None,
         _PATH,
         "a smaller model with the same vocabulary, or a drafter made for the model (EAGLE-3, DFlash, Gemma 4's), "
-        "which drafts tokens.  It is named as ``path``; see ``speculate`` in `localllm.Options`.",
+        "which drafts tokens.  It accepts the same names as ``path``; see ``speculate`` in `localllm.Options`.",
         "-md --draft-model --model-draft",
         none="no draft model",
     )
     mmproj: str | os.PathLike[str] | Literal[False] | None = _call_option(
         None,
         _MMPROJ,
-        "the file with the model's encoder of pictures or sounds (mmproj-….gguf).  False loads none.",
+        "file with the model's encoder of images or audio (mmproj-….gguf).  False loads no encoder.",
         "--mmproj -mm",
-        none="a matching one in the model's folder",
+        none="a matching file in the model's folder",
     )
     image_max_tokens: int | None = _call_option(
         None,
@@ -405,25 +405,25 @@ class LoadOptions(_Checked):
     progress: LoadProgress | None = _call_option(
         None,
         _of_type("a function of a stage and two numbers", Callable),
-        "called while kernels are compiled and weights packed, with 'kernels' or 'weights', the number of kernels or "
-        "bytes done, and their total",
+        "called while kernels are compiled and weights are packed, with 'kernels' or 'weights', the number of "
+        "finished kernels or bytes, and the total",
         none="a line on standard error if that is a terminal and compiling takes long",
     )
     planned: Callable[[Any], object] | None = _call_option(
         None,
         _of_type("a function of a plan", Callable),
-        "called once, before anything is loaded, with the `localllm.loading.placement.Plan`",
+        "called once, before the weights are loaded, with the `localllm.loading.placement.Plan`",
         none="nothing",
     )
     max_waiting: int = _call_option(
-        1024, _whole(1), "how many requests may be queued.  More are refused with a `QueueFullError`."
+        1024, _whole(1), "maximum number of queued requests.  Further requests raise `QueueFullError`."
     )
     step_s: float = _call_option(
         0.1,
         _SECONDS,
-        "maximum seconds for a step that evaluates a part of a long prompt.  Other streams pause for about that "
-        "long, and cancelling takes that long.  A very slow model takes longer: a part has at least 16 tokens, or 64 "
-        "if nothing else decodes.",
+        "maximum seconds for a step that evaluates a part of a long prompt.  Other streams pause for up to this "
+        "time, and cancelling can take this time.  Steps of a very slow model take longer, because a part has "
+        "at least 16 tokens, or 64 tokens if no other request decodes.",
     )
 
 
@@ -433,7 +433,7 @@ GRAMMARS = ("json_schema", "regex", "grammar")
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(_Checked):
-    """How the next token is chosen.  Names and defaults are llama.cpp's; `localllm.sampling.sampler` has the order.
+    """Options for choosing the next token.  Names and defaults are llama.cpp's; see `localllm.sampling.sampler`.
 
     Attributes:
         {options}
@@ -442,19 +442,24 @@ class Sampling(_Checked):
     temperature: float = _setting(
         0.8,
         _number(0.0, "a finite number of at least 0 (0 is greedy)"),
-        "divides the logits; 0 always takes the likeliest token.  At 0 there is no truncation, XTC or mirostat.",
+        "the logits are divided by it; 0 always selects the likeliest token, without truncation, XTC and mirostat",
         "--temp --temperature",
         "Temperature",
         key="temp",
     )
-    top_k: int = _setting(40, _whole(0), "the N likeliest tokens; 0 is off", "--", "Top k", key="top_k")
+    top_k: int = _setting(40, _whole(0), "sample from the N likeliest tokens; 0 is off", "--", "Top k", key="top_k")
     top_p: float = _setting(
-        0.95, _PROBABILITY, "likeliest tokens of this total probability; 1 is off", "--", "Top p", key="top_p"
+        0.95,
+        _PROBABILITY,
+        "sample from the likeliest tokens of this total probability; 1 is off",
+        "--",
+        "Top p",
+        key="top_p",
     )
     min_p: float = _setting(
         0.05,
         _PROBABILITY,
-        "tokens this likely relative to the best; 0 is off",
+        "minimum probability relative to the likeliest token; 0 is off",
         "--",
         "Min p",
         key="min_p",
@@ -475,53 +480,52 @@ class Sampling(_Checked):
     repeat_penalty: float = _setting(
         1.0,
         _number(math.ulp(0.0), "a finite number above 0 (1 is off)"),
-        "penalty on tokens that occurred before; 1 is off.  Divides their positive logits, and multiplies the "
-        "others.",
+        "penalty on tokens that occurred before; 1 is off.  Positive logits are divided by it, and negative logits "
+        "multiplied.",
         "--",
         "Repeat penalty",
         key="penalty_repeat",
     )
     repeat_last_n: int = _setting(
-        64, _WINDOW, "the penalties look at the last N tokens; -1 means all", key="penalty_last_n"
+        64, _WINDOW, "the penalties apply to the last N tokens; -1 means all", key="penalty_last_n"
     )
     presence_penalty: float = _setting(
         0.0, _ANY_NUMBER, "subtracted from the logits of tokens that occurred; 0 is off"
     )
     frequency_penalty: float = _setting(
-        0.0, _ANY_NUMBER, "subtracted from a token's logit for each time it occurred; 0 is off"
+        0.0, _ANY_NUMBER, "subtracted from a token's logit for each occurrence; 0 is off"
     )
     dry_multiplier: float = _setting(
         0.0,
         _NOT_NEGATIVE,
-        "strength of DRY, which penalises repetition; 0 is off.  The penalty of a token that prolongs a "
-        "repetition of ``length`` tokens "
-        "is ``multiplier * base ** (length - allowed_length)``, from ``allowed_length`` on.",
+        "strength of DRY, which penalises repetition; 0 is off.  A token that extends a repetition of ``length`` "
+        "tokens gets the penalty ``multiplier * base ** (length - allowed_length)``, from ``allowed_length`` on.",
     )
     dry_base: float = _setting(
-        1.75, _number(1.0, "a finite number of at least 1"), "how fast the DRY penalty grows with each repeated token"
+        1.75, _number(1.0, "a finite number of at least 1"), "growth of the DRY penalty per repeated token"
     )
-    dry_allowed_length: int = _setting(2, _whole(0), "tokens that may be repeated before DRY acts")
-    dry_penalty_last_n: int = _setting(-1, _WINDOW, "DRY looks at the last N tokens; -1 means all")
+    dry_allowed_length: int = _setting(2, _whole(0), "length of repetitions without a DRY penalty")
+    dry_penalty_last_n: int = _setting(-1, _WINDOW, "DRY applies to the last N tokens; -1 means all")
     dry_sequence_breakers: tuple[str, ...] = _setting(
-        ("\n", ":", '"', "*"), _TEXTS, "DRY does not follow repetitions across these texts", ""
+        ("\n", ":", '"', "*"), _TEXTS, "DRY does not match repetitions across these texts", ""
     )
     xtc_probability: float = _setting(
         0.0,
         _PROBABILITY,
-        "probability that XTC acts on a token; 0 is off.  Of the tokens at least ``xtc_threshold`` likely it removes "
-        "all but the least likely.",
+        "probability that XTC applies to a token; 0 is off.  XTC removes all tokens with at least the probability "
+        "``xtc_threshold``, except the least likely of these tokens.",
         key="xtc_probability",
     )
     xtc_threshold: float = _setting(
         0.1,
         _PROBABILITY,
-        "how likely tokens must be for XTC to remove them; above 0.5 it never acts",
+        "minimum probability of tokens that XTC removes; above 0.5, XTC has no effect",
         key="xtc_threshold",
     )
     mirostat: int = _setting(
         0,
         _MIROSTAT,
-        "2 selects mirostat 2; 0 is off.  It controls the surprise of the text, and replaces the samplers "
+        "2 selects mirostat 2; 0 is off.  It controls the surprise of the text and replaces the samplers "
         "from top-k to XTC.",
         key="mirostat",
     )
@@ -534,55 +538,54 @@ class Sampling(_Checked):
     adaptive_target: float = _setting(
         -1.0,
         _number(-1.0, "a number from 0 to 1, or -1 (off)", 1.0),
-        "adaptive-p favours tokens near this probability; -1 is off.  It draws among the tokens that the "
-        "other samplers leave.",
+        "adaptive-p favours tokens near this probability; -1 is off.  It samples from the tokens that the other "
+        "samplers kept.",
     )
     adaptive_decay: float = _setting(
-        0.9, _number(0.0, "a number from 0 to 0.99", 0.99), "how long adaptive-p remembers, from 0 to 0.99"
+        0.9, _number(0.0, "a number from 0 to 0.99", 0.99), "decay of adaptive-p's memory, from 0 to 0.99"
     )
     logit_bias: Mapping[int, float] = field(
         default_factory=dict,
         hash=False,
-        metadata={"option": Option(_BIASES, "added to the logits of tokens; -inf forbids one", is_setting=False)},
+        metadata={"option": Option(_BIASES, "added to the logits of tokens; -inf forbids a token", is_setting=False)},
     )
     seed: int | None = _setting(
         None,
         _whole(0, "a whole number from 0 to 2^64 - 1", 1 << 64),
-        "the same seed gives the same text again.  It draws as in llama.cpp.",
+        "seed of the random numbers; the same seed gives the same text.  Sampling matches llama.cpp's.",
         "-s --seed",
         "Seed",
-        none="a new one each time",
+        none="a new seed for each call",
     )
     logprobs: int | None = _call_option(
         None,
         _whole(0),
-        "log-probabilities of each token and of the N likeliest.  They are the model's, before all settings here.",
+        "log-probabilities of each token and of the N likeliest tokens, before all samplers",
         none="no log-probabilities",
     )
     post_sampling_probs: bool = _call_option(
         False,
         SWITCH,
-        "report the probabilities that tokens were drawn with, after all samplers.  Tokens that samplers removed are "
-        "then not listed.",
+        "report the probabilities after all samplers.  Tokens that samplers removed are then not listed.",
         "--",
     )
     json_schema: str | Mapping[str, Any] | type | None = _call_option(
         None,
         _SCHEMA,
-        "write JSON that follows this schema.  It is a dict, JSON text, or a pydantic model class.  As with "
-        "``regex`` and ``grammar``, reasoning before the answer is free, and only ``max_tokens`` and ``stop`` can "
-        "cut the answer off before it is complete.  An object has only the properties that the schema names, unless "
+        "generate JSON that follows this schema: a dict, JSON text, or a pydantic model class.  As with ``regex`` "
+        "and ``grammar``, reasoning before the answer is not constrained, and only ``max_tokens`` and ``stop`` can "
+        "end the answer before it is complete.  An object has only the properties that the schema names, unless "
         "``additionalProperties`` allows more.",
         "-j --json-schema",
         none="any text",
     )
     regex: str | None = _call_option(
-        None, _REGEX, "write text that this regular expression matches completely", "--", none="any text"
+        None, _REGEX, "generate text that this regular expression matches completely", "--", none="any text"
     )
     grammar: str | None = _call_option(
         None,
         _GRAMMAR,
-        "write text that follows a grammar in Lark's notation or llama.cpp's GBNF.  The first rule is ``start`` in "
+        "generate text that follows a grammar in Lark's notation or in GBNF.  The first rule is ``start`` in "
         "Lark's notation, and ``root`` in GBNF.",
         "--",
         none="any text",
@@ -591,16 +594,16 @@ class Sampling(_Checked):
         (),
         OptionKind("a tuple of functions", _tuple_of(callable)),
         "called in order after ``logit_bias``, with the tokens of prompt and reply, int32 [n], and the logits, "
-        "float32 [n_vocab]; they return the new logits",
+        "float32 [n_vocab].  Each returns the new logits.",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in GRAMMARS if getattr(self, name) is not None]
-        if len(given) > 1:
-            each = [part for name in given[1:] for part in (" and ", Argument(name))]
-            both = " each constrain the text to a grammar: give only one"
-            raise UsageError(Argument(given[0]), *each, both)
+        names = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(names) > 1:
+            arguments = [piece for name in names[1:] for piece in (" and ", Argument(name))]
+            both = " each constrain the text to a grammar: use only one"
+            raise UsageError(Argument(names[0]), *arguments, both)
 
     @property
     def draws_depend(self) -> bool:
@@ -617,7 +620,7 @@ class Sampling(_Checked):
         names = declared(type(self))
         for name in changes:
             if name not in names:
-                raise UsageError(f"{name!r} is not a sampling setting; there are {', '.join(names)}")
+                raise UsageError(f"{name!r} is not a sampling setting; the settings are {', '.join(names)}")
         return replace(self, **changes)
 
 
@@ -636,13 +639,13 @@ class CheckedOptions(_Checked):
         none="until the model ends its text or the context is full",
     )
     stop: tuple[str, ...] = _call_option((), STOPS, "stop before this text, which is omitted", "--")
-    ignore_eos: bool = _call_option(False, SWITCH, "continue when the model would end its text", "--")
+    ignore_eos: bool = _call_option(False, SWITCH, "continue after the model ends its text", "--")
     overflow: Overflow = _call_option(
         "error",
         _one_of("error", "truncate"),
-        "what to do with a prompt that is too long for the context: 'error', or 'truncate' to drop its oldest part.  "
-        "The error is a `ContextLengthError`.  BOS and a chat's system messages are never dropped.  A chat loses its "
-        "oldest turns, to make room for ``max_tokens``, by default a quarter and at most half of the context.",
+        "treatment of a prompt that is too long for the context: 'error' raises `ContextLengthError`, 'truncate' "
+        "drops the oldest part.  BOS and a chat's system messages are never dropped.  A chat loses its oldest turns "
+        "until ``max_tokens`` fit (by default a quarter, and at most half of the context).",
         "--",
     )
     sampling: Sampling = field(
@@ -650,7 +653,7 @@ class CheckedOptions(_Checked):
         metadata={
             "option": Option(
                 _of_type("a localllm.Sampling", Sampling),
-                "settings to start from; single settings given as well replace its own",
+                "settings to start from; keywords of single settings replace them",
                 is_setting=False,
             )
         },
@@ -658,7 +661,7 @@ class CheckedOptions(_Checked):
     progress: Progress | None = _call_option(
         None,
         _of_type("a function of two numbers", Callable),
-        "called while a long prompt is evaluated, with the tokens done and the tokens of the prompt",
+        "called while a long prompt is evaluated, with the number of evaluated tokens and of all tokens",
         none="nothing",
     )
     speculate: Speculate | None = _call_option(
@@ -666,61 +669,61 @@ class CheckedOptions(_Checked):
         _one_of("auto", "lookup", "draft", "mtp"),
         "how to draft several tokens, which the model then verifies in one step.  The text is the same, and is "
         "generated faster if drafts are good; `Completion.drafts` counts accepted drafts.  'lookup' drafts the text "
-        "that followed the same words earlier in the text or the prompt; 'draft' uses the ``draft_model`` of "
-        "`localllm.load`; 'mtp' uses a block of the model's file that predicts further tokens; 'auto' uses the "
-        "available one of 'draft' and 'mtp'; None drafts nothing.",
+        "that followed the same words earlier in the prompt or reply.  'draft' uses the ``draft_model`` of "
+        "`localllm.load`.  'mtp' uses a block of the model's file that predicts several tokens.  'auto' uses 'draft' "
+        "or 'mtp', if available.  None drafts nothing.",
         none="no drafts",
     )
     draft_max: int = _call_option(
         DEFAULT_DRAFTS,
         _whole(1, f"a whole number from 1 to {MAX_DRAFTS}", MAX_DRAFTS + 1),
-        "maximum number of tokens to draft for one step",
+        "maximum number of tokens to draft per step",
         "--draft-max --draft --draft-n",
     )
     draft_always: bool = _call_option(
         False,
         SWITCH,
-        "draft ``draft_max`` tokens for every step, whether that is expected to pay or not: to measure drafts, or if "
-        "you know their costs better than localllm measures them.",
+        "draft ``draft_max`` tokens in every step, even if that is not expected to be faster: to measure drafts, or "
+        "if you know their costs better than localllm.",
     )
     priority: Priority = _call_option(
         "normal",
         _one_of("normal", "background"),
-        "'background' requests let others start first, for up to 30 seconds.  Requests that already decode share "
-        "every step.",
+        "'background' requests let other requests start first, for up to 30 seconds.  Requests that already decode "
+        "share every step.",
     )
     client: str = _call_option(
-        "", _TEXT, "a name for the client: clients share the model evenly, however many requests each has"
+        "", _TEXT, "name of the client; clients share the model evenly, independent of their numbers of requests"
     )
     adapters: Mapping[str, float] | None = _call_option(
         None,
         _SHARES,
-        "scales of loaded adapters, such as {'name': 0.8}; adapters left out are off",
-        none="none of them",
+        "scales of loaded adapters, such as {'name': 0.8}; adapters without a scale are off",
+        none="no adapters",
     )
     timeout: float | None = _call_option(
         None,
         _SECONDS,
-        "maximum seconds for the text, including the time in the queue; then its ``finish_reason`` is 'timeout'",
+        "maximum seconds for the text, including the time in the queue.  After it, ``finish_reason`` is 'timeout'",
         none="no limit",
     )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        own, of_sampling = declared(cls), declared(Sampling)
-        check_keywords(options, [*own, *of_sampling], THEIR_OPTIONS)
+        call_options, sampling_options = declared(cls), declared(Sampling)
+        check_keywords(options, [*call_options, *sampling_options], THEIR_OPTIONS)
         sampling = options.get("sampling") or Sampling()
-        settings = {name: value for name, value in options.items() if name in of_sampling}
+        settings = {name: value for name, value in options.items() if name in sampling_options}
         if isinstance(sampling, Sampling):
-            given = {name: each for name, each in settings.items() if each is not None or of_sampling[name].none}
-            sampling = sampling.replace(**given)
-        given = {name: value for name, value in options.items() if name in own}
-        return cls(**given | {"sampling": sampling})
+            values = {k: value for k, value in settings.items() if value is not None or sampling_options[k].none}
+            sampling = sampling.replace(**values)
+        values = {name: value for name, value in options.items() if name in call_options}
+        return cls(**values | {"sampling": sampling})
 
     def reserved_for_reply(self, context: int) -> int:
         """Return the number of tokens that a truncated prompt reserves for the answer."""
-        wanted = context // 4 if self.max_tokens is None else self.max_tokens
-        return min(wanted, context // 2)
+        n_tokens = context // 4 if self.max_tokens is None else self.max_tokens
+        return min(n_tokens, context // 2)
 
 
 #: Flags of arguments without a flag in their declaration, and of arguments that are not options.

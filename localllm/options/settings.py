@@ -52,7 +52,7 @@ _MAX_BYTES = 1 << 20
 @dataclass(frozen=True)
 class Settings:
     model: str | None = None  # value of ``-m``; None for the demo model
-    device: str = "auto"  # for this and the next six fields see `localllm.load`
+    device: str = "auto"  # see `localllm.load` for this field and the next six
     # n_gpu_layers, tensor_split, split_mode: apply only to that device
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
@@ -60,15 +60,15 @@ class Settings:
     context: int | None = None  # tokens
     threads: int | None = None  # number of compute threads
     cache_type: CacheType = "f16"  # type of the KV cache
-    system_prompt: str | None = None  # the message before the user's first
+    system_prompt: str | None = None  # system message of new chats
     stop: tuple[str, ...] = ()  # stop strings
     theme: str = "dark"  # theme of the chat app
-    # model that ranks pieces of large files in the chat, a value of ``-m``; None ranks by words
+    # model that ranks passages of large files in the chat, a value of ``-m``; None ranks by words
     embedding_model: str | None = None
     model_folders: tuple[Path, ...] = ()  # folders of GGUF files, in addition to the cache of the hub
     # settings of `localllm.Sampling` in the file, as keywords of `LLM.chat`
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    given: frozenset[str] = frozenset()  # keys in the file; sampling keys as "sampling.temperature"
+    keys_in_file: frozenset[str] = frozenset()  # keys in the file; sampling keys as "sampling.temperature"
     # the unparsed table of the chat's tools
     tools: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     # the chat's keys by command
@@ -81,8 +81,8 @@ class Settings:
 
 def settings_path() -> Path | None:
     """Return ``LOCALLLM_CONFIG``, or the settings file in the platform's folder; None without a home folder."""
-    if named := os.environ.get(CONFIG_VARIABLE):
-        return expanded(named)
+    if variable := os.environ.get(CONFIG_VARIABLE):
+        return expanded(variable)
     try:
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -131,15 +131,15 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
-            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
+            raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
         return data.decode()
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise SettingsError(
-            f"the settings file {path} cannot be read ({reason}): correct it, or name another one in the environment "
-            f"variable {CONFIG_VARIABLE}"
+            f"the settings file {path} cannot be read ({reason}): correct it, or name another file in the "
+            f"environment variable {CONFIG_VARIABLE}"
         ) from None
 
 
@@ -167,7 +167,7 @@ KEYS: Mapping[str, OptionKind] = {
     "stop": STOPS,
     "theme": OptionKind("the name of a theme, such as 'dark' or 'light'", _text),
     "embedding_model": OptionKind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
-    "model_folders": OptionKind("a folder's path, or a list of such", STOPS.read),
+    "model_folders": OptionKind("a folder's path, or a list of folders", STOPS.read),
 }
 
 #: The keys of the table of sampling settings.
@@ -182,26 +182,29 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
     top = {name: value for name, value in values.items() if name not in (SAMPLING, TOOLS, CHAT_KEYS)}
     good, problems = _check_keys(top, KEYS, lambda name: _unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
     if "model_folders" in good:
-        good["model_folders"] = tuple(folder / expanded(each) for each in good["model_folders"])
+        good["model_folders"] = tuple(folder / expanded(name) for name in good["model_folders"])
     table = values.get(SAMPLING, {})
     if not isinstance(table, dict):
-        wrong = f"{SAMPLING} is {shown(table)}, but must be a table: a line [{SAMPLING}], and settings below it"
-        return Settings(**good, given=frozenset(good)), [*problems, wrong]
+        wrong = f"{SAMPLING} is {shown(table)}, but must be a table: write its settings below a line [{SAMPLING}]"
+        return Settings(**good, keys_in_file=frozenset(good)), [*problems, wrong]
     sampling, more = _check_keys(
-        table, SAMPLING_KEYS, lambda name: _unknown(name, SAMPLING_KEYS, where=f" in [{SAMPLING}]"), f"{SAMPLING}."
+        table,
+        SAMPLING_KEYS,
+        lambda name: _unknown(name, SAMPLING_KEYS, table_name=f" in [{SAMPLING}]"),
+        f"{SAMPLING}.",
     )
-    given = {*good, *(f"{SAMPLING}.{name}" for name in sampling)}
+    keys_in_file = {*good, *(f"{SAMPLING}.{name}" for name in sampling)}
     keys = values.get(CHAT_KEYS, {})
     if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys.values()):
-        keys, more = {}, [*more, f"{CHAT_KEYS} is {shown(keys)}, but must be a table of texts, as fork = 'ctrl+b'"]
+        keys, more = {}, [*more, f"{CHAT_KEYS} is {shown(keys)}, but must be a table, such as fork = 'ctrl+b'"]
     more_values = {"sampling": MappingProxyType(sampling), "tools": values.get(TOOLS, {}), "keys": keys}
-    return Settings(**good, **more_values, given=frozenset(given)), problems + more
+    return Settings(**good, **more_values, keys_in_file=frozenset(keys_in_file)), problems + more
 
 
 def _check_keys(
     values: Mapping[str, Any], keys: Mapping[str, OptionKind], unknown: Callable[[str], str], table: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the valid values of a table, and the problems of the others."""
+    """Return the valid values of a table, and the problems of the invalid values."""
     good: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in values.items():
@@ -214,11 +217,11 @@ def _check_keys(
     return good, problems
 
 
-def _unknown(name: str, names: Any, table: str = "", where: str = "") -> str:
-    """Return the message for an unknown key, with the most similar key, which may be in ``table``."""
-    there = [*names, *SAMPLING_KEYS] if table else list(names)
-    near = difflib.get_close_matches(name.replace("-", "_"), there, n=1, cutoff=0.75)
+def _unknown(name: str, names: Any, table: str = "", table_name: str = "") -> str:
+    """Return the message for an unknown key of a table, with the most similar key, which may be in ``table``."""
+    candidates = [*names, *SAMPLING_KEYS] if table else list(names)
+    near = difflib.get_close_matches(name.replace("-", "_"), candidates, n=1, cutoff=0.75)
     if not near:
-        return f"there is no setting {name!r:.80}{where}: there are {', '.join(names)}"
-    meant = near[0] if near[0] in names else table + near[0]
-    return f"there is no setting {name!r:.80}{where}: did you mean {meant}?"
+        return f"there is no setting {name!r:.80}{table_name}: the settings are {', '.join(names)}"
+    suggestion = near[0] if near[0] in names else table + near[0]
+    return f"there is no setting {name!r:.80}{table_name}: did you mean {suggestion}?"

@@ -66,9 +66,9 @@ class _DivergenceMeter:
 
     def divergence(self, tensors: Mapping[str, TensorInfo]) -> float:
         """Return the mean Kullback-Leibler divergence, in nats, of the model with these tensors replaced."""
-        found = self._log_probabilities(tensors)
-        each = [(np.exp(p) * (p - q)).sum(axis=1).mean() for p, q in zip(self._base, found, strict=True)]
-        return max(0.0, float(np.mean(each)))
+        log_probabilities = self._log_probabilities(tensors)
+        means = [(np.exp(p) * (p - q)).sum(axis=1).mean() for p, q in zip(self._base, log_probabilities, strict=True)]
+        return max(0.0, float(np.mean(means)))
 
     def _log_probabilities(self, tensors: Mapping[str, TensorInfo]) -> list[NDArray[np.float32]]:
         n, backend = len(self._pieces[0]), self._backend
@@ -76,13 +76,13 @@ class _DivergenceMeter:
         n_pages = n_cache_pages(graph, n, 1, backend.page_size)
         needed = backend.footprint(graph, n_pages=n_pages, max_tokens=n // 2, max_outputs=n // 2, n_states=1)
         check_memory(needed.n_bytes, "the model")
-        step, found = needed.load(None), []
+        step, log_probabilities = needed.load(None), []
         for piece in self._pieces:
             step.run(step_batch(piece, 0, n // 2, n_pages, backend.page_size))
             logits = step(step_batch(piece, n // 2, n, n_pages, backend.page_size, outputs=True)).copy()
             logits -= logits.max(axis=1, keepdims=True)
-            found.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
-        return found
+            log_probabilities.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+        return log_probabilities
 
 
 def allot(
@@ -97,26 +97,26 @@ def allot(
         UsageError: the smallest options take more than ``n_bytes``.
     """
     steps: list[tuple[float, str, TypeOption]] = []
-    chosen: dict[str, TypeOption] = {}
-    for name, given in options.items():
+    selection: dict[str, TypeOption] = {}
+    for name, type_options in options.items():
         hull: list[TypeOption] = []
-        for option in sorted(given):
+        for option in sorted(type_options):
             if hull and option.loss >= hull[-1].loss:
                 continue
             while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], option):
                 hull.pop()
             hull.append(option)
-        chosen[name] = hull[0]
+        selection[name] = hull[0]
         steps += [(_gain(a, b), name, b) for a, b in pairwise(hull)]
-    size, cost = (sum(each) for each in zip(*((o.n_bytes, o.loss) for o in chosen.values()), strict=True))
+    size, cost = (sum(column) for column in zip(*((o.n_bytes, o.loss) for o in selection.values()), strict=True))
     if size > n_bytes:
         raise UsageError(f"the smallest file would still be {size - n_bytes:,.0f} bytes larger: give a larger size")
     for _, name, option in sorted(steps, key=lambda step: -step[0]):
-        grown = size + option.n_bytes - chosen[name].n_bytes
+        grown = size + option.n_bytes - selection[name].n_bytes
         if cost > loss and grown <= n_bytes:
-            size, cost = grown, cost + option.loss - chosen[name].loss
-            chosen[name] = option
-    return chosen
+            size, cost = grown, cost + option.loss - selection[name].loss
+            selection[name] = option
+    return selection
 
 
 def _gain(a: TypeOption, b: TypeOption) -> float:
@@ -162,9 +162,9 @@ def choose_types(
 
     options: dict[str, list[TypeOption]] = {}
     names = [name for name, tensor in file.tensors.items() if is_quantizable(name, tensor.shape)]
-    for done, name in enumerate(names):
+    for n_done, name in enumerate(names):
         if progress is not None:
-            progress(done, len(names))
+            progress(n_done, len(names))
         tensor = file.tensors[name]
         some = _sampled(tensor)
         types = dict.fromkeys(fitting(type, tensor.shape[-1]) for type in LADDER)
@@ -176,27 +176,29 @@ def choose_types(
         ]
         tensor.drop_pages()
 
-    def measured_with(chosen: Mapping[str, TypeOption]) -> TypeChoice:
-        types = {name: option.type for name, option in chosen.items()}
+    def measured_with(selection: Mapping[str, TypeOption]) -> TypeChoice:
+        types = {name: option.type for name, option in selection.items()}
         return TypeChoice(
             types, meter.divergence({name: encoded(file.tensors[name], type)[0] for name, type in types.items()})
         )
 
     if n_bytes is not None:
-        rest = sum(path.stat().st_size for path in file.paths) - sum(file.tensors[name].n_bytes for name in names)
-        return measured_with(allot(options, n_bytes=n_bytes - rest))
+        rest_bytes = sum(path.stat().st_size for path in file.paths) - sum(
+            file.tensors[name].n_bytes for name in names
+        )
+        return measured_with(allot(options, n_bytes=n_bytes - rest_bytes))
     assert divergence is not None
     goal, best = divergence, None
     for _ in range(_ROUNDS):
-        chosen = measured_with(allot(options, loss=goal))
-        if chosen.divergence <= divergence and (best is None or chosen.divergence > best.divergence):
-            best = chosen
-        if 0.9 * divergence <= chosen.divergence <= divergence:
+        choice = measured_with(allot(options, loss=goal))
+        if choice.divergence <= divergence and (best is None or choice.divergence > best.divergence):
+            best = choice
+        if 0.9 * divergence <= choice.divergence <= divergence:
             break
-        goal *= 0.95 * divergence / max(chosen.divergence, divergence / 8)
+        goal *= 0.95 * divergence / max(choice.divergence, divergence / 8)
     if best is None:
         raise UsageError(
-            f"the divergence stays at {chosen.divergence:.5f}, more than {divergence:.5f}: allow a larger one"
+            f"the divergence stays at {choice.divergence:.5f}, more than {divergence:.5f}: allow a larger one"
         )
     return best
 

@@ -71,13 +71,13 @@ class ImportanceMatrix:
         try:
             with open_regular(path) as file:
                 magic = file.read(4)
-                found = _read_gguf(path) if magic == b"GGUF" else _read_old(path, magic + file.read())
+                matrix = _read_gguf(path) if magic == b"GGUF" else _read_old(path, magic + file.read())
         except OSError as error:
             raise GGUFError(f"{path_text(path)} cannot be read ({error.strerror}): check the path") from None
-        for name, entry in found.entries.items():
+        for name, entry in matrix.entries.items():
             if not np.isfinite(entry.means).all() or (entry.means < 0).any():
                 raise _damaged(path, f"the values of {quoted(name)} are not all finite and at least 0")
-        return found
+        return matrix
 
     def write(self, path: Path) -> None:
         """Write a file: GGUF, or the older format if its name ends in ``.dat``."""
@@ -174,7 +174,7 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
     with GGUFFile.open(path) as file:
         tensors, shared = file.tensors, file.metadata.get("imatrix.hessians")
         holders = (
-            dict(each.split("=", 1) for each in shared if "=" in each) if isinstance(shared, StringArray) else {}
+            dict(pair.split("=", 1) for pair in shared if "=" in pair) if isinstance(shared, StringArray) else {}
         )
         for name, tensor in tensors.items():
             if not name.endswith(".in_sum2"):

@@ -105,8 +105,8 @@ def _entry(step: Step, product: _Product, hessians: bool) -> Entry:
     ids = step.value(product.routing)
     if product.x.rows is not Rows.CHOSEN:
         rows = np.repeat(rows, ids.shape[1], axis=0)
-    chosen = ids.reshape(-1) == np.arange(product.routing.n_experts)[:, None]
-    return Entry(chosen.astype(np.float64) @ rows, chosen.sum(axis=1))
+    is_chosen = ids.reshape(-1) == np.arange(product.routing.n_experts)[:, None]
+    return Entry(is_chosen.astype(np.float64) @ rows, is_chosen.sum(axis=1))
 
 
 def step_batch(

@@ -54,7 +54,7 @@ _NEVER = (
     ".position_embd", "sam.pos_embd", "sam.neck.", "sam.net_", ".rel_pos", ".patch_embd", ".patch_merger",
     "a.rvq.codebook", "mm.a.code_embd",
     "time_mix_first.weight", "time_mix_lerp_fused.weight", "time_mix_decay_w1.weight", "time_mix_decay_w2.weight",
-    *(f"time_mix_{kind}{i}.weight" for kind in "wva" for i in range(3)), "time_mix_g1.weight", "time_mix_g2.weight",
+    *(f"time_mix_{x}{i}.weight" for x in "wva" for i in range(3)), "time_mix_g1.weight", "time_mix_g2.weight",
 )  # fmt: skip
 _NEVER_WHOLE = ("position_embd.weight", "token_types.weight")
 
@@ -63,13 +63,13 @@ _LOWEST = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"}
 
 def mix_named(name: str) -> str:
     """Return the mix that a user means. Raises UsageError if there is no such mix."""
-    numbers = {str(number): mix for mix, (number, _) in MIXES.items()}  # llama-quantize accepts them
-    found = _ALIASES.get(name.upper(), numbers.get(name, name.upper()))
-    if found not in MIXES:
-        near = difflib.get_close_matches(found, MIXES, n=1)
-        meant = f"did you mean {near[0]}? There are" if near else "choose one of"
-        raise UsageError(f"there is no type {name!r}: {meant} {', '.join(MIXES)}")
-    return found
+    numbers = {str(number): key for key, (number, _) in MIXES.items()}  # llama-quantize accepts them
+    mix = _ALIASES.get(name.upper(), numbers.get(name, name.upper()))
+    if mix not in MIXES:
+        near = difflib.get_close_matches(mix, MIXES, n=1)
+        advice = f"did you mean {near[0]}? There are" if near else "choose one of"
+        raise UsageError(f"there is no type {name!r}: {advice} {', '.join(MIXES)}")
+    return mix
 
 
 #: Roles of tensors that mixes distinguish.
@@ -88,7 +88,7 @@ def role_of(name: str) -> Role:
         return Role.OUTPUT
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
         return Role.TOKENS
-    return next((role for part, role in _ROLES.items() if part in name), Role.OTHER)
+    return next((role for substring, role in _ROLES.items() if substring in name), Role.OTHER)
 
 
 def is_quantizable(name: str, shape: Sequence[int]) -> bool:
@@ -96,8 +96,8 @@ def is_quantizable(name: str, shape: Sequence[int]) -> bool:
     ``shape``: in numpy's order.
     """
     is_matrix = prod(shape[:-1]) > 1
-    kept = name in _NEVER_WHOLE or any(part in name for part in _NEVER)
-    return is_matrix and name.endswith("weight") and not kept
+    is_exception = name in _NEVER_WHOLE or any(substring in name for substring in _NEVER)
+    return is_matrix and name.endswith("weight") and not is_exception
 
 
 def needs_importance(name: str, type: GGMLType, mix: str) -> bool:
@@ -127,7 +127,7 @@ class Chooser:
     is_tied: bool  # the token embedding is also the output matrix
     has_importance: bool  # there is an importance matrix
     overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = ()  # patterns of names, and their types
-    _seen: dict[str, int] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
 
     def wanted_type(self, name: str, shape: Sequence[int], old: GGMLType) -> GGMLType:
         """Return the type for a tensor of numpy's ``shape`` with type ``old``. Ignores the block length."""
@@ -168,15 +168,15 @@ class Chooser:
             return T.IQ3_XXS if self.n_layers // 8 <= layer < 7 * self.n_layers // 8 else default
         return default
 
-    def _count(self, what: str) -> int:
-        """Return the number of earlier calls for ``what``."""
-        n = self._seen.get(what, 0)
-        self._seen[what] = n + 1
+    def _count(self, key: str) -> int:
+        """Return the number of earlier calls for ``key``."""
+        n = self._counts.get(key, 0)
+        self._counts[key] = n + 1
         return n
 
-    def _layer(self, what: str, name: str) -> int:
+    def _layer(self, key: str, name: str) -> int:
         """Return a tensor's layer; in models without experts, the number of earlier tensors of its role."""
-        n = self._count(what)
+        n = self._count(key)
         return layer_order(name)[0] if self.n_experts > 1 else n
 
     def _of_lowest(self, role: Role, default: GGMLType) -> GGMLType:

@@ -80,7 +80,7 @@ class TensorPlan:
 
     source: SourceTensor
     new: GGMLType
-    wanted: GGMLType | None = None  # the type that ``new`` replaces because its blocks do not fit the rows
+    replaced: GGMLType | None = None  # the type that ``new`` replaces because its blocks do not fit the rows
 
     @property
     def name(self) -> str:
@@ -172,9 +172,9 @@ def plan(
     return QuantizePlan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing, search)
 
 
-def _fitted(source: SourceTensor, wanted: GGMLType) -> TensorPlan:
-    new = wanted if wanted is source.type else fitting(wanted, source.shape[-1])
-    return TensorPlan(source, new, None if new is wanted else wanted)
+def _fitted(source: SourceTensor, type: GGMLType) -> TensorPlan:
+    new = type if type is source.type else fitting(type, source.shape[-1])
+    return TensorPlan(source, new, None if new is type else type)
 
 
 def _mix_of(tensors: Sequence[TensorPlan]) -> str:
@@ -188,13 +188,13 @@ def _mix_of(tensors: Sequence[TensorPlan]) -> str:
 
 
 def _override(pattern: str, type: str) -> tuple[re.Pattern[str], GGMLType]:
-    found = GGMLType.__members__.get(type.upper())
-    if found not in ENCODABLE:
+    ggml_type = GGMLType.__members__.get(type.upper())
+    if ggml_type not in ENCODABLE:
         raise UsageError(
             f"there is no type {type!r} for tensors: choose one of {', '.join(t.name for t in ENCODABLE)}"
         )
     try:
-        return re.compile(pattern), found
+        return re.compile(pattern), ggml_type
     except re.error as error:
         raise UsageError(f"{pattern!r} is not a valid regular expression: {error}") from None
 
@@ -214,15 +214,15 @@ def _files(
 ) -> list[tuple[Path, Sequence[TensorPlan]]]:
     if not keep_split or len(file.parts) == 1:
         return [(target, tensors)]
-    parts = [set(names) for names in file.parts]
-    return _numbered(target, [[tensor for tensor in tensors if tensor.name in names] for names in parts])
+    tensor_names = [set(names) for names in file.parts]
+    return _numbered(target, [[tensor for tensor in tensors if tensor.name in names] for names in tensor_names])
 
 
-def _numbered(target: Path, parts: Sequence[Sequence[TensorPlan]]) -> list[tuple[Path, Sequence[TensorPlan]]]:
+def _numbered(target: Path, groups: Sequence[Sequence[TensorPlan]]) -> list[tuple[Path, Sequence[TensorPlan]]]:
     """Return the files of a split model with llama.cpp's names."""
     stem = re.sub(r"(-\d{5}-of-\d{5})?(\.gguf)?$", "", target.name)
-    names = [f"{stem}-{number:05d}-of-{len(parts):05d}.gguf" for number in range(1, len(parts) + 1)]
-    return [(target.with_name(name), part) for name, part in zip(names, parts, strict=True)]
+    names = [f"{stem}-{number:05d}-of-{len(groups):05d}.gguf" for number in range(1, len(groups) + 1)]
+    return [(target.with_name(name), group) for name, group in zip(names, groups, strict=True)]
 
 
 def split_files(
@@ -232,16 +232,16 @@ def split_files(
 
     Their names start with the name of ``target``.
     """
-    parts: list[list[TensorPlan]] = [[]]
+    groups: list[list[TensorPlan]] = [[]]
     n_bytes = 0
     for tensor in tensors:
-        is_full = len(parts[-1]) == max_tensors if max_bytes is None else n_bytes + tensor.spec.n_bytes > max_bytes
-        if parts[-1] and is_full:
-            parts.append([])
+        is_full = len(groups[-1]) == max_tensors if max_bytes is None else n_bytes + tensor.spec.n_bytes > max_bytes
+        if groups[-1] and is_full:
+            groups.append([])
             n_bytes = 0
-        parts[-1].append(tensor)
+        groups[-1].append(tensor)
         n_bytes += tensor.spec.n_bytes
-    return _numbered(target, parts)
+    return _numbered(target, groups)
 
 
 def run(
@@ -270,7 +270,7 @@ def run(
     for path, _ in plan.files:
         check_is_new(path, plan.file.paths)
     total = sum(tensor.source.n_bytes for tensor in plan.tensors)
-    done, feedbacks = 0, dict[int, Feedback]()
+    n_done, feedbacks = 0, dict[int, Feedback]()
     with ExitStack() as files:  # all files get their names together at the end
         origin = _origin(plan, allow_nan)
         writers = [
@@ -279,17 +279,17 @@ def run(
         ]
         for writer, (_, tensors) in zip(writers, plan.files, strict=True):
             files.enter_context(writer)
-            done += sum(tensor.source.n_bytes for tensor in tensors[: writer.n_kept])
+            n_done += sum(tensor.source.n_bytes for tensor in tensors[: writer.n_kept])
             for tensor in tensors[writer.n_kept :]:
                 if progress:
-                    progress(tensor, done, total)
+                    progress(tensor, n_done, total)
                 work = TensorWork(tensor, plan.imatrix, feedbacks, allow_nan, threads, plan.search)
-                for done_of_it, piece in work.pieces():
+                for n_done_of_tensor, piece in work.pieces():
                     writer.write(piece)
                     if progress:
-                        progress(tensor, done + done_of_it, total)
+                        progress(tensor, n_done + n_done_of_tensor, total)
                 tensor.source.drop_pages()
-                done += tensor.source.n_bytes
+                n_done += tensor.source.n_bytes
                 yield work.result()
         plan.file.check_unchanged()
 
@@ -330,8 +330,8 @@ def _metadata(plan: QuantizePlan, number: int) -> dict[str, bytes]:
         new["quantize.imatrix.entries_count"] = encode_value(len(plan.imatrix.entries))
         if plan.imatrix.n_chunks > 0:
             new["quantize.imatrix.chunks_count"] = encode_value(plan.imatrix.n_chunks)
-    kept = {key: source.encoded(key) for key in source if key not in new and key not in _SPLIT_KEYS}
-    return kept | new | (split if len(plan.files) > 1 else {})
+    copied = {key: source.encoded(key) for key in source if key not in new and key not in _SPLIT_KEYS}
+    return copied | new | (split if len(plan.files) > 1 else {})
 
 
 class _Piece(NamedTuple):
@@ -339,7 +339,7 @@ class _Piece(NamedTuple):
 
     data: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
     error: float = 0.0
-    whole: float = 0.0
+    square: float = 0.0
     n_cleared: int = 0
 
 
@@ -370,7 +370,7 @@ class TensorWork:
         self._allow_nan = allow_nan
         self._threads = threads or os.cpu_count() or 1
         self._search = search
-        self._error = self._whole = 0.0
+        self._error = self._squares = 0.0
 
     def _feedback_of(self, hessian: Floats, feedbacks: dict[int, Feedback]) -> Feedback:
         """Return the feedback of a Hessian. Cached for weights with the same input, which are close in a file."""
@@ -397,16 +397,16 @@ class TensorWork:
             weights = self._importance if self._importance is None or not per_expert else self._importance[group]
             return rows.nbytes, self._encode(rows, weights, slice(-first % every, None, every))
 
-        done = 0
+        n_done = 0
         for data in source.parts():  # a checkpoint reads the data here
             data = data.reshape(groups, -1, data.shape[-1] if data.ndim else 1)
-            places = [(data, group, first) for group in range(groups) for first in range(0, data.shape[1], step)]
-            for n_bytes, piece in map(encode, places) if len(places) < 2 else in_order(encode, places, self._threads):
-                done += n_bytes
+            slices = [(data, group, first) for group in range(groups) for first in range(0, data.shape[1], step)]
+            for n_bytes, piece in map(encode, slices) if len(slices) < 2 else in_order(encode, slices, self._threads):
+                n_done += n_bytes
                 self._error += piece.error
-                self._whole += piece.whole
+                self._squares += piece.square
                 self.n_cleared += piece.n_cleared
-                yield done, piece.data
+                yield n_done, piece.data
 
     def _encode(
         self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], weights: Floats | None, sample: slice
@@ -446,5 +446,5 @@ class TensorWork:
         return float((rows.astype(np.float64) ** 2 * (1.0 if weights is None else weights)).sum())
 
     def result(self) -> TensorResult:
-        error = None if self.tensor.is_copied else (self._error / self._whole) ** 0.5 if self._whole else 0.0
+        error = None if self.tensor.is_copied else (self._error / self._squares) ** 0.5 if self._squares else 0.0
         return TensorResult(self.tensor, error, self.n_cleared)

@@ -115,7 +115,7 @@ def described(llm: LLM) -> dict[str, Any]:
         **{f"chat_template_{name}": text for name, text in llm.chat_template.named.items()},
         "bos_token": _token_text(tokenizer, tokenizer.bos_id),
         "eos_token": _token_text(tokenizer, tokenizer.eos_id),
-        "modalities": {"vision": llm.sees, "audio": llm.hears},
+        "modalities": {"vision": llm.accepts_images, "audio": llm.accepts_audio},
     }
 
 

@@ -321,7 +321,7 @@ async def show(request: Request, dispatcher: Dispatcher) -> Response:
         if not llm.writes_text:
             return {"template": "", "capabilities": ["embedding"], "model_info": about}
         template = llm.chat_template
-        can = {"vision": llm.sees, "audio": llm.hears}
+        can = {"vision": llm.accepts_images, "audio": llm.accepts_audio}
         can |= {"tools": template.reads("tools"), "thinking": template.reads("enable_thinking")}
         capabilities = ["completion", *(name for name, has in can.items() if has)]
         return {"template": template.source, "capabilities": capabilities, "model_info": about}

@@ -435,7 +435,7 @@ def _capabilities(served: ServedModel) -> list[str]:
         return ["completion"]
     if not served.llm.writes_text:
         return ["embedding"]
-    return ["completion", *(["multimodal"] if served.llm.sees or served.llm.hears else [])]
+    return ["completion", *(["multimodal"] if served.llm.accepts_images or served.llm.accepts_audio else [])]
 
 
 async def model(request: Request, dispatcher: Dispatcher) -> Response:

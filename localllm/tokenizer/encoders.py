@@ -55,7 +55,7 @@ class SentencePieceEncoder:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, OSError, ValueError) as error:
             raise TokenizerError(
-                f"{vocabulary.where}: sentencepiece does not accept the vocabulary: {quoted(str(error))}"
+                f"{vocabulary.file_name}: sentencepiece does not accept the vocabulary: {quoted(str(error))}"
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -83,7 +83,7 @@ def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
     The pieces are the tokens, in order. sentencepiece requires an unknown piece. If no token can be the unknown
     piece, one is added at the end.
     """
-    kinds = [_PIECE_TYPES[TokenType(kind)] for kind in range(len(TokenType))]
+    kinds = [_PIECE_TYPES[TokenType(i)] for i in range(len(TokenType))]
     kinds_of = bytearray(vocabulary.types.translate(bytes(kinds).ljust(256, b"\0")))
     names = [token.encode() for token in vocabulary.tokens]
     byte_fallback = len(set(vocabulary.byte_values.values())) == 256
@@ -191,7 +191,7 @@ class UnigramEncoder:
             pieces.append((_PLACEHOLDER.format(unknown), 0.0))
         self._model = models.Unigram(pieces, unknown, byte_fallback=False)
         self._prefix, self._merge = vocabulary.add_space_prefix, vocabulary.merge_spaces
-        self._replace = CharacterMap(vocabulary.charsmap, vocabulary.where) if vocabulary.charsmap else str
+        self._replace = CharacterMap(vocabulary.charsmap, vocabulary.file_name) if vocabulary.charsmap else str
 
     def encode(self, text: str) -> list[int]:
         text = self._replace(text)
@@ -214,38 +214,38 @@ class CharacterMap:
     replacement (darts-clone). All offsets are checked, because SentencePiece would read out of bounds.
     """
 
-    def __init__(self, charsmap: bytes, where: str) -> None:
+    def __init__(self, charsmap: bytes, file_name: str) -> None:
         size = int.from_bytes(charsmap[:4], "little")
         self._units = np.frombuffer(charsmap[4 : 4 + size // 4 * 4], "<u4").tolist()
         self._texts = charsmap[4 + size :]
-        self._where = where
+        self._file_name = file_name
         self("a")
 
     def __call__(self, text: str) -> str:
-        data, done, replaced = text.encode(), 0, bytearray()
+        data, position, replaced = text.encode(), 0, bytearray()
         try:
-            while done < len(data):
-                end, new = self._match(data, done)
-                replaced += data[done:end] if new is None else new
-                done = end
+            while position < len(data):
+                end, new = self._match(data, position)
+                replaced += data[position:end] if new is None else new
+                position = end
             return replaced.decode()
         except (IndexError, ValueError):
-            raise TokenizerError(f"{self._where}: tokenizer.ggml.precompiled_charsmap is damaged") from None
+            raise TokenizerError(f"{self._file_name}: tokenizer.ggml.precompiled_charsmap is damaged") from None
 
     def _match(self, data: bytes, start: int) -> tuple[int, bytes | None]:
         """Return the longest match's end and its replacement; without a match the character's end and None."""
-        units, place, found, end = self._units, _children(self._units[0]), None, start
+        units, node, replacement, end = self._units, _children(self._units[0]), None, start
         for at in range(start, len(data)):
             byte = data[at]
-            place ^= byte
-            unit = units[place]
+            node ^= byte
+            unit = units[node]
             if unit & 0x8000_00FF != byte or not byte:
                 break
-            place ^= _children(unit)
+            node ^= _children(unit)
             if unit >> 8 & 1:
-                found, end = units[place] & 0x7FFF_FFFF, at + 1
-        if found is not None:
-            return end, self._texts[found : self._texts.index(0, found)]
+                replacement, end = units[node] & 0x7FFF_FFFF, at + 1
+        if replacement is not None:
+            return end, self._texts[replacement : self._texts.index(0, replacement)]
         end = start + 1
         while end < len(data) and data[end] & 0xC0 == 0x80:
             end += 1
@@ -266,7 +266,7 @@ class WordPieceEncoder:
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
         if vocabulary.unk_id is None:
-            raise TokenizerError(f"{vocabulary.where}: tokenizer.ggml.unknown_token_id is missing")
+            raise TokenizerError(f"{vocabulary.file_name}: tokenizer.ggml.unknown_token_id is missing")
         ids = {text[1:] if text.startswith("\u2581") else f"##{text}": id_ for text, id_ in vocabulary.ids.items()}
         unknown = vocabulary.tokens[vocabulary.unk_id]
         ids[unknown] = vocabulary.unk_id
@@ -295,14 +295,14 @@ class BPEEncoder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         from tokenizers import pre_tokenizers
 
-        self._kind = kind = vocabulary.pre_tokenizer
-        self._splitter = word_splitter(kind)
+        self._pre_tokenizer = pre_tokenizer = vocabulary.pre_tokenizer
+        self._splitter = word_splitter(pre_tokenizer)
         self._cuts_words = cuts_words(self._splitter)
-        if not kind.is_raw:
+        if not pre_tokenizer.is_raw:
             byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             self._splitter = pre_tokenizers.Sequence([self._splitter, byte_level])
         self._ids, self._ranks, self._unknown = vocabulary.ids, vocabulary.merges, len(vocabulary)
-        self._bytes = {value: id_ for id_, value in vocabulary.byte_values.items()} if kind.is_raw else {}
+        self._bytes = {value: id_ for id_, value in vocabulary.byte_values.items()} if pre_tokenizer.is_raw else {}
         self._seen: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -314,39 +314,41 @@ class BPEEncoder:
         return ids
 
     def _words(self, text: str) -> list[str]:
-        if self._kind.is_raw:
-            if not self._kind.space:
+        if self._pre_tokenizer.is_raw:
+            if not self._pre_tokenizer.space:
                 return text.split()
-            text = text.replace(" ", self._kind.space)
-        parts = text_parts(text) if self._cuts_words else [text]
-        return [word for part in parts for word, _ in self._splitter.pre_tokenize_str(part)]
+            text = text.replace(" ", self._pre_tokenizer.space)
+        segments = text_segments(text) if self._cuts_words else [text]
+        return [word for segment in segments for word, _ in self._splitter.pre_tokenize_str(segment)]
 
     def _encode_word(self, word: str) -> list[int]:
-        is_whole = (
-            self._kind.ignore_merges or len(word) == 1 or (self._kind.whole and not word.strip(self._kind.whole))
+        is_unsplit = (
+            self._pre_tokenizer.ignore_merges
+            or len(word) == 1
+            or (self._pre_tokenizer.unsplit and not word.strip(self._pre_tokenizer.unsplit))
         )
-        whole = self._ids.get(word) if is_whole else None
-        ids = [id_ for part in self._merged(word) for id_ in self._spelled(part)] if whole is None else [whole]
+        word_id = self._ids.get(word) if is_unsplit else None
+        ids = [id_ for piece in self._merged(word) for id_ in self._spelled(piece)] if word_id is None else [word_id]
         if len(word) <= _LONGEST_SEEN:
             if len(self._seen) >= _MAX_SEEN:
                 self._seen.clear()
             self._seen[word] = ids
         return ids
 
-    def _spelled(self, part: str) -> list[int]:
-        id_ = self._ids.get(part)
+    def _spelled(self, piece: str) -> list[int]:
+        id_ = self._ids.get(piece)
         if id_ is not None or not self._bytes:
             return [self._unknown if id_ is None else id_]
-        return [self._bytes.get(byte, self._unknown) for byte in part.encode()]
+        return [self._bytes.get(byte, self._unknown) for byte in piece.encode()]
 
     def _merged(self, word: str) -> list[str]:
-        """Return a word's parts after all merges: best merge first, leftmost among equal ones."""
-        parts, n, ranks = list(word), len(word), self._ranks
+        """Return a word's pieces after all merges: best merge first, leftmost among equal ones."""
+        pieces, n, ranks = list(word), len(word), self._ranks
         before, after = list(range(-1, n - 1)), list(range(1, n + 1))
 
         def rank(i: int) -> int | None:
-            """Return the rank of merging part i with the next part; None for a part that was joined already."""
-            return ranks.get(f"{parts[i]} {parts[after[i]]}") if after[i] < n else None
+            """Return the rank of merging piece i with the next piece; None for a piece that was joined already."""
+            return ranks.get(f"{pieces[i]} {pieces[after[i]]}") if after[i] < n else None
 
         # Numbers instead of pairs, pushed one by one: for a word of a million characters, other methods would block
         # other threads for a long time.
@@ -358,16 +360,16 @@ class BPEEncoder:
             best, i = divmod(heappop(merges), n)
             if not i % _CHECKED:
                 check_cancelled()
-            if rank(i) != best:  # one of the parts has changed
+            if rank(i) != best:  # one of the pieces has changed
                 continue
             j = after[i]
-            parts[i], parts[j], after[i] = parts[i] + parts[j], "", after[j]
+            pieces[i], pieces[j], after[i] = pieces[i] + pieces[j], "", after[j]
             if after[j] < n:
                 before[after[j]] = i
             for k in (before[i], i):
                 if k >= 0 and (r := rank(k)) is not None:
                     heappush(merges, r * n + k)
-        return [part for part in parts if part]
+        return [piece for piece in pieces if piece]
 
 
 #: Words, or merges, between two checks for cancellation.
@@ -393,31 +395,33 @@ def cuts_words(splitter: tokenizers.pre_tokenizers.PreTokenizer) -> bool:
     return {1, 3} <= starts
 
 
-def text_parts(text: str) -> Iterator[str]:
+def text_segments(text: str) -> Iterator[str]:
     start, stop = 0, _PART
     while stop < len(text):
         check_cancelled()
-        found = _CUT.search(text, stop, stop + _PART)
-        if found is not None or stop + _PART - start > _LONGEST_WORD:
-            end = stop if found is None else found.start()
+        cut = _CUT.search(text, stop, stop + _PART)
+        if cut is not None or stop + _PART - start > _LONGEST_WORD:
+            end = stop if cut is None else cut.start()
             yield text[start:end]
             start = end
         stop += _PART
     yield text[start:]
 
 
-def word_splitter(kind: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
+def word_splitter(pre_tokenizer: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
     """Return a splitter into words for a pre-tokenizer."""
     from tokenizers import Regex, pre_tokenizers
 
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns])
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns]
+    )
 
 
 def _byte_characters() -> dict[str, int]:
     """Return GPT-2's visible character for each byte: itself for printable Latin-1, else U+0100 and following."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(0x100 + n): byte for n, byte in enumerate(others)}}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(0x100 + n): byte for n, byte in enumerate(unprintable)}}
 
 
 BYTE_CHARACTERS = _byte_characters()

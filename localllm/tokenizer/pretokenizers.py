@@ -31,7 +31,7 @@ class PreTokenizer:
     # bytes, which are tokens such as ``<0x0A>``.
     is_raw: bool = False
     space: str = " "  # replacement of a space if ``is_raw``; empty: white space is removed
-    whole: str = ""  # ``ignore_merges`` applies to words of only these characters
+    unsplit: str = ""  # ``ignore_merges`` applies to words of only these characters
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -142,7 +142,7 @@ _CHAMELEON = (
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
 _LINES = (r"[^\n]+|\n+",)
-GEMMA4 = PreTokenizer(_LINES, add_bos=True, is_raw=True, space="\u2581", whole="\n")
+GEMMA4 = PreTokenizer(_LINES, add_bos=True, is_raw=True, space="\u2581", unsplit="\n")
 
 _KINDS: list[tuple[PreTokenizer, str]] = [
     (DEFAULT, "default"),
@@ -203,17 +203,19 @@ _KINDS: list[tuple[PreTokenizer, str]] = [
     (PreTokenizer((r"\s+",), is_raw=True, space=""), "whitespace"),
 ]
 
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: kind for kind, names in _KINDS for name in names.split()}
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    name: pre_tokenizer for pre_tokenizer, names in _KINDS for name in names.split()
+}
 """Pre-tokenizer by ``tokenizer.ggml.pre`` name."""
 
 
-def warn_if_unknown(name: str | None, where: str) -> None:
-    """Warn if the pre-tokenizer ``name`` of the file ``where`` is unknown, so that the default one is used."""
+def warn_if_unknown(name: str | None, file_name: str) -> None:
+    """Warn if the pre-tokenizer ``name`` of the file ``file_name`` is unknown, so that the default one is used."""
     if name in PRE_TOKENIZERS:
         return
-    what = "names no pre-tokenizer" if name is None else f"uses the unknown pre-tokenizer {quoted(name)}"
+    fault = "names no pre-tokenizer" if name is None else f"uses the unknown pre-tokenizer {quoted(name)}"
     warn(
-        f"{where} {what} (tokenizer.ggml.pre): falling back to 'default', so texts may be split differently "
+        f"{file_name} {fault} (tokenizer.ggml.pre): falling back to 'default', so texts may be split differently "
         "than in training and answers may be worse; a newer conversion of the model may help",
         TokenizerWarning,
     )

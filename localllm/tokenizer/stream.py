@@ -67,7 +67,7 @@ class StreamDecoder:
     @property
     def stopped(self) -> str | None:
         """Stop string that ended the text, or None."""
-        return self._stops.found
+        return self._stops.match
 
     def feed(self, token: int) -> str:
         """Add a token and return the text that is now certain; empty after a stop string."""
@@ -89,16 +89,16 @@ class StreamDecoder:
     def _answer_stopped(self, splitter: ReplySplitter, text: str, final: bool) -> str:
         """Return the text up to a stop string in the answer."""
         segments = [*splitter.segments(text), *(splitter.last_segments() if final else ())]
-        parts: list[str] = []
+        texts: list[str] = []
         for characters, segment_text, is_reasoning in segments:
             raw = characters[self._n_held_before :]
             self._n_held_before -= len(characters) - len(raw)
             is_answer = segment_text == characters and not is_reasoning
             if not is_answer:  # no stop string includes reasoning or a tag
-                parts.append(self._stops.feed("", final=True))
+                texts.append(self._stops.feed("", final=True))
             if self.stopped is None:
-                parts.append(self._stops.feed(raw, final=False) if is_answer else raw)
-        return "".join(parts) + self._stops.feed("", final=final)
+                texts.append(self._stops.feed(raw, final=False) if is_answer else raw)
+        return "".join(texts) + self._stops.feed("", final=final)
 
 
 class _StopStrings:
@@ -112,20 +112,20 @@ class _StopStrings:
         if any(not stop for stop in stops):
             raise UsageError("a stop string is empty: give the text to stop at, or remove the stop string")
         self._stops = tuple(stops)
-        self._held = ""
-        self.found: str | None = None
+        self._pending = ""
+        self.match: str | None = None
 
     def feed(self, text: str, *, final: bool) -> str:
         if not self._stops:
             return text
-        if self.found is not None:
+        if self.match is not None:
             return ""
-        text = self._held + text
+        text = self._pending + text
         begin = len(text) if final else self._begin_of_open(text)
         hits = [(start, len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if hits and min(hits)[0] <= begin:
-            begin, _, self.found = min(hits)
-        self._held = "" if self.found is not None else text[begin:]
+            begin, _, self.match = min(hits)
+        self._pending = "" if self.match is not None else text[begin:]
         return text[:begin]
 
     def _begin_of_open(self, text: str) -> int:

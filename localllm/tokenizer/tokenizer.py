@@ -59,7 +59,7 @@ class Tokenizer:
     def warn_if_guessed(self) -> None:
         """Warn if the file's pre-tokenizer is unknown and the default one is used."""
         if self.model == BPE:
-            warn_if_unknown(self.pre, self._vocabulary.where)
+            warn_if_unknown(self.pre, self._vocabulary.file_name)
 
     @property
     def model(self) -> str:
@@ -103,21 +103,21 @@ class Tokenizer:
         """True if encoding adds a leading space, which decoding removes."""
         return self._vocabulary.add_space_prefix
 
-    def difference(self, others: Vocabulary) -> str | None:
+    def difference(self, other_vocabulary: Vocabulary) -> str | None:
         """Describe the first difference from another vocabulary; None if every id has the same meaning in both.
 
         Unused tokens at the end of only one vocabulary are padding and do not count.
         """
-        own = self._vocabulary
-        if own.model != others.model:
-            return f"its kind is {others.model!r} instead of {own.model!r}"
-        for id_, (token, its) in enumerate(zip(own.tokens, others.tokens, strict=False)):
+        vocabulary = self._vocabulary
+        if vocabulary.model != other_vocabulary.model:
+            return f"its kind is {other_vocabulary.model!r} instead of {vocabulary.model!r}"
+        for id_, (token, its) in enumerate(zip(vocabulary.tokens, other_vocabulary.tokens, strict=False)):
             if token != its:
                 return f"token {id_:,} is {quoted(its)} instead of {quoted(token)}"
-        n = min(len(own), len(others))
-        longer = own if len(own) > n else others
-        if any(kind != TokenType.UNUSED for kind in longer.types[n:]):
-            return f"it has {len(others):,} tokens instead of {len(own):,}"
+        n = min(len(vocabulary), len(other_vocabulary))
+        longer = vocabulary if len(vocabulary) > n else other_vocabulary
+        if any(token_type != TokenType.UNUSED for token_type in longer.types[n:]):
+            return f"it has {len(other_vocabulary):,} tokens instead of {len(vocabulary):,}"
         return None
 
     def is_special(self, token: int) -> bool:
@@ -141,13 +141,13 @@ class Tokenizer:
             TokenizerError: ``token`` is not an id of this vocabulary.
         """
         token = as_token_id(token, self._n_vocab)
-        kind = self._vocabulary.types[token]
+        token_type = self._vocabulary.types[token]
         text = self._vocabulary.tokens[token]
-        if kind in _INVISIBLE:
+        if token_type in _INVISIBLE:
             return text.encode() if special else b""
-        if kind == TokenType.BYTE:
+        if token_type == TokenType.BYTE:
             return bytes((self._vocabulary.byte_values[token],))
-        if kind == TokenType.USER_DEFINED:
+        if token_type == TokenType.USER_DEFINED:
             return text.encode()
         if self.model == BPE and not self._vocabulary.pre_tokenizer.is_raw:
             try:
@@ -226,7 +226,7 @@ class Tokenizer:
         lost = [c for c in dict.fromkeys(text) if self._n_vocab in self._encoder.encode(c)]
         more = f" and {len(lost) - 1:,} more" if len(lost) > 1 else ""
         warn(
-            f"{self._vocabulary.where}: the vocabulary cannot spell {lost[0]!a} (U+{ord(lost[0]):04X}){more}: "
+            f"{self._vocabulary.file_name}: the vocabulary cannot spell {lost[0]!a} (U+{ord(lost[0]):04X}){more}: "
             "the model reads the text without it",
             TokenizerWarning,
         )
@@ -260,24 +260,24 @@ class _TokenMatcher:
         lengths: dict[str, set[int]] = {}
         for token in ids:
             lengths.setdefault(token[:2], set()).add(len(token))
-        self._lengths = {start: sorted(found, reverse=True) for start, found in lengths.items()}
+        self._lengths = {start: sorted(token_lengths, reverse=True) for start, token_lengths in lengths.items()}
         firsts = "".join(sorted({token[0] for token in ids}))
         self._candidate = re.compile(f"[{re.escape(firsts)}]") if firsts else None
 
     def split(self, text: str) -> Iterator[str | int]:
         """Yield the ids of special tokens in ``text``, and the texts between them, which are never empty."""
-        done = 0
+        end = 0
         if self._candidate is not None:
             for match in self._candidate.finditer(text):
                 start = match.start()
-                token = self._longest_at(text, start) if start >= done else None
+                token = self._longest_at(text, start) if start >= end else None
                 if token is not None:
-                    if start > done:
-                        yield text[done:start]
+                    if start > end:
+                        yield text[end:start]
                     yield self._ids[token]
-                    done = start + len(token)
-        if done < len(text):
-            yield text[done:]
+                    end = start + len(token)
+        if end < len(text):
+            yield text[end:]
 
     def _longest_at(self, text: str, start: int) -> str | None:
         for prefix in (text[start : start + 2], text[start]):

@@ -108,7 +108,7 @@ class MetadataFile(Protocol):
 class Vocabulary:
     """Tokens and all tokenizer metadata. Lengths and ranges are checked."""
 
-    where: str  # file name, for messages
+    file_name: str  # file name, for messages
     model: str  # ``"llama"`` (SentencePiece), ``"gpt2"`` (BPE), ``"t5"`` (Unigram) or ``"bert"`` (WordPiece)
     pre: str | None  # ``tokenizer.ggml.pre``, None if missing
     tokens: list[str]  # text of each token as written in the file
@@ -165,19 +165,19 @@ class Vocabulary:
         add_bos |= pre_tokenizer is pretokenizers.GEMMA4  # wrongly false in older files
         add_eos = meta.flag("add_eos_token", model in (UNIGRAM, WORD_PIECE))
         lowercase = meta.flag("normalizer.lowercase", True)
-        for name, wanted, token in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
-            if wanted and token is None:
+        for name, is_added, token in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
+            if is_added and token is None:
                 why = f"texts need a {name.upper()} token, but tokenizer.ggml.{name}_token_id is missing"
-                raise TokenizerError(f"{meta.where}: {why}; convert the model again")
+                raise TokenizerError(f"{meta.file_name}: {why}; convert the model again")
         eog_ids = _mark_special(meta, ids, alike, types, merges, eos_id)
         return cls(
-            where=meta.where,
+            file_name=meta.file_name,
             model=model,
             pre=pre,
             tokens=tokens,
             ids=ids,
             types=bytes(types),
-            byte_values=_byte_values(tokens, types, meta.where),
+            byte_values=_byte_values(tokens, types, meta.file_name),
             scores=scores,
             merges=merges,
             pre_tokenizer=pre_tokenizer,
@@ -207,7 +207,7 @@ class _TokenizerMetadata:
     """Reads ``tokenizer.ggml.*`` keys with their types. Errors name the file and the key."""
 
     def __init__(self, file: MetadataFile) -> None:
-        self.where = path_text(file.path)
+        self.file_name = path_text(file.path)
         self._values = file.metadata
 
     def has(self, name: str) -> bool:
@@ -216,8 +216,8 @@ class _TokenizerMetadata:
     def _get(self, name: str) -> object:
         return self._values.get(f"tokenizer.ggml.{name}")
 
-    def _wrong(self, name: str, wanted: str) -> TokenizerError:
-        return TokenizerError(f"{self.where}: tokenizer.ggml.{name} is not {wanted}; the file is damaged")
+    def _wrong(self, name: str, expected: str) -> TokenizerError:
+        return TokenizerError(f"{self.file_name}: tokenizer.ggml.{name} is not {expected}; the file is damaged")
 
     def general_name(self) -> str:
         name = self._values.get("general.name")
@@ -226,10 +226,10 @@ class _TokenizerMetadata:
     def model(self) -> str:
         value = self._get("model")
         if value is None:
-            raise TokenizerError(f"{self.where}: the file has no tokenizer (tokenizer.ggml.model is missing)")
+            raise TokenizerError(f"{self.file_name}: the file has no tokenizer (tokenizer.ggml.model is missing)")
         if not isinstance(value, str) or value not in (*_MODELS, *_BPE_NAMES):
-            supported = ", ".join(f"{name!r} ({what})" for name, what in _MODELS.items())
-            raise TokenizerError(f"{self.where}: the tokenizer {quoted(value)} is not supported; {supported} are")
+            supported = ", ".join(f"{name!r} ({description})" for name, description in _MODELS.items())
+            raise TokenizerError(f"{self.file_name}: the tokenizer {quoted(value)} is not supported; {supported} are")
         return value
 
     def text(self, name: str) -> str | None:
@@ -264,7 +264,7 @@ class _TokenizerMetadata:
         if value in (_NO_ID, -1):
             return None
         if not 0 <= value < n_vocab:
-            raise TokenizerError(f"{self.where}: tokenizer.ggml.{name} is {value} but there are {n_vocab} tokens")
+            raise TokenizerError(f"{self.file_name}: tokenizer.ggml.{name} is {value} but there are {n_vocab} tokens")
         return value
 
     def token_ids(self, name: str, n_vocab: int) -> list[int]:
@@ -280,14 +280,16 @@ class _TokenizerMetadata:
     def _strings(self, name: str) -> list[str]:
         value = self._get(name)
         if value is None:
-            raise TokenizerError(f"{self.where}: the vocabulary lacks its tokenizer.ggml.{name}")
+            raise TokenizerError(f"{self.file_name}: the vocabulary lacks its tokenizer.ggml.{name}")
         if isinstance(value, str | bytes | np.ndarray) or not isinstance(value, Sequence):
             raise self._wrong(name, "an array of strings")
         try:
             strings = list(value)
             "".join(strings).encode()
         except UnicodeError:
-            raise TokenizerError(f"{self.where}: tokenizer.ggml.{name} holds a string that is not UTF-8") from None
+            raise TokenizerError(
+                f"{self.file_name}: tokenizer.ggml.{name} holds a string that is not UTF-8"
+            ) from None
         except TypeError:
             raise self._wrong(name, "an array of strings") from None
         return strings
@@ -299,13 +301,15 @@ class _TokenizerMetadata:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
             raise self._wrong(name, "an array of numbers")
         if value.shape != (n_vocab,):
-            raise TokenizerError(f"{self.where}: {n_vocab} tokens but {value.size} entries in tokenizer.ggml.{name}")
+            raise TokenizerError(
+                f"{self.file_name}: {n_vocab} tokens but {value.size} entries in tokenizer.ggml.{name}"
+            )
         return value
 
     def tokens(self) -> list[str]:
         tokens = self._strings("tokens")
         if not tokens:
-            raise TokenizerError(f"{self.where}: the vocabulary is empty (tokenizer.ggml.tokens)")
+            raise TokenizerError(f"{self.file_name}: the vocabulary is empty (tokenizer.ggml.tokens)")
         return tokens
 
     def types(self, n_vocab: int) -> Iterable[int]:
@@ -318,7 +322,7 @@ class _TokenizerMetadata:
         bad = np.flatnonzero((integers < 0) | (integers > max(TokenType)))
         if bad.size:
             first = int(bad[0])
-            raise TokenizerError(f"{self.where}: token {first} is of the unknown type {integers[first]}")
+            raise TokenizerError(f"{self.file_name}: token {first} is of the unknown type {integers[first]}")
         return integers.astype(np.uint8).tobytes()
 
     def scores(self, n_vocab: int) -> npt.NDArray[np.float32]:
@@ -330,7 +334,7 @@ class _TokenizerMetadata:
             floats = scores.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(floats))
         if bad.size:
-            raise TokenizerError(f"{self.where}: the score of token {bad[0]} is {floats[bad[0]]}")
+            raise TokenizerError(f"{self.file_name}: the score of token {bad[0]} is {floats[bad[0]]}")
         return floats
 
     def merges(self, ids: Mapping[str, int]) -> dict[str, int]:
@@ -349,11 +353,13 @@ class _TokenizerMetadata:
         for index, merge in enumerate(merges):
             pair = merge.split(" ")
             if len(pair) != 2:
-                raise TokenizerError(f"{self.where}: merge {index}, {quoted(merge)}, is not two tokens and a space")
+                raise TokenizerError(
+                    f"{self.file_name}: merge {index}, {quoted(merge)}, is not two tokens and a space"
+                )
             for token in (*pair, "".join(pair)):
                 if token not in ids:
-                    what = f"merge {index} ({quoted(pair[0])} {quoted(pair[1])}) needs the token {quoted(token)}"
-                    raise TokenizerError(f"{self.where}: {what}, which the vocabulary does not have")
+                    fault = f"merge {index} ({quoted(pair[0])} {quoted(pair[1])}) needs the token {quoted(token)}"
+                    raise TokenizerError(f"{self.file_name}: {fault}, which the vocabulary does not have")
 
 
 def _index(tokens: Sequence[str], types: bytes | bytearray) -> tuple[dict[str, int], dict[str, list[int]]]:
@@ -369,8 +375,8 @@ def _index(tokens: Sequence[str], types: bytes | bytearray) -> tuple[dict[str, i
         for index, token in enumerate(tokens):
             if token and ids[token] != index:
                 alike.setdefault(token, [ids[token]]).append(index)
-        for token, found in alike.items():
-            ids[token] = min(found, key=lambda index: (types[index] not in _ORDINARY, index))
+        for token, indices in alike.items():
+            ids[token] = min(indices, key=lambda index: (types[index] not in _ORDINARY, index))
     return ids, alike
 
 
@@ -379,9 +385,9 @@ def _guess_types(types: bytearray, tokens: Sequence[str]) -> None:
     for index, token in enumerate(tokens):
         if _BYTE_TOKEN.fullmatch(token):
             types[index] = TokenType.BYTE
-    for text, kind in (("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)):
+    for text, token_type in (("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)):
         if text in tokens:
-            types[tokens.index(text)] = kind
+            types[tokens.index(text)] = token_type
 
 
 def _of_type(types: bytes | bytearray, *kinds: TokenType) -> list[int]:
@@ -389,13 +395,13 @@ def _of_type(types: bytes | bytearray, *kinds: TokenType) -> list[int]:
     return ids
 
 
-def _byte_values(tokens: Sequence[str], types: bytes | bytearray, where: str) -> dict[int, int]:
+def _byte_values(tokens: Sequence[str], types: bytes | bytearray, file_name: str) -> dict[int, int]:
     values = {}
     for index in _of_type(types, TokenType.BYTE):
         match = _BYTE_TOKEN.fullmatch(tokens[index])
         if match is None:
-            what = f"token {index} is called a byte but reads {quoted(tokens[index])}"
-            raise TokenizerError(f"{where}: {what}, not <0x00> to <0xFF>")
+            fault = f"token {index} is called a byte but reads {quoted(tokens[index])}"
+            raise TokenizerError(f"{file_name}: {fault}, not <0x00> to <0xFF>")
         values[index] = int(match[1], 16)
     return values
 
@@ -413,14 +419,14 @@ def _mark_special(
     def spelled(*texts: str) -> list[int]:
         return [id_ for text in texts for id_ in alike.get(text) or ([ids[text]] if text in ids else [])]
 
-    found = spelled(*END_TEXTS)
+    end_ids = spelled(*END_TEXTS)
     for key, texts in zip(_FILL_IN_END_KEYS, _FILL_IN_END_TEXTS, strict=True):
         by_text = next(iter(spelled(*texts)), None)
         if (token := meta.token_id(key, len(types), by_text)) is not None:
-            found.append(token)
+            end_ids.append(token)
     around = spelled(*_FILL_IN_TEXTS)
-    ordinary = _ordinary_words((*found, *around), ids, types, merges)
-    ends = set(found) - ordinary
+    ordinary = _ordinary_words((*end_ids, *around), ids, types, merges)
+    ends = set(end_ids) - ordinary
     for token in ends.union(around) - ordinary:
         types[token] = TokenType.CONTROL
     for token in spelled(*_VISIBLE_TEXTS):
@@ -430,8 +436,8 @@ def _mark_special(
         for token in spelled("<|end|>"):
             ends.discard(token)
             types[token] = TokenType.USER_DEFINED
-    named = [meta.token_id(key, len(types), None) for key in ("eot_token_id", "eom_token_id")]
-    ends.update(token for token in (*named, eos_id) if token is not None)
+    metadata_ids = [meta.token_id(key, len(types), None) for key in ("eot_token_id", "eom_token_id")]
+    ends.update(token for token in (*metadata_ids, eos_id) if token is not None)
     ends.update(meta.token_ids("eos_token_ids", len(types)))
     # Llama's old EOS also ends generations of fine-tuned models with another EOS. As a normal token it is HTML.
     ends.update(token for token in spelled("</s>") if types[token] == TokenType.CONTROL)
@@ -439,10 +445,10 @@ def _mark_special(
 
 
 def _ordinary_words(
-    found: Iterable[int], ids: Mapping[str, int], types: bytearray, merges: Iterable[str]
+    candidates: Iterable[int], ids: Mapping[str, int], types: bytearray, merges: Iterable[str]
 ) -> set[int]:
-    """Return the ids in ``found`` that merges can produce: ordinary words that look like control tokens."""
-    normal = {token for token in found if types[token] == TokenType.NORMAL}
+    """Return the ids in ``candidates`` that merges can produce: ordinary words that look like control tokens."""
+    normal = {token for token in candidates if types[token] == TokenType.NORMAL}
     joined = (merge.replace(" ", "") for merge in (merges if normal else ()))
     return {ids[token] for token in joined if ids.get(token) in normal}
 

@@ -142,7 +142,7 @@ class Ours:
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> Floats:
         """float32 [n_tokens, width]."""
-        work = self._encoder.encode([self._encoder.picture(self._encoder.prepare(pixels))])
+        work = self._encoder.encode([self._encoder.as_media(self._encoder.prepare(pixels))])
         while True:
             try:
                 next(work)

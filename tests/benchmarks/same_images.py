@@ -138,7 +138,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
         if len(rows) == len(flat):
             ids: list[int] = []
             placed: list[MediaTokens] = []
-            known, first = encoder.picture(prepared), 0
+            known, first = encoder.as_media(prepared), 0
             for chunk, text in zip(chunks, texts, strict=True):
                 if text is None:
                     n = int(mtmd.api.mtmd_input_chunk_get_n_tokens(chunk))

@@ -101,7 +101,7 @@ class FakeModel:
 
     closed = False
     name = "Fake"
-    sees = hears = False
+    accepts_images = accepts_audio = False
     template_variables: ClassVar[dict[str, Any]] = {}
 
     @property

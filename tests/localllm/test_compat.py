@@ -568,7 +568,7 @@ def test_unsupported_options_of_a_chat(llm: Llama, options: dict[str, Any], mess
 
 def test_other_unsupported_features(llm: Llama) -> None:
     for call in (llm.embed, llm.create_embedding):
-        with pytest.raises(UsageError, match="makes no vectors of texts"):
+        with pytest.raises(UsageError, match="cannot compute vectors of texts"):
             call("text")
     with pytest.raises(NotAvailableError, match="logits_all=True"):
         llm.scores  # noqa: B018

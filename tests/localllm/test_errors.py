@@ -42,8 +42,8 @@ def test_text_that_is_not_an_argument_is_never_renamed() -> None:
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_prompt_that_is_too_long_names_the_way_to_more_context(truncated: bool) -> None:
     error = ContextLengthError(5000, 4096, truncated=truncated)
-    assert str(error).endswith("or give a larger context")
-    assert error.worded(in_flags).endswith("or give a larger -c")
+    assert str(error).endswith("or use a larger context")
+    assert error.worded(in_flags).endswith("or use a larger -c")
     assert (error.n_tokens, error.context, error.truncated) == (5000, 4096, truncated)
 
 

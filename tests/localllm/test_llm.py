@@ -695,7 +695,7 @@ def test_a_chat_that_is_too_long_loses_its_oldest_turns(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match="or overflow='truncate'") as caught:
         llm.chat([*turns, question])
     assert "overflow='truncate'" in str(caught.value)
-    with pytest.raises(ContextLengthError, match=r"shorten it, or give a larger context$") as caught:
+    with pytest.raises(ContextLengthError, match=r"shorten it, or use a larger context$") as caught:
         llm.chat([system, {"role": "user", "content": "b" * 200}])
     assert "overflow='truncate'" not in str(caught.value)
     with pytest.raises(ContextLengthError, match="the last message alone makes a prompt of 207 tokens") as caught:
@@ -783,7 +783,7 @@ TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
 )
 def test_tools_that_a_template_does_not_use_are_a_warning(chat: Callable[[LLM], object], tiny_path: Path) -> None:
     with localllm.load(tiny_path, device="reference", chat_template="{{ messages[0].content }}") as llm:
-        with pytest.warns(UserWarning, match="does not use tools: the model is told of none") as caught:
+        with pytest.warns(UserWarning, match="does not use tools, so the model does not see them") as caught:
             chat(llm)
         assert [warning.filename for warning in caught] == [__file__]
     with localllm.load(
@@ -1038,7 +1038,7 @@ def loaded_reference(tiny_path: Path) -> Iterator[LLM]:
 
 @pytest.mark.parametrize("prompt", [b"abc", bytearray(b"ab"), 5, None, {1: 2}, {1, 2}])
 def test_prompts_of_other_types(loaded_reference: LLM, prompt: Any) -> None:
-    words = f"prompt must be a text or a list of token ids, not {type(prompt).__name__}"
+    words = f"prompt must be text or a list of token ids, not {type(prompt).__name__}"
     with pytest.raises(UsageError, match=f"^{words}$"):
         loaded_reference.generate(prompt)
 
@@ -1073,7 +1073,7 @@ def test_options_out_of_range(loaded_reference: LLM, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("temprature", "'temperature'"), ("max_token", "'max_tokens'"), ("qqq", "there are")]
+    ("name", "hint"), [("temprature", "'temperature'"), ("max_token", "'max_tokens'"), ("qqq", "the keywords are")]
 )
 def test_an_unknown_option_names_its_nearest(loaded_reference: LLM, name: str, hint: str) -> None:
     for method in ("generate", "stream"):

@@ -80,7 +80,7 @@ def test_a_folder_that_others_can_read_is_warned_about(tmp_path: Path, capfd: py
     assert private_folder(tmp_path / "new") is None
     (tmp_path / "old").mkdir(mode=0o755)
     assert private_folder(tmp_path / "old") == (
-        f"other users can read {tmp_path / 'old'}, which has texts of yours: chmod go= {tmp_path / 'old'}"
+        f"other users can read {tmp_path / 'old'}, which contains your texts: run chmod go= {tmp_path / 'old'}"
     )
     ResponseStore(tmp_path / "old")
     assert "warning: other users can read" in capfd.readouterr().err

@@ -126,7 +126,7 @@ def test_timings_of_the_server_count_drafts() -> None:
 def test_forced_drafts_need_something_that_drafts(tiny_path: Path) -> None:
     with (
         localllm.load(tiny_path, context=96) as llm,
-        pytest.raises(UsageError, match=r"draft_always is True, but nothing drafts: .* a draft_model"),
+        pytest.raises(UsageError, match=r"draft_always is True, but no drafts are available: .* a draft_model"),
     ):
         llm.generate("the", draft_always=True)
 

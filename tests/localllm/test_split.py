@@ -231,7 +231,7 @@ def test_the_plan_without_loading(
         "output               device 0 (kernels of device 0)",
     ]
     assert lines[8] == "cache                pages of 16 tokens: 4 of all tokens"
-    assert [line[:20].strip() for line in lines[8:]] == ["cache", "scratch", "on host", "on device 0", "in all"]
+    assert [line[:20].strip() for line in lines[8:]] == ["cache", "scratch", "on host", "on device 0", "total"]
     assert re.search(r"^on host +[\d.]+ MB of [\d.]+ GB free: [\d.]+ kB weights, ", lines[10])
     assert re.search(
         r"on device 0 +[\d.]+ kB of 1.1 TB free: [\d.]+ kB weights, [\d.]+ kB KV cache, [\d.]+ kB scratch$",
@@ -277,7 +277,7 @@ def test_the_plan_is_printed_before_anything_is_loaded(
         monkeypatch.setattr("localllm.loading.load.open_devices", machine)
         outcome = run_main(capfdbinary, *generate, *flags)
         assert outcome.code == 1
-        assert ("the plan, with 64 tokens of context:" in outcome.err) == (said is not None)
+        assert ("plan with 64 tokens of context:" in outcome.err) == (said is not None)
         assert said is None or said in outcome.err
 
 
@@ -288,17 +288,17 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
     assert "host (kernels of host)" in expected.err
     outcome = run_main(capfdbinary, *generate, "--gpu-layers", 2, "--tensor-split", "3,1")
     assert (outcome.code, outcome.out) == (0, expected.out)
-    plan, text = outcome.err.index("the plan, with 64 tokens of context:"), outcome.err.index("host + device 0")
+    plan, text = outcome.err.index("plan with 64 tokens of context:"), outcome.err.index("host + device 0")
     assert plan < text, "the plan must precede loading"
     on = ["on host", "on device 0", "on device 1"]
     named = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
-    assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "cache", "scratch", *on, "in all"]
+    assert named == ["embedding", "layers 0-0", "layers 1-2", "output", "cache", "scratch", *on, "total"]
     for flags, words in (
         (["-ngl", "x"], "'x' is not one whole number of at least 0, 'auto' or 'all'"),
         (["-ts", "3;1"], "'3;1' is not a list of numbers of at least 0"),
         (["-ts", "1"], "-ts is '1', but needs one number for each GPU, and there are 2"),
         (["-ts", "0,0"], "'0,0' is not a list of numbers of at least 0, not all of them 0"),
-        (["-mg", "1"], "there is no flag -mg: --device names GPUs in order, as in --device cuda:1,0"),
+        (["-mg", "1"], "there is no flag -mg: --device names GPUs in order, such as --device cuda:1,0"),
     ):
         outcome = run_main(capfdbinary, *generate, *flags)
         assert outcome.code == 2
@@ -311,4 +311,4 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
 def test_flags_of_the_plan_alone(flags: list[Any], path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     outcome = run_main(capfdbinary, "inspect", path, *flags)
     assert outcome.code == 2
-    assert "is for the plan of where a model would go: give --plan as well" in outcome.error()
+    assert "needs --plan: add it" in outcome.error()

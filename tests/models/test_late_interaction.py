@@ -99,7 +99,7 @@ def test_vectors_of_tokens_are_transformers(name: str, tmp_path: Path) -> None:
         expected = [(query @ vectors(model, llm.tokenize(text)).T).max(axis=1).sum() for text in TEXTS]
         np.testing.assert_allclose(scores, expected, atol=0.02)
         assert llm.rerank("a cat?", []).shape == (0,)
-        with pytest.raises(UsageError, match=r"vectors of tokens .* per_token=True"):
+        with pytest.raises(UsageError, match=r"vector per token .* per_token=True"):
             llm.embed(TEXTS)
 
 

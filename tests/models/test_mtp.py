@@ -224,7 +224,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
         with_block(tmp_path / "b.gguf", "qwen35", enorm=None)
     with localllm.load(without, threads=1) as llm:  # a file without its block, like some published files
         assert llm.generate(PROMPT, **GREEDY).drafts is None
-        with pytest.raises(UsageError, match="speculate is 'mtp', but the model cannot predict further tokens"):
+        with pytest.raises(UsageError, match="speculate is 'mtp', but the model cannot predict several tokens"):
             llm.generate(PROMPT, speculate="mtp")
     with localllm.load(whole, threads=1, draft_model=without) as llm, pytest.raises(UsageError, match="draft_model"):
         llm.generate(PROMPT, speculate="mtp")

@@ -199,7 +199,7 @@ async def test_the_app_shows_the_files_that_fit(folder: Path) -> None:
 class SeeingModel(FakeModel):
     """A model that uses five tokens per image."""
 
-    sees = True
+    accepts_images = True
 
     def tokenize_chat(self, messages: Any, **options: Any) -> list[int]:
         parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
@@ -266,7 +266,7 @@ def test_images_are_refused_if_the_model_cannot_see(folder: Path) -> None:
 class HearingModel(SeeingModel):
     """A model that uses five tokens per image and seven per audio file."""
 
-    sees, hears = False, True
+    accepts_images, accepts_audio = False, True
 
     def tokenize_chat(self, messages: Any, **options: Any) -> list[int]:
         parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]

@@ -207,7 +207,7 @@ def test_settings(front: Notebook) -> None:
         ("/set top_p 3", "top_p is 3.0, but must be a number from 0 to 1"),
         ("/set xyzzy", "there is no setting 'xyzzy'"),
         ("/stop-strings 'a", "with closed quotation marks"),
-        ('/stop-strings ""', "must be a text that is not empty"),
+        ('/stop-strings ""', "must be a non-empty string"),
         ("/edit x", "there is nothing to edit yet"),
         ("/edit #9 x", "there is no message #9: this chat has no messages yet"),
         ("/edit", "nothing to edit"),

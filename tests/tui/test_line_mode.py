@@ -297,8 +297,8 @@ def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp
         tiny.with_name("gone").rename(tiny)
     lines = outcome.err.splitlines()
     assert lines[0] == (
-        f"localllm: warning: the model of this chat, {tiny}, is not here any more: the demo model replies now; "
-        "/model chooses another one"
+        f"localllm: warning: the model of this chat, {tiny}, is no longer on this machine: the demo model "
+        "replies instead; /model selects another model"
     )
     assert "system prompt: be kind" in lines
     assert lines[-1] == f"Continue this chat with: localllm chat --session {summary.id}"

@@ -319,7 +319,7 @@ class ChatSession:
             return max(n_left, context // 2) - context // 4  # old turns can be dropped to make room
 
         model = self._loaded()
-        see = partial(tokens_of_media, model) if model.sees or model.hears else None
+        see = partial(tokens_of_media, model) if model.accepts_images or model.accepts_audio else None
         return attach(text, count, () if old is None else old.attachments, budget, rank, see)
 
     def _say(self, text: str, old: ChatMessage | None, files: tuple[Attachment, ...]) -> ChatMessage:

@@ -1,1 +1,1 @@
-"""A file for each command: its row, `COMMAND`, and what it does.  What is heavy is imported when it runs."""
+"""One module per command, with its declaration (`COMMAND`).  Slow modules are imported at their use."""

@@ -1,4 +1,4 @@
-"""``localllm bench``: how fast a model runs here, and how much of what the machine can do that is."""
+"""``localllm bench``: measure how fast a model runs, and what share of the machine's limits it reaches."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def run(arguments: argparse.Namespace) -> int:
     from localllm.bench.profile import check_profiled
     from localllm.bench.workload import make_tests
 
-    settings = apply_settings(arguments, skip=["threads", "model"])  # of which there may be several
+    settings = apply_settings(arguments, skip=["threads", "model"])  # both may have several values
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths, arguments.pairs)
     if arguments.profile and arguments.form not in ("table", "json"):
-        raise UsageError(f"--profile is shown as a table or in JSON: leave out -o {arguments.form}")
+        raise UsageError(f"--profile needs -o table or -o json, not -o {arguments.form}: choose one of these")
     threads_of_tests = arguments.threads or [settings.threads]
     if complaint := too_many_threads(max(n or 1 for n in threads_of_tests)):
         warn(complaint)
     names = [*arguments.files, *arguments.model] or [settings.model] * (not arguments.downloads)
-    given = [{"model": name} for name in names]
-    given += [{"model": name, "download": True, "quiet": arguments.quiet} for name in arguments.downloads]
-    known: dict[str, DeviceCeilings] = {}
-    form, others, shown = arguments.form, OtherLoad(), 0
+    models = [{"model": name} for name in names]
+    models += [{"model": name, "download": True, "quiet": arguments.quiet} for name in arguments.downloads]
+    ceilings: dict[str, DeviceCeilings] = {}
+    form, other_load, n_shown = arguments.form, OtherLoad(), 0
     scatter, busy = 1.0, 0.0
-    for path in [model_file(each, settings) for each in given]:
+    for path in [model_file(model, settings) for model in models]:
         measured: list[Measurement] = []
         for threads in threads_of_tests:
             with _load(arguments, path, threads, tests) as llm:
@@ -62,52 +62,52 @@ def run(arguments: argparse.Namespace) -> int:
                 if arguments.profile:
                     check_profiled(info)
                 if form == "table" and not measured:
-                    print(*[""] * bool(shown), model_line(info, arguments.threads or ()), "", sep="\n")
+                    print(*[""] * bool(n_shown), model_line(info, arguments.threads or ()), "", sep="\n")
                     print(_COLUMNS.format(*_HEAD), flush=True)
                 for test in tests:
-                    found = measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet)
-                    _show(form, info, found, is_first=not shown)
-                    shown += 1
+                    measurement = measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet)
+                    _show(form, info, measurement, is_first=not n_shown)
+                    n_shown += 1
                     if arguments.profile and test.kind != "pg":
-                        found = replace(found, profiles=tuple(profile(llm, test, known)))
-                    measured.append(found)
-        busy = others.cpus()
+                        measurement = replace(measurement, profiles=tuple(profile(llm, test, ceilings)))
+                    measured.append(measurement)
+        busy = other_load.cpus()
         if form == "json":
             report = as_json(info, measured, busy)
             print(json.dumps(report, ensure_ascii=False, allow_nan=False), flush=True)
         elif form == "table":
-            lines = [f"{found.test.name}: {found.experts}" for found in measured if found.experts]
-            lines += [f"{found.test.name}: {_accepted(found.drafts)}" for found in measured if found.drafts]
+            lines = [f"{m.test.name}: {m.experts}" for m in measured if m.experts]
+            lines += [f"{m.test.name}: {_draft_summary(m.drafts)}" for m in measured if m.drafts]
             print(*[""] * bool(lines), *lines, sep="\n", end="\n" * bool(lines), flush=True)
-            for each in (each for found in measured for each in found.profiles):
-                print("", *each.lines(), sep="\n", flush=True)
-        scatter = max(scatter, *(found.scatter for found in measured))
+            for gpu_profile in (p for measurement in measured for p in measurement.profiles):
+                print("", *gpu_profile.lines(), sep="\n", flush=True)
+        scatter = max(scatter, *(measurement.scatter for measurement in measured))
     if complaint := disturbance(busy, scatter):
         warn(complaint)
     return 0
 
 
-# -- What comes out ------------------------------------------------------------------------------------------------
+# -- Output --------------------------------------------------------------------------------------------------------
 
 
-#: Of a measurement as JSON, what rows leave out.
+#: Fields of a measurement that only ``-o json`` prints.
 _JSON_ONLY = ("n_tokens", "depth", "repetitions", "experts", "drafted", "accepted")
 _HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share")
 
 
-def _show(form: str, info: ModelInfo, found: Measurement, *, is_first: bool) -> None:
-    """Prints a measurement as a row, the first one below a head; of a table the head is there already."""
+def _show(form: str, info: ModelInfo, measurement: Measurement, *, is_first: bool) -> None:
+    """Print a measurement as a row, with a header above the first row (a table's header is already printed)."""
     if form == "table":
-        print(_COLUMNS.format(*found.cells()), flush=True)
+        print(_COLUMNS.format(*measurement.cells()), flush=True)
     elif form == "md":
         name = f"{visible_line(info.name or info.path.name)} {info.file_type}".replace("|", "\\|")
-        row = dict(zip(_HEAD, found.cells(), strict=True))
+        row = dict(zip(_HEAD, measurement.cells(), strict=True))
         row = {"model": name, "size": quantity(info.n_bytes, "B"), "device": info.device} | row
         rule = ["---", *["---:"] * (len(row) - 1)]
         for cells in (row, rule, row.values()) if is_first else (row.values(),):
             print("|", " | ".join(cells), "|", flush=True)
     elif form != "json":
-        values = {**_of_model(info), **found.as_json(), "test": found.test.name}
+        values = {**_model_fields(info), **measurement.as_json(), "test": measurement.test.name}
         values = {key: value for key, value in values.items() if key not in _JSON_ONLY}
         if form == "jsonl":
             print(json.dumps(values, ensure_ascii=False, allow_nan=False), flush=True)
@@ -116,20 +116,20 @@ def _show(form: str, info: ModelInfo, found: Measurement, *, is_first: bool) -> 
         sys.stdout.flush()
 
 
-def _accepted(drafts: Drafts) -> str:
+def _draft_summary(drafts: Drafts) -> str:
     return f"drafted {drafts.drafted:,} tokens, {drafts.accepted:,} accepted ({drafts.share:.0%})"
 
 
-def _of_model(info: ModelInfo) -> dict[str, Any]:
+def _model_fields(info: ModelInfo) -> dict[str, Any]:
     names = ("architecture", "file_type", "n_parameters", "n_bytes", "device", "kernels", "cache_type")
     return {"model": str(info.path)} | {name: getattr(info, name) for name in names}
 
 
 def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:
-    """Everything as JSON values; ``other_cpus`` is how many processors other programs kept busy meanwhile."""
-    results = [found.as_json() for found in measured]
+    """Return the results as JSON values.  ``other_cpus``: number of processors that other programs kept busy."""
+    results = [measurement.as_json() for measurement in measured]
     machine = {"localllm": __version__, "cpu": cpu_model()}
-    return {**machine, **_of_model(info), "other_cpus": other_cpus, "results": results}
+    return {**machine, **_model_fields(info), "other_cpus": other_cpus, "results": results}
 
 
 # -- Measuring -----------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _load(arguments: argparse.Namespace, path: str | Path | None, threads: int |
     from localllm.llm import load
     from localllm.loading.load import LONG_CONTEXT
 
-    # That a model was trained on a shorter context matters to its answers, not to its speed.
+    # A context longer than in training affects a model's answers, but not its speed.
     warnings.filterwarnings("ignore", LONG_CONTEXT)
     context = max(test.context for test in tests)
     with LoadStatus(enabled=not arguments.quiet) as progress:
@@ -147,7 +147,7 @@ def _load(arguments: argparse.Namespace, path: str | Path | None, threads: int |
 
 
 def _measure_server(arguments: argparse.Namespace) -> int:
-    """Measures servers with many clients."""
+    """Measure a server with many clients, for each model and number of clients."""
     from localllm.bench.serving import LONGEST, Load, our_address, ours, started, table
 
     if arguments.rate is not None and arguments.rate <= 0:
@@ -160,7 +160,7 @@ def _measure_server(arguments: argparse.Namespace) -> int:
         for n_clients in arguments.clients:
             threads = arguments.threads[0] if arguments.threads else None
             with started(ours(name, n_clients, longest, threads), our_address) as url:
-                Load(url, 1, 1, mean_prompt=8, mean_reply=2).run()  # it loads the model
+                Load(url, 1, 1, mean_prompt=8, mean_reply=2).run()  # loads the model
                 load = Load(url, n_clients, arguments.requests, arguments.rate, mean_prompt, mean_reply)
                 load.run()
             if load.errors:
@@ -181,8 +181,8 @@ COMMAND = Command(
         *(
             flag(names, text, numbers, dest=dest, default=default)
             for names, dest, default, text in (
-                ("-p --n-prompt N,…", "prompts", [512], "tokens of a prompt to evaluate; 0 is none"),
-                ("-n --n-gen N,…", "generations", [128], "tokens to generate; 0 is none"),
+                ("-p --n-prompt N,…", "prompts", [512], "tokens of the prompt to evaluate; 0: no such test"),
+                ("-n --n-gen N,…", "generations", [128], "tokens to generate; 0: no such test"),
                 ("-d --n-depth N,…", "depths", [0], "tokens in the cache before the test"),
                 ("-t --threads N,…", "threads", None, "threads (default: one per physical core)"),
             )
@@ -203,34 +203,35 @@ COMMAND = Command(
                 dest="form",
                 default="table",
             ),
-            flag("--json", "the same as -o json", dest="form", action="store_const", const="json"),
+            flag("--json", "short for -o json", dest="form", action="store_const", const="json"),
         ],
         flag("-q --quiet", "show no progress"),
-        "a server with many clients, instead of tests",
+        "measuring a server with many clients",
         flag("--serve", "start a server for each FILE and measure it"),
-        flag("--clients N,…", "number of clients, each with one request at a time", numbers, default=[8]),
+        flag("--clients N,…", "number of clients; each sends one request at a time", numbers, default=[8]),
         flag("--requests N", "total number of requests", whole(1), default=64),
-        flag("--rate R", "requests per second (default: each client sends its next one when it is free)", float),
+        flag("--rate R", "requests per second (default: a client sends its next request after a reply)", float),
     ],
     run,
     """\
--p, -n, -d and -t take lists, such as -t 1,2.  The test pp512 evaluates a prompt of 512 tokens, tg128 generates 128
-tokens one at a time, pp512+tg128 does both, and @ d1024 means that 1,024 tokens are in the cache before.
+-p, -n, -d and -t accept lists, such as -t 1,2.  The test pp512 evaluates a prompt of 512 tokens, and tg128 generates
+128 tokens one at a time.  pp512+tg128 does both.  "@ d1024" means that the cache contains 1,024 tokens beforehand.
 
-"share" compares each result with a ceiling of this machine, measured in alternation on as many threads: for tg how
-fast the bytes that a token needs can be read, for pp how fast numbers can be multiplied.  On a GPU, that is how fast
-it copies within its memory (bytes read and written), and how fast its tensor cores multiply.  More than 100% means
-that other programs were busy while the ceiling was measured.
+"share" is the result in percent of a ceiling of this machine.  The ceiling is measured alternately with the test, on
+the same number of threads.  For tg it is the speed of reading the bytes that a token needs; for pp it is the speed of
+multiplying numbers.  On a GPU it is the speed of copying within GPU memory (bytes read plus bytes written) or of
+multiplying on tensor cores.  A share above 100% means that other programs were busy while the ceiling was measured.
 
---profile adds the kernels of a step by operation, for each test and each GPU: the number of launches, the time and
-its share, the bytes and operations per second, counting only those it cannot do without, and how close these are to
-the GPU's ceilings.  "at work" is the share of the time in which the GPU was running kernels.
+--profile also lists the kernels of a step by operation, for each test and GPU: number of launches, time, share of
+the time, bytes and operations per second, and their share of the GPU's ceilings.  Only bytes and operations that the
+computation needs are counted.  "at work" is the share of the time in which the GPU ran kernels.
 
-If the model is larger than memory, it also shows what share of the experts was in memory, how fast the others were
-read, and how fast the disk reads parts of the file that are not in the system's cache.
+If the model is larger than memory, bench also shows the share of the experts that was in memory, the speed of reading
+the other experts, and the speed at which the disk reads parts of the file that are not in the system's cache.
 
---serve measures `localllm serve` with clients that send prompts of -p tokens and read replies of -n on average:
-tokens and requests per second, and the time to the first token and between tokens (50th, 95th and 99th percentile).
+--serve measures `localllm serve` with clients, which send prompts of -p tokens and read replies of -n on average.
+It shows tokens and requests per second, the time to the first token, and the time between tokens (50th, 95th and 99th
+percentile).
 """,
     aliases="llama-bench llama-batched-bench",
 )

@@ -1,4 +1,4 @@
-"""``localllm chat``: the chat app, or a chat line by line."""
+"""``localllm chat``: the full-screen chat app, or a chat line by line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from localllm.cli.shared_flags import (
     ENDING,
     LORA,
     LOUDNESS,
+    MEDIA,
     MODEL_OR_WORD,
     PRESETS,
     RUNNING,
     SAMPLING,
-    SEEING,
     SPECULATION,
     SYSTEM,
 )
@@ -33,17 +33,17 @@ COMMAND = Command(
         *MODEL_OR_WORD,
         PRESETS,
         *RUNNING,
-        *SEEING,
+        *MEDIA,
         LORA,
         "conversation",
         flag("--plain", "chat line by line instead of in the full-screen app"),
         [
             flag("--continue", "continue the last chat", dest="resume"),
-            flag("--session ID", "continue this chat; the beginning of its id is enough"),
+            flag("--session ID", "continue this chat; the start of its id is enough"),
             flag("--list", "list chats and their ids", dest="list_chats"),
         ],
         SYSTEM,
-        flag("--prefix TEXT", "begin every reply with TEXT"),
+        flag("--prefix TEXT", "start every reply with TEXT"),
         flag(
             "--when-full ask|drop|summarise|stop",
             "what to do with the oldest turns when the context is full",
@@ -58,10 +58,10 @@ COMMAND = Command(
     ],
     run,
     """\
-Without a file the small demo model that ships with localllm answers.  Chats are saved as they are written.
+Without FILE, the chat uses the small demo model that ships with localllm.  Every chat is saved automatically.
 
 With --plain, or if standard input or output is not a terminal, the chat works line by line: a backslash at the end
-of a line continues the message on the next one, \"\"\" begins and ends a message of several lines, and /help lists
+of a line continues the message on the next line, \"\"\" starts and ends a message of several lines, and /help lists
 commands.
 Replies go to standard output, everything else to standard error.
 """,

@@ -1,4 +1,4 @@
-"""``localllm config``: where the settings file is, what is in force and why, and changes of single settings."""
+"""``localllm config``: show the settings in force and their sources, or change a setting in the file."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from localllm.shell import join_command
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
 
-#: Environment variables that change what the program does.
+#: Environment variables that localllm reads.
 VARIABLES = {
     CONFIG_VARIABLE: "the settings file",
     "LOCALLLM_CACHE": "the folder of compiled kernels",
     "LOCALLLM_DATA": "the folder of saved chats",
     "LOCALLLM_ISA": "the instruction set to compile for, by name (localllm doctor -v lists them)",
-    "LOCALLLM_DEBUG": "if set, errors show where in the program they happened",
-    "HF_HOME": "the folder of the Hugging Face tools, which pulled models are kept in",
-    "HF_HUB_CACHE": "the folder of pulled models alone",
-    "HF_ENDPOINT": "the address of the hub that models are pulled from",
-    "HF_HUB_OFFLINE": "if set, nothing is asked of the hub",
-    "NO_COLOR": "if set, no colours",
+    "LOCALLLM_DEBUG": "if set, errors include a traceback",
+    "HF_HOME": "the folder of the Hugging Face tools, which contains downloaded models",
+    "HF_HUB_CACHE": "the folder of downloaded models only",
+    "HF_ENDPOINT": "the address of the hub that models are downloaded from",
+    "HF_HUB_OFFLINE": "if set, localllm sends no requests to the hub",
+    "NO_COLOR": "if set, output has no colours",
 }
 
 _OPTIONS = declared(LoadOptions) | declared(Sampling)
@@ -53,16 +53,16 @@ _OPTIONS = declared(LoadOptions) | declared(Sampling)
 
 def run(arguments: argparse.Namespace) -> int:
     words = [word for word in (arguments.key, arguments.value) if word is not None]
-    wanted = {None: 0, "path": 0, "get": 1, "set": 2, "unset": 1}[arguments.action]
-    if len(words) != wanted:
+    n_expected = {None: 0, "path": 0, "get": 1, "set": 2, "unset": 1}[arguments.action]
+    if len(words) != n_expected:
         usage = {"get": "get KEY", "set": "set KEY VALUE", "unset": "unset KEY"}.get(arguments.action, "path")
-        raise UsageError(f"write localllm config {usage}: a value of several words needs quotes")
+        raise UsageError(f"write localllm config {usage}, with quotes around a value of several words")
     if arguments.json and arguments.action is not None:
-        raise UsageError(f"--json shows what is in force, and has no use with {arguments.action}: leave it out")
+        raise UsageError(f"--json cannot be combined with {arguments.action}: remove either")
     path = settings_path()
     if path is None:
         raise LocalLLMError(
-            "there is no home folder for a settings file: name a file in the environment variable " + CONFIG_VARIABLE
+            "no home folder was found: name a settings file in the environment variable " + CONFIG_VARIABLE
         )
     if arguments.action == "path":
         print(path)
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.action == "set":
         value = set_key(path, *words)
         print(f"{words[0]} is set in {visible_line(str(path))}")
-        if (doubt := _likely_mistake(words[0], value)) is not None:
-            warn(doubt)
+        if (problem := _likely_mistake(words[0], value)) is not None:
+            warn(problem)
     elif arguments.action == "unset":
         unset_key(path, *words)
         print(f"{words[0]} is no longer in {visible_line(str(path))}")
@@ -81,11 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# -- What is in force ----------------------------------------------------------------------------------------------
+# -- Showing the settings ------------------------------------------------------------------------------------------
 
 
 def _show(path: Path, *, as_json: bool) -> int:
-    """Shows what is in force, also of a file that is not as it should be; what is wrong goes to stderr."""
+    """Print the settings in force, even if the file has errors.  Problems are printed to stderr."""
     try:
         settings, problems = check(read_file(path), path.parent)
     except SettingsError as error:
@@ -96,16 +96,16 @@ def _show(path: Path, *, as_json: bool) -> int:
         for line in _lines(path, settings):
             print(visible_line(line))
     for problem in problems:
-        where = "" if str(path) in problem else f"the settings file {path}: "
-        say(f"localllm: error: {visible_line(where + problem)}")
+        prefix = "" if str(path) in problem else f"the settings file {path}: "
+        say(f"localllm: error: {visible_line(prefix + problem)}")
     return int(bool(problems))
 
 
 def _in_force(settings: Settings) -> Iterator[tuple[str, object, str]]:
-    """Every setting, its value, and where that comes from."""
+    """Yield the name, the value and the source ("file" or "default") of each setting."""
 
     def source(key: str) -> str:
-        return "file" if key in settings.given else "default"
+        return "file" if key in settings.keys_in_file else "default"
 
     for name, value in settings.values():
         yield name, value, source(name)
@@ -116,7 +116,7 @@ def _in_force(settings: Settings) -> Iterator[tuple[str, object, str]]:
 
 
 def _lines(path: Path, settings: Settings) -> Iterator[str]:
-    yield f"{path}" + ("" if os.path.exists(path) else " (not there: everything is as by default)")
+    yield f"{path}" + ("" if os.path.exists(path) else " (does not exist: all settings have their defaults)")
     yield ""
     for key, value, source in _in_force(settings):
         yield f"{key:<30} {source:<8} {_value_text(key, value)}"
@@ -129,10 +129,10 @@ def _lines(path: Path, settings: Settings) -> Iterator[str]:
 def _value_text(key: str, value: object) -> str:
     if value is None:
         name = key.removeprefix(f"{SAMPLING}.")
-        without = {"model": "the demo model", "system_prompt": "-", "embedding_model": "-"}
-        return without.get(name) or _OPTIONS[name].none
+        defaults = {"model": "the demo model", "system_prompt": "-", "embedding_model": "-"}
+        return defaults.get(name) or _OPTIONS[name].none
     if isinstance(value, tuple):
-        return ", ".join(repr(each) if isinstance(each, str) else str(each) for each in value) or "-"
+        return ", ".join(repr(item) if isinstance(item, str) else str(item) for item in value) or "-"
     return str(value)
 
 
@@ -153,11 +153,11 @@ def _as_json(path: Path, settings: Settings, problems: list[str]) -> dict[str, A
 
 
 def get_key(key: str) -> str:
-    """The value that is in force for a key, as text."""
+    """Return the value in force of a setting, as text."""
     values = {name: _value_text(name, value) for name, value, _ in _in_force(load_settings())}
     if key not in values:
-        meant = _our_key(key) or nearest(key, values) or "one of localllm config"
-        raise UsageError(f"there is no setting {key!r:.80}: did you mean {meant}?")
+        suggestion = _our_key(key) or nearest(key, values) or "one of the settings that localllm config lists"
+        raise UsageError(f"there is no setting {key!r:.80}: did you mean {suggestion}?")
     return values[key]
 
 
@@ -165,26 +165,31 @@ def get_key(key: str) -> str:
 
 
 def set_key(path: Path, key: str, text: str) -> object:
-    """Sets a key, and leaves all else in the file as it is; returns the value.  ``key``: a table's as
-    "sampling.temperature"; ``text``: a value as TOML has it, or else a text without quotes."""
+    """Set a key, without changing the rest of the file.  Returns the value.
+
+    Args:
+        path: the settings file.
+        key: a setting's name; for one in a table, such as "sampling.temperature".
+        text: a value in TOML notation, or a string without quotes.
+    """
     value = _value(key, text, path)
     document = _document(path)
-    table, name = _place(document, key)
+    table, name = _table_of(document, key)
     table[name] = value
     _write(path, document)
     return value
 
 
 def _likely_mistake(key: str, value: Any) -> str | None:
-    """Why a setting that was made may not do what was meant, if anything here says so."""
+    """Return a warning if a new setting is probably a mistake, or None."""
     if key in ("model", "embedding_model"):
         from localllm.catalog.find import find
 
         try:
-            found = find(value, load_settings().model_folders)
+            path = find(value, load_settings().model_folders)
         except LocalLLMError as error:
             return str(error)
-        return None if os.path.exists(found) else f"{value} does not exist yet: check the path"
+        return None if os.path.exists(path) else f"{value} does not exist yet: check the path"
     if key == "model_folders":
         missing = [str(folder) for folder in load_settings().model_folders if not folder.is_dir()]
         return f"{', '.join(missing)} cannot be found: check the path" if missing else None
@@ -192,7 +197,7 @@ def _likely_mistake(key: str, value: Any) -> str | None:
 
 
 def unset_key(path: Path, key: str) -> None:
-    """Removes a key, whether it means anything or not."""
+    """Remove a key from the settings file, also an unknown key."""
     document = _document(path)
     tables = {f"{SAMPLING}.{name}": name for name in document.get(SAMPLING, {})} if _has_table(document) else {}
     if key in tables:
@@ -200,24 +205,24 @@ def unset_key(path: Path, key: str) -> None:
     elif key in document:
         del document[key]
     else:
-        there = [*document, *tables]
-        near = nearest(key, there)
-        hint = f"did you mean {near}?" if near else f"it has {', '.join(there) or 'nothing'}"
-        raise UsageError(f"{path} does not have {key!r}: {hint}")
+        keys = [*document, *tables]
+        near = nearest(key, keys)
+        hint = f"did you mean {near}?" if near else f"its keys are: {', '.join(keys) or 'none'}"
+        raise UsageError(f"{path} does not contain {key!r}: {hint}")
     _write(path, document)
 
 
 def _value(key: str, text: str, path: Path) -> object:
-    """The value of ``key`` that ``text`` stands for."""
+    """Parse ``text`` as a value of ``key``."""
     complaints: list[str] = []
     if key not in KEYS and (ours := _our_key(key)):
         line = join_command(["localllm", "config", "set", ours, text])
         raise UsageError(f"there is no setting {key!r:.80}: did you mean {ours}? {line}")
     for value in _readings(text):
-        given: dict[str, Any] = {key: value}
+        settings: dict[str, Any] = {key: value}
         if key.startswith(f"{SAMPLING}."):
-            given = {SAMPLING: {key.removeprefix(f"{SAMPLING}."): value}}
-        _, problems = check(given, path.parent)
+            settings = {SAMPLING: {key.removeprefix(f"{SAMPLING}."): value}}
+        _, problems = check(settings, path.parent)
         if key == "theme" and not problems:
             from textual.theme import BUILTIN_THEMES  # imported here: it takes a while
 
@@ -226,11 +231,11 @@ def _value(key: str, text: str, path: Path) -> object:
         if not problems:
             return value
         complaints += problems
-    raise UsageError(f"nothing was set in {path}: {complaints[0]}")
+    raise UsageError(f"{path} was not changed: {complaints[0]}")
 
 
 def _our_key(key: str) -> str | None:
-    """The setting that a flag sets, of ours or another program's: context for num_ctx."""
+    """Return the setting that corresponds to a flag of localllm or another program, such as context for num_ctx."""
     flag = f"--{key.replace('_', '-')}"
     name = parser_of("generate").name_of.get(SAME.get(flag, flag))
     if name in KEYS:
@@ -239,7 +244,7 @@ def _our_key(key: str) -> str | None:
 
 
 def _readings(text: str) -> Iterator[object]:
-    """Readings of a word of the command line: as a TOML value, or as itself."""
+    """Yield the possible values of a word of the command line: a TOML value, and the word itself."""
     import tomllib
 
     with contextlib.suppress(ValueError, RecursionError):
@@ -250,10 +255,10 @@ def _readings(text: str) -> Iterator[object]:
 
 
 def _document(path: Path) -> TOMLDocument:
-    """The file, with its comments and its order."""
+    """Parse the settings file.  The document contains its comments and preserves the order."""
     import tomlkit
 
-    read_file(path)  # complains of what is not valid TOML
+    read_file(path)  # raises SettingsError for invalid TOML
     return tomlkit.parse(read_text(path))
 
 
@@ -261,8 +266,8 @@ def _has_table(document: TOMLDocument) -> bool:
     return isinstance(document.get(SAMPLING), MutableMapping)
 
 
-def _place(document: TOMLDocument, key: str) -> tuple[MutableMapping[str, Any], str]:
-    """The table that ``key`` belongs into, and its name there."""
+def _table_of(document: TOMLDocument, key: str) -> tuple[MutableMapping[str, Any], str]:
+    """Return the table for a key, and the key's name in that table."""
     if key in KEYS:
         return document, key
     import tomlkit
@@ -273,12 +278,12 @@ def _place(document: TOMLDocument, key: str) -> tuple[MutableMapping[str, Any], 
 
 
 def _write(path: Path, document: TOMLDocument) -> None:
-    """Replaces the file in one step, so that nobody finds half of it; where it is a link, what that leads to."""
+    """Replace the settings file in one step, so that no program reads half a file.  Follows symbolic links."""
     import tomlkit
 
     target = path.resolve()
     if target.exists() and not target.is_file():
-        raise SettingsError(f"{path} is not a file: name one in the environment variable {CONFIG_VARIABLE}")
+        raise SettingsError(f"{path} is not a file: name another in the environment variable {CONFIG_VARIABLE}")
     aside = target.with_name(f"{target.name}.new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -299,9 +304,9 @@ COMMAND = Command(
     "[path | get KEY | set KEY VALUE | unset KEY] [--json]",
     "show or change settings",
     [
-        flag("action path|get|set|unset", "without one, shows all settings and where they come from", nargs="?"),
-        flag("key KEY", "a setting, such as context or sampling.temperature", nargs="?"),
-        flag("value VALUE", "its value: text, a number, or a list in TOML notation", nargs="?"),
+        flag("action path|get|set|unset", "what to do (default: show all settings and their sources)", nargs="?"),
+        flag("key KEY", "a setting's name, such as context or sampling.temperature", nargs="?"),
+        flag("value VALUE", "the new value: text, a number, or a list in TOML notation", nargs="?"),
         JSON,
     ],
     run,

@@ -1,4 +1,4 @@
-"""``localllm convert``: a Hugging Face checkpoint as a GGUF file."""
+"""``localllm convert``: convert a Hugging Face checkpoint to a GGUF file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.gguf import GGUFFile
     from localllm.quantize import plan
 
-    # Not the model: a folder or a name on the hub, no GGUF file on this machine.
+    # Without the model of the settings, because MODEL is a folder or a name on the hub here.
     apply_settings(arguments, skip=["model", "threads"])
     folder = Path(arguments.model)
     if not folder.exists() and HubName.parse(arguments.model):
@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output or Path()
     planned = plan(checkpoint, output, arguments.type, allow_requantize=arguments.allow_requantize)
     if arguments.output is None:
-        before = "mmproj-" if arguments.mmproj else ""
-        output = Path(f"{before}{checkpoint.metadata['general.name']}-{planned.mix}.gguf")
+        prefix = "mmproj-" if arguments.mmproj else ""
+        output = Path(f"{prefix}{checkpoint.metadata['general.name']}-{planned.mix}.gguf")
         planned = replace(planned, files=[(output, planned.tensors)])
     carry_out(planned, arguments)
 
@@ -46,10 +46,10 @@ COMMAND = Command(
     "convert a Hugging Face checkpoint to a GGUF file",
     [
         OUTPUT,
-        flag("--mmproj", "convert the encoder of pictures or sounds instead, to mmproj-NAME-TYPE.gguf"),
+        flag("--mmproj", "convert the encoder of images or audio instead, to mmproj-NAME-TYPE.gguf"),
         flag(
             "--target --target-model-dir MODEL",
-            "of an EAGLE-3 or DFlash drafter, the model that it drafts for: a checkpoint's folder or a GGUF file",
+            "for an EAGLE-3 or DFlash drafter: the model that it drafts for, a checkpoint's folder or a GGUF file",
             Path,
         ),
         flag("--type TYPE", "a type or mix of types, such as Q8_0 (default: as stored)"),
@@ -60,11 +60,11 @@ COMMAND = Command(
     run,
     """\
 Reads safetensors files of F32, F16, BF16, FP8, MXFP4 and NVFP4, and the INT4 of GPTQ, AWQ and compressed-tensors,
-whose integers become Q4_0 or Q4_1 unless --type is given.  ORG/REPO is downloaded from the hub first (localllm
-pull downloads GGUF files).  Of a model that sees or hears it converts the language model, and with --mmproj the
-encoder.  An EAGLE-3 or DFlash drafter has no tokenizer: name the model that it drafts for (--target).  A checkpoint
-that would not load is refused before anything is written.  After Ctrl-C or a crash the same command continues where
-it stopped.
+whose integers become Q4_0 or Q4_1 unless --type is given.  ORG/REPO is first downloaded from the hub (localllm pull
+downloads GGUF files).  A model that accepts images or audio becomes two files: this command converts the language
+model, and with --mmproj the encoder.  An EAGLE-3 or DFlash drafter has no tokenizer, so name the model that it drafts
+for with --target.  A checkpoint that localllm could not load is refused before anything is written.  After Ctrl-C or
+a crash, the same command continues the conversion.
 """,
     words=Positionals(
         "FOLDER OUTPUT",

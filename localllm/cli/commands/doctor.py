@@ -1,6 +1,6 @@
-"""``localllm doctor``: what is installed and found here, whether it works, and what to do about what does not.
+"""``localllm doctor``: show the state of the installation and the hardware, with advice on each problem.
 
-Each check looks at one thing and must not fail: what it cannot find out is itself a finding.
+A check must not fail: an exception in a check becomes a finding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from localllm.version import __version__
 if TYPE_CHECKING:
     from localllm.kernels.cpu.target import Target
 
-#: What localllm is built on: distribution and module.
+#: Required packages: distribution and module.
 PACKAGES = {
     name: {"llvmlite": "llvmlite.binding", "markdown-it-py": "markdown_it", "pillow": "PIL"}.get(name, name)
     for name in (
@@ -52,13 +52,13 @@ PACKAGES = {
     )
 }
 
-#: What computing on GPUs needs, of either version of CUDA.
+#: Packages for computing on GPUs, for each version of CUDA.
 CUDA_PACKAGES = (
     ("cupy-cuda13x", "cuda-toolkit[nvrtc,cudart]==13.*"),
     ("cupy-cuda12x", "cuda-toolkit[nvrtc,cudart]==12.*"),
 )
 
-#: Processor features, by LLVM's names, that kernels use, and others that they could use.
+#: Processor features (LLVM's names) that kernels use, and features that they could use.
 FEATURES = (
     *("avx", "avx2", "fma", "f16c", "bmi2", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni"),
     *("neon", "dotprod", "i8mm"),
@@ -69,13 +69,13 @@ UNUSED_FEATURES = ("avxvnniint8", "avx512bf16", "amx-int8", "amx-bf16", "fullfp1
 @dataclass(frozen=True)
 class Finding:
     group: str  # "software", "processor", …
-    name: str  # what it is
-    value: str  # how it is, in words
-    advice: str | None = None  # what to do about it, if anything
-    broken: bool = False  # localllm cannot run a model as long as it is so
+    name: str  # subject of the check
+    value: str  # result, as text
+    advice: str | None = None  # how to fix the problem; None if there is no problem
+    broken: bool = False  # localllm cannot run models before this is fixed
 
 
-#: What is shown without -v, beside all that needs advice.
+#: Findings that are shown without -v, in addition to findings with advice.
 _BRIEF = {
     *("localllm", "Python", "processor", "cores", "kernels for", "kernel test", "default threads"),
     *("memory", "NVIDIA GPU", "NVIDIA driver"),
@@ -83,29 +83,29 @@ _BRIEF = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows findings, or, asked with --list-devices, the devices alone."""
+    """Print the findings, or with ``--list-devices`` only the devices."""
     if "devices" in arguments:
         return _list_devices()
     with LoadStatus(enabled=not arguments.json) as progress:
-        found = list(findings(progress))
-    broken = any(finding.broken for finding in found)
+        results = list(findings(progress))
+    broken = any(finding.broken for finding in results)
     if arguments.json:
-        print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in found]}, ensure_ascii=False))
+        print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in results]}, ensure_ascii=False))
     else:
-        for line in report(found, brief=not arguments.verbose):
+        for line in report(results, brief=not arguments.verbose):
             print(visible_line(line))
     return int(broken)
 
 
-def report(found: list[Finding], *, brief: bool) -> Iterator[str]:
-    """The findings as lines of text; if ``brief``, the most important ones, without their groups."""
-    n_broken = sum(finding.broken for finding in found)
-    n_all = len(found)
+def report(results: list[Finding], *, brief: bool) -> Iterator[str]:
+    """Yield the findings as lines of text; if ``brief``, only the important ones, without their groups."""
+    n_broken = sum(finding.broken for finding in results)
+    n_all = len(results)
     if brief:
-        found = [finding for finding in found if finding.name in _BRIEF or finding.advice or finding.broken]
-    width = max(len(finding.name) for finding in found)
+        results = [finding for finding in results if finding.name in _BRIEF or finding.advice or finding.broken]
+    width = max(len(finding.name) for finding in results)
     group = ""
-    for finding in found:
+    for finding in results:
         if finding.group != group:
             group = finding.group
             if not brief:
@@ -115,14 +115,14 @@ def report(found: list[Finding], *, brief: bool) -> Iterator[str]:
         if finding.advice:
             yield f"  {'':<{width}}  -> {finding.advice}"
     yield ""
-    if len(found) < n_all:
+    if len(results) < n_all:
         yield f"localllm doctor -v shows all {n_all}"
     are = "is" if n_broken == 1 else "are"
     yield (f"localllm cannot run here: {n_broken} of these {are} broken (x)" if n_broken else "localllm can run here")
 
 
 def findings(progress: LoadStatus | None = None) -> Iterator[Finding]:
-    """Everything that is looked at, in the order of the report."""
+    """Run all checks and yield their findings, in the order of the report."""
     checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("software", _software),
         ("packages", _packages),
@@ -143,8 +143,8 @@ def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, LocalLLMError) else f"{type(error).__name__}: {error}"
 
 
-def _pip(what: str) -> str:
-    return f"{join_command([sys.executable])} -m pip install {what}"
+def _pip(packages: str) -> str:
+    return f"{join_command([sys.executable])} -m pip install {packages}"
 
 
 # -- Software ------------------------------------------------------------------------------------------------------
@@ -156,9 +156,9 @@ def _software() -> Iterator[Finding]:
     yield Finding("software", "localllm", f"{__version__}, in {Path(__file__).parents[1]}")
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Finding("software", "Python", f"{platform.python_version()} ({platform.python_implementation()}), {system}")
-    is_there = (resources.files("localllm") / "data" / "demo.gguf").is_file()
-    advice = None if is_there else "name a GGUF file with -m, or install localllm again"
-    yield Finding("software", "demo model", "there" if is_there else "missing", advice)
+    exists = (resources.files("localllm") / "data" / "demo.gguf").is_file()
+    advice = None if exists else "name a GGUF file with -m, or install localllm again"
+    yield Finding("software", "demo model", "installed" if exists else "missing", advice)
 
 
 def _packages() -> Iterator[Finding]:
@@ -173,11 +173,11 @@ def _packages() -> Iterator[Finding]:
                 advice = memory_advice()
             yield Finding("packages", distribution, state, advice, broken=True)
         else:
-            yield Finding("packages", distribution, version or "there, of unknown version")
+            yield Finding("packages", distribution, version or "installed, version unknown")
 
 
 def _has_small_address_space() -> bool:
-    """Whether addresses are so short that libraries cannot be loaded."""
+    """Return whether the address space is limited too much to load libraries."""
     limit = address_space_limit()
     return limit is not None and limit < MIN_ADDRESS_SPACE
 
@@ -199,28 +199,30 @@ def _processor() -> Iterator[Finding]:
 
     yield Finding("processor", "processor", cpu_model())
     yield Finding("processor", "cores", _cores())
-    found = features()
-    used, others = (", ".join(n for n in names if n in found) for names in (FEATURES, UNUSED_FEATURES))
-    yield Finding("processor", "features", (used or "none that kernels use") + (others and f"; not used: {others}"))
+    available_features = features()
+    used, unused = (", ".join(n for n in names if n in available_features) for names in (FEATURES, UNUSED_FEATURES))
+    yield Finding(
+        "processor", "features", (used or "none that the kernels use") + (unused and f"; not used: {unused}")
+    )
     yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
-    yield _chosen_target()
+    yield _target_finding()
 
 
-def _chosen_target() -> Finding:
+def _target_finding() -> Finding:
     from localllm.kernels.cpu.target import ISA_VARIABLE, available, choose
 
     forced = os.environ.get(ISA_VARIABLE)
     best = available()[0].name
     try:
-        chosen = choose().name
+        name = choose().name
     except LocalLLMError as error:
         advice = f"unset the environment variable {ISA_VARIABLE}"
         return Finding("processor", "kernels for", f"none: {error}", advice, broken=True)
-    if forced and chosen != best:
-        advice = f"unset the environment variable {ISA_VARIABLE}, unless you want it so: {best} is faster"
-        return Finding("processor", "kernels for", f"{chosen}, forced by {ISA_VARIABLE}", advice)
-    slow = "expect little speed: no kernels are made for what this processor has" if chosen == "generic" else None
-    return Finding("processor", "kernels for", f"{chosen}, forced by {ISA_VARIABLE}" if forced else chosen, slow)
+    if forced and name != best:
+        advice = f"unset the environment variable {ISA_VARIABLE}: kernels for {best} are faster"
+        return Finding("processor", "kernels for", f"{name}, forced by {ISA_VARIABLE}", advice)
+    slow = "slow: localllm has no kernels for this processor's vector instructions" if name == "generic" else None
+    return Finding("processor", "kernels for", f"{name}, forced by {ISA_VARIABLE}" if forced else name, slow)
 
 
 def _cores() -> str:
@@ -238,41 +240,41 @@ def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
     from localllm.kernels.cpu.target import choose
 
     folder, fault = cache_root(), cache_fault()
-    advice = f"make it writable, or room in it, or name another folder in the environment variable {CACHE_VARIABLE}"
-    place = "a folder in the home that this user lacks" if folder is None else str(folder)
-    state = f", which cannot be written ({fault}): kernels are compiled anew in every process" if fault else ""
-    yield Finding("kernels", "cache", f"{place}{state}", advice if fault else None)
+    advice = f"free disk space, allow writing, or name another folder in the environment variable {CACHE_VARIABLE}"
+    location = "a folder in the home folder, which does not exist" if folder is None else str(folder)
+    state = f", which cannot be written ({fault}): every process compiles the kernels again" if fault else ""
+    yield Finding("kernels", "cache", f"{location}{state}", advice if fault else None)
     try:
         target = choose()
-    except LocalLLMError:  # which the processor's findings have said
+    except LocalLLMError:  # reported by the processor's checks
         yield Finding("kernels", "kernel test", "not run: there is no instruction set to compile for")
         return
     compiling = None if progress is None else of_stage(progress, "kernels")
     test = _kernel_test(target, compiling)
     yield test
-    if not test.broken:  # else the measurements, by the same kernel, would fail too, or mean nothing
+    if not test.broken:  # the measurements use the same kernel
         yield from _threads(target, compiling)
 
 
 def _threads(target: Target, compiling: Callable[[int, int], None] | None) -> Iterator[Finding]:
-    """How many compute by default, and the measurements that say so."""
+    """Report the default number of threads and its measurements."""
     from localllm.kernels.cpu.thread_choice import choose_threads
 
     choice = choose_threads(target, compiling)
     quota = cpu_quota()
-    granted = "" if quota is None else f" (a control group grants this process the time of {quota:g} processors)"
+    granted = "" if quota is None else f" (a control group limits this process to {quota:g} processors)"
     yield Finding("kernels", "default threads", f"{choice.decode} to decode, {choice.cores} for prompts{granted}")
     if choice.curve:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(choice.measured))
         curve = ", ".join(f"{n}: {quantity(rate, 'B/s')}" for n, rate in choice.curve)
         advice = None
         if choice.is_disturbed:
-            advice = f"other programs kept {choice.other_cpus:.1f} processors busy: close them, and ask again later"
+            advice = f"other programs kept {choice.other_cpus:.1f} processors busy: close them and run this again"
         yield Finding("kernels", "decoded by threads", f"{curve} (measured {when})", advice)
 
 
 def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -> Finding:
-    """Compiles a kernel, or takes it from the cache, runs it on all threads and checks its result."""
+    """Compile a kernel or load it from the cache, run it on all threads, and check the result."""
     import numpy as np
 
     from localllm.kernels.cpu.program import Workers
@@ -284,13 +286,17 @@ def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -
         test.bandwidth()
         is_right = frames_work(workers, target, compiling)
     except Exception as error:  # LLVM and the processor can fail in any way
-        advice = "report it; --device reference works without kernels, slowly; or install localllm again"
+        advice = "report this error; --device reference works without kernels but is slow; or install localllm again"
         return Finding("kernels", "kernel test", f"failed: {_error_text(error)}", advice, broken=True)
     finally:
         workers.close()
     if not is_right or test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):
         return Finding(
-            "kernels", "kernel test", "a kernel computed a wrong result", "report it: no result can be trusted", True
+            "kernels",
+            "kernel test",
+            "a kernel computed a wrong result",
+            "report this error: do not trust results",
+            True,
         )
     return Finding("kernels", "kernel test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
 
@@ -304,10 +310,8 @@ def _memory() -> Iterator[Finding]:
     from localllm.loading.placement import OVERHEAD_BYTES
 
     total, available = psutil.virtual_memory().total, available_memory()
-    advice = f"{memory_advice()}: hardly any model fits into this" if available < 2 * OVERHEAD_BYTES else None
-    yield Finding(
-        "memory", "memory", f"{quantity(total, 'B')}, of which {quantity(available, 'B')} is available", advice
-    )
+    advice = f"{memory_advice()}: hardly any model fits in this memory" if available < 2 * OVERHEAD_BYTES else None
+    yield Finding("memory", "memory", f"{quantity(total, 'B')}, {quantity(available, 'B')} available", advice)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -319,11 +323,11 @@ def _gpus() -> Iterator[Finding]:
     for name in names:
         yield Finding("GPUs", "NVIDIA GPU", name, advice)
     if not names:
-        yield Finding("GPUs", "NVIDIA driver", "there, but nvidia-smi lists no GPU", advice)
+        yield Finding("GPUs", "NVIDIA driver", "installed, but nvidia-smi lists no GPU", advice)
 
 
 def _gpu_advice() -> str | None:
-    """Advice on what is missing for computing on GPUs; None if all is there."""
+    """Return how to enable computing on GPUs, or None if it works."""
     if not any(_version(cupy) for cupy, _ in CUDA_PACKAGES):
         new, old = (_pip(f'{cupy} "{toolkit}"') for cupy, toolkit in CUDA_PACKAGES)
         return f"to compute on it: {new} (with a driver before 580: {old})"
@@ -335,7 +339,7 @@ def _gpu_advice() -> str | None:
 
 
 def check_gpus() -> None:
-    """Raises DeviceError where CUDA has no GPU, or one that cannot be used; says why."""
+    """Raises DeviceError if CUDA finds no GPU, or a GPU that localllm cannot use."""
     from localllm.kernels.cuda.cupy_driver import open_driver
     from localllm.kernels.cuda.driver import check_capability
 
@@ -345,19 +349,19 @@ def check_gpus() -> None:
 
 
 def nvidia_gpus() -> list[str]:
-    """Name, driver and memory of each GPU that ``nvidia-smi`` lists."""
+    """Return the name, driver and memory of each GPU that ``nvidia-smi`` lists."""
     query = "--query-gpu=name,driver_version,memory.total"
     lines = program_output("nvidia-smi", query, "--format=csv,noheader").splitlines()
     return [line.strip() for line in lines if line.count(",") == 2]
 
 
 def has_nvidia_driver() -> bool:
-    """Whether the driver or its library is there."""
+    """Return whether the driver or its library is installed."""
     return driver_cuda() is not None or Path("/proc/driver/nvidia/version").exists()
 
 
 def _list_devices() -> int:
-    """Prints what --device can name here."""
+    """Print the devices that ``--device`` accepts on this machine."""
     from localllm.kernels.cuda.cupy_driver import open_driver
 
     memory = next(_memory())
@@ -375,7 +379,7 @@ def _list_devices() -> int:
 
 COMMAND = Command(
     "[-v] [--json]",
-    "show what works here, and how to fix the rest",
-    [flag("-v --verbose", "show every check"), JSON],
+    "check the installation and the hardware, with advice on each problem",
+    [flag("-v --verbose", "show every finding"), JSON],
     run,
 )

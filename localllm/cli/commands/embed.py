@@ -1,4 +1,4 @@
-"""``localllm embed``: vectors of texts, or with a query how well each text answers it."""
+"""``localllm embed``: print vectors of texts, or with a query the relevance of each text."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def run(arguments: argparse.Namespace) -> None:
     elif not texts and sys.stdin is not None and not is_terminal(sys.stdin):
         texts += [line for line in read_text(sys.stdin.buffer, "standard input").splitlines() if line.strip()]
     if not texts:
-        raise UsageError("there is nothing to embed: give texts, or a file with one per line (-f FILE)")
+        raise UsageError("no texts to embed: write them on the command line, or use -f FILE with one text per line")
     with LoadStatus(enabled=not arguments.quiet) as progress:
         llm = load(arguments.model, **load_options(arguments, arguments.model), progress=progress)
     with llm:
         if arguments.query is None:
             options: dict[str, Any] = {"prefix": arguments.prefix, "dimensions": arguments.dimensions}
             if arguments.per_token or llm.is_late:
-                found: Any = llm.embed(texts, per_token=True, **options)
+                results: Any = llm.embed(texts, per_token=True, **options)
             else:
-                found = llm.embed(texts, **options)
-            for vectors in found:
+                results = llm.embed(texts, **options)
+            for vectors in results:
                 print(json.dumps(vectors.astype(float).round(7).tolist()))
             return
         scores = llm.rerank(arguments.query, texts)
@@ -47,15 +47,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "[-m FILE] [TEXT …] [options]",
-    "make vectors of texts, or rank them",
+    "compute vectors of texts, or rank texts",
     [
-        flag("texts TEXT", "a text (default: the lines of standard input)", nargs="*"),
-        several("-p --prompt TEXT", "another way to give a text", dest="prompts"),
+        flag("texts TEXT", "text to embed (default: the lines of standard input)", nargs="*"),
+        several("-p --prompt TEXT", "text to embed, like TEXT", dest="prompts"),
         flag("-f --file FILE", "read texts from a file, one per line", Path),
-        flag("--prefix TEXT", "put TEXT before each text, such as 'search_query: '", default=""),
-        flag("--dimensions N", "only the first N values of each vector", whole(1)),
-        flag("--per-token", "a vector for each token of a text, as late-interaction models (ColBERT) make them"),
-        flag("--query TEXT", "with a reranker or a late-interaction model: rank the texts by how well they answer"),
+        flag("--prefix TEXT", "text to insert before each text, such as 'search_query: '", default=""),
+        flag("--dimensions N", "use only the first N values of each vector", whole(1)),
+        flag("--per-token", "print a vector for each token of a TEXT, as for late-interaction models (ColBERT)"),
+        flag("--query TEXT", "rank the texts by relevance to TEXT, with a reranker or a late-interaction model"),
         flag("-q --quiet", "print nothing but vectors and errors"),
         "model",
         MODEL,
@@ -64,11 +64,11 @@ COMMAND = Command(
     ],
     run,
     """\
-It needs an embedding model (BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding), a late-interaction model
-(ColBERT) or a reranker.
+embed needs an embedding model (BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding), a late-interaction
+model (ColBERT) or a reranker.
 
-It prints a JSON array of numbers for each text, a vector of length 1; with --per-token, an array of such vectors for
-each text; with --query, a JSON object with the score and the text for each, best first.
+It prints one JSON array per text: a vector of length 1, or with --per-token one vector per token.  With --query it
+prints one JSON object per text, with the score and the text, best first.
 """,
     aliases="embedding embeddings llama-embedding",
 )

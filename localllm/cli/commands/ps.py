@@ -1,4 +1,4 @@
-"""``localllm ps``: the models that a running server has loaded."""
+"""``localllm ps``: list the models that a running server has loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from localllm.cli.parser import Command
 from localllm.cli.shared_flags import JSON
 from localllm.console import quantity, visible_line
 
-#: Seconds to an unloading that means never.
+#: An expiry after more seconds than this is shown as "never".
 _NEVER = 365 * 86400
 
 
@@ -23,9 +23,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     rows = [("name", "size", "context", "unloaded")]
     for model in models:
-        left = datetime.fromisoformat(model["expires_at"]).timestamp() - time.time()
+        seconds = datetime.fromisoformat(model["expires_at"]).timestamp() - time.time()
         progress = model.get("load_progress")
-        state = _after(left) if progress is None else f"loading, {progress:.0%}"
+        state = _after(seconds) if progress is None else f"loading, {progress:.0%}"
         size, context = quantity(model["size"], "B"), f"{model['context_length']:,}"
         rows.append((visible_line(model["name"]), size, context, state))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

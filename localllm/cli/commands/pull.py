@@ -1,4 +1,4 @@
-"""``localllm pull``: a model from the hub into its cache on this machine."""
+"""``localllm pull``: download a model from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def run(arguments: argparse.Namespace) -> None:
     path = download(arguments.model, quiet=arguments.quiet)
     print(visible_line(str(path)))
     if not arguments.quiet:
-        say(f"localllm generate -m {visible_line(arguments.model)} runs it")
+        say(f"localllm generate -m {visible_line(arguments.model)} runs this model")
 
 
 def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] | None = None) -> Path:
-    """Downloads a model, or with `pull_checkpoint` what one is made of, and shows how far it is."""
+    """Download a model with ``by`` (default: `pull`), and show the progress.  Returns the path."""
     from localllm.catalog.pull import pull
 
     progress = _Progress(enabled=not quiet)
@@ -33,7 +33,7 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
     except KeyboardInterrupt:
         progress.close()
         if progress.fetched:
-            say(f"localllm: stopped; {progress.fetched} are kept: run the same command again to continue")
+            say(f"localllm: stopped; {progress.fetched} are saved: run the same command again to continue")
         raise
     finally:
         progress.close()
@@ -41,7 +41,7 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
         from localllm.loading.projector_files import find_projectors
 
         for encoder in find_projectors(path)[0][:1]:
-            say(f"{visible_line(encoder.name)} is next to it: with that file the model reads images or sounds")
+            say(f"{visible_line(encoder.name)} is next to the model: it lets the model accept images or audio")
     return path
 
 
@@ -50,17 +50,17 @@ class _Progress:
 
     def __init__(self, *, enabled: bool) -> None:
         self._status = StatusLine(enabled=enabled)
-        self._began: tuple[float, int] | None = None
+        self._start: tuple[float, int] | None = None
         self.fetched = ""
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        share = f"{quantity(done, 'B')} of {quantity(total, 'B')}"
+    def __call__(self, stage: str, n_bytes_done: int, total: int) -> None:
+        share = f"{quantity(n_bytes_done, 'B')} of {quantity(total, 'B')}"
         if stage == "check":
             self._status.show(f"checking {share}")
             return
         now = time.monotonic()
-        self._began = self._began or (now, done)
-        seconds, n_bytes = now - self._began[0], done - self._began[1]
+        self._start = self._start or (now, n_bytes_done)
+        seconds, n_bytes = now - self._start[0], n_bytes_done - self._start[1]
         rate = f", {quantity(n_bytes / seconds, 'B/s')}" if seconds > 1 else ""
         self._status.show(f"downloading {share}{rate}")
         self.fetched = share
@@ -75,11 +75,11 @@ COMMAND = Command(
     [flag("model ORG/REPO[:…]", "what to download", model_file), flag("-q --quiet", "show no progress")],
     run,
     """\
-The model is stored in the Hugging Face cache; every command then takes its name in place of a path.  ORG/REPO:Q4_K_M
-selects a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone means the only file, or Q4_K_M.
-Addresses of pages and files on the hub work too.  The projector file (mmproj) of a model that sees or hears is
-downloaded too.  An interrupted download resumes where it stopped.  localllm convert ORG/REPO converts a checkpoint in
-a repository without GGUF files.
+The model is stored in the Hugging Face cache, and all commands accept its name in place of a path.  ORG/REPO:Q4_K_M
+selects a file by its quantisation, ORG/REPO:NAME.gguf by its name.  ORG/REPO alone selects the only file, or Q4_K_M.
+The addresses of pages and files on the hub work too.  The projector file (mmproj) of a model that accepts images or
+audio is downloaded as well.  To resume an interrupted download, run the same command again.  If a repository contains
+a checkpoint and no GGUF files, localllm convert ORG/REPO downloads and converts it.
 """,
     aliases="download",
 )

@@ -1,4 +1,4 @@
-"""``localllm quantize``: a model made smaller."""
+"""``localllm quantize``: reduce the precision of a model's weights."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def run(arguments: argparse.Namespace) -> None:
     has_target = arguments.target_size is not None or arguments.target_kl is not None
     if has_target == (arguments.type is not None) or has_target == (arguments.text is None):
         raise UsageError(
-            "write localllm quantize FILE OUTPUT TYPE, as in localllm quantize f16.gguf q4.gguf Q4_K_M; or in place "
-            "of TYPE --target-size or --target-kl, and -f with a text to measure on"
+            "write localllm quantize FILE OUTPUT TYPE, such as localllm quantize f16.gguf q4.gguf Q4_K_M; or replace "
+            "TYPE by --target-size or --target-kl, with -f and text to measure on"
         )
     if has_target and (overrides or arguments.pure):
-        raise UsageError("with a target all types are chosen: leave --tensor and --pure out, or give a TYPE")
+        raise UsageError("--target-size and --target-kl choose all types: remove --tensor and --pure, or use TYPE")
     if arguments.pure:
         overrides.append(("", MIXES[mix_named(arguments.type)][1].name))
     with GGUFFile.open(arguments.model or demo_path()) as file:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
             file,
             arguments.output,
             arguments.type,
-            types=_chosen(file, imatrix, arguments) if has_target else None,
+            types=_choose_types(file, imatrix, arguments) if has_target else None,
             imatrix=imatrix,
             overrides=overrides,
             keep_split=arguments.keep_split,
@@ -62,26 +62,26 @@ def run(arguments: argparse.Namespace) -> None:
         carry_out(planned, arguments)
 
 
-def _chosen(
+def _choose_types(
     file: GGUFFile, imatrix: ImportanceMatrix | None, arguments: argparse.Namespace
 ) -> Mapping[str, GGMLType]:
-    """Types that the size or the divergence asked for allows."""
+    """Choose types for the target size or the target divergence of the command line."""
     from localllm.kernels.cpu.backend import CPUBackend
     from localllm.quantize.budget import CONTEXT, PIECES, choose_types
     from localllm.quantize.imatrix_collection import chunks
     from localllm.tokenizer import Tokenizer
 
-    pieces = chunks(Tokenizer.from_gguf(file), read_text(arguments.text), CONTEXT)[:PIECES]
+    text_chunks = chunks(Tokenizer.from_gguf(file), read_text(arguments.text), CONTEXT)[:PIECES]
     with StatusLine(enabled=not arguments.quiet) as status:
         choice = choose_types(
             file,
-            pieces,
+            text_chunks,
             CPUBackend(arguments.threads),
             n_bytes=arguments.target_size,
             divergence=arguments.target_kl,
             imatrix=imatrix,
             search=arguments.search,
-            progress=lambda done, total: status.show(f"{done} of {total} tensors measured"),
+            progress=lambda n_measured, total: status.show(f"{n_measured} of {total} tensors measured"),
         )
     if not arguments.quiet:
         print(f"KL divergence {choice.divergence:.5f} on {arguments.text.name}", flush=True)
@@ -89,14 +89,14 @@ def _chosen(
 
 
 def carry_out(planned: QuantizePlan, arguments: argparse.Namespace) -> None:
-    """Writes what is planned, or shows it (--dry-run)."""
+    """Write the planned file, or only show the plan (--dry-run)."""
     shows_table = not (arguments.quiet or arguments.json)
     results: list[TensorResult] = []
     if arguments.dry_run:
         if shows_table:
             print(_HEAD, *(_line(tensor) for tensor in planned.tensors), sep="\n", flush=True)
         if planned.missing_importance:
-            warn(f"{len(planned.missing_importance)} tensors need an importance matrix (--imatrix) at these types")
+            warn(f"{len(planned.missing_importance)} tensors need an importance matrix: add --imatrix FILE")
     else:
         results = _write(planned, arguments, shows_table=shows_table)
     n_bytes = sum(tensor.source.n_bytes for tensor in planned.tensors)
@@ -112,20 +112,20 @@ def carry_out(planned: QuantizePlan, arguments: argparse.Namespace) -> None:
 
 
 def _fallbacks(planned: QuantizePlan) -> list[str]:
-    """Why tensors have other types than the mix gives them, and what that costs."""
+    """Describe the tensors whose type differs from the mix, the reason, and the change in size."""
     from localllm.quant.types import BLOCK_SIZES
 
-    found: dict[tuple[str, str], list[TensorPlan]] = {}
+    groups: dict[tuple[str, str], list[TensorPlan]] = {}
     for tensor in planned.tensors:
-        if tensor.wanted is not None:
-            found.setdefault((tensor.new.name, tensor.wanted.name), []).append(tensor)
+        if tensor.replaced is not None:
+            groups.setdefault((tensor.new.name, tensor.replaced.name), []).append(tensor)
     lines = []
-    for (new, wanted), tensors in found.items():
-        block = BLOCK_SIZES[tensors[0].wanted or tensors[0].new]
+    for (new, mix_type), tensors in groups.items():
+        block = BLOCK_SIZES[tensors[0].replaced or tensors[0].new]
         widths = sorted({tensor.source.shape[-1] for tensor in tensors})
         n = sum(t.spec.n_bytes - t.source.n_values * block.n_bytes // block.length for t in tensors)
         lines.append(
-            f"{len(tensors)} tensors are {new}, not {wanted}: their rows of {' or '.join(map(str, widths))} values "
+            f"{len(tensors)} tensors are {new}, not {mix_type}: their rows of {' or '.join(map(str, widths))} values "
             f"are not a multiple of {block.length} ({quantity(abs(n), 'B')} {'more' if n >= 0 else 'less'})"
         )
     return lines
@@ -134,12 +134,12 @@ def _fallbacks(planned: QuantizePlan) -> list[str]:
 def _write(planned: QuantizePlan, arguments: argparse.Namespace, *, shows_table: bool) -> list[TensorResult]:
     from localllm.quantize import run as write
 
-    began = time.monotonic()
+    start = time.monotonic()
 
-    def progress(tensor: TensorPlan, done: int, total: int) -> None:
-        seconds = time.monotonic() - began
-        left = f", {seconds * (total - done) / done:.0f} s left" if done and seconds > 5 else ""
-        status.show(f"{100 * done // max(total, 1)} %, {visible_line(tensor.name)}{left}")
+    def progress(tensor: TensorPlan, n_done: int, total: int) -> None:
+        seconds = time.monotonic() - start
+        remaining = f", {seconds * (total - n_done) / n_done:.0f} s left" if n_done and seconds > 5 else ""
+        status.show(f"{100 * n_done // max(total, 1)} %, {visible_line(tensor.name)}{remaining}")
 
     results = []
     with StatusLine(enabled=not arguments.quiet) as status:
@@ -149,7 +149,7 @@ def _write(planned: QuantizePlan, arguments: argparse.Namespace, *, shows_table:
             if shows_table:
                 print(*([] if results[1:] else [_HEAD]), _line(result.plan, result), sep="\n", flush=True)
             if result.n_cleared:
-                warn(f"{visible_line(result.plan.name)}: {result.n_cleared:,} values were not finite and became 0")
+                warn(f"{visible_line(result.plan.name)}: {result.n_cleared:,} values were not finite and are now 0")
     return results
 
 
@@ -182,24 +182,24 @@ def _as_json(planned: QuantizePlan, results: Sequence[TensorResult]) -> dict[str
 
 
 def _type_of(flag: str, pattern: str) -> Flag:
-    text = f"the same as --tensor '{pattern}=TYPE'"
+    text = f"short for --tensor '{pattern}=TYPE'"
     return several(f"{flag} TYPE", text, lambda type: (pattern, type), dest="overrides")
 
 
 COMMAND = Command(
     "FILE OUTPUT TYPE [options]",
-    "quantise a model, to make it smaller",
+    "quantise a model, to reduce its size",
     [
         OUTPUT,
         [
-            flag("--target-size SIZE", "choose types for a file of at most SIZE, such as 4.2GB", size),
-            flag("--target-kl X", "choose types for a divergence of at most X nats", divergence),
+            flag("--target-size SIZE", "choose the types for a file of at most SIZE, such as 4.2GB", size),
+            flag("--target-kl X", "choose the types for a KL divergence of at most X nats", divergence),
         ],
-        flag("-f --file FILE", "a text to measure the effect of types on", Path, dest="text"),
-        flag("--imatrix FILE", "an importance matrix, in GGUF or the older .dat format", Path),
+        flag("-f --file FILE", "text file to measure the effect of types on", Path, dest="text"),
+        flag("--imatrix FILE", "importance matrix, in GGUF or the older .dat format", Path),
         several(
             "--tensor --tensor-type REGEX=TYPE",
-            "a type for tensors whose names match; the first match counts",
+            "type of the tensors whose names match; the first match counts",
             override,
             dest="overrides",
         ),
@@ -214,21 +214,22 @@ COMMAND = Command(
     ],
     run,
     """\
-A mix gives better types to the tensors that matter most.  Common TYPEs are Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M,
-IQ3_M and Q2_K; an unknown TYPE lists all.  Types below 3 bits need --imatrix.
+A mix uses better types for the tensors that matter most.  Common TYPEs are Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M,
+IQ3_M and Q2_K; the error for an unknown TYPE lists all TYPEs.  Types below 3 bits need --imatrix.
 
 --target-size and --target-kl choose a type for each tensor.  They measure the effect of each tensor's precision on
-the text, and spend bytes where they most reduce the Kullback-Leibler divergence from the original, in nats per token.
+the text, and spend bytes where the Kullback-Leibler divergence from the original (nats per token) decreases most.
 
-Without --imatrix, values become Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, NVFP4, Q1_0, Q2_0, TQ1_0 and TQ2_0 by rounding,
-as in llama.cpp; --search takes longer and reduces the error by 3 to 14%, for ternary types by half.
+Without --imatrix, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, NVFP4, Q1_0, Q2_0, TQ1_0 and TQ2_0 are computed by rounding,
+as in llama.cpp.  --search takes longer and reduces the error by 3 to 14%, or by half for ternary types.
 
-The error shown for a tensor is the root mean square error relative to its root mean square, weighted by importance.
+The error of a tensor is the root mean square error, relative to the root mean square of its values and weighted by
+importance.
 """,
     words=Positionals(
         "FILE OUTPUT TYPE",
-        "a GGUF file, or any file of a split one; the file to write; and a type or mix of types, such as Q4_K_M",
-        ("model", "output", "type", "threads"),  # llama-quantize has threads there
+        "a GGUF file, or any file of a split model; the file to write; and a type or mix of types, such as Q4_K_M",
+        ("model", "output", "type", "threads"),  # the fourth argument of llama-quantize is the number of threads
         n_needed=2,
     ),
     aliases="llama-quantize",

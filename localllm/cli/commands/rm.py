@@ -1,4 +1,4 @@
-"""``localllm rm``: remove a model's files."""
+"""``localllm rm``: remove the files of a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def run(arguments: argparse.Namespace) -> None:
     shown = visible_line(path_text(paths[0])) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     if not arguments.yes:
         if not is_terminal(sys.stdin):
-            raise UsageError(f"{shown} is removed only after a confirmation: add --yes")
+            raise UsageError(f"removing {shown} needs a confirmation: add --yes")
         answer = ""
         with contextlib.suppress(EOFError):  # Ctrl-D
             answer = input(f"Remove {shown} ({quantity(n_bytes, 'B')})? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
-            raise LocalLLMError("nothing was removed")
+            raise LocalLLMError("no file was removed")
     for path in paths:
         try:
             _remove(path)
@@ -36,31 +36,31 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def model_files(name: str) -> list[Path]:
-    """Return all files of a model.  Raises UsageError if it is unknown, or belongs to another program."""
+    """Return all files of a model.  Raises UsageError if the model is unknown or belongs to another program."""
     from localllm.catalog import other_programs
     from localllm.catalog.hub_names import DEMO, group_files
     from localllm.catalog.listing import find_models
 
     path = Path(name)
-    if not path.is_file():  # only a whole name, because a part of a name may select another model after a download
+    if not path.is_file():  # only complete names, because part of a name may match another model after a download
         models = find_models(load_settings().model_folders).models
         path = next((m.path for m in models if name in (m.name, m.name.removesuffix(".gguf"), *m.aliases)), path)
     if not path.is_file() and name != DEMO:
         raise UsageError(f"there is no file or model {name!r:.80} here: localllm models lists the names")
     if any(path == model.path for model in other_programs.ollama_models().values()):
-        raise UsageError(f"{name!r:.80} is a model of Ollama's: remove it with ollama rm {name}")
+        raise UsageError(f"{name!r:.80} belongs to Ollama: remove it with ollama rm {name}")
     installed = (file for files in other_programs.package_models().values() for file in files.values())
     if name == DEMO or path in installed:
         raise UsageError(f"{name!r:.80} is a file of a Python package: remove it with pip uninstall")
     if path.suffix.lower() != ".gguf":
-        raise UsageError(f"{path_text(path)} is no GGUF file: remove it with your file manager")
+        raise UsageError(f"{path_text(path)} is not a GGUF file: remove it with your file manager")
     sizes = {file.name: 0 for file in path.parent.iterdir() if file.suffix.lower() == ".gguf"}
-    parts = next((group.names for group in group_files(sizes) if path.name in group.names), (path.name,))
-    return [path.with_name(part) for part in parts]
+    names = next((group.names for group in group_files(sizes) if path.name in group.names), (path.name,))
+    return [path.with_name(file_name) for file_name in names]
 
 
 def _remove(path: Path) -> None:
-    """Remove a file.  If it is a link in Hugging Face's cache, also remove a blob without further links."""
+    """Remove a file.  If it is a link in the Hugging Face cache, also remove its blob after the last link."""
     target = path.resolve()
     path.unlink()
     snapshots = next((parent for parent in path.parents if parent.name == "snapshots"), None)
@@ -72,10 +72,10 @@ def _remove(path: Path) -> None:
 
 COMMAND = Command(
     "NAME [--yes]",
-    "remove a model's file",
+    "remove a model's files",
     [
         flag("name NAME", "a GGUF file, or the name of a model that localllm models lists"),
-        flag("-y --yes", "do not ask for a confirmation"),
+        flag("-y --yes", "remove without a confirmation"),
     ],
     run,
     """\

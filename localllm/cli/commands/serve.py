@@ -1,4 +1,4 @@
-"""``localllm serve``: models for other programs, over HTTP."""
+"""``localllm serve``: serve models to other programs over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from localllm.cli.defaults import apply_settings, chat_template, load_options, t
 from localllm.cli.defaults import model_file as find_model
 from localllm.cli.parser import Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, ollama_preset, read_presets
-from localllm.cli.shared_flags import ENDING, LORA, PRESETS, RUNNING, SAMPLING, SEEING, options
+from localllm.cli.shared_flags import ENDING, LORA, MEDIA, PRESETS, RUNNING, SAMPLING, options
 from localllm.console import say, warn
 from localllm.errors import LocalLLMError, UsageError, path_text
 from localllm.files import expanded, private_folder, read_text
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from localllm.server.models import Loader, Models, Preset
     from localllm.server.stats import Stats
 
-#: Environment variable with API keys, commas between them: a command line can be seen by others.
+#: Environment variable with API keys, commas between them.  Unlike a command line, other users cannot read it.
 KEY_VARIABLE = "LOCALLLM_API_KEY"
 
-#: Seconds for which a thread may go on while others wait to run.
+#: Seconds that a thread may run while other threads wait.
 _SWITCH_S = 0.0005
 
-#: Addresses that only this machine reaches.
-_OWN = ("127.0.0.1", "localhost", "::1")
+#: Addresses that only this machine can reach.
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM."""
     try:
         import msgspec  # noqa: F401
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         loads_first=loads_first,
         has_slots=arguments.slots,
     )
-    # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
+    # Python's default of 5 ms per thread that renders or tokenizes would delay each step several times.
     sys.setswitchinterval(_SWITCH_S)
     _listen(arguments, app, limits, stats)
     if app.load_error is not None:
@@ -78,39 +78,42 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     if arguments.lora or arguments.draft_model or arguments.mmproj:
         flag = "--lora" if arguments.lora else "--draft-model" if arguments.draft_model else "--mmproj"
         if len(arguments.models) + len(arguments.downloads) != 1:
-            raise UsageError(f"{flag} is for one model: name that with -m FILE, and no other")
+            raise UsageError(f"{flag} needs exactly one model: name one with -m FILE")
     if (arguments.ssl_key is None) != (arguments.ssl_certificate is None):
-        raise UsageError("--ssl-key-file and --ssl-cert-file belong together: give both")
-    chat_template(arguments)  # what is wrong with it is said before a model is asked for
+        raise UsageError("--ssl-key-file and --ssl-cert-file need each other: add the missing flag")
+    chat_template(arguments)  # reports an invalid template before a model is loaded
 
 
 def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
-    """The models of the server, and whether the first is loaded at once; fills in what the settings say."""
+    """Return the models of the server, and whether the first model is loaded immediately.  Applies the settings."""
     from localllm.server.models import Models, Preset
 
     presets, as_given = read_presets(arguments.presets), deepcopy(arguments)
     settings, load = _loader(arguments, stats)
 
-    def own_arguments(name: str, section: Mapping[str, Any]) -> argparse.Namespace:
-        own = deepcopy(as_given)
-        own.aliases, own.tags, own.ttl = [], [], None
-        apply_preset(parser_of("serve"), own, section, name)
-        return own
+    def arguments_of(name: str, section: Mapping[str, Any]) -> argparse.Namespace:
+        model_arguments = deepcopy(as_given)
+        model_arguments.aliases, model_arguments.tags, model_arguments.ttl = [], [], None
+        apply_preset(parser_of("serve"), model_arguments, section, name)
+        return model_arguments
 
     def preset(name: str, section: Mapping[str, Any], is_again: bool = False) -> Preset:
-        own = own_arguments(name, section)
-        listed: dict[str, Any] = {"aliases": _split_commas(own.aliases), "tags": _split_commas(own.tags)}
+        model_arguments = arguments_of(name, section)
+        listed: dict[str, Any] = {
+            "aliases": _split_commas(model_arguments.aliases),
+            "tags": _split_commas(model_arguments.tags),
+        }
         listed["system"] = section.get("system", "")
         try:
-            chat_template(own)
-            _, own_load = _loader(own, stats)
+            chat_template(model_arguments)
+            _, load_preset = _loader(model_arguments, stats)
             (source,) = sources([{"model": section["model"]}], settings).values()
         except LocalLLMError as error:
             if is_again or len(presets) == 1:
                 raise
             warn(f"the model {name} is not available: {error}")
-            return Preset(section["model"], partial(load_again, name, section), own.ttl, **listed)
-        return Preset(source, own_load, own.ttl, adapters=_adapters(own), **listed)
+            return Preset(section["model"], partial(load_again, name, section), model_arguments.ttl, **listed)
+        return Preset(source, load_preset, model_arguments.ttl, adapters=_adapters(model_arguments), **listed)
 
     def load_again(name: str, section: Mapping[str, Any], source: str | None, progress: LoadProgress) -> LLM:
         """Load a model whose preset was not usable when the server started."""
@@ -118,17 +121,19 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         usable = preset(name, section, is_again=True)
         return usable.load(usable.source, progress)
 
-    given: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
-    given += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
+    requested: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
+    requested += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
     served = dict[str, str | Preset | None]()
-    for each in given:
-        section = presets.get(each["model"]) or ollama_preset(each["model"])
-        served |= sources([each], settings) if section is None else {each["model"]: preset(each["model"], section)}
-    if not given:
+    for request in requested:
+        section = presets.get(request["model"]) or ollama_preset(request["model"])
+        served |= (
+            sources([request], settings) if section is None else {request["model"]: preset(request["model"], section)}
+        )
+    if not requested:
         served |= {name: preset(name, section) for name, section in presets.items()}
         if arguments.presets is None:
-            served |= {name: each for name, each in sources([], settings).items() if name not in served}
-            served |= _ollama(presets, lambda name, section: _loader(own_arguments(name, section), stats)[1], load)
+            served |= {name: source for name, source in sources([], settings).items() if name not in served}
+            served |= _ollama(presets, lambda name, section: _loader(arguments_of(name, section), stats)[1], load)
     models = Models(
         served,
         load,
@@ -140,7 +145,7 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         prompts=_folder("--prompt-cache", arguments.prompts),
         log=(lambda line: None) if arguments.quiet else say,
     )
-    return models, bool(given or presets)
+    return models, bool(requested or presets)
 
 
 def _adapters(arguments: argparse.Namespace) -> dict[str, float]:
@@ -148,13 +153,13 @@ def _adapters(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _ollama(
-    names: Container[str], own_loader: Callable[[str, dict[str, Any]], Loader], load: Loader
+    names: Container[str], loader_of: Callable[[str, dict[str, Any]], Loader], load: Loader
 ) -> dict[str, Preset]:
     """Return Ollama's models.  Names with the same file and options become aliases of one model.
 
     Args:
         names: names to omit.
-        own_loader: returns the loader of a model with options, by its name and options.
+        loader_of: returns the loader of a model with options, by its name and options.
         load: loads models without options.
     """
     from localllm.catalog.other_programs import ollama_models
@@ -168,7 +173,7 @@ def _ollama(
     for name, *aliases in groups.values():
         options = models[name].options
         try:
-            loader = own_loader(name, options) if options else load
+            loader = loader_of(name, options) if options else load
         except LocalLLMError as error:
             warn(f"the options of Ollama's model {name} are ignored: {error}")
             loader = load
@@ -177,12 +182,12 @@ def _ollama(
 
 
 def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Loader]:
-    """Loads models with the options of a command line, in which it fills in what the settings say."""
+    """Return the settings and a function that loads models with these options.  Applies the settings."""
     if arguments.context and arguments.parallel and not arguments.unified:  # as in llama-server
         arguments.context = max(1, arguments.context // arguments.parallel)
     settings = apply_settings(arguments, skip=("model",))
     defaults = generation_options(arguments, settings)
-    defaults.pop("adapters", None)  # requests name their own
+    defaults.pop("adapters", None)  # requests name their adapters
     CheckedOptions.of(defaults)
 
     def load_model(source: str | None, progress: LoadProgress) -> LLM:
@@ -191,9 +196,9 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
 
         notice = CompileNotice()
 
-        def report(stage: str, done: int, total: int) -> None:
-            progress(stage, done, total)
-            notice(stage, done, total)
+        def report(stage: str, n_done: int, total: int) -> None:
+            progress(stage, n_done, total)
+            notice(stage, n_done, total)
 
         options = load_options(arguments, source, max_waiting=arguments.max_queue)
         llm = load(source, **options, progress=report)
@@ -210,19 +215,19 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
 
 
 def _limits(arguments: argparse.Namespace) -> Limits:
-    """Who may ask; with ``--lan`` the other devices of the network, by a key."""
+    """Return the limits of access; with ``--lan``, other devices of the network need a key."""
     from localllm.server.http import Limits
 
     keys, names = _api_keys(arguments), list(arguments.hosts)
     if arguments.lan:
         from localllm.server.local_network import lan_key
 
-        arguments.host = arguments.host if arguments.host not in _OWN else "0.0.0.0"
-        names.append("*.local")  # by which phones know this machine
+        arguments.host = arguments.host if arguments.host not in _LOOPBACK else "0.0.0.0"
+        names.append("*.local")  # phones use this name of the machine
         keys = keys or [lan_key()]
     hosts = _hosts(arguments)
-    if not {*hosts} <= {*_OWN} and not keys:
-        warn(f"everybody who reaches {arguments.host} can use this server: --api-key KEY lets in those who have it")
+    if not {*hosts} <= {*_LOOPBACK} and not keys:
+        warn(f"everyone who can reach {arguments.host} can use this server: add --api-key KEY to require a key")
     return Limits(
         api_keys=keys,
         hosts=[*names, *hosts],
@@ -238,21 +243,21 @@ def _hosts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stats) -> None:
-    """Answers requests until the server is stopped."""
+    """Answer requests until the server is stopped."""
     from localllm.server.local_network import invitation, lan_address
     from localllm.server.uvicorn_server import Server, end_if_busy, listen
 
     with ExitStack() as sockets:
         listening = list[socket.socket]()
-        for host in _hosts(arguments):  # of any free port the same for all
+        for host in _hosts(arguments):  # with port 0, all hosts use the same free port
             port = listening[0].getsockname()[1] if listening else arguments.port
             listening.append(sockets.enter_context(listen(host, port)))
         host, port = listening[0].getsockname()[:2]
-        host = (lan_address() or host) if host == "0.0.0.0" else host  # the one that other devices can use
+        host = (lan_address() or host) if host == "0.0.0.0" else host  # the address that other devices can use
         server = Server(app, grace_s=arguments.grace, tls=(arguments.ssl_key, arguments.ssl_certificate))
         scheme = "http" if arguments.ssl_key is None else "https"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        say(f"listening on {url} (Ctrl-C ends)")
+        say(f"listening on {url} (Ctrl-C stops the server)")
         if arguments.lan:
             say(invitation(url, limits.api_keys[0]))
         with stats.shown(app.models) if arguments.stats else nullcontext():
@@ -261,7 +266,7 @@ def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stat
 
 
 def _api_keys(arguments: argparse.Namespace) -> list[str]:
-    """Return the API keys of flags, of the environment and of a file.
+    """Return the API keys of the flags, the environment and the file.
 
     A source without keys is an error, because a server without keys is open to everyone.
     """
@@ -274,38 +279,42 @@ def _api_keys(arguments: argparse.Namespace) -> list[str]:
         sources.append((name, [line for line in lines if not line.lstrip().startswith("#")]))
     keys = []
     for name, words in sources:
-        own_keys = [key for word in words if (key := word.strip())]
-        if not own_keys:
-            raise UsageError(f"{name} has no key: give one, or leave it out")
-        keys += own_keys
+        new_keys = [key for word in words if (key := word.strip())]
+        if not new_keys:
+            raise UsageError(f"{name} contains no key: add one, or remove it")
+        keys += new_keys
     return keys
 
 
-def _split_commas(given: Sequence[str]) -> list[str]:
-    """Words of a flag that may be given several times, or have several with commas between them."""
-    return [word.strip() for words in given for word in words.split(",") if word.strip()]
+def _split_commas(values: Sequence[str]) -> list[str]:
+    """Return the words of a flag that may occur several times and contain several words separated by commas."""
+    return [word.strip() for words in values for word in words.split(",") if word.strip()]
 
 
-def sources(given: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, str | None]:
-    """The models of the server by name, those given (see `find_model`) or else all; the first is the default."""
+def sources(models: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, str | None]:
+    """Return the paths of the models to serve, by name.  The first is the default.
+
+    Args:
+        models: options of each model (see `find_model`); if empty, all models on this machine are served.
+    """
     from localllm.loading.load import check_file
 
-    found = dict[str, str | None]()
-    for each in given or [{"model": settings.model or DEMO}]:
-        if (path := find_model(each, settings)) is not None:
+    paths = dict[str, str | None]()
+    for model in models or [{"model": settings.model or DEMO}]:
+        if (path := find_model(model, settings)) is not None:
             check_file(path)
-        found[_name(each["model"])] = None if path is None else str(path)
-    if not given:
+        paths[_name(model["model"])] = None if path is None else str(path)
+    if not models:
         from localllm.catalog.listing import find_models
 
-        listed = find_models(settings.model_folders).models
-        found |= {model.name.removesuffix(".gguf"): str(model.path) for model in listed}
-        found.setdefault(DEMO, None)
-    return found
+        local_models = find_models(settings.model_folders).models
+        paths |= {listed.name.removesuffix(".gguf"): str(listed.path) for listed in local_models}
+        paths.setdefault(DEMO, None)
+    return paths
 
 
 def _folder(flag: str, folder: Path | None) -> Path | None:
-    """Return the folder of a flag, which is created if it is missing."""
+    """Return the folder of a flag, and create it if it is missing."""
     if folder is not None:
         folder = expanded(folder)
         try:
@@ -318,11 +327,11 @@ def _folder(flag: str, folder: Path | None) -> Path | None:
     return folder
 
 
-def _name(given: str) -> str:
-    """The name of a model in requests: a name on the hub as it is, a file without folder and ending."""
-    if HubName.parse(given) is not None and not os.path.lexists(given):
-        return given
-    return Path(given).name.removesuffix(".gguf")
+def _name(source: str) -> str:
+    """Return the name of a model in requests: a hub name unchanged, or a file name without folder and suffix."""
+    if HubName.parse(source) is not None and not os.path.lexists(source):
+        return source
+    return Path(source).name.removesuffix(".gguf")
 
 
 COMMAND = Command(
@@ -332,68 +341,66 @@ COMMAND = Command(
         "models",
         several(
             "-m --model FILE",
-            "a GGUF file, or the name of a model that localllm models lists",
+            "GGUF file, or a name that localllm models lists",
             model_file,
             dest="models",
         ),
         PRESETS,
-        several("-a --alias NAME", "another name for the first model, shown in lists", dest="aliases"),
+        several("-a --alias NAME", "additional name of the first model, shown in lists", dest="aliases"),
         several(
             "-hf --hf-repo ORG/REPO[:QUANT]",
-            "a model on the hub, downloaded if it is not on this machine",
+            "model on the hub, which is downloaded if it is missing",
             model_file,
             dest="downloads",
         ),
-        several("--tags WORD", "a tag of the first model, shown in lists", dest="tags"),
+        several("--tags WORD", "tag of the first model, shown in lists", dest="tags"),
         flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
         *RUNNING,
-        *SEEING,
+        *MEDIA,
         LORA,
         *options(LoadOptions, "draft_model", type=model_file),
         flag(
             "-np --parallel N",
-            "requests of full length that fit in a model's cache at once (default: up to 4, as memory allows); -c is "
+            "number of requests of full length that fit in a cache (default: up to 4, as memory allows); -c is "
             "divided by N",
             whole(1),
         ),
-        flag("-kvu --kv-unified", "do not divide -c by -np: each request may use all of it", dest="unified"),
+        flag("-kvu --kv-unified", "do not divide -c by -np: a request may use all of the context", dest="unified"),
         flag(
             "--prompt-cache --slot-save-path DIR",
-            "save the cached prompts of unloaded models here",
+            "save the cached prompts of unloaded models in this folder",
             Path,
             dest="prompts",
         ),
-        "where replies end, unless a request says otherwise",
+        "where replies end (default for requests)",
         *ENDING,
-        *(f"{each}, unless a request says otherwise" if isinstance(each, str) else each for each in SAMPLING),
+        *(f"{item} (default for requests)" if isinstance(item, str) else item for item in SAMPLING),
         flag("--no-slots", "do not list running requests at /slots", dest="slots", action="store_false"),
         "access",
         flag(
             "--lan",
-            "let other devices on the network connect with a key (generated if none is given), and show a QR code",
+            "let other devices on the network connect with a key (generated unless you set one), and show a QR code",
         ),
-        flag("--host HOST", "address to listen on, or several separated by commas", default="127.0.0.1"),
-        flag("--port N", "port to listen on; 0 is any free one", whole(0, below=65536), default=8080),
-        several(
-            "--api-key KEY", "require this key; clients with different keys share the models evenly", dest="api_keys"
-        ),
+        flag("--host HOST", "address to listen on, or several addresses separated by commas", default="127.0.0.1"),
+        flag("--port N", "port to listen on; 0: any free port", whole(0, below=65536), default=8080),
+        several("--api-key KEY", "require this key; the server shares its time evenly between keys", dest="api_keys"),
         flag(
             "--api-key-file FILE",
-            "read keys from a file, one per line; lines that begin with # are comments",
+            "read keys from a file, one per line; lines that start with # are comments",
             dest="key_file",
         ),
-        several("--allow-host NAME", "also answer to this host name", dest="hosts"),
-        several("--allow-image-urls HOST", "fetch pictures from web addresses at this host", dest="image_hosts"),
+        several("--allow-host NAME", "also accept requests for this host name", dest="hosts"),
+        several("--allow-image-urls HOST", "fetch images from web addresses at this host", dest="image_hosts"),
         several(
             "--cors-origin ORIGIN",
-            "let web pages of this origin connect, such as https://example.org; * is any",
+            "let web pages of this origin connect, such as https://example.org; *: any origin",
             dest="origins",
         ),
         flag("--ssl-key-file FILE", "private key for HTTPS (PEM)", Path, dest="ssl_key"),
         flag("--ssl-cert-file FILE", "certificate for HTTPS (PEM)", Path, dest="ssl_certificate"),
         flag(
             "-to --timeout S",
-            "seconds in which a request must arrive completely",
+            "seconds within which a request must arrive completely",
             whole(1),
             default=60,
             dest="read_timeout",
@@ -403,20 +410,21 @@ COMMAND = Command(
         flag("--grace S", "seconds that running replies have to finish after Ctrl-C", whole(0), default=10),
         flag("--responses FOLDER", "store responses here, so that previous_response_id works after a restart", Path),
         "output",
-        flag("--stats", "show throughput, queue and cache live"),
+        flag("--stats", "show the throughput, the queue and the cache, updated continuously"),
         [
             flag("-q --quiet", "print nothing but the address and errors"),
-            flag("-v --verbose", "print where each model is placed, and how much memory it takes"),
+            flag("-v --verbose", "print the devices and the memory of each model"),
         ],
     ],
     run,
     """\
 Clients of the OpenAI API (http://127.0.0.1:8080/v1), Anthropic's, Ollama's (http://127.0.0.1:8080) and llama.cpp's
-server can connect.  With -m the first model is loaded at once, every other model on the first request for it.
-Without -m the server has the model in the settings, or else the demo model, and those that localllm models lists.
+server can connect.  With -m, the first model is loaded at the start, and every other model on its first request.
+Without -m, the server offers the model in the settings (or else the demo model) and all models that localllm models
+lists.
 
-By default only programs on this machine can connect, and pages of localhost; --lan, --host and --cors-origin let
-others in.  The environment variable LOCALLLM_API_KEY also sets API keys, separated by commas.
+By default only programs and web pages on this machine (localhost) can connect; --lan, --host and --cors-origin let
+others connect.  The environment variable LOCALLLM_API_KEY also sets API keys, separated by commas.
 """,
     aliases="server llama-server",
 )

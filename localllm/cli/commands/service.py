@@ -1,4 +1,4 @@
-"""``localllm service``: a server that starts when its user logs in, run by systemd, launchd or Windows' scheduler."""
+"""``localllm service``: run the server as a service of systemd, launchd or the Task Scheduler of Windows."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Manager(NamedTuple):
     path: Path
     text: Callable[[Task], bytes]
     install: Sequence[Sequence[str]]
-    uninstall: Sequence[Sequence[str]]  # while the file is there
-    uninstalled: Sequence[Sequence[str]]  # once it is gone
+    uninstall: Sequence[Sequence[str]]  # while the file exists
+    uninstalled: Sequence[Sequence[str]]  # after the file is removed
     status: Sequence[str]
     hint: str
 
 
 def manager() -> Manager:
-    """That of this platform."""
+    """Return the service manager of this platform."""
     home = Path.home()
     if sys.platform == "win32":
         path = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "localllm" / "service.xml"
@@ -60,7 +60,7 @@ def manager() -> Manager:
             [["schtasks", "/End", "/TN", _NAME], ["schtasks", "/Delete", "/F", "/TN", _NAME]],
             [],
             ["schtasks", "/Query", "/TN", _NAME, "/V", "/FO", "LIST"],
-            "it starts when you log in; variables of localllm come from your account's (setx)",
+            "it starts when you log in, with the variables of localllm from your account (setx)",
         )
     if sys.platform == "darwin":
         path, domain = home / "Library" / "LaunchAgents" / f"{_LABEL}.plist", f"gui/{os.getuid()}"
@@ -93,7 +93,7 @@ def _log() -> Path:
 
 
 def systemd_unit(task: Task) -> bytes:
-    """A unit of systemd (systemd.service(5); quoting as in systemd.syntax(7))."""
+    """Return a unit of systemd (systemd.service(5); quoting as in systemd.syntax(7))."""
 
     def quoted(word: str) -> str:
         word = re.sub(r'([\\"])', r"\\\1", word).replace("%", "%%").replace("\n", "\\n")
@@ -118,8 +118,8 @@ def systemd_unit(task: Task) -> bytes:
 
 
 def launch_agent(task: Task) -> bytes:
-    """A property list of launchd (launchd.plist(5))."""
-    import plistlib  # imported here, as all others below: `localllm --help` reads every command
+    """Return a property list of launchd (launchd.plist(5))."""
+    import plistlib  # imported here, because `localllm --help` imports every command
 
     return plistlib.dumps(
         {
@@ -136,7 +136,7 @@ def launch_agent(task: Task) -> bytes:
 
 
 def scheduled_task(task: Task) -> bytes:
-    """A task of Windows (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema)."""
+    """Return a task of Windows (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema)."""
     from html import escape
     from subprocess import list2cmdline
 
@@ -165,75 +165,77 @@ def scheduled_task(task: Task) -> bytes:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.flags and arguments.action != "install":
-        raise UsageError(f"{arguments.action} takes no flags of serve: write localllm service {arguments.action}")
-    found = manager()
+        raise UsageError(f"{arguments.action} accepts no flags of serve: write localllm service {arguments.action}")
+    service_manager = manager()
     if arguments.action == "install":
-        _install(found, arguments.flags)
+        _install(service_manager, arguments.flags)
         return 0
     if arguments.action == "status":
-        if not found.path.exists():
-            say("no service is installed: localllm service install -- FLAGS OF SERVE")
+        if not service_manager.path.exists():
+            say("no service is installed: localllm service install -- FLAGS OF SERVE installs it")
             return 1
-        say(f"the service of {path_text(found.path)}:")
+        say(f"service defined in {path_text(service_manager.path)}:")
         import subprocess
 
-        return subprocess.run(found.status, check=False).returncode
-    if not found.path.exists():
-        raise UsageError("no service is installed: there is nothing to remove")
-    failures = [_run_command(command) for command in found.uninstall]
-    found.path.unlink()
-    failures += [_run_command(command) for command in found.uninstalled]
-    say(f"{path_text(found.path)} is removed")
-    if failed := next(filter(None, failures), None):
-        say(f"{found.name} says: {failed}")
+        return subprocess.run(service_manager.status, check=False).returncode
+    if not service_manager.path.exists():
+        raise UsageError("no service is installed, so no service was removed")
+    failures = [_run_command(command) for command in service_manager.uninstall]
+    service_manager.path.unlink()
+    failures += [_run_command(command) for command in service_manager.uninstalled]
+    say(f"{path_text(service_manager.path)} was removed")
+    if failure := next(filter(None, failures), None):
+        say(f"{service_manager.name} reported: {failure}")
     return 0
 
 
-def _install(found: Manager, flags: Sequence[str]) -> None:
+def _install(service_manager: Manager, flags: Sequence[str]) -> None:
     parser = parser_of("serve")
     line, _, parser.typed = in_our_flags("serve", flags, parser.flags)
-    arguments, strange = parser.parse_known_args(line)
-    if strange:
-        raise UsageError(f"serve does not take {strange[0]!r:.80}: see localllm serve --help")
+    arguments, unknown_words = parser.parse_known_args(line)
+    if unknown_words:
+        raise UsageError(f"serve does not accept {unknown_words[0]!r:.80}: see localllm serve --help")
     program = sys.executable
-    if sys.platform == "win32":  # which shows no window
+    if sys.platform == "win32":  # pythonw.exe opens no window
         windowless = Path(program).with_name("pythonw.exe")
         program = str(windowless) if windowless.exists() else program
     variables = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     task = Task([program, "-m", "localllm", "serve", *line], Path.cwd(), variables, arguments.grace + _STOP_S)
     try:
-        found.path.parent.mkdir(parents=True, exist_ok=True)
-        found.path.touch(mode=0o600)  # flags may have keys in them
-        found.path.write_bytes(found.text(task))
+        service_manager.path.parent.mkdir(parents=True, exist_ok=True)
+        service_manager.path.touch(mode=0o600)  # flags may contain keys
+        service_manager.path.write_bytes(service_manager.text(task))
     except OSError as error:
-        raise UsageError(f"{path_text(found.path)} cannot be written ({error.strerror}): check its folder") from None
-    say(f"{path_text(found.path)} is written")
-    for command in found.install:
-        if failed := _run_command(command):
-            raise UsageError(f"{found.name} does not start it: {failed} (the file stays; try again where it runs)")
-    say(f"the service runs: {found.hint}")
+        raise UsageError(
+            f"{path_text(service_manager.path)} cannot be written ({error.strerror}): check its folder"
+        ) from None
+    say(f"{path_text(service_manager.path)} was written")
+    for command in service_manager.install:
+        if failure := _run_command(command):
+            raise UsageError(f"{service_manager.name} could not start the service: {failure} (the file is kept)")
+    say(f"the service is running: {service_manager.hint}")
 
 
 def _run_command(command: Sequence[str]) -> str | None:
-    """Runs a command; what it complains of, if it fails."""
+    """Run a command.  Returns the error message if it fails, or None."""
     import subprocess
 
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         return f"{command[0]} cannot be run ({error.strerror})"
-    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or f"{command[0]} failed"
+    return None if result.returncode == 0 else (result.stderr or result.stdout).strip() or f"{command[0]} failed"
 
 
 COMMAND = Command(
     "install [-- FLAGS OF SERVE] | status | uninstall",
-    "run the server in the background, from login on",
+    "run the server in the background, started at login",
     [flag("action install|status|uninstall", "what to do"), flag("flags FLAG", "flags of localllm serve", nargs="*")],
     run,
     """\
-localllm service install -- -m qwen.gguf --lan sets up a systemd unit (Linux), a launchd agent (macOS) or a task of
-the Task Scheduler (Windows) that runs localllm serve with these flags, in this folder and as this user, and starts
-it.  It is restarted when it fails, and started whenever the user logs in.  The environment variables that localllm
-config lists are stored with it; give keys with --api-key-file.
+localllm service install -- -m qwen.gguf --lan creates a systemd unit (Linux), a launchd agent (macOS) or a task of
+the Task Scheduler (Windows), and starts it.  The service runs localllm serve with these flags, in this folder and as
+this user.  It is started when the user logs in, and restarted when it fails.  It uses the current values of the
+environment variables that localllm config lists; set keys with --api-key-file.
 """,
 )

@@ -1,4 +1,4 @@
-"""``localllm split``: a model in several files, or in one again."""
+"""``localllm split``: split a model into several files, or join them."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ COMMAND = Command(
     [
         OUTPUT,
         [
-            flag("--max-size --split-max-size SIZE", "maximum bytes of tensors in a file, such as 2GB", size),
-            flag("--max-tensors --split-max-tensors N", "maximum number of tensors in a file", whole(1), default=128),
+            flag("--max-size --split-max-size SIZE", "maximum size of the tensors in a file, such as 2GB", size),
+            flag("--max-tensors --split-max-tensors N", "maximum number of tensors per file", whole(1), default=128),
             flag("--merge", "join the files into one"),
         ],
         flag("--split", "split into several files (the default)"),
-        flag("--dry-run", "show the files, and write nothing"),
+        flag("--dry-run", "show the files without writing them"),
         QUIET,
     ],
     run,
-    "Split models run as they are: give any of their files as the model.\n",
+    "A split model needs no joining: name any of its files as the model.\n",
     words=Positionals(
         "FILE OUTPUT",
-        "a GGUF file, or any file of a split one; and the file to write, or the beginning of the files' names",
+        "a GGUF file, or any file of a split model; and the file to write, or the start of the files' names",
         ("model", "output"),
         n_needed=2,
     ),

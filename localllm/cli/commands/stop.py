@@ -19,9 +19,9 @@ def run(arguments: argparse.Namespace) -> None:
 COMMAND = Command(
     "NAME [--url URL]",
     "unload a model of a running server",
-    [flag("name NAME", "the model, as localllm ps lists it"), *SERVER],
+    [flag("name NAME", "name of the model, as listed by localllm ps"), *SERVER],
     run,
     """\
-The server stays, and loads the model again when a request names it.  Ctrl-C ends a server.
+The server continues, and loads the model again when a request names it.  Ctrl-C stops a server.
 """,
 )

@@ -1,6 +1,6 @@
-"""The web page: one file without network, joined from the sources beside this one.
+"""The web page: one file that needs no network, joined from the sources in this folder.
 
-`localllm.server.page.vendor` rebuilds ``vendor.js``, which holds the libraries.
+`localllm.server.page.vendor` rebuilds ``vendor.js``, which contains the libraries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SCRIPTS = ("vendor", "basics", "markdown", "server", "chat_schema", "chats", "p
 
 @cache
 def page() -> tuple[str, str]:
-    """The page and its ``Content-Security-Policy``: just these scripts run, and none that a reply could bring in."""
+    """Return the page and its ``Content-Security-Policy``, which allows only these scripts, but none from replies."""
     folder = resources.files(__name__)
     style = (folder / "page.css").read_text("utf-8")
     script = '"use strict";\n' + "\n".join((folder / f"{name}.js").read_text("utf-8") for name in _SCRIPTS)

@@ -1,11 +1,11 @@
-// The page: the list of chats, the chat that is looked at, and what people do with both.
+// The page: the list of chats, the open chat, and the actions on both.
 
 const storage = new ChatStore();
-const jobs = new Map();  // replies that are being written, by the id of their chat
+const jobs = new Map();  // replies that are being generated, by the id of their chat
 let chat = new Chat(), models = [], attachments = [];
 let serverIsThere = true, retry = 0;
 
-// Messages that are shown at first, and with each step upwards.
+// Number of messages that are shown at first, and added with each step upwards.
 const SHOWN = 60;
 let shownFrom = 0;
 
@@ -33,13 +33,13 @@ async function loadModels() {
   showModel();
 }
 
-// What only a loaded model tells, such as whether it sees and hears.
+// Reads the properties that the server reports only for a loaded model, such as whether it accepts images and audio.
 async function readProperties() {
   const picked = model();
   if (picked?.status.value !== "loaded" || picked.modalities) return;
   try {
     takeProperties(picked.id, await server.json(`props?model=${encodeURIComponent(picked.id)}`));
-  } catch { /* it is shown as one that reads text alone */ }
+  } catch { /* the model is shown as one that accepts only text */ }
 }
 
 function takeProperties(id, {modalities, default_generation_settings}) {
@@ -60,7 +60,7 @@ function showModel() {
 }
 
 let watching = null;
-// Follows the model until it is loaded, or `until` says that it no longer matters.
+// Polls the state of the model until it is loaded, or until `until` returns true.
 function watchLoading(until = () => false) {
   watching ??= (async () => {
     for (let idle = 0; idle < 4 && !until();) {
@@ -99,7 +99,7 @@ function pickModel(id) {
   return loadModel();
 }
 
-// Has the server load the model, if it did not, and learns what only then is known.
+// Requests that the server loads the model, if necessary, and reads the properties of the loaded model.
 async function loadModel() {
   const picked = model();
   if (!picked || picked.modalities) return showModel();
@@ -149,7 +149,7 @@ async function showChats() {
   $("chats").replaceChildren(...(sections.length ? sections : [h("p", {class: "quiet"}, wanted ? "No chat matches." : listed.length ? "" : "Chats appear here.")]));
 }
 
-// Keeps a chat; `isNews` moves it to the top of the list.
+// Saves a chat; `isNews` moves it to the top of the list.
 async function save(which, isNews = true) {
   if (which.isDeleted) return;
   if (isNews) which.updated = now();
@@ -164,7 +164,7 @@ async function save(which, isNews = true) {
 async function openChat(id) {
   const found = jobs.get(id)?.chat ?? await storage.load(id);
   if (!found) return newChat();
-  // A reply whose page was closed meanwhile.
+  // A reply whose page was closed during the generation.
   if (!jobs.has(id)) for (const each of found.messages) if (each.state === "streaming") each.state = "killed";
   chat = found;
   if (location.hash !== `#${id}`) history.pushState(null, "", `#${id}`);
@@ -185,7 +185,7 @@ function newChat() {
 
 // -- The chat ------------------------------------------------------------------------------------------------------------------
 
-const elements = new Map();  // of the messages that are shown, by id
+const elements = new Map();  // elements of the shown messages, by id
 
 function showChat() {
   elements.clear();
@@ -198,7 +198,7 @@ function showChat() {
   $("open-sidebar").setAttribute("aria-expanded", "false");
 }
 
-// Brings what is shown up to date; messages that did not change keep their elements.
+// Updates the shown messages; messages that did not change keep their elements.
 function showMessages() {
   const path = chat.path(), rows = [];
   shownFrom = Math.min(shownFrom, Math.max(0, path.length - 1));
@@ -344,7 +344,7 @@ function requestOf(which, messages) {
   };
 }
 
-// A new reply to a message, as a branch beside those that it has.
+// Generates a new reply to a message, as a branch next to its other replies.
 function generate(parent) {
   if (jobs.has(chat.id)) return;
   const failed = chat.messages.find(each => each.parent === parent && each.role === "assistant" && each.state === "failed" && !each.text);
@@ -355,7 +355,7 @@ function generate(parent) {
   return run(chat, reply, requestOf(chat, toldMessages(chat, parent)), "");
 }
 
-// Goes on with a reply that was cut, with what it thought where that was not all.
+// Continues a reply that was cut off, including its reasoning if that was cut off.
 async function goOn(message) {
   if (jobs.has(chat.id)) return;
   const {thinking, content} = split(message), told = toldMessages(chat, message.parent);
@@ -372,7 +372,7 @@ async function goOn(message) {
   return run(chat, message, {...request, continue_final_message: true}, message.text);
 }
 
-// Answers again without older messages: half of those that the model was told, until the rest fits.
+// Generates the answer again without older messages: drops half of the remaining messages until the rest fits.
 async function leaveOut(message) {
   do {
     const path = chat.path(message.parent), first = path.findLast(each => each.window)?.window.first;
@@ -394,7 +394,7 @@ async function run(which, message, request, before) {
     drawing = 0;
     if (chat === which) followEnd(showMessages);
     shownAt = performance.now();
-    pause = Math.max(50, 2 * (shownAt - begun));  // of long replies, time for the reader's keys
+    pause = Math.max(50, 2 * (shownAt - begun));  // for long replies, leaves time for the user's keys
   };
   const changed = () => {
     message.text = joined(thinking, content);
@@ -458,14 +458,14 @@ function fillWaiting(message) {
 
 const scrollToEnd = () => { $("scroll").scrollTop = $("scroll").scrollHeight; };
 
-// Whoever reads at the end stays there as the reply grows; whoever scrolled up is left alone.
+// If the end of the chat is visible, scrolls with the growing reply; otherwise does not scroll.
 function followEnd(change) {
   const scroll = $("scroll"), isAtEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
   change();
   if (isAtEnd) scrollToEnd();
 }
 
-// Enter sends, Shift and Enter begin a new line; Enter also ends what an input method composes.
+// Enter sends, Shift+Enter starts a new line; Enter also ends the composition of an input method.
 const isSendKey = event => event.key === "Enter" && !event.shiftKey && !event.isComposing;
 
 // -- Editing -----------------------------------------------------------------------------------------------------------------------
@@ -536,7 +536,7 @@ function submit() {
   generate(chat.leaf);
 }
 
-// Pictures are made smaller than this before they are sent, and texts must be; longer sounds are sent at the rate that models use.
+// Images are scaled down to this size before they are sent; texts must be smaller; longer audio is resampled to the models' rate.
 const MAX_PIXELS = 2048, MAX_TEXT = 4 << 20, MAX_SOUND = 4 << 20, SOUND_RATE = 16000;
 
 async function attach(files) {
@@ -566,7 +566,7 @@ async function attach(files) {
   $("text").focus();
 }
 
-// A picture's file in base64, made again by the browser: upright, and not larger than models use.
+// Returns an image file in base64, encoded again by the browser: upright, and not larger than models use.
 async function pictureFile(file) {
   let bitmap;
   try { bitmap = await createImageBitmap(file); } catch { throw new Error("it is not a picture that this browser reads"); }
@@ -584,7 +584,7 @@ async function base64(blob) {
   return reader.result.replace(/^[^,]*,/, "");
 }
 
-// A sound's file in base64: as it is if the server reads its kind and it is small, else as samples of 16 bits.
+// Returns an audio file in base64: unchanged if it is small and the server reads its format, otherwise as 16-bit samples.
 async function soundFile(file) {
   const isRead = isSound({picture: await base64(file.slice(0, 12))});
   if (isRead && file.size <= MAX_SOUND) return base64(file);
@@ -604,7 +604,7 @@ async function soundFile(file) {
   return base64(isRead && file.size < made.size ? file : made);
 }
 
-// What a WAV file begins with: one channel of 16 bits.
+// Returns the header of a WAV file with one channel of 16-bit samples.
 function wavHeader(n) {
   const header = new DataView(new ArrayBuffer(44)), words = {0: "RIFF", 8: "WAVEfmt ", 36: "data"};
   for (const at in words) [...words[at]].forEach((letter, i) => header.setUint8(+at + i, letter.charCodeAt(0)));
@@ -676,7 +676,7 @@ function saveSettings(event) {
   const read = (name, what, good) => {
     if (!fields[name].value.trim()) return null;
     let value;
-    try { value = JSON.parse(fields[name].value); } catch { /* said below */ }
+    try { value = JSON.parse(fields[name].value); } catch { /* reported below */ }
     if (!good(value)) throw new Error(`${what}`);
     return value;
   };
@@ -745,7 +745,7 @@ async function chatAction(name) {
     if (title !== null) { chat.title = titleOf(title); await save(chat); showMessages(); }
   }
   if (name === "delete" && confirm(`Delete “${chat.title || "this chat"}”? It cannot be brought back.`)) {
-    chat.isDeleted = true;  // a reply that is being written would bring it back
+    chat.isDeleted = true;  // otherwise a reply in progress would save the chat again
     jobs.get(chat.id)?.controller.abort();
     await storage.delete(chat.id);
     newChat();
@@ -812,7 +812,7 @@ storage.changes.addEventListener("message", async event => {
   const changed = await storage.load(chat.id);
   if (changed?.id !== chat.id || jobs.has(chat.id)) return;
   chat = changed;
-  elements.clear();  // their buttons know the messages as they were
+  elements.clear();  // their buttons refer to the old messages
   followEnd(showMessages);
 });
 addEventListener("hashchange", () => {
@@ -843,7 +843,7 @@ document.addEventListener("keydown", event => {
   else if (!types && !control && event.key === "?") act(() => $("keys").showModal());
 });
 
-// A key may come in the address, as in that of a QR code; it does not stay there.
+// The address may contain a key, for example from a QR code; the key is removed from the address.
 function takeKey() {
   const given = /^#key=(.+)$/.exec(location.hash);
   if (!given) return false;

@@ -1,4 +1,4 @@
-"""Rebuilds ``vendor.js``, the libraries of the page, from npm: ``python -m localllm.server.page.vendor``."""
+"""Rebuilds ``vendor.js``, the page's libraries, from npm: ``python -m localllm.server.page.vendor``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Library(NamedTuple):
-    """A package of npm, the file of it that the page runs, and the hash of its package."""
+    """A package of npm, the file in it that the page runs, and the hash of the package."""
 
     name: str
     version: str
@@ -42,7 +42,7 @@ LIBRARIES = [
     ),
 ]
 
-#: The oldest version of each library without a known vulnerability, and why.  A new advisory raises it.
+#: Oldest version of each library without a known vulnerability, and the reason.  A new advisory raises it.
 FIRST_SAFE = {
     "marked": "4.0.10",  # CVE-2022-21680 and CVE-2022-21681: regular expressions that take forever
     "dompurify": "3.5.0",  # older releases are not supported; before 3.4.12 GHSA-c2j3-45gr-mqc4, 3.3.2 CVE-2026-0540
@@ -51,10 +51,10 @@ FIRST_SAFE = {
 
 
 def bundled(library: Library, packed: bytes) -> str:
-    """The library's code behind its licence.  Raises ValueError if the package is not the one that is pinned."""
-    found = base64.b64encode(hashlib.sha512(packed).digest()).decode()
-    if found != library.sha512:
-        raise ValueError(f"{library.name} {library.version} has the hash {found}: it is not what was reviewed")
+    """Return the library's code after its licence.  Raises ValueError if the package has the wrong hash."""
+    digest = base64.b64encode(hashlib.sha512(packed).digest()).decode()
+    if digest != library.sha512:
+        raise ValueError(f"{library.name} {library.version} has the hash {digest}: this is not the reviewed package")
     with tarfile.open(fileobj=io.BytesIO(packed)) as package:
 
         def text(name: str) -> str:
@@ -65,20 +65,20 @@ def bundled(library: Library, packed: bytes) -> str:
         licence, code = text("LICENSE"), text(library.file)
     lines = [line for line in code.split("\n") if not line.startswith("//# sourceMappingURL")]
     head = f"{library.name} {library.version}\n\n{licence.strip()}".replace("*/", "* /")
-    # What would end the script that it stands in, inside of strings.
+    # Inside strings, escape the tags that would end the script element or start a comment in it.
     body = "\n".join(lines).replace("</script", "<\\/script").replace("<!--", "<\\x21--")
     body = body.replace("<script", "<\\x73cript")
     return f"/*!\n{head}\n*/\n{body.rstrip().removesuffix(';')};\n"
 
 
 def main() -> None:
-    parts = []
+    libraries = []
     with tempfile.TemporaryDirectory() as folder:
         for library in LIBRARIES:
             command = ["npm", "pack", "--silent", f"{library.name}@{library.version}"]
-            done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-            parts.append(bundled(library, (Path(folder) / done.stdout.split()[-1]).read_bytes()))
-    (Path(__file__).parent / "vendor.js").write_text("\n".join(parts), "utf-8")
+            result = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+            libraries.append(bundled(library, (Path(folder) / result.stdout.split()[-1]).read_bytes()))
+    (Path(__file__).parent / "vendor.js").write_text("\n".join(libraries), "utf-8")
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def test_the_image_encoder_is_pulled_with_its_model(
     others = ["small/m-Q4_K_M.gguf", "small/mmproj-m-Q8_0.gguf"]
     hub.repos["org/repo"] = Repo({name: small_gguf(name=name) for name in ("m-Q8_0.gguf", *encoders, *others)})
     outcome = run_main(capfdbinary, "pull", "org/repo:Q8_0")
-    assert "mmproj-F16.gguf is next to it: with that file the model reads images or sounds" in outcome.err
+    assert "mmproj-F16.gguf is next to the model: it lets the model accept images or audio" in outcome.err
     path = pull("org/repo:Q8_0")
     assert sorted(each.name for each in path.parent.iterdir()) == ["m-Q8_0.gguf", "mmproj-F16.gguf"]
     assert sorted(each.name for each in pull("org/repo").parent.iterdir()) == ["m-Q4_K_M.gguf", "mmproj-m-Q8_0.gguf"]
@@ -477,7 +477,7 @@ def test_pulled_models_are_found_by_every_command(hub: HubServer, capfdbinary: p
     assert missing.code == 1
     assert "pull it first, localllm pull org/repo:q8_0" in missing.error()
     pulled = run_main(capfdbinary, "pull", "org/repo:q8_0")
-    assert (pulled.code, pulled.err) == (0, "localllm generate -m org/repo:q8_0 runs it\n")
+    assert (pulled.code, pulled.err) == (0, "localllm generate -m org/repo:q8_0 runs this model\n")
     path = Path(pulled.out.removesuffix("\n"))
     assert path.read_bytes() == DEMO
     shown = run_main(capfdbinary, "inspect", "org/repo:q8_0", "--metadata")
@@ -510,7 +510,7 @@ def test_ctrl_c_keeps_what_was_fetched(hub: HubServer) -> None:
         out, err = process.communicate()
     assert (process.returncode, out) == (-signal.SIGINT, b"")
     assert err.startswith(b"localllm: stopped; ")
-    assert b"are kept: run the same command again to continue" in err
+    assert b"are saved: run the same command again to continue" in err
     kept = partial.stat().st_size
     repo.waits = False
     assert pull("org/repo").read_bytes() == DEMO

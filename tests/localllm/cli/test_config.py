@@ -44,7 +44,7 @@ def test_the_path(path: Path, capfdbinary: Capture) -> None:
 def test_defaults_are_shown_without_a_file(path: Path, capfdbinary: Capture) -> None:
     outcome = run_main(capfdbinary, "config")
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.startswith(f"{path} (not there: everything is as by default)\n")
+    assert outcome.out.startswith(f"{path} (does not exist: all settings have their defaults)\n")
     shown = lines(outcome)
     assert set(KEYS) <= set(shown)
     assert shown["model"] == ["default", "the", "demo", "model"]
@@ -79,7 +79,7 @@ def test_a_broken_file_is_shown_with_all_that_is_wrong(path: Path, capfdbinary: 
     write(path, "context = ")
     outcome = run_main(capfdbinary, "config")
     assert outcome.code == 1
-    assert lines(outcome)["context"][:2] == ["default", "as"]
+    assert lines(outcome)["context"][:2] == ["default", "the"]
     assert f"the settings file {path} is not valid TOML" in outcome.err
     refused = run_main(capfdbinary, "generate", "-p", "x")
     assert refused.code == 1
@@ -139,12 +139,15 @@ def test_set_makes_the_file_and_follows_a_link(path: Path, tmp_path: Path, capfd
         (["set", "context"], "write localllm config set KEY VALUE"),
         (["set", "system_prompt", "Be", "brief"], "'brief'"),
         (["unset"], "write localllm config unset KEY"),
-        (["unset", "context"], "does not have 'context': it has nothing"),
+        (["unset", "context"], "does not contain 'context': its keys are: none"),
         (["path", "x"], "write localllm config path"),
-        (["set", "context", "1", "--json"], "--json shows what is in force"),
+        (["set", "context", "1", "--json"], "--json cannot be combined with set"),
         (["get"], "write localllm config get KEY"),
         (["get", "contxt"], "there is no setting 'contxt': did you mean context?"),
-        (["get", "xyzzy"], "there is no setting 'xyzzy': did you mean one of localllm config?"),
+        (
+            ["get", "xyzzy"],
+            "there is no setting 'xyzzy': did you mean one of the settings that localllm config lists?",
+        ),
         (["set", "theme", "drak"], "theme is 'drak' but must be one of dark, light, "),
     ],
 )
@@ -152,7 +155,7 @@ def test_what_cannot_be_set(path: Path, capfdbinary: Capture, words: list[str], 
     outcome = run_main(capfdbinary, "config", *words)
     assert outcome.code == 2
     assert message in outcome.error()
-    assert words[0] != "set" or "nothing was set" not in outcome.err or str(path) in outcome.err
+    assert words[0] != "set" or "was not changed" not in outcome.err or str(path) in outcome.err
     assert not path.exists()
 
 
@@ -260,7 +263,7 @@ def test_settings_of_layers_hold_for_their_device_alone(path: Path, capfdbinary:
     write(path, 'device = "reference"\nn_gpu_layers = 3\n')
     outcome = run_main(capfdbinary, "inspect", ROOT / "localllm/data/demo.gguf", "--plan")
     assert outcome.code == 0
-    said = f"the setting n_gpu_layers in {path} changes nothing here: no GPU can be used"
+    said = f"the setting n_gpu_layers in {path} has no effect, because no GPU can be used"
     assert outcome.err.startswith(f"localllm: warning: {said}")
     outcome = run_main(capfdbinary, "inspect", ROOT / "localllm/data/demo.gguf", "--plan", "--device", "reference")
     assert (outcome.code, outcome.err) == (0, "")

@@ -160,7 +160,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.kernels.code_cache.cache_root", lambda: None)
     cache = found("cache")
-    assert cache.value.endswith("(this user has no home): kernels are compiled anew in every process")
+    assert cache.value.endswith("(this user has no home): every process compiles the kernels again")
 
 
 def test_kernels_that_compute_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_features_are_those_that_kernels_use_and_others(monkeypatch: pytest.Monk
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.cli.commands.doctor.available_memory", lambda: 10_000_000)
     memory = found("memory", "memory")
-    assert "of which 10 MB is available" in memory.value
+    assert ", 10 MB available" in memory.value
     assert memory.advice is not None
 
 
@@ -206,7 +206,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_quota_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cpu_quota", lambda: 1.5)
-    assert found("default threads").value.endswith("the time of 1.5 processors)")
+    assert found("default threads").value.endswith("limits this process to 1.5 processors)")
     monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
     assert found("default threads").value.endswith(" for prompts")
 
@@ -261,6 +261,6 @@ def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "nvidia_gpus", list)
     monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: True)
-    assert found("NVIDIA driver").value == "there, but nvidia-smi lists no GPU"
+    assert found("NVIDIA driver").value == "installed, but nvidia-smi lists no GPU"
     monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: False)
     assert found("NVIDIA GPU").value.startswith("none found")

@@ -82,7 +82,7 @@ def test_models_are_compared(evaluate: Evaluate, folder: Path) -> None:
     assert f"{two['kl']['value']:.5f}" in outcome.out
     evaluate("one.gguf", "-f", "text", "-c", 16, "--save-logits", "kept", "-q")
     outcome = evaluate("one.gguf", "-f", "text", "-c", 16, "--save-logits", "kept")
-    assert "kept is there already" in outcome.error()
+    assert "kept already exists" in outcome.error()
     outcome = evaluate("two.gguf", "--base-logits", "kept", "--compare", "one.gguf", "--json", "-q")
     compared = json.loads(outcome.out)["compared"]
     assert [Path(each["model"]).name for each in compared] == ["two.gguf", "one.gguf"]
@@ -107,14 +107,17 @@ def test_quiet_without_json_says_nothing(evaluate: Evaluate) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give one of -f FILE with a text, --base-logits FILE and --choices FILE"),
-        (["-f", "text", "--choices", "q"], "give one of -f FILE"),
-        (["--base-logits", "b", "--save-logits", "c"], "--save-logits needs a text"),
-        (["--choices", "q", "--compare", "two.gguf"], "--compare needs a text or logits"),
-        (["-f", "text", "--svg", "drawn.svg"], "--svg needs --compare"),
-        (["-f", "text", "--compare", "two.gguf", "--svg", "no/where.svg"], "no/where.svg is in no folder"),
+        ([], "choose exactly one of -f FILE (text), --base-logits FILE and --choices FILE"),
+        (["-f", "text", "--choices", "q"], "choose exactly one of -f FILE"),
+        (["--base-logits", "b", "--save-logits", "c"], "--save-logits needs text"),
+        (["--choices", "q", "--compare", "two.gguf"], "--compare needs text or logits"),
+        (["-f", "text", "--svg", "drawn.svg"], "--svg draws the results of --compare"),
+        (
+            ["-f", "text", "--compare", "two.gguf", "--svg", "no/where.svg"],
+            "no/where.svg is in a folder that does not exist",
+        ),
         (["-f", "nowhere"], "nowhere cannot be read (No such file or directory)"),
-        (["-f", "/dev/zero"], "/dev/zero has more than 64 MiB, the most a text may have"),
+        (["-f", "/dev/zero"], "/dev/zero is larger than 64 MiB, the maximum for text"),
         (["-f", 9999 * "x"], "… "),
         (["--base-logits", "text"], "text is not a file of base logits"),
         (["-f", "text", "-c", "100"], "tokens, but at least 200 are needed for chunks of 100"),

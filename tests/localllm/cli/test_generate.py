@@ -264,7 +264,7 @@ def test_waiting_for_stdin_is_said(generate: Generate, plain: Path) -> None:
     with running(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == (
-            b"localllm: reading the prompt from standard input; -p gives it on the command line\n"
+            b"localllm: reading the prompt from standard input; use -p to write it on the command line\n"
         )
         out, _ = process.communicate(b"the\n")
     assert out.decode() == generate("--temp", 0, "-n", 3, "-p", "the").out
@@ -308,9 +308,9 @@ def test_system_prompts(generate: Generate, llm: LLM, chatty: Path, plain: Path)
     assert generate(*flags, model=chatty).out == expected
     outcome = generate(*flags, model=plain)
     assert outcome.code == 2
-    assert outcome.error() == ("--system-prompt needs a chat: give --chat, as the model has no chat template")
+    assert outcome.error() == ("--system-prompt needs a chat: add --chat, because the model has no chat template")
     outcome = generate("-q", "-p", "", "-sys", "be kind", model=chatty)
-    assert outcome.error() == "--system-prompt needs a chat: give a prompt with -p"
+    assert outcome.error() == "--system-prompt needs a chat: add a prompt with -p"
 
 
 def test_a_prompt_that_never_ends(generate: Generate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_prompt_that_never_ends(generate: Generate, monkeypatch: pytest.Monkey
     path.write_bytes(b"a" * (1 << 20) + b"b")
     outcome = generate("-q", "-f", path)
     assert outcome.code == 2
-    assert outcome.error() == f"the prompt file {path} has more than 1 MiB, the most a text may have: shorten it"
+    assert outcome.error() == f"the prompt file {path} is larger than 1 MiB, the maximum for text: shorten it"
 
 
 @pytest.mark.filterwarnings("default")
@@ -373,7 +373,7 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     lines = verbose.err.splitlines()
     assert lines[0] == first
     named = {line[2:22].strip() for line in lines if line.startswith("  ")}
-    assert {"file", "embedding", "layers 0-2", "output", "in all", "prefill", "first token", "decode"} <= named
+    assert {"file", "embedding", "layers 0-2", "output", "total", "prefill", "first token", "decode"} <= named
 
 
 def test_the_demo_model_drafts(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -402,12 +402,15 @@ def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> 
     for flags in (["--lookup"], ["-md", plain], ["--draft-model", plain, "--draft-max", 3, "-v"]):
         outcome = generate(*prompt, *flags)
         assert (outcome.code, outcome.out) == (0, expected.out)
-        some, none = r"[\d,]+ tokens?, [\d,]+ accepted \(\d+%\)", "no tokens: not expected to pay"
+        some, none = (
+            r"[\d,]+ tokens?, [\d,]+ accepted \(\d+%\)",
+            "no tokens, because drafting was not expected to be faster",
+        )
         assert re.search(rf"^drafted ({some}|{none})$", outcome.err, re.MULTILINE)
         assert ("draft model" in outcome.err) == ("--lookup" not in flags)
     assert re.search(r"decode .* in \d+ steps$", outcome.err, re.MULTILINE)
     details = [line[2:22].strip() for line in outcome.err.splitlines() if line.startswith("  ")]
-    assert details[: details.index("in all")] == 2 * details[: details.index("in all") // 2]
+    assert details[: details.index("total")] == 2 * details[: details.index("total") // 2]
     assert "layers 0-2" in details
     assert "drafted no tokens" in generate(*prompt, "-n", 1, "--lookup").err
     found = json.loads(generate(*prompt, "--lookup", "--json", "-q").out)["drafts"]
@@ -418,7 +421,7 @@ def test_guessing_ahead_gives_the_same_text(generate: Generate, plain: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--lookup", "-md", "x.gguf"], "--lookup and --draft-model are two ways to draft tokens"),
+        (["--lookup", "-md", "x.gguf"], "--lookup and --draft-model cannot be combined"),
         (["--draft-max", 3], "--draft-max needs --lookup or --draft-model"),
         (["--lookup", "--draft-max", 0], "'0' is not a whole number from 1 to 64"),
         (["--lookup", "--draft-max", 1000], "'1000' is not a whole number from 1 to 64"),
@@ -440,7 +443,7 @@ def test_more_threads_than_processors(generate: Generate, monkeypatch: pytest.Mo
     flags = ("-p", "the", "-n", 1, "--device", "reference", "-t")
     assert generate(*flags, 2).err.splitlines()[0].startswith("plain.gguf")
     assert generate(*flags, 3).err.splitlines()[0] == (
-        "localllm: warning: -t 3 is more than the 2 processors here: they wait for each other, slowly"
+        "localllm: warning: -t 3 is more than the 2 processors here, which is slow: use fewer threads"
     )
     assert generate(*flags, 3, "-q").err == ""
 

@@ -134,38 +134,38 @@ BAD_USAGE = {
     "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate? localllm generate"),
     "a command in capitals": (["GENERATE"], "there is no command 'GENERATE': did you mean generate? localllm gen"),
     "a command of others": (["cp"], "there is no command 'cp': models are plain files, whose paths localllm models"),
-    "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, serve, "),
-    "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p hi: there"),
+    "a strange command": (["xyzzy"], "there is no command 'xyzzy': the commands are generate, chat, serve, "),
+    "no command but a flag": (["-p", "hi"], "the first word must be a command, such as localllm"),
     "no command but a file": (["model.gguf"], "'model.gguf' is not a command: localllm generate -m model.gguf"),
     "unknown flag": (
         ["generate", "--tmp", "1"],
         "there is no flag --tmp: did you mean --temp? localllm generate --temp 1",
     ),
     "a flag with its value": (["generate", "--tempp=1"], "did you mean --temp? localllm generate --temp=1 -m"),
-    "a strange flag": (["generate", "--xyzzy=1"], "there is no flag --xyzzy (localllm generate --help shows"),
-    "no value": (["generate", "--model=--"], "--model is '--', which is not a value"),
-    "a short flag": (["generate", "-nx", "4"], "there is no flag -nx (localllm generate --help"),
+    "a strange flag": (["generate", "--xyzzy=1"], "there is no flag --xyzzy (see localllm generate --help)"),
+    "no value": (["generate", "--model=--"], "'--' is not a value of --model"),
+    "a short flag": (["generate", "-nx", "4"], "there is no flag -nx (see localllm generate --help)"),
     "one dash too few": (["generate", "-temp", "1"], "there is no flag -temp: did you mean --temp?"),
     "-i": (["generate", "-i"], "there is no flag -i: localllm generate answers one prompt"),
-    "prompt without quotes": (["generate", "-p", "two", "words"], "'words' stands alone: put a prompt of several"),
+    "prompt without quotes": (["generate", "-p", "two", "words"], "unexpected argument 'words': write quotes around"),
     "a schema that is not JSON": (
         ["generate", "-j", "{a"],
         "argument -j/--json-schema: '{a' is not valid JSON (Expect",
     ),
-    "two files": (["inspect", "a.gguf", "b.gguf"], "there are too many words, from 'b.gguf' on"),
+    "two files": (["inspect", "a.gguf", "b.gguf"], "too many arguments, starting with 'b.gguf'"),
     "a file twice": (
         ["chat", "-m", "a.gguf", "b.gguf"],
-        "a model is named twice: leave one of the names out",
+        "a model is named twice: remove one of the names",
     ),
     "a value of a strange flag": (
         ["bench", "-m", "a.gguf", "-c", "16"],
-        "there is no flag -c (localllm bench --help",
+        "there is no flag -c (see localllm bench --help)",
     ),
     "a value at its flag": (["generate", "-t4x"], "argument -t/--threads: '4x' is not a whole number of at least 1"),
     "no path": (["generate", "-m", ""], "argument -m/--model: the path is empty: name a GGUF file"),
     "an address": (
         ["generate", "-m", "https://example.com/a/b.gguf"],
-        "https://example.com/a/b.gguf is an address, but not one on the hub: download the file and name its path",
+        "https://example.com/a/b.gguf is not an address on the hub: download the file and name its path",
     ),
     "not a number": (
         ["generate", "--temp", "warm"],
@@ -186,11 +186,11 @@ BAD_USAGE = {
     ),
     "seed": (
         ["generate", "-p", "x", "-s", "-2"],
-        "'-2' is not a whole number from 0 to 2^64 - 1; leave it out for the default: a new one each time",
+        "'-2' is not a whole number from 0 to 2^64 - 1; remove the flag for the default: a new seed for each call",
     ),
     "seed of letters": (
         ["generate", "--seed", "x"],
-        "-s/--seed: 'x' is not a whole number from 0 to 2^64 - 1; leave it out",
+        "-s/--seed: 'x' is not a whole number from 0 to 2^64 - 1; remove the flag",
     ),
     "large seed": (["generate", "--seed", str(1 << 64)], "is not a whole number from 0 to 2^64 - 1"),
     "tokens": (["generate", "-p", "x", "-n", "-5"], "'-5' is not a whole number of at least 0, or -1 for no limit"),
@@ -199,23 +199,23 @@ BAD_USAGE = {
         ["generate", "-p", "x", "--overflow", "wrap"],
         "--overflow: 'wrap' is not one of 'error', 'truncate'",
     ),
-    "empty stop": (["generate", "-p", "x", "--stop", ""], "argument --stop: '' is not a text that is not empty"),
+    "empty stop": (["generate", "-p", "x", "--stop", ""], "argument --stop: '' is not a non-empty string"),
     "bias": (["generate", "-l", "five"], "'five' is not a token id and a number"),
     "bias NaN": (["generate", "-p", "x", "-l", "5+nan"], "'5+nan' is not a token id and a number"),
     "bias infinite": (["generate", "-p", "x", "-l", "5+inf"], "'5+inf' is not a token id and a number"),
     "logprobs without JSON": (["generate", "-p", "x", "--logprobs", "2"], "--logprobs needs --json"),
-    "two prompts": (["generate", "-p", "x", "-f", "y"], "-p and -f both give a prompt"),
+    "two prompts": (["generate", "-p", "x", "-f", "y"], "-p and -f cannot be combined"),
     "no prompt file": (["generate", "-f", "nowhere/prompt.txt"], "the prompt file nowhere/prompt.txt cannot be read"),
     "chat about nothing": (["generate", "--chat", "-p", ""], "--chat needs a prompt"),
-    "bad escape": (["generate", "-e", "-p", "\\x4"], "-p has an escape that cannot be read"),
+    "bad escape": (["generate", "-e", "-p", "\\x4"], "-p contains an invalid escape"),
     "prompt not UTF-8": (["generate", "-p", "caf\udce9"], "-p is not valid UTF-8"),
     "quiet and verbose": (["generate", "-q", "-v"], "not allowed with argument"),
     "list of numbers": (["bench", "-p", "1,x"], "'1,x' is not a list of whole numbers"),
     "negative depth": (["bench", "-d", "-1"], "-d is -1, but must be a whole number of at least 0"),
     "repetitions": (["bench", "-r", "0"], "-r/--repetitions: '0' is not a whole number of at least 1"),
     "a pair of one": (["bench", "-pg", "512"], "-pg is 512, but must be two whole numbers of at least 1, as 512,128"),
-    "a profile as Markdown": (["bench", "--profile", "-o", "md"], "--profile is shown as a table or in JSON: leave"),
-    "a word that is not near": (["creat"], "there is no command 'creat': there are generate, chat"),
+    "a profile as Markdown": (["bench", "--profile", "-o", "md"], "--profile needs -o table or -o json, not -o md"),
+    "a word that is not near": (["creat"], "there is no command 'creat': the commands are generate, chat"),
     "nothing to measure": (["bench", "-p", "0", "-n", "0"], "no test is left to measure"),
 }
 
@@ -323,7 +323,7 @@ def test_a_prompt_that_is_too_long(run: Run, tiny: Path) -> None:
     assert outcome.code == 1
     assert re.fullmatch(
         r"the prompt has 4\d tokens, which exceeds the available context size of 16: shorten it, "
-        "give a larger -c, or --overflow truncate",
+        "use a larger -c, or --overflow truncate",
         outcome.error(),
     )
     longer = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40, "-n", "2")
@@ -412,7 +412,7 @@ def broken_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException],
         (MemoryError(), 1, "memory ran out"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, "memory ran out: "),
         (PermissionError(13, "Permission denied", "x.gguf"), 1, "Permission denied: 'x.gguf'"),
-        (ZeroDivisionError("division by zero"), 1, "inside localllm (ZeroDivisionError: division by zero)"),
+        (ZeroDivisionError("division by zero"), 1, "in localllm (ZeroDivisionError: division by zero)"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -482,7 +482,7 @@ def test_a_full_disk_is_an_error(tiny: Path) -> None:
     with open("/dev/full", "wb") as full:
         outcome = run_process(["inspect", tiny], stdout=full)
     assert outcome.code == 1
-    assert outcome.error().startswith("standard output cannot be written (No space left on device): make room")
+    assert outcome.error().startswith("standard output cannot be written (No space left on device): free disk space")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -490,7 +490,7 @@ def test_help_that_cannot_be_written_is_an_error() -> None:
     with open("/dev/full", "wb") as full:
         outcome = run_process(["generate", "--help"], stdout=full)
     assert outcome.code == 1
-    assert outcome.error().startswith("standard output cannot be written (No space left on device): make room")
+    assert outcome.error().startswith("standard output cannot be written (No space left on device): free disk space")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -29,7 +29,7 @@ def test_ps_and_stop(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     at = ("--url", server.url)
-    assert "refuses" in run_main(capfdbinary, "ps", *at).error()
+    assert "refused the request" in run_main(capfdbinary, "ps", *at).error()
     monkeypatch.setenv("LOCALLLM_API_KEY", "secret")
     body = {"model": "demo", "prompt": "hi", "stream": False, "options": {"num_predict": 1}}
     headers = {"Authorization": "Bearer secret"}
@@ -90,7 +90,7 @@ def test_rm_removes_a_file_after_a_confirmation(
         raise EOFError
 
     monkeypatch.setattr("builtins.input", end_of_input)
-    assert "nothing was removed" in run_main(capfdbinary, "rm", paths[0]).error()
+    assert "no file was removed" in run_main(capfdbinary, "rm", paths[0]).error()
     for answer, code in (("", 1), ("n", 1), ("y", 0)):
         monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
         assert run_main(capfdbinary, "rm", paths[0]).code == code
@@ -115,7 +115,7 @@ def test_rm_leaves_files_of_other_programs(
         ("tiny", "remove it with ollama rm tiny"),
         ("demo", "is a file of a Python package"),
         ("tin", "there is no file or model 'tin' here"),
-        (tmp_path / "notes.txt", "is no GGUF file"),
+        (tmp_path / "notes.txt", "is not a GGUF file"),
     ):
         assert words in run_main(capfdbinary, "rm", name, "--yes").error()
     assert blob.exists()

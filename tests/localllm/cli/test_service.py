@@ -75,7 +75,7 @@ def test_a_unit_is_installed_shown_and_removed(
     assert run_main(capfdbinary, "service", "status").code == 1
     outcome = run_main(capfdbinary, "service", "install", "--", "-m", "my model.gguf", "--lan", "--ctx-size", "4096")
     assert outcome.code == 0, outcome.err
-    assert "the service runs" in outcome.err
+    assert "the service is running" in outcome.err
     path = manager().path
     lines = path.read_text().splitlines()
     words = '"-m" "localllm" "serve" "-m" "my model.gguf" "--lan"'
@@ -100,18 +100,18 @@ def test_a_unit_is_installed_shown_and_removed(
         "--user disable --now localllm",
         "--user daemon-reload",
     ]
-    assert "nothing to remove" in run_main(capfdbinary, "service", "uninstall").err
+    assert "no service was removed" in run_main(capfdbinary, "service", "uninstall").err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs sh")
 def test_what_cannot_be_done_is_said(systemctl: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert "no flag --nonsense" in run_main(capfdbinary, "service", "install", "--", "--nonsense").err
-    assert "takes no flags" in run_main(capfdbinary, "service", "status", "--", "-m").err
+    assert "accepts no flags" in run_main(capfdbinary, "service", "status", "--", "-m").err
     assert not manager().path.exists()
     pretend(systemctl.parent, 1)
     outcome = run_main(capfdbinary, "service", "install")
     assert outcome.code == 2
-    assert "systemd does not start it: systemctl failed" in outcome.err
+    assert "systemd could not start the service: systemctl failed" in outcome.err
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")

@@ -119,7 +119,7 @@ def test_progress_of_loading_elsewhere_is_two_lines(capsys: pytest.CaptureFixtur
     progress.close()
     progress.close()
     first, last = capsys.readouterr().err.splitlines()
-    assert first == "localllm: compiling 2 kernels for this processor, which are kept for later runs"
+    assert first == "localllm: compiling 2 kernels for this processor, which later runs reuse"
     assert last == "localllm: compiled 11 kernels in 0 s"
 
 

@@ -222,7 +222,7 @@ def test_a_file_of_another_program_is_not_overwritten(
     for origin in ("", "the same"):
         with GGUFWriter(path, METADATA, TENSORS, origin=origin) as first:
             with (
-                pytest.raises(OutputError, match=r"another program writes .*new\.gguf now"),
+                pytest.raises(OutputError, match=r"another program is writing .*new\.gguf"),
                 GGUFWriter(path, METADATA, TENSORS, origin=origin),
             ):
                 pass
@@ -258,7 +258,7 @@ def test_too_small_a_disk_is_known_before(tmp_path: Path, monkeypatch: pytest.Mo
         free = 100
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(OutputError, match=r"new\.gguf takes 256 bytes but the disk has 100 left"):
+    with pytest.raises(OutputError, match=r"new\.gguf needs 256 bytes, but only 100 bytes are free"):
         write(tmp_path / "new.gguf")
     assert list(tmp_path.iterdir()) == []
 
@@ -269,7 +269,7 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path: Path) -> None:
             writer._file = Full(writer._file)  # type: ignore[assignment]
             writer.write(DATA[0])
 
-    with pytest.raises(OutputError, match="the disk is full: make space"):
+    with pytest.raises(OutputError, match="the disk is full: free space"):
         write_until_full()
     assert list(tmp_path.iterdir()) == []
 

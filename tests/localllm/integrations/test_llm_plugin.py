@@ -67,7 +67,7 @@ def test_what_is_wrong_is_said() -> None:
         model.prompt("hi", mood="good").text()
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "PNG")
-    with pytest.raises(ValueError, match="so it sees none"):
+    with pytest.raises(ValueError, match="without an encoder of images"):
         model.prompt("hi", attachments=[llm.Attachment(type="image/png", content=file.getvalue())]).text()
 
 

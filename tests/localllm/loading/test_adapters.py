@@ -216,7 +216,7 @@ def test_adding_an_adapter_later_is_the_same(base: Path, adapters: dict[str, Pat
         for name, same in (("x", "b"), ("y", "a")):
             ours = other.generate(IDS, max_tokens=8, temperature=0.0, adapters={name: 1.0}).ids
             assert ours == llm.generate(IDS, max_tokens=8, temperature=0.0, adapters={same: 1.0}).ids
-        with pytest.raises(UsageError, match="no adapter 'z': loaded are 'x', 'y'"):
+        with pytest.raises(UsageError, match="no adapter 'z': the loaded adapters are 'x', 'y'"):
             other.generate("a", adapters={"z": 1.0})
 
 
@@ -227,7 +227,7 @@ def test_a_merged_model_is_the_model_with_the_adapters(
         parts = [(read_adapter(name, adapters[name], file), share) for name, share in (("a", 1.0), ("b", 0.5))]
         target = tmp_path / "merged.gguf"
         assert [*merge(file, parts, target)] == [*file.tensors]
-        with pytest.raises(localllm.LocalLLMError, match="there already"):
+        with pytest.raises(localllm.LocalLLMError, match="already exists"):
             [*merge(file, parts, target)]
         with pytest.raises(UsageError, match="is the model itself"):
             [*merge(file, parts, base)]
@@ -323,5 +323,5 @@ def test_an_unsuitable_adapter_is_reported(base: Path, adapters: dict[str, Path]
         with pytest.raises(ModelError):
             llm.load_adapter("x", base)
         assert llm.generate("a", max_tokens=1).usage.completion_tokens == 1
-        with pytest.raises(UsageError, match="none is loaded"):
+        with pytest.raises(UsageError, match="no adapter is loaded"):
             llm.generate("a", adapters={"x": 1.0})

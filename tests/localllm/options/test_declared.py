@@ -89,7 +89,7 @@ def test_words_of_a_range_name_what_it_has() -> None:
     for type_ in CACHE_TYPES:
         assert repr(type_) in declared(LoadOptions)["cache_type"].kind.words
     with pytest.raises(
-        UsageError, match=r"^n_gpu_layers is -1, but must be .* at least 0, or None \(as many as fit\)$"
+        UsageError, match=r"^n_gpu_layers is -1, but must be .* at least 0, or None \(the largest number that fits\)$"
     ):
         LoadOptions(n_gpu_layers=-1)
     with pytest.raises(UsageError, match=r"^parallel is 0, but must be a whole number from 1 .*, or None \("):

@@ -34,14 +34,14 @@ def llm(path: Path) -> Iterator[LLM]:
     ("keyword", "hint"),
     [
         ("n_ctx", "write context="),
-        ("model_path", "or path="),
+        ("model_path", "or as path="),
         ("type_k", "write cache_type="),
-        ("verbose", "leave it out"),
+        ("verbose", "remove it"),
         ("paralel", "did you mean 'parallel'?"),
         ("n_thread", "write threads="),
-        ("torch_dtype", "the file has its types"),
+        ("torch_dtype", "the types are in the file"),
         ("device_map", "write device="),
-        ("xyzzy", "there are path, device, "),
+        ("xyzzy", "the keywords are path, device, "),
     ],
 )
 def test_unknown_keywords_of_load(keyword: str, hint: str) -> None:
@@ -55,9 +55,9 @@ def test_unknown_keywords_of_load(keyword: str, hint: str) -> None:
         ("stream", "call stream or stream_chat"),
         ("mirostat_mode", "write mirostat="),
         ("temp", "write temperature="),
-        ("num_return_sequences", "give the prompt so many times to generate_many"),
-        ("system", "begin the messages with {'role': 'system'"),
-        ("xyzzy", "there are max_tokens, "),
+        ("num_return_sequences", "pass a list with n copies of the prompt to generate_many"),
+        ("system", "start the messages with {'role': 'system'"),
+        ("xyzzy", "the keywords are max_tokens, "),
     ],
 )
 def test_unknown_keywords_of_generate(llm: LLM, keyword: str, hint: str) -> None:
@@ -88,7 +88,7 @@ def test_unknown_methods(llm: LLM) -> None:
         done.content  # noqa: B018
     with pytest.raises(TypeError, match=r"^an LLM cannot be called: use LLM\.generate"):
         llm("a")  # type: ignore[operator]
-    with pytest.raises(TypeError, match=r"^a model is loaded by localllm\.load\('model\.gguf'\)"):
+    with pytest.raises(TypeError, match=r"^use localllm\.load\('model\.gguf'\)"):
         LLM("model.gguf")
     with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
         llm.xyzzy()
@@ -110,9 +110,9 @@ def test_suggested_names_exist() -> None:
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], ("a",)])
 def test_generate_points_to_generate_many(llm: LLM, prompts: Any) -> None:
-    with pytest.raises(UsageError, match="give it to generate_many"):
+    with pytest.raises(UsageError, match="pass it to generate_many"):
         llm.generate(prompts)
-    with pytest.raises(UsageError, match="prompt is a list of messages: give it to chat"):
+    with pytest.raises(UsageError, match="prompt is a list of messages: pass it to chat"):
         llm.generate([{"role": "user", "content": "a"}])  # type: ignore[list-item]
 
 

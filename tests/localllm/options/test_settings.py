@@ -65,7 +65,7 @@ def test_all_keys(tmp_path: Path) -> None:
         embedding_model="e.gguf",
         model_folders=(Path.home() / "models", tmp_path / "here", Path("/there")),
         sampling={"temperature": 0.5, "top_k": 10, "seed": 7, "dry_sequence_breakers": ("\n",)},
-        given=frozenset(KEYS)
+        keys_in_file=frozenset(KEYS)
         | {f"sampling.{name}" for name in ("temperature", "top_k", "seed", "dry_sequence_breakers")},
     )
     assert Sampling(**settings.sampling).seed == 7
@@ -88,12 +88,12 @@ def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
         ("contxt = 1", "there is no setting 'contxt': did you mean context?"),
         ("cache-type = 'f16'", "there is no setting 'cache-type': did you mean cache_type?"),
         ("temprature = 1.0", "there is no setting 'temprature': did you mean sampling.temperature?"),
-        ("xyzzy = 1", "there is no setting 'xyzzy': there are model, device, "),
+        ("xyzzy = 1", "there is no setting 'xyzzy': the settings are model, device, "),
         ("[sampling]\ntopk = 1", "there is no setting 'topk' in [sampling]: did you mean top_k?"),
         ("[sampling]\nlogprobs = 1", "there is no setting 'logprobs' in [sampling]"),
         ("[sampling]\ntemperature = -1", "sampling.temperature is -1, but must be a finite number of at least 0"),
         ("[sampling]\ntop_k = 'all'", "sampling.top_k is 'all', but must be a whole number"),
-        ("sampling = 1", "sampling is 1, but must be a table: a line [sampling]"),
+        ("sampling = 1", "sampling is 1, but must be a table: write its settings below a line [sampling]"),
         ("context = 0", "context is 0, but must be a whole number from 1"),
         ("context = 1.5", "context is 1.5, but must be a whole number from 1"),
         ("context = '8k'", "context is '8k', but must be a whole number from 1"),
@@ -102,10 +102,10 @@ def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
         ("tensor_split = [0, 0]", "tensor_split is [0, 0], but must be a list of numbers of at least 0"),
         ("device = 'gpu9x'", "device is 'gpu9x', but must be 'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'"),
         ("cache_type = 'q4_1'", "cache_type is 'q4_1', but must be one of 'f16', 'q8_0', 'q5_0'"),
-        ("stop = ['']", "stop is [''], but must be a text that is not empty, or a list of such"),
-        ("stop = [1]", "stop is [1], but must be a text that is not empty, or a list of such"),
+        ("stop = ['']", "stop is [''], but must be a non-empty string, or a list of non-empty strings"),
+        ("stop = [1]", "stop is [1], but must be a non-empty string, or a list of non-empty strings"),
         ("model = ''", "model is '', but must be a GGUF file's path, or ORG/REPO[:QUANT]"),
-        ("model_folders = 3", "model_folders is 3, but must be a folder's path, or a list of such"),
+        ("model_folders = 3", "model_folders is 3, but must be a folder's path, or a list of folders"),
         ("theme = 1979-05-27", "theme is datetime.date(1979, 5, 27), but must be the name of a theme"),
         ("context = ", "is not valid TOML: "),
         ("a = " + 2000 * "[", "is not valid TOML: "),
@@ -131,7 +131,7 @@ def test_several_problems_are_counted(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"theme = '\xff'")
     (tmp_path / "large.toml").write_bytes(b"#" * (1 << 20 | 1))
-    for name, reason in ((".", "directory"), ("bytes.toml", "utf-8"), ("large.toml", "more than 1,048,576 bytes")):
+    for name, reason in ((".", "directory"), ("bytes.toml", "utf-8"), ("large.toml", "larger than 1,048,576 bytes")):
         with pytest.raises(
             SettingsError, match=rf"cannot be read \(.*{reason}.*\): correct it, .* {CONFIG_VARIABLE}"
         ):

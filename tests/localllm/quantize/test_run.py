@@ -223,7 +223,7 @@ def test_importance_of_another_model(model: Path, tmp_path: Path) -> None:
 def test_places_that_are_taken(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "small.gguf"
     target.write_bytes(b"precious")
-    with pytest.raises(OutputError, match=r"small\.gguf is there already"):
+    with pytest.raises(OutputError, match=r"small\.gguf already exists"):
         write(model, target, "Q8_0")
     assert target.read_bytes() == b"precious"
     link = tmp_path / "link.gguf"

@@ -145,7 +145,9 @@ def test_settings_are_values() -> None:
 
 
 def test_replace_checks_names_and_values() -> None:
-    with pytest.raises(UsageError, match=r"'temprature' is not a sampling setting; there are temperature, top_k"):
+    with pytest.raises(
+        UsageError, match=r"'temprature' is not a sampling setting; the settings are temperature, top_k"
+    ):
         Sampling().replace(temprature=1)
     with pytest.raises(UsageError, match=r"top_p is 1\.5, but must be a number from 0 to 1"):
         Sampling().replace(top_p=1.5)

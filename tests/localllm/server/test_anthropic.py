@@ -118,5 +118,5 @@ def test_errors_are_the_clients_own(client: Any) -> None:
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(model="demo", max_tokens=1, messages=[])
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-    with pytest.raises(anthropic.BadRequestError, match="sees none"):
+    with pytest.raises(anthropic.BadRequestError, match="without an encoder of images"):
         client.messages.create(model="demo", max_tokens=1, messages=[{"role": "user", "content": [image]}])

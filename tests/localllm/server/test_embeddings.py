@@ -144,7 +144,7 @@ def test_vectors_of_tokens(server: Serving, folder: Path) -> None:
     )
     refused = httpx.post(server.url + "/v1/embeddings", json={"model": "late", "input": "a"})
     assert refused.status_code == 400
-    assert "vectors of tokens" in refused.json()["error"]["message"]
+    assert "vector per token" in refused.json()["error"]["message"]
     for task, shape in ((None, (64,)), ("embed", (64,)), ("token_embed", (len(expected[0]), 64))):
         body = {"model": "embedder", "input": "a", "task": task}
         assert np.shape(httpx.post(server.url + "/pooling", json=body).json()["data"][0]["data"]) == shape

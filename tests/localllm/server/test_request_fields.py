@@ -53,7 +53,7 @@ def test_any_object_and_two_ways_at_once(server: Serving) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "guided_json": {}, "guided_regex": "a"}
     answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
-    assert "give only one" in answer.json()["error"]["message"]
+    assert "use only one" in answer.json()["error"]["message"]
 
 
 def test_prompts_of_texts_and_tokens_in_turn(server: Serving) -> None:
@@ -104,4 +104,4 @@ def test_pictures_are_refused_where_a_model_reads_text(server: Serving) -> None:
     prompt = {"prompt_string": "<__media__>", "multimodal_data": ["aGk="]}
     answer = httpx.post(server.url + "/completion", json={"prompt": prompt}, timeout=60)
     assert answer.status_code == 400
-    assert "was loaded without an encoder of pictures" in answer.text
+    assert "was loaded without an encoder of images" in answer.text

@@ -225,10 +225,10 @@ def test_https_and_keys_of_a_file(tmp_path: Path, capfdbinary: pytest.CaptureFix
         assert answer.json()["data"][0]["id"] == "demo"
     for flags, words in (
         (("--ssl-key-file", keys, "--ssl-cert-file", certificate), "give a key and a certificate as PEM"),
-        (("--ssl-key-file", key), "belong together: give both"),
+        (("--ssl-key-file", key), "need each other: add the missing flag"),
         (("--api-key-file", tmp_path / "none"), "the file of API keys"),
         (("--api-key-file", os.devnull), "has no key"),
-        (("--api-key", ""), "--api-key has no key: give one, or leave it out"),
+        (("--api-key", ""), "--api-key contains no key: add one, or remove it"),
         (("--api-key", "k", "--api-key", " , "), "--api-key has no key"),
     ):
         assert words in run_main(capfdbinary, "serve", "-m", "demo", "--port", 0, *flags).error()
@@ -240,7 +240,7 @@ def test_an_environment_variable_without_a_key_opens_no_server(
 ) -> None:
     monkeypatch.setenv("LOCALLLM_API_KEY", value)
     outcome = run_main(capfdbinary, "serve", "-m", "demo", "--port", 0)
-    assert outcome.error() == "the environment variable LOCALLLM_API_KEY has no key: give one, or leave it out"
+    assert outcome.error() == "the environment variable LOCALLLM_API_KEY contains no key: add one, or remove it"
     with pytest.raises(UsageError, match="api_keys has an empty key"):
         Limits(api_keys=(value.strip(" ,"),))
 
@@ -341,7 +341,7 @@ def test_flags_of_llama_server_that_change_nothing_are_one_warning() -> None:
     ours, warning, _ = in_our_flags("serve", line.split(), parser_of("serve").flags)
     assert ours == ["-m", "a.gguf", "-np", "2"]
     assert warning is not None
-    assert warning.startswith("--metrics, --slots, --no-webui, -fa, --cache-reuse, --jinja change nothing here")
+    assert warning.startswith("--metrics, --slots, --no-webui, -fa, --cache-reuse, --jinja have no effect")
 
 
 @pytest.mark.parametrize(

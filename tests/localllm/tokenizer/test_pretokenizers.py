@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.tokenizer import encoders
-from localllm.tokenizer.encoders import cuts_words, text_parts, word_splitter
+from localllm.tokenizer.encoders import cuts_words, text_segments, word_splitter
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
 
 KINDS = {id(kind): name for name, kind in PRE_TOKENIZERS.items()}  # one name for each
@@ -48,7 +48,7 @@ def test_the_words_of_a_long_text_are_those_of_its_parts(name: str, monkeypatch:
     def check(text: str) -> None:
         nonlocal n_parts
         text = text.encode(errors="replace").decode() + "b c\nd"
-        parts = list(text_parts(text))
+        parts = list(text_segments(text))
         assert "".join(parts) == text
         n_parts = max(n_parts, len(parts))
         if cuts_words(splitter):
@@ -61,7 +61,7 @@ def test_the_words_of_a_long_text_are_those_of_its_parts(name: str, monkeypatch:
 
 def test_a_run_without_the_end_of_a_word_is_cut_at_last() -> None:
     text = "x" * 1_000_000 + " b"
-    parts = list(text_parts(text))
+    parts = list(text_segments(text))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= encoders._LONGEST_WORD
 

@@ -102,22 +102,22 @@ def test_llama_cpp_pythons_handlers_are_encoders(files: Path) -> None:
 
 def test_inspect_shows_what_an_encoder_is_for(files: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     outcome = run_main(capfdbinary, "inspect", files / "mmproj.gguf")
-    assert "an encoder of pictures for Gemma 3 (gemma3): 4 tokens of 48 values for a picture of" in outcome.out
-    assert "sees by" in run_main(capfdbinary, "inspect", files / "model.gguf", "--plan").out
+    assert "an encoder of images for Gemma 3 (gemma3): 4 tokens of 48 values for an image of" in outcome.out
+    assert "encoder" in run_main(capfdbinary, "inspect", files / "model.gguf", "--plan").out
 
 
 def test_the_encoder_of_another_model_is_not_used(files: Path, tmp_path: Path) -> None:
     for name, source in (("alpha", "model"), ("gamma", "model"), ("mmproj-alpha", "mmproj")):
         shutil.copy(files / f"{source}.gguf", tmp_path / f"{name}-Q8_0.gguf")
     with localllm.load(tmp_path / "alpha-Q8_0.gguf", device="cpu", context=64, threads=1) as llm:
-        assert llm.sees
+        assert llm.accepts_images
     with (
         pytest.warns(
             UserWarning, match=r"gamma-Q8_0\.gguf is loaded without mmproj-alpha-Q8_0\.gguf, which fits but"
         ),
         localllm.load(tmp_path / "gamma-Q8_0.gguf", device="cpu", context=64, threads=1) as llm,
     ):
-        assert not llm.sees
+        assert not llm.accepts_images
 
 
 def test_an_unsupported_encoder_is_inspected(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -218,7 +218,7 @@ def test_multimodal_data_and_the_reported_capabilities(server: Serving, llm: LLM
     assert listed["capabilities"] == ["completion", "multimodal"]
     for bad, words in (
         ({"prompt": {**prompt, "multimodal_data": ["%"]}}, "multimodal_data[0] is not in base64"),
-        ({"prompt": {**prompt, "prompt_string": "<__media__><__media__>"}}, "has 1 pictures, but the prompt has"),
+        ({"prompt": {**prompt, "prompt_string": "<__media__><__media__>"}}, "has 1 images, but the prompt contains"),
         ({"prompt": [1, prompt]}, "accepts only text"),
     ):
         refused = httpx.post(f"{server.url}/completion", json=bad)
@@ -259,12 +259,12 @@ def test_addresses_of_allowed_hosts_are_fetched(server: Serving, monkeypatch: py
         assert "127.0.0.1 is not in the Internet" in post(f"{url}/cat.png").json()["error"]["message"]
         monkeypatch.setattr(web, "is_public", lambda address: True)
         assert post(f"{url}/cat.png").status_code == 200
-        for path, words in (("/elsewhere", "localhost is not one of the hosts"), ("/dog.png", "404")):
+        for path, words in (("/elsewhere", "localhost is not an allowed host"), ("/dog.png", "404")):
             refused = post(url + path)
             assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True)
     with pictures_on_the_web(bytes(5 << 20)) as url:
         assert "is too large" in post(f"{url}/cat.png").json()["error"]["message"]
-    assert "example.org is not one of the hosts" in post("http://example.org/x.png").json()["error"]["message"]
+    assert "example.org is not an allowed host" in post("http://example.org/x.png").json()["error"]["message"]
 
 
 @contextlib.contextmanager
@@ -392,7 +392,7 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
 
 def test_models_and_templates_without_a_place_for_pictures_refuse(files: Path) -> None:
     blind = localllm.load(files / "model.gguf", device="reference", context=64, mmproj=False)
-    with blind, pytest.raises(LocalLLMError, match="was loaded without an encoder of pictures, so it sees none"):
+    with blind, pytest.raises(LocalLLMError, match="was loaded without an encoder of images"):
         blind.chat(messages(picture(8, 8)))
     template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(ModelError, match="is for Gemma 3, but the model is of the architecture 'llama'"):

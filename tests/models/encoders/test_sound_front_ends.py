@@ -171,21 +171,29 @@ def test_the_command_of_the_documentation(
 
 def test_inspect_shows_what_an_encoder_is_for(files: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     outcome = run_main(capfdbinary, "inspect", files / "mmproj.gguf")
-    assert "an encoder of sounds for Voxtral (voxtral): 380 tokens of 48 values for 30 seconds of" in outcome.out
+    assert "an encoder of audio for Voxtral (voxtral): 380 tokens of 48 values for 30 seconds of" in outcome.out
     assert (
-        "MB, 380 tokens for 30 seconds of sound"
+        "MB, 380 tokens for 30 seconds of audio"
         in run_main(capfdbinary, "inspect", files / "model.gguf", "--plan").out
     )
 
 
+def test_old_names_of_accepted_media_are_deprecated(llm: LLM) -> None:
+    with pytest.warns(DeprecationWarning, match="use LLM.accepts_images") as caught:
+        assert not llm.sees
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="use LLM.accepts_audio"):
+        assert llm.hears
+
+
 def test_models_and_templates_without_audio_refuse(llm: LLM, files: Path) -> None:
-    assert (llm.hears, llm.sees) == (True, False)
-    with pytest.raises(UsageError, match="has no encoder of pictures, so the model sees none"):
+    assert (llm.accepts_audio, llm.accepts_images) == (True, False)
+    with pytest.raises(UsageError, match="has no encoder of images, so the model does not accept images"):
         llm.chat([{"role": "user", "content": [{"type": "image", "image": np.zeros((8, 8, 3), np.uint8)}]}])
     load: Any = {"device": "reference", "context": 64}
     with (
         localllm.load(files / "model.gguf", mmproj=False, **load) as deaf,
-        pytest.raises(LocalLLMError, match="was loaded without an encoder of sounds, so it hears none"),
+        pytest.raises(LocalLLMError, match="was loaded without an encoder of audio"),
     ):
         deaf.chat(messages(sound(0.1)))
     with (
@@ -193,7 +201,7 @@ def test_models_and_templates_without_audio_refuse(llm: LLM, files: Path) -> Non
         pytest.raises(TemplateError, match="has no place for audio"),
     ):
         mute.chat(messages(sound(0.1)))
-    with pytest.raises(UsageError, match="audio has 1 sounds, but the prompt has <__media__> 2 times"):
+    with pytest.raises(UsageError, match="audio has 1 audio clips, but the prompt contains 2 times <__media__>"):
         llm.generate("<__media__> <__media__>", audio=[sound(0.1)])
     with pytest.raises(UnsupportedArchitectureError, match="whose encoder of pictures or sounds localllm does not"):
         MmprojCheckpoint(_folder_of(files, {"model_type": "llama", "audio_config": {}}))
@@ -262,7 +270,7 @@ def test_multimodal_data_and_the_reported_capabilities(server: Serving, llm: LLM
     shown = httpx.post(f"{server.url}/api/show", json={"model": "demo"}).json()
     assert shown["capabilities"][:2] == ["completion", "audio"]
     refused = httpx.post(f"{server.url}/api/generate", json={"prompt": "a", "images": [prompt["multimodal_data"][0]]})
-    assert "has no encoder of pictures, so the model sees none" in refused.json()["error"]
+    assert "has no encoder of images, so the model does not accept images" in refused.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -301,4 +309,4 @@ def test_models_that_do_not_hear_refuse_in_every_api(files: Path) -> None:
         }.items():
             answer = httpx.post(started.url + path, json=body)
             assert answer.status_code == 400, (path, answer.text)
-            assert "was loaded without an encoder of sounds, so it hears none" in answer.text, (path, answer.text)
+            assert "was loaded without an encoder of audio" in answer.text, (path, answer.text)

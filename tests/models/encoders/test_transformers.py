@@ -88,7 +88,7 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
 
 def encoded(encoder: MediaEncoder, prepared: list[Prepared]) -> list[Embeddings]:
     """Return the images' embeddings, computed in steps like in the engine."""
-    work = encoder.encode([encoder.picture(each) for each in prepared])
+    work = encoder.encode([encoder.as_media(each) for each in prepared])
     while True:
         try:
             next(work)
@@ -181,7 +181,7 @@ def test_a_stream_continues_while_weights_are_packed(made: Any) -> None:
     encoder.backend = host.backend
     image = encoder.prepare(picture(75, 130))
     for n_pieces in (3, len(weights_of(encoder.model.graph))):
-        work = encoder.encode([encoder.picture(image)])
+        work = encoder.encode([encoder.as_media(image)])
         for _ in range(n_pieces):
             next(work)
             assert encoder.encoders["image"].stages[0].step is None
