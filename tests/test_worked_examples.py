@@ -48,7 +48,7 @@ def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
     assert len(edits) == 7
     for edit in edits:
         apply(edit, tmp_path)
-    command = [sys.executable, "-m", "pytest", "-v", "tests/kernels/test_operations.py", "-k", "hard_swish"]
+    command = [sys.executable, "-m", "pytest", "-v", "tests/kernels/test_operation_formulas.py", "-k", "hard_swish"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for case in ("gated", "activation"):

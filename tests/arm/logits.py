@@ -1,6 +1,6 @@
-"""``python -m tests.arm.logits MODEL``: a greedy text and a digest of the logits' bits, the same on any processor.
+"""Print a greedy text and a digest of the logits' bits, which are the same on any processor.
 
-MODEL: ``demo``, or ``smollm2``, which prints nothing where it is not installed.
+python -m tests.arm.logits MODEL      # MODEL: demo or smollm2; prints nothing if smollm2 is not installed
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import sys
 import numpy as np
 
 import localllm
-import tests.arm.native_compiler  # noqa: F401  # which compiles for emulated processors
+import tests.arm.native_compiler  # noqa: F401  # compiles for emulated processors
 from localllm.catalog.demo import demo_path
 from tests.real.models import smollm2
 
-#: Longer than a tile of tokens, so that prompts are multiplied by slabs.
+#: Longer than a tile of tokens, so that products use slabs.
 PROMPT = (
     "The quick brown fox jumps over the lazy dog. A local model runs on the machine that you have: Hello, who are"
 )

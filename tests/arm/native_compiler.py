@@ -1,8 +1,9 @@
-"""Kernels for emulated processors, compiled by the real one, as compiling takes minutes under emulation.
+"""Compile kernels of emulated processors on the host, because compiling takes minutes under emulation.
 
-``python -m tests.arm.native_compiler SOCKET`` serves; under emulation, ``pytest -p tests.arm.native_compiler`` asks
-the socket that `SOCKET_VARIABLE` names.  A kernel travels as the name of its template and its constants.  The code
-that comes back is put into the cache under the name that the emulated process has for it.
+``python -m tests.arm.native_compiler SOCKET`` is the server.  Under emulation, ``pytest -p
+tests.arm.native_compiler`` sends requests to the socket in `SOCKET_VARIABLE`.  A request contains the name of a
+template and its constants. The compiled code is stored in the cache under the name that the emulated process looks
+up.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def named(module: str, name: str) -> Any:
 
 
 def look_up(name: str) -> Any:
-    """The function that looks up codes in a table, which has a name but is no attribute of a module."""
+    """Return the function that looks up codes in a table; it has a name, but is no attribute of a module."""
     return next(t.look_up for t in TILES.values() if t.look_up and t.look_up.__name__ == name)
 
 
@@ -44,7 +45,7 @@ class _Pickler(pickle.Pickler):
         name = getattr(value, "__name__", "")
         if name.startswith("look_up_"):
             return look_up, (name,)
-        if callable(value) and getattr(value, "__qualname__", name) != name:  # made by a function, for a module
+        if callable(value) and getattr(value, "__qualname__", name) != name:  # a function created by another function
             return named, (value.__module__, name)
         return NotImplemented
 
@@ -65,7 +66,7 @@ class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
 
 
 def serve(path: str) -> None:
-    """Answers requests, each in a fork of this process, which has loaded numba by then."""
+    """Answer requests, each in a fork of this process, which has imported numba."""
     neon = next(t for t in TARGETS if t.name == "neon")
     compiler.llvm_ir(compiler.variant(elementwise.quantise, neon), "aarch64-unknown-linux-gnu")
     with _Server(path, _Handler) as server:
@@ -83,7 +84,7 @@ def _asking(path: str) -> Callable[[compiler.Variant], bytes]:
             with connection.makefile("rb") as answer:
                 code = answer.read()
         if not code:
-            raise KernelError(f"the kernel {v.symbol} does not compile: the compiler's output says why")
+            raise KernelError(f"the kernel {v.symbol} does not compile; see the output of the compiler")
         if (folder := compiler._folder()) is not None:
             compiler.write_code(folder / compiler._file_name(v), code)
         return code

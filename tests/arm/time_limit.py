@@ -1,6 +1,6 @@
-"""``pytest -p tests.arm.time_limit`` leaves out the tests that are not begun by the time that `TIME_VARIABLE` names.
+"""``pytest -p tests.arm.time_limit`` skips tests that have not started by the time in `TIME_VARIABLE`.
 
-It says how many, and ends with status 77 where those that ran have passed.
+It prints the number of skipped tests, and exits with status 77 if all other tests passed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pytest_runtest_setup() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if _left_out:
-        terminalreporter.write_line(f"time is up: {_left_out} tests left out")
+        terminalreporter.write_line(f"time is up: {_left_out} tests skipped")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

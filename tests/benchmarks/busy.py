@@ -1,12 +1,12 @@
-"""Decoding and prompts beside programs that keep the processors busy: localllm and llama.cpp, in turn.
+"""Measure decoding and prompts of localllm and llama.cpp next to programs that keep the processors busy.
 
     python -m tests.benchmarks.busy model.gguf
     python -m tests.benchmarks.busy model.gguf --loops 0,1,2,4 -p 512 -n 64 -r 3
 
-A busy program is a process with an endless loop.  Beside L of them, the fair share of T threads is T / (T + L) of
-their idle speed, as the system gives all that compute the same time.  Rates are medians of the rounds, llama.cpp's
-with that of its settings (weights repacked or not) that decodes faster.  The exit code is 1 if the ids that localllm
-decodes beside others differ from those on the idle machine.
+A busy program is a process with an endless loop.  Next to L busy programs, the fair share of T threads is T / (T + L)
+of their idle speed, because the system gives all threads the same time.  Rates are medians of the rounds.  Rates of
+llama.cpp are from the faster setting (weights repacked or not) in decoding.  The exit code is 1 if the ids that
+localllm decodes next to busy programs differ from those on the idle machine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.benchmarks.measure import WARM_UP, random_ids
 from tests.benchmarks.ours import Ours
 from tests.benchmarks.theirs import Context, LlamaCpp
 
-#: Seconds that busy programs have to start in.
+#: Seconds for busy programs to start.
 START_S = 1.0
 
 
 @contextmanager
 def busy_programs(n: int) -> Iterator[None]:
-    """So many processes compute without end in the meantime."""
+    """Run ``n`` processes with endless loops."""
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
     try:
         time.sleep(START_S if n else 0.0)
@@ -42,7 +42,7 @@ def busy_programs(n: int) -> Iterator[None]:
 
 
 def rates(program: Ours | Context, ids: Sequence[int], n: int) -> tuple[float, float, list[int]]:
-    """Tokens a second of the prompt and of decoding, and the ids decoded."""
+    """Return tokens per second of the prompt and of decoding, and the decoded ids."""
     prefill_s, decode_s, decoded = program.measure(ids, n)
     return len(ids) / prefill_s, n / decode_s, decoded
 
@@ -88,7 +88,7 @@ def main() -> int:
             cells = [f"{our[i]:.1f} | {our[i] / (fair * idle[i]):.0%} | {other[i]:.1f}" for i in range(2)]
             print(f"| {n_loops} | {' | '.join(cells)} |", flush=True)
     if not all_equal:
-        print("the ids decoded beside busy programs differ from those on the idle machine", file=sys.stderr)
+        print("the ids decoded next to busy programs differ from those on the idle machine", file=sys.stderr)
     return 0 if all_equal else 1
 
 

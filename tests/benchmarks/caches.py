@@ -1,11 +1,11 @@
-"""The types of the KV cache, ours and llama.cpp's: bytes, what they cost in quality, and speed.
+"""Compare the types of the KV cache of localllm and llama.cpp: bytes, quality and speed.
 
     python -m tests.benchmarks.caches --text README.md SmolLM2.gguf gemma-3-270m.gguf
 
-Quality is that of the last tokens of a text of ``--depth``: perplexity, and the mean KL divergence from the same
-program's predictions with F16.  Both programs round activations to bytes, so that any difference in the cache comes
-back as a few thousandths of KL from elsewhere: the column's floor, not its zero.  Speeds are the best of several
-rounds, in turn: the prompt, and tokens decoded at 2k and 8k of context.  The last line is JSON.
+Quality is measured on the last of ``--depth`` tokens of text: perplexity, and the mean KL divergence from
+the same program's predictions with F16.  Both programs round activations to bytes, so any change of the cache causes
+a KL divergence of a few thousandths, which is the least possible value of the column.  Speeds are the best of several
+rounds, measured in turn: the prompt, and decoding with 2k and 8k tokens in the cache.  The last line is JSON.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.benchmarks.results import Array
 from tests.benchmarks.theirs import LlamaCpp
 
 TYPES = ("f16", "q8_0", "q5_0", "q4_0", "q8_0/q4_0")
-#: Tokens at the end of a text whose predictions are compared, and tokens that are decoded.
+#: Last tokens, whose predictions are compared, and decoded tokens.
 LAST, DECODED = 512, 32
 
 
 def log_probabilities(logits: Array) -> Iterator[Array]:
-    """Of a few rows at once, float64."""
+    """Yield log-probabilities of 32 rows at a time, in float64."""
     for first in range(0, len(logits), 32):
         x = logits[first : first + 32].astype(np.float64)
         x -= x.max(axis=1, keepdims=True)
@@ -40,7 +40,7 @@ def log_probabilities(logits: Array) -> Iterator[Array]:
 
 
 def quality(exact: Array, logits: Array, ids: list[int]) -> tuple[float, float]:
-    """Perplexity of what follows, and KL divergence from the exact."""
+    """Return the perplexity of the next tokens, and the KL divergence from ``exact``."""
     wanted, kl, loss = np.array([*ids[1:], -1]), 0.0, 0.0
     for i, (p, q) in enumerate(zip(log_probabilities(exact), log_probabilities(logits), strict=True)):
         kl += (np.exp(p) * (p - q)).sum()
@@ -50,14 +50,14 @@ def quality(exact: Array, logits: Array, ids: list[int]) -> tuple[float, float]:
 
 
 def cache_bytes(path: Path, cache_type: str) -> int:
-    """Bytes of a token."""
+    """Return the bytes per token."""
     with GGUFFile.open(path) as file:
         caches: list[KVCache] = [*read_model(file, cache_type=cache_type).graph.caches.values()]
     return sum(cache.bytes_per_token() for cache in caches)
 
 
 def speeds(run: Callable[..., Any], ids: list[int], depths: list[int], rounds: int) -> dict[str, float]:
-    """Tokens a second."""
+    """Return tokens per second."""
     found: dict[str, float] = {}
     for n in depths:
         for i in range(rounds):
@@ -71,10 +71,10 @@ def speeds(run: Callable[..., Any], ids: list[int], depths: list[int], rounds: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("--text", type=Path, required=True, help="a file whose beginning is predicted")
+    parser.add_argument("--text", type=Path, required=True, help="a file whose first tokens are predicted")
     parser.add_argument("--types", default=",".join(TYPES))
     parser.add_argument("--depth", type=int, default=2048)
-    parser.add_argument("--depths", default="2048,8192", help="of speeds; empty for none")
+    parser.add_argument("--depths", default="2048,8192", help="depths for speeds; empty for none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Programs made for other servers, against `localllm serve`: what works, as the table in docs/serve.md.
+"""Check client programs of other servers against `localllm serve`, for the table in docs/serve.md.
 
     localllm serve -m SmolLM2-135M-Instruct.Q4_1.gguf -c 8192 --port 8080
-    python -m tests.benchmarks.clients http://127.0.0.1:8080          # the clients that this environment has
+    python -m tests.benchmarks.clients http://127.0.0.1:8080          # the installed clients
     python clients.py http://127.0.0.1:8080 --only litellm,aider      # or from an environment without localllm
 
-Each check asks for what the client is made for, and looks at the answer.  Small models do not call tools by
-themselves: calls are forced, and held to their schemas by the server.
+Each check sends the requests that the client is made for, and examines the answer.  Small models rarely call tools on
+their own, so calls are forced, and the server restricts them to their schemas.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import traceback
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Check = Callable[[str, str], None]
 
-#: The checks of each client by what they show; a client's name is its distribution's.
+#: Checks by client and by the tested feature; the name of a client is the name of its distribution.
 CHECKS: dict[str, dict[str, Check]] = {}
 
-#: Of a Hugging Face tokenizer of the model, which lm_eval cuts texts with.
+#: Folder of a Hugging Face tokenizer of the model, for lm_eval.
 TOKENIZER = {"folder": ""}
 
 HELLO = [{"role": "user", "content": "Hello! Say something short."}]
@@ -74,7 +74,17 @@ def person(value: str | dict[str, Any]) -> None:
     assert given["age"] <= 120, given
 
 
-# litellm: one program, four dialects --------------------------------------------------------------------------
+def _person_class() -> Any:
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: str = Field(max_length=20)
+        age: int = Field(le=120, ge=0)
+
+    return Person
+
+
+# litellm: one program with four APIs ------------------------------------------------------------------------------
 
 _LITELLM = {
     "openai": ("openai/{model}", "/v1"),
@@ -261,12 +271,7 @@ def _pydantic_models(base: str, model: str) -> dict[str, Any]:
 def _pydantic_checks(api: str) -> None:
     @check("pydantic-ai-slim", f"{api}: text, stream, output by a tool")
     def run(base: str, model: str) -> None:
-        from pydantic import BaseModel, Field
         from pydantic_ai import Agent
-
-        class Person(BaseModel):
-            name: str = Field(max_length=20)
-            age: int = Field(le=120)
 
         found = _pydantic_models(base, model)[api]
         settings: Any = {"max_tokens": 80, "temperature": 0.0}
@@ -279,8 +284,8 @@ def _pydantic_checks(api: str) -> None:
                 return str(await result.get_output())
 
         assert asyncio.run(streamed()) == whole
-        if api == "chat":  # other APIs' models do not force the call of the output tool in each version
-            made = Agent(found, output_type=Person, model_settings=settings).run_sync("Who is it?").output
+        if api == "chat":  # with other APIs, some versions do not force the call of the output tool
+            made = Agent(found, output_type=_person_class(), model_settings=settings).run_sync("Who is it?").output
             assert made.age <= 120
 
 
@@ -288,7 +293,7 @@ for _api in ("chat", "responses", "anthropic"):
     _pydantic_checks(_api)
 
 
-# Others of Python ---------------------------------------------------------------------------------------------
+# Other Python packages --------------------------------------------------------------------------------------------
 
 
 @check("smolagents", "a model's reply, stream and required call")
@@ -325,21 +330,16 @@ def smolagents_agent(base: str, model: str) -> None:
 def instructor_modes(base: str, model: str) -> None:
     import instructor
     from openai import OpenAI
-    from pydantic import BaseModel, Field
-
-    class Person(BaseModel):
-        name: str = Field(max_length=20)
-        age: int = Field(le=120, ge=0)
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(OpenAI(base_url=base + "/v1", api_key="none"), mode=mode)
         found = client.chat.completions.create(
-            model=model, messages=HELLO, response_model=Person, max_tokens=80, temperature=0, max_retries=0
+            model=model, messages=HELLO, response_model=_person_class(), max_tokens=80, temperature=0, max_retries=0
         )
         assert found.age <= 120
 
 
-@check("openai-agents", "chat completions and responses: a tool is called, its result goes on")
+@check("openai-agents", "chat completions and responses: a tool is called, and its result is used")
 def openai_agents(base: str, model: str) -> None:
     import agents
     from openai import AsyncOpenAI
@@ -361,7 +361,7 @@ def openai_agents(base: str, model: str) -> None:
             model=kind(model=model, openai_client=client),
             tools=[get_weather],
             model_settings=agents.ModelSettings(tool_choice="required", max_tokens=80, temperature=0),
-            tool_use_behavior="stop_on_first_tool",  # small models say the call again, in words
+            tool_use_behavior="stop_on_first_tool",  # small models repeat the call as text
         )
         result = asyncio.run(agents.Runner.run(agent, "What is the weather in Rome?"))
         assert calls
@@ -380,21 +380,15 @@ def openai_agents(base: str, model: str) -> None:
 def outlines_models(base: str, model: str) -> None:
     import openai
     import outlines
-    from pydantic import BaseModel, Field
-
-    class Person(BaseModel):
-        name: str = Field(max_length=20)
-        age: int = Field(le=120, ge=0)
 
     client = openai.OpenAI(base_url=base + "/v1", api_key="none")
     made = outlines.from_openai(client, model)
-    Person.model_validate_json(made("Who is it?", Person, max_tokens=80, temperature=0))
+    person_class = _person_class()
+    person_class.model_validate_json(made("Who is it?", person_class, max_tokens=80, temperature=0))
     vllm = outlines.from_vllm(client, model)
-    from typing import Literal
-
     assert vllm("Good or bad?", Literal["good", "bad"], max_tokens=10) in ("good", "bad")
     assert len(vllm("A number:", outlines.types.Regex("[0-9]{3}"), max_tokens=10)) == 3
-    Person.model_validate_json(vllm("Who is it?", Person, max_tokens=80, temperature=0))
+    person_class.model_validate_json(vllm("Who is it?", person_class, max_tokens=80, temperature=0))
 
 
 @check("llm", "prompt, stream, schema, tools")
@@ -458,7 +452,7 @@ def _program(name: str) -> str:
 
 
 def _ran(words: list[str], folder: str, env: dict[str, str], limit: float = 300) -> str:
-    """Returns the output of a program, or raises what it says where it fails."""
+    """Return the output of a program; raise with the output if it fails."""
     made = subprocess.run(
         words, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, timeout=limit,
         stdin=subprocess.DEVNULL,
@@ -519,7 +513,7 @@ PROGRAMS = {"@qwen-code/qwen-code": "qwen", "opencode-ai": "opencode"}
 
 
 def version(client: str) -> str | None:
-    """Returns the version of a client, or None where this environment does not have it."""
+    """Return the version of a client, or None if it is not installed."""
     if client in PROGRAMS:
         found = shutil.which(PROGRAMS[client])
         if found is None:
@@ -536,9 +530,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--model", help="its name at the server (default: the first that it lists)")
-    parser.add_argument("--only", help="names of clients, with commas between them")
+    parser.add_argument("--only", help="comma-separated names of clients")
     parser.add_argument("--tokenizer", default="", help="folder of the model's Hugging Face tokenizer, for lm_eval")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show where a check fails")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print tracebacks of failed checks")
     given = parser.parse_args()
     base = given.url.rstrip("/")
     TOKENIZER["folder"] = given.tokenizer

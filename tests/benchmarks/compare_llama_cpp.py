@@ -1,4 +1,4 @@
-"""localllm and llama.cpp side by side: the same files, threads and prompts, in turn, with their outputs compared.
+"""Compare localllm and llama.cpp: the same files, threads and prompts, in turn, with a comparison of the outputs.
 
     python -m tests.benchmarks.compare_llama_cpp --make llama-1.1b:q4_0,q8_0 --make qwen2-0.5b:q4_0
     python -m tests.benchmarks.compare_llama_cpp --tests pp,tg --make llama-1.1b:iq1_s,iq2_xxs,iq3_s,iq4_xs
@@ -6,25 +6,27 @@
         --make deepseek3-2.6b:q4_0                                   # sparse attention, and the same shape dense
     python -m tests.benchmarks.compare_llama_cpp model.gguf -t 1,2 --tests pp,tg -p 512 -n 64 -r 3
     python -m tests.benchmarks.compare_llama_cpp model.gguf --quick
-    python -m tests.benchmarks.compare_llama_cpp … --resume          # goes on with a run that was cut off
+    python -m tests.benchmarks.compare_llama_cpp … --resume          # continue an interrupted run
 
-| test | what is measured |
+| test | measurement |
 |---|---|
-| pp, tg | evaluating a prompt, and decoding after it |
+| pp, tg | evaluation of a prompt, and decoding after it |
 | depth | the same with a long prompt |
-| kv8 | as depth, with the cache in Q8_0 |
-| batch | eight sequences at once, against one |
-| small | decoding with small models: the demo model, and stories260K where it is found |
+| kv8 | depth with the cache in Q8_0 |
+| batch | eight sequences at once, compared with one |
+| small | decoding with small models: the demo model, and stories260K if it is found |
 | start | seconds from the launch of a process to its first token |
-| memory | the most memory that a process takes |
+| memory | peak memory of a process |
 
-llama.cpp's figure is the better one of those of its settings (weights repacked or not, flash attention or not) that a
-short trial found worth measuring.  The share is of the bandwidth for decoding, and for a prompt of the peak rate of
-products of the format's own kind, and of the highest one; both ceilings are measured in turn with what they judge.
+The figure of llama.cpp is the best of its settings (weights repacked or not, flash attention or not) that a short
+trial selected.  The share of decoding is relative to the memory bandwidth.  Shares of a prompt are relative to the
+peak rate of the format's own products, and to the highest peak.  Both ceilings are measured in turn with the
+programs.
 
-The exit code is 1 if logits differ by more than a tolerance, if greedy texts part where it is no near tie, or if
-memory passes its limit (see `tests.benchmarks.results`).  ``--markdown`` prints the tables of docs/speed.md.
-``--resume`` measures anew what a changed file, or a change of localllm's source, has made stale.
+The exit code is 1 if logits differ by more than a tolerance, if greedy texts differ after a token that is no near
+tie, or if memory exceeds its limit (see `tests.benchmarks.results`).  ``--markdown`` prints the tables of
+docs/speed.md. ``--resume`` repeats measurements of changed files, and all measurements if the source of localllm has
+changed.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from tests.helpers.synthetic import SHAPES, random_gguf
 
 TESTS = ("pp", "tg", "depth", "kv8", "batch", "small", "start", "memory")
 _ROOT = Path(__file__).resolve().parents[2]
-#: The small models: the one that is built in, and a file that may be there.
+#: Small models: the built-in one, and a file that may exist.
 SMALL_MODELS = (
     _ROOT / "localllm" / "data" / "demo.gguf",
     _ROOT.parent / "shared" / "data" / "models" / "stories260K" / "stories260K.gguf",
@@ -67,7 +69,7 @@ QUICK = Sizes(prompt=256, n=24, depth=1024, deep_n=8, repetitions=1)
 
 
 class Comparison:
-    """What was asked for, and the journal of what was found."""
+    """The requested measurements, and the journal of the results."""
 
     def __init__(self, tests: Sequence[str], threads: Sequence[int], sizes: Sizes, journal: Journal) -> None:
         self.found: list[Record] = []
@@ -78,7 +80,7 @@ class Comparison:
         self._programs = f"{program_version()} {choose().name} {theirs.version()}"
 
     def model(self, path: Path) -> None:
-        """All tests of one file but those of small models."""
+        """Run all tests of one file, except tests of small models."""
         trials = self._trials(path)
         for threads in self._threads:
             place = (path, threads, self._sizes)
@@ -98,13 +100,13 @@ class Comparison:
             self._measure("memory", measure.peak_memory, *place)
 
     def small_models(self) -> None:
-        """The tests of small models, of those that are there."""
+        """Run the tests of the small models that exist."""
         for path in SMALL_MODELS if "small" in self._tests else ():
             for threads in self._threads if path.exists() else ():
                 self._measure("small", measure.small, path, threads, self._sizes)
 
     def _trials(self, path: Path) -> list[Trial]:
-        """llama.cpp's settings, tried out if a test needs to know."""
+        """Try llama.cpp's settings, if a test needs the result."""
         if not self._tests & {"pp", "tg", "depth", "kv8"}:
             return []
         records = self._measure("trial", measure.trial, path, max(self._threads), self._sizes)
@@ -119,7 +121,7 @@ class Comparison:
         sizes: Sizes,
         *more: object,
     ) -> list[Record]:
-        """Measures, unless that was done before, and prints what was found."""
+        """Measure, unless the journal has the result, and print the records."""
         job = f"{test} {file_version(path)} {threads} {sizes} {self._programs}"
         records = self._journal.known(job)
         if records is None:
@@ -133,11 +135,11 @@ class Comparison:
 
 
 def main() -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = _arguments()
     tests, threads = arguments.tests.split(","), sorted(map(int, arguments.threads.split(",")))
     if unknown := set(tests) - set(TESTS):
-        raise SystemExit(f"there is no test {', '.join(sorted(unknown))}: choose of {', '.join(TESTS)}")
+        raise SystemExit(f"unknown test {', '.join(sorted(unknown))}; choose from {', '.join(TESTS)}")
     comparison = Comparison(tests, threads, _sizes(arguments), Journal(arguments.results, resume=arguments.resume))
     others = OtherLoad()
     print(f"{cpu_model()}, kernels for {choose().name}; {theirs.version()}")
@@ -151,12 +153,12 @@ def main() -> int:
 
 
 def report(found: Sequence[Record], *, with_markdown: bool) -> int:
-    """Prints what is to be said of all records; returns the exit code."""
+    """Print a summary of all records; return the exit code."""
     lines = [record for record in found if isinstance(record, Line)]
     if with_markdown:
         print(f"\n{markdown(found)}\n")
     for words in (words for line in lines for words in line.shortfalls()):
-        print(f"short of what is wanted: {words}")
+        print(f"below the goal: {words}")
     checked = [record for record in found if isinstance(record, Agreement | Memory)]
     faults = [f"{record.model}: {fault}" for record in checked for fault in record.faults()]
     for fault in faults:
@@ -171,19 +173,21 @@ def _arguments() -> argparse.Namespace:
         "--make",
         action="append",
         default=[],
-        help="SHAPE:FORMAT,FORMAT: random models to write first, where they are missing; may be repeated",
+        help="SHAPE:FORMAT,FORMAT: random models to write first if they are missing; may be repeated",
     )
     parser.add_argument("--folder", type=Path, default=Path("benchmark-models"), help="where --make writes them")
-    parser.add_argument("--tests", default=",".join(TESTS), help=f"of {', '.join(TESTS)}, with commas; default: all")
-    parser.add_argument("-t", "--threads", default="1,2", help="numbers of threads, with commas")
+    parser.add_argument("--tests", default=",".join(TESTS), help=f"comma-separated: {', '.join(TESTS)}; default: all")
+    parser.add_argument("-t", "--threads", default="1,2", help="comma-separated numbers of threads")
     parser.add_argument("--quick", action="store_true", help="shorter prompts and texts, one repetition")
     parser.add_argument("-p", "--prompt", type=int, help="tokens of the prompt")
     parser.add_argument("-n", type=int, help="tokens to decode")
     parser.add_argument("-d", "--depth", type=int, help="tokens of the long prompt")
     parser.add_argument("-r", "--repetitions", type=int)
-    parser.add_argument("--results", type=Path, default=Path("benchmark-results.jsonl"), help="where they are kept")
-    parser.add_argument("--resume", action="store_true", help="leave out what --results has already")
-    parser.add_argument("--markdown", action="store_true", help="print the tables for docs/speed.md too")
+    parser.add_argument(
+        "--results", type=Path, default=Path("benchmark-results.jsonl"), help="the file of the results"
+    )
+    parser.add_argument("--resume", action="store_true", help="skip measurements that --results contains")
+    parser.add_argument("--markdown", action="store_true", help="also print the tables for docs/speed.md")
     return parser.parse_args()
 
 
@@ -194,7 +198,7 @@ def _sizes(arguments: argparse.Namespace) -> Sizes:
 
 
 def _models(arguments: argparse.Namespace) -> Iterator[Path]:
-    """The models that are named, and those that ``--make`` asks for."""
+    """Yield the named models, and the models of ``--make``."""
     yield from arguments.models
     for made in arguments.make:
         shape, formats = made.split(":")
@@ -204,7 +208,7 @@ def _models(arguments: argparse.Namespace) -> Iterator[Path]:
             if not path.exists() and shape in SHAPES:
                 random_gguf(path, SHAPES[shape], file_type)
             elif not path.exists():
-                # Imported here: it needs transformers.
+                # Imported here because it needs transformers.
                 from tests.helpers.real_shapes import REAL_SHAPES, real_shape_gguf
 
                 real_shape_gguf(path, REAL_SHAPES[shape], file_type)

@@ -1,13 +1,14 @@
-"""Tiny models of every architecture in files of llama.cpp's own converter: logits against those of transformers.
+"""Convert tiny models of every architecture with llama.cpp's converter, and compare logits with transformers.
 
     python -m tests.benchmarks.converted LLAMA_CPP [NAME …] [--fuse] [--binding PYTHON] [--table]
 
-LLAMA_CPP is the folder of its source, as the sdist of llama-cpp-python has it; ``--binding`` a Python that has the
-binding.  With ``--fuse``, query, key and value are one tensor, and so are experts' gate and up.  Prints of each the
-largest error of our file's logits (on the reference, which keeps keys and values in float32, and on the CPU, in
-float16), of the converted file's and of llama.cpp's on ours, over the largest logit, and where the two files differ
-but for `EXCEPTIONS`; the exit code is 1 if they do, a converted file does not load, or one of ours is beyond 1e-3, or
-on the CPU 5e-3.  With ``--table``, results go to docs/models.md: name all models of an architecture then, or none.
+LLAMA_CPP is the folder of its source, as in the sdist of llama-cpp-python; ``--binding`` is a Python with the
+binding. With ``--fuse``, query, key and value are one tensor, and so are gate and up of experts.  For each model, the
+command prints the largest error of logits relative to the largest logit: of our file (on the reference backend, with
+keys and values in float32, and on the CPU, in float16), of the converted file, and of llama.cpp with our file.  It
+also prints differences between the two files that are not in `EXCEPTIONS`.  The exit code is 1 if files differ, a
+converted file does not load, or an error of our file is above 1e-3, or 5e-3 on the CPU.  ``--table`` writes the
+results to docs/models.md; with it, name all models of an architecture, or no models.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from tests.models.tiny import ENCODERS, TINY, make_model, write
 MODELS = TINY | ENCODERS
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 
-#: Keys that differ on purpose: what is told of a model's origin, of which ours has the name only, and its vocabulary,
-#: which is not the model's own here; what llama.cpp's converter leaves to its reader's defaults; what nothing reads.
+#: Keys that may differ.  Our files contain only the name of the model's origin, and another vocabulary.  llama.cpp's
+#: converter omits keys whose defaults its reader knows.  No program reads the other keys.
 EXCEPTIONS = re.compile(
     r"general\.(name|size_label|finetune|basename|file_type|version|base_model.*|sampling.*)|tokenizer\..*"
     r"|(gemma2?|gptneox|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|gptneox\.attention\.head_count_kv"
@@ -50,7 +51,7 @@ EXCEPTIONS = re.compile(
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
 
-#: Runs the converter with our vocabulary: random models have no tokenizer of their own.
+#: Runs the converter with our vocabulary, because random models have no tokenizer.
 CONVERT = """
 import sys
 source, folder, out, *flags = sys.argv[1:]
@@ -75,7 +76,7 @@ sys.argv = ["convert", folder, "--outfile", out, "--outtype", "f32", *flags]
 convert_hf_to_gguf.main()
 """
 
-#: llama.cpp's logits after each prefix of the tokens in the first file, to the second.
+#: Writes llama.cpp's logits after each prefix of the tokens, with the first file, to the second file.
 COMPUTE = """
 import sys
 import numpy as np
@@ -94,14 +95,14 @@ def largest_error(ours: Any, theirs: Any) -> float:
 
 
 def is_same(one: TensorInfo, other: TensorInfo) -> bool:
-    """To the rounding of float32, in which some are computed."""
+    """Compare tensors, with the tolerance of float32."""
     return one.data.tobytes() == other.data.tobytes() or (
         one.type == GGMLType.F32 and np.allclose(one.data.view(np.float32), other.data.view(np.float32), rtol=1e-6)
     )
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
-    """Where two files have other keys, values or tensors."""
+    """Return the differences between the keys, values and tensors of two files."""
     with GGUFFile.open(ours) as one, GGUFFile.open(theirs) as other:
         keys = [
             f"{key}: {one.metadata.get(key)} / {other.metadata.get(key)}"
@@ -117,12 +118,12 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     return keys + tensors
 
 
-#: Models whose files differ on purpose: latents as before 2025, gates of Qwen 3 Next as in 2025, Llama 4 with other
-#: numbers than llama.cpp's defaults, Granite 4 under another architecture's name, and keys for experts that a model
-#: lacks.
+#: Models whose files differ on purpose: latents as before 2025, gates of Qwen 3 Next as in 2025, Llama 4 with numbers
+#: other than llama.cpp's defaults, Granite 4 with another architecture's name, and keys for experts in a model
+#: without experts.
 OTHERWISE = {"deepseek-v3-old", "granite-4", "granite-4-moe", "llama4", "qwen3next-old", "youtu"}
 
-#: What the configurations of released models say otherwise than transformers writes them now.
+#: Settings of released models that differ from what transformers writes today.
 RELEASED: dict[str, dict[str, Any]] = {
     "bailingmoe2": {
         "model_type": "released",
@@ -247,7 +248,7 @@ RELEASED: dict[str, dict[str, Any]] = {
 
 
 def release(name: str, folder: Path) -> None:
-    """Writes a model's configuration as released ones are, and what they name or turn otherwise of the tensors."""
+    """Change a model's configuration and tensors to the form of released models."""
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
@@ -258,14 +259,16 @@ def release(name: str, folder: Path) -> None:
         save_file(turned, file)
     path = folder / "config.json"
     changes = RELEASED.get(name, {})
-    settings = {"rotary_emb_scale_base": None} | json.loads(path.read_text()) | changes  # Nomic's must be null
+    settings = (
+        {"rotary_emb_scale_base": None} | json.loads(path.read_text()) | changes
+    )  # Nomic's converter needs null
     path.write_text(json.dumps({key: settings[key] for key in settings if changes.get(key, 0) is not None}))
     if (folder / "1_Pooling").exists():
         (folder / "modules.json").write_text(json.dumps([{"type": "Pooling", "path": "1_Pooling"}]))
 
 
 def write_tokenizer(name: str, folder: Path, n_vocab: int) -> None:
-    """What some converters look up before they write a vocabulary."""
+    """Write the tokenizer files that some converters read before they write a vocabulary."""
     vocabulary = {f"t{i}": i for i in range(n_vocab)}
     model = {"type": "WordPiece" if name == "nomic-bert" else "BPE", "vocab": vocabulary, "merges": []}
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
@@ -273,7 +276,7 @@ def write_tokenizer(name: str, folder: Path, n_vocab: int) -> None:
 
 
 class Result(NamedTuple):
-    """Of a tiny model, the errors of our file's logits, and whether the file of llama.cpp's converter is the same."""
+    """Errors of the logits of our file of a tiny model, and whether the converted file is the same."""
 
     on_reference: float
     on_cpu: float
@@ -285,7 +288,7 @@ class Result(NamedTuple):
 
 
 def compare(name: str, folder: Path, options: argparse.Namespace) -> Result:
-    """Compares one tiny model in all ways, and prints one line."""
+    """Compare one tiny model in all ways, and print a line."""
     entry = MODELS[name]
     model = make_model(entry)
     path, expected = write(folder / f"{name}.gguf", entry, model), logits_of(model)
@@ -306,7 +309,7 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> Result:
         print(f"{begin}  {refused}", flush=True)
         return Result(*own, False)
     theirs = ""
-    if options.binding and name in TINY:  # it gives no vectors of single tokens
+    if options.binding and name in TINY:  # llama.cpp returns no vectors of single tokens
         out = folder / f"{name}.npy"
         command = [options.binding, "-c", COMPUTE, str(path), ",".join(map(str, IDS)), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -317,7 +320,7 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> Result:
 
 
 def logits_of(model: Any) -> Any:
-    """What transformers computes: logits [T, n_vocab], or of a model that embeds, its vectors [T, d]."""
+    """Return transformers' logits [T, n_vocab], or the vectors [T, d] of an embedding model."""
     import torch
 
     with torch.no_grad():
@@ -325,13 +328,13 @@ def logits_of(model: Any) -> Any:
 
 
 def errors(path: Path, expected: Any) -> tuple[float, float]:
-    """On the reference and on the CPU."""
+    """Return the errors on the reference and on the CPU."""
     on_reference, on_cpu = (Runner(path, ops).logits(IDS) for ops in (ReferenceOps(np.float32), CPUOps(threads=2)))
     return largest_error(on_reference, expected), largest_error(on_cpu, expected)
 
 
 def row_of(architecture: str, results: list[Result]) -> str:
-    """A line of the table: the worst of its models."""
+    """Return a row of the table, with the largest errors of its models."""
     numbers = [f"{max(each):.0e}" for each in ([r.on_reference for r in results], [r.on_cpu for r in results])]
     same = {r.is_same for r in results}
     agrees = "no" if False in same else "yes" if True in same else "–"

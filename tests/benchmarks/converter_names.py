@@ -1,8 +1,8 @@
-"""What llama.cpp's converter writes for each architecture, as facts for `tests/models/test_converter_names.py`.
+"""Read which keys and tensors llama.cpp's converter writes, for `tests/models/test_converter_names.py`.
 
     python -m tests.benchmarks.converter_names LLAMA_CPP [--headers [NAME ...]]
 
-LLAMA_CPP is the folder of llama.cpp's source, as the sdist of llama-cpp-python has it.
+LLAMA_CPP is the folder of llama.cpp's source, as in the sdist of llama-cpp-python.
 
 The command writes tests/data/converter_names.json: for each architecture that localllm runs, the keys after the
 architecture's name, and the names of tensors without their suffix.  It parses the source and does not run it.  A key
@@ -41,7 +41,7 @@ HEADERS = NAMES.with_name("converted_headers.json")
 
 
 def constants(source: Path) -> Any:
-    """The module of llama.cpp's gguf package that names keys, architectures and tensors."""
+    """Return the module of llama.cpp's gguf package that names keys, architectures and tensors."""
     spec = importlib.util.spec_from_file_location("llama_cpp_constants", source / "gguf-py/gguf/constants.py")
     assert spec is not None
     assert spec.loader is not None
@@ -51,7 +51,7 @@ def constants(source: Path) -> Any:
 
 
 def keys_of_methods(source: Path, module: Any) -> dict[str, set[str]]:
-    """The keys that each method of the writer adds, such as ``{arch}.context_length``."""
+    """Return the keys that each method of the writer adds, such as ``{arch}.context_length``."""
     tree = ast.parse((source / "gguf-py/gguf/gguf_writer.py").read_text("utf-8"))
     keys = defaultdict[str, set[str]](set)
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
@@ -75,7 +75,7 @@ class Classes:
                     self.nodes[node.name] = node
 
     def order(self, name: str) -> list[ast.ClassDef]:
-        """A class and its bases, each once, in about the order in which Python looks for methods."""
+        """Return a class and its bases, each once, in about the order of method resolution."""
         if name not in self.nodes:
             return []
         node, order = self.nodes[name], list[ast.ClassDef]()
@@ -84,7 +84,7 @@ class Classes:
         return order
 
     def architectures(self, name: str) -> set[str]:
-        """The names in MODEL_ARCH that a class mentions: as its ``model_arch``, or where it changes that."""
+        """Return the names in MODEL_ARCH that a class mentions, as its ``model_arch`` or in code that changes it."""
         for node in self.order(name):
             texts = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Attribute)}
             if found := {text.split(".")[-1] for text in texts if ".MODEL_ARCH." in f".{text}"}:
@@ -92,7 +92,7 @@ class Classes:
         return set()
 
     def calls(self, name: str, method: str = "set_gguf_parameters") -> Iterator[str]:
-        """The writer's methods that a method of a class can reach."""
+        """Return the writer's methods that a method of a class can reach."""
         order, seen, todo = self.order(name), set[tuple[str, str]](), [(name, method, 0)]
         while todo:
             owner, wanted, first = todo.pop()
@@ -120,7 +120,7 @@ class Classes:
 
 
 def read_names(source: Path) -> dict[str, dict[str, list[str]]]:
-    """Of each architecture that localllm runs, the keys and the tensors."""
+    """Return keys and tensors of each architecture that localllm supports."""
     module, classes = constants(source), Classes(source)
     methods = keys_of_methods(source, module)
     keys = defaultdict[str, set[str]](set)
@@ -139,10 +139,10 @@ def read_names(source: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """The keys and tensors of a file.
+    """Return the keys and tensors of a file.
 
-    Keys of the vocabulary and about the file's origin are left out.  Tensors are grouped by their names, with N for
-    the number of the layer, and by shape: ``{name: {shape: [numbers of layers]}}``.
+    Keys of the vocabulary and of the file's origin are omitted.  Tensors are grouped by name, with N for the number
+    of the layer, and by shape: ``{name: {shape: [numbers of layers]}}``.
     """
     tensors = defaultdict[str, dict[str, list[int]]](lambda: defaultdict(list))
     with GGUFFile.open(path) as file:
@@ -159,7 +159,7 @@ def header_of(path: Path) -> dict[str, Any]:
 
 
 def convert(source: Path, name: str, folder: Path) -> dict[str, Any] | None:
-    """The header of a tiny model's file; None if the converter refuses the model."""
+    """Return the header of a tiny model's file; None if the converter refuses the model."""
     from tests.benchmarks.converted import CONVERT, MODELS, release, write_tokenizer
     from tests.models.tiny import make_model, save
 
@@ -178,9 +178,9 @@ def convert(source: Path, name: str, folder: Path) -> dict[str, Any] | None:
 
 
 def read_headers(source: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The headers of tiny models' files.  Each is converted in a process of its own, as the converter keeps state."""
+    """Return the headers of tiny models, each converted in a separate process, because the converter keeps state."""
     for module in [each for each in sys.modules if each.partition(".")[0] == "gguf"]:
-        del sys.modules[module]  # the one of PyPI: llama.cpp's is newer
+        del sys.modules[module]  # PyPI's version, which is older than llama.cpp's
     sys.path[:0] = [str(source), str(source / "gguf-py")]
     for module in ("torch", "transformers", "conversion.base", "convert_hf_to_gguf", "tests.models.tiny"):
         import_module(module)  # once, for all processes
@@ -195,7 +195,7 @@ def read_headers(source: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def write_lines(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a JSON object with a line for each of its keys."""
+    """Write a JSON object with a line per key."""
     lines = [f"{json.dumps(name)}: {json.dumps(values[name], separators=(',', ':'))}" for name in sorted(values)]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 

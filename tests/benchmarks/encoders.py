@@ -1,25 +1,26 @@
-"""Encoders of pictures, ours and llama.cpp's (mtmd), in turn on the same files of random weights.
+"""Compare image encoders of localllm and llama.cpp (mtmd), in turn on the same files with random weights.
 
     python -m tests.benchmarks.encoders                      # three encoders, F16 and Q8_0, two threads: minutes
     python -m tests.benchmarks.encoders --only smolvlm -t 4
 
-The shapes are those of Qwen 3.5 4B's, Gemma 3's and SmolVLM 500M's encoders, with fewer layers by ``--layers``.
-A line for each file: seconds to encode a picture, as the fastest of some, how far the two results are apart (relative
-norm), and the memory that our process took for it beyond the weights in their file, at its peak.  Both are given
-pixels, so that llama.cpp's own way to resize takes no part: the picture has the size that the encoder wants.
+The shapes are from the encoders of Qwen 3.5 4B, Gemma 3 and SmolVLM 500M, with fewer layers for ``--layers``.
+Each file prints a line: the best time to encode an image in seconds, the relative norm of the difference of the
+results, and localllm's peak memory in addition to the weights in the file.  Images have the encoder's size, so that
+llama.cpp's method of resizing does not matter.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from gguf.quants import quantize
 
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.loading.media_encoder import MediaEncoder
-from tests.benchmarks.theirs import LlamaCpp
+from tests.benchmarks.theirs import Mtmd
 from tests.helpers.synthetic import SHAPES, random_gguf
 
 Floats = npt.NDArray[np.float32]
@@ -40,7 +41,7 @@ REPETITIONS = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an encoder, and the picture that it is given."""
+    """Shape of an encoder and of its image."""
 
     projector: str
     n_layers: int
@@ -48,7 +49,7 @@ class Shape:
     n_ff: int
     n_heads: int
     patch: int
-    width: int  # of the text model
+    width: int  # width of the text model
     merge: int
     picture: tuple[int, int]  # height and width
     image_size: int
@@ -66,7 +67,7 @@ ENCODERS = {
 
 
 def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Shapes by name."""
+    """Return the shapes of the tensors by name."""
     d, ff, p, merged = shape.n_embd, shape.n_ff, shape.patch, shape.n_embd * shape.merge**2
     is_qwen = shape.projector == "qwen3vl_merger"
     found: dict[str, tuple[int, ...]] = {"v.patch_embd.weight": (d, 3, p, p), "v.patch_embd.bias": (d,)}
@@ -90,7 +91,7 @@ def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def write_encoder(path: Path, shape: Shape, kind: str) -> None:
-    """A file with random weights."""
+    """Write a file with random weights."""
     writer = GGUFWriter(path, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", shape.projector)
@@ -129,7 +130,7 @@ def write_encoder(path: Path, shape: Shape, kind: str) -> None:
 
 
 def picture_of(shape: Shape) -> npt.NDArray[np.uint8]:
-    """uint8 [height, width, 3]."""
+    """Return an image uint8 [height, width, 3]."""
     return np.random.default_rng(1).integers(0, 256, (*shape.picture, 3), np.uint8)
 
 
@@ -141,7 +142,7 @@ class Ours:
         self._encoder.backend = CPUBackend(threads=threads)
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> Floats:
-        """float32 [n_tokens, width]."""
+        """Encode an image to float32 [n_tokens, width]."""
         work = self._encoder.encode([self._encoder.as_media(self._encoder.prepare(pixels))])
         while True:
             try:
@@ -150,52 +151,19 @@ class Ours:
                 return np.asarray(done.value[0][:, 0])
 
 
-class Theirs:
-    """llama.cpp's mtmd, by the functions of its binding."""
-
-    def __init__(self, path: Path, text: Path, threads: int, width: int) -> None:
-        import llama_cpp.mtmd_cpp as api
-
-        self._api, self._width, self._model = api, width, LlamaCpp(text, repack=True)
-        parameters = api.mtmd_context_params_default()
-        parameters.use_gpu = parameters.print_timings = parameters.warmup = False
-        parameters.n_threads = threads
-        self._context = api.mtmd_init_from_file(str(path).encode(), self._model._model, parameters)
-        if not self._context:
-            raise SystemExit(f"llama.cpp cannot load {path}")
-
-    def encode(self, pixels: npt.NDArray[np.uint8]) -> Floats:
-        api, height, width = self._api, *pixels.shape[:2]
-        data = (ctypes.c_uint8 * pixels.size).from_buffer_copy(pixels.tobytes())
-        bitmap, chunks = api.mtmd_bitmap_init(width, height, data), api.mtmd_input_chunks_init()
-        marker = api.mtmd_default_marker()
-        text = api.mtmd_input_text(marker, len(marker), False, True)
-        bitmaps = (api.mtmd_bitmap_p_ctypes * 1)(bitmap)
-        if api.mtmd_tokenize(self._context, chunks, ctypes.byref(text), bitmaps, 1):
-            raise SystemExit("llama.cpp cannot prepare the picture")
-        found = np.zeros((0, self._width), np.float32)
-        for i in range(api.mtmd_input_chunks_size(chunks)):
-            chunk = api.mtmd_input_chunks_get(chunks, i)
-            if len(found) or api.mtmd_input_chunk_get_type(chunk) != api.MTMD_INPUT_CHUNK_TYPE_IMAGE:
-                continue  # of a SmolVLM's only tile it would encode the whole picture, too
-            if api.mtmd_encode_chunk(self._context, chunk):
-                raise SystemExit("llama.cpp cannot encode the picture")
-            n = api.mtmd_input_chunk_get_n_tokens(chunk)
-            values = np.ctypeslib.as_array(api.mtmd_get_output_embd(self._context), (n, self._width))
-            found = values.astype(np.float32)
-        api.mtmd_input_chunks_free(chunks)
-        api.mtmd_bitmap_free(bitmap)
-        return found
+def encode_with(mtmd: Mtmd, pixels: npt.NDArray[np.uint8]) -> Floats:
+    """Encode the first media chunk.  For SmolVLM, mtmd would encode the whole image in addition to its only tile."""
+    return mtmd.encode(next(chunk for chunk in mtmd.chunks(mtmd.image(pixels)) if mtmd.tokens(chunk) is None))
 
 
-def timed(engine: Ours | Theirs, pixels: npt.NDArray[np.uint8]) -> tuple[float, Floats]:
+def timed(encode: Callable[[npt.NDArray[np.uint8]], Floats], pixels: npt.NDArray[np.uint8]) -> tuple[float, Floats]:
     begin = time.perf_counter()
-    found = engine.encode(pixels)
+    found = encode(pixels)
     return time.perf_counter() - begin, found
 
 
 def peak_bytes(path: Path, shape: Shape, threads: int) -> int:
-    """What a process that encodes a picture takes at its peak beyond one that has only begun."""
+    """Return the peak memory of a process that encodes an image, without the memory after its start."""
     code = (
         "import sys, resource; from pathlib import Path; from tests.benchmarks import encoders as e\n"
         "shape = e.ENCODERS[sys.argv[2]]; pixels = e.picture_of(shape)\n"
@@ -217,22 +185,21 @@ def compare(name: str, kind: str, threads: int, n_layers: int | None, folder: Pa
     write_encoder(path, shape, kind)
     ours, pixels = Ours(path, threads), picture_of(shape)
     found: dict[str, Any] = {"encoder": name, "type": kind, "patches": shape.n_patches, "threads": threads}
-    theirs = None
+    encoders: dict[str, Callable[[npt.NDArray[np.uint8]], Floats]] = {"ours": ours.encode}
     if find_spec("llama_cpp") is not None:
         if not text.exists():
             small = replace(SHAPES["llama-1.1b"], n_layers=1, n_embd=shape.width, n_heads=shape.width // 64)
             random_gguf(text, replace(small, n_kv_heads=small.n_heads, n_ff=256, n_vocab=1000), "q8_0")
-        theirs = Theirs(path, text, threads, shape.width)
-    times: dict[str, list[float]] = {"ours": [], "llama.cpp": []}
+        encoders["llama.cpp"] = partial(encode_with, Mtmd(text, path, threads=threads, repack=True))
+    times: dict[str, list[float]] = {name: [] for name in encoders}
     results: dict[str, Floats] = {}
     ours.encode(pixels)
     for _ in range(REPETITIONS):
-        for engine, each in (("ours", ours), ("llama.cpp", theirs)):
-            if each is not None:
-                seconds, results[engine] = timed(each, pixels)
-                times[engine].append(seconds)
-    found |= {engine: round(min(seconds), 3) for engine, seconds in times.items() if seconds}
-    if theirs is not None:
+        for engine, encode in encoders.items():
+            seconds, results[engine] = timed(encode, pixels)
+            times[engine].append(seconds)
+    found |= {engine: round(min(seconds), 3) for engine, seconds in times.items()}
+    if "llama.cpp" in results:
         ratio = np.linalg.norm(results["ours"] - results["llama.cpp"]) / np.linalg.norm(results["llama.cpp"])
         found |= {"ratio": round(found["llama.cpp"] / found["ours"], 2), "apart": float(f"{ratio:.2g}")}
     found["extra_mb"] = round((peak_bytes(path, shape, threads) - path.stat().st_size) / 1e6)
@@ -245,7 +212,7 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count())
     parser.add_argument("--only", choices=ENCODERS)
     parser.add_argument("--types", nargs="+", choices=("f16", "q8_0"), default=("f16", "q8_0"))
-    parser.add_argument("--layers", type=int, help="fewer layers than the real encoders have")
+    parser.add_argument("--layers", type=int, help="fewer layers than the real encoders")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for name in [given.only] if given.only else ENCODERS:

@@ -1,14 +1,14 @@
-"""A mixture of experts larger than the memory it may take: the same ids as with all in memory, and how fast.
+"""Run a mixture of experts larger than the available memory: compare its ids and speed with all experts in memory.
 
-    python -m tests.benchmarks.experts FOLDER                # writes a random mixture of 8.1 GB there, and removes it
-    python -m tests.benchmarks.experts model.gguf --gb 4     # any other
+    python -m tests.benchmarks.experts FOLDER                # writes a random mixture of 8.1 GB, and removes it
+    python -m tests.benchmarks.experts model.gguf --gb 4     # with another model
 
-Each run is a process: first the model under ``--gb`` gigabytes, then whole, where it fits.  The limit is a control
-group's where one can be made (Linux, as root or in a group of one's own): it counts the system's cache of the file
-too, and kills a process that takes more.  Elsewhere the system refuses memory beyond ``--gb`` (``RLIMIT_DATA``, which
-counts what is reserved, too), and is told to forget each matrix that was read, so that experts come from the disk.
-What the disk allows is the time that it takes, at its own rate before and after, to read what was read.  A line of
-JSON comes last.
+Each run is a process: first the model within ``--gb`` gigabytes, then with all experts, if they fit.  The limit is a
+control group if one can be created (Linux, as root or in the user's own group).  It includes the system's cache of
+the file, and kills a process above it.  Otherwise the system refuses memory above ``--gb`` (``RLIMIT_DATA``, which
+also counts reserved memory), and drops each matrix from its cache after it was read, so that experts come from the
+disk. The limit of the disk is the time to read the same bytes at the disk's rate, measured before and after.  The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from localllm.console import quantity
 from localllm.kernels.cpu import control_groups, expert_pool
 from tests.helpers.real_shapes import REAL_SHAPES, real_shape_gguf
 
-#: Layers of the model that is written: 8.1 GB in Q8_0.
+#: Layers of the written model, which has 8.1 GB in Q8_0.
 N_LAYERS = 18
 PROMPT, WARM_UP = 512, 8
 
 
 class _UncachedFile(expert_pool._ExpertFile):
-    """Has the system drop each matrix from its cache once it was read."""
+    """A file whose matrices the system drops from its cache after each read."""
 
     def read(self, matrices: expert_pool._Matrices, expert: int, start: int, stop: int) -> Any:
         data = super().read(matrices, expert, start, stop)
@@ -52,9 +52,9 @@ class _UncachedFile(expert_pool._ExpertFile):
 
 @contextlib.contextmanager
 def control_group(n_bytes: int) -> Iterator[Path | None]:
-    """The folder of a control group with so much memory, inside our own; None where none can be made."""
+    """Return the folder of a new control group with this memory, inside the current one; None if that fails."""
     for parent in control_groups._folders("memory"):
-        for limit in ("memory.limit_in_bytes", "memory.max"):  # of version 1, of version 2
+        for limit in ("memory.limit_in_bytes", "memory.max"):  # versions 1 and 2
             group = parent / f"localllm-experts-{os.getpid()}"
             try:
                 group.mkdir()
@@ -74,14 +74,14 @@ def control_group(n_bytes: int) -> Iterator[Path | None]:
 
 
 def of_group(group: Path) -> dict[str, int]:
-    """The most memory that a control group has taken, and how often its limit was reached, as far as it tells."""
+    """Return the peak memory of a control group, and how often its limit was reached, if it reports that."""
     names = {"peak": ("memory.max_usage_in_bytes", "memory.peak"), "reached": ("memory.failcnt",)}
     texts = {key: "".join(control_groups.text_of(group / name) for name in of) for key, of in names.items()}
     return {key: int(text) for key, text in texts.items() if text}
 
 
 def measure(path: Path, gigabytes: float | None, n_tokens: int, group: Path | None) -> dict[str, Any]:
-    """The ids that a model writes, and how fast: under a limit, or whole."""
+    """Return the ids and the speed of a model, within a limit or with all experts in memory."""
     if group is not None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
     elif gigabytes is not None:
@@ -89,7 +89,7 @@ def measure(path: Path, gigabytes: float | None, n_tokens: int, group: Path | No
         resource.setrlimit(resource.RLIMIT_DATA, (round(gigabytes * 1e9), resource.RLIM_INFINITY))
     random = np.random.default_rng(0)
     with path.open("r+b") as file:
-        os.fsync(file.fileno())  # what is not on the disk yet stays in the system's cache
+        os.fsync(file.fileno())  # the system cannot drop unwritten pages
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with localllm.load(path, context=1024, max_memory=gigabytes) as llm:
         short, long = ([int(i) for i in random.integers(3, llm.info.n_vocab, n)] for n in (16, PROMPT))
@@ -128,7 +128,7 @@ def in_a_process(path: Path, gigabytes: float | None, n_tokens: int) -> dict[str
             if (group := stack.enter_context(control_group(round(gigabytes * 1e9)))) is not None:
                 command += ["--group", str(group)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:  # -9: for memory
+    if done.returncode:  # -9: killed for its memory
         raise SystemExit(f"the run with {gigabytes or 'all'} GB ended with {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gb", type=float)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--layers", type=int, default=N_LAYERS)
-    parser.add_argument("--no-whole", action="store_true", help="leave out the run with all experts in memory")
+    parser.add_argument("--no-whole", action="store_true", help="skip the run with all experts in memory")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

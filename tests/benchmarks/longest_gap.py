@@ -1,12 +1,12 @@
-"""The longest gap between two tokens of a stream, while other clients ask the same server for what is heavy.
+"""Measure the longest gap between two tokens of a stream while other clients send expensive requests.
 
     python -m tests.benchmarks.longest_gap model.gguf -t 2
     python -m tests.benchmarks.longest_gap model.gguf --only grammar --lora adapter.gguf
-    python -m tests.benchmarks.longest_gap model.gguf --only picture --mmproj mmproj.gguf
+    python -m tests.benchmarks.longest_gap model.gguf --only image --mmproj mmproj.gguf
 
-A line for each kind of request: the longest and the median gap of the stream in milliseconds, its tokens, the
-requests that were answered meanwhile, and how the last one was.  `nothing` is the stream alone.
-At the end all of that as a line of JSON.
+Each kind of request prints a line: the longest and the median gap of the stream in milliseconds, its tokens, the
+number of answered requests, and the last answer.  `nothing` is the stream alone.  The last line has all results as
+JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from PIL import Image
 
 from localllm.bench.serving import our_address, started
 
-#: Longer gaps are too long.
+#: Largest acceptable gap.
 MOST_MS = 300
 
 Body = dict[str, Any]
@@ -47,7 +47,7 @@ def objects(n: int, *, are_required: bool) -> Body:
 
 
 def letters(n: int) -> str:
-    """A text that no grammar before had."""
+    """Return a string that no earlier grammar contained."""
     return (f"a{next(_numbers)} bc def ghij " * n)[:n]
 
 
@@ -67,7 +67,7 @@ def turns(n: int) -> list[Body]:
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": f"Message {i}."} for i in range(n)]
 
 
-#: Path and body of requests by kind, each new, as what is known already costs nothing.
+#: Path and body of a request by kind.  Each request is new, because known grammars and prompts cost nothing.
 ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
     "grammar: a literal": lambda: completion(grammar=f'start: "{letters(500_000)}"'),
     "grammar: alternatives": lambda: completion(
@@ -108,8 +108,8 @@ def adapters() -> tuple[str, Body]:
     return completion(lora=[{"id": 0, "scale": next(_numbers) % 7 / 7}])
 
 
-def picture() -> tuple[str, Body]:
-    """One of 4,096 patches of 16 × 16 pixels, which was not encoded before."""
+def image() -> tuple[str, Body]:
+    """Return a request with a new image of 4,096 patches of 16 × 16 pixels."""
     pixels = np.random.default_rng(next(_numbers)).integers(0, 256, (1024, 1024, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "BMP")
@@ -123,12 +123,12 @@ def send(url: str, data: bytes, timeout: float = 120) -> Any:
 
 
 class Attackers:
-    """Clients that ask again as soon as they are answered."""
+    """Clients that send the next request when the last one is answered."""
 
     def __init__(self, url: str, make: Callable[[], tuple[str, Body]] | None, n_clients: int) -> None:
         self.n_answered, self.last = 0, ""
         self._url, self._ended = url, threading.Event()
-        # Encoded before, as a process has one lock: the reader's clock stands still with it.
+        # Encode the requests in advance, because encoding would hold the lock of the interpreter.
         asked = [] if make is None else [make() for _ in range(4 * n_clients)]
         self._asked = [(path, json.dumps(body).encode()) for path, body in asked]
         self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(n_clients)]
@@ -159,7 +159,7 @@ class Attackers:
 
 
 def gaps(url: str, seconds: float) -> Iterator[float]:
-    """Those between the tokens of streams, in milliseconds."""
+    """Yield the gaps between tokens of streams, in milliseconds."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         body = {"prompt": "Once upon a time", "n_predict": 400, "stream": True, "ignore_eos": True}
@@ -179,12 +179,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", default="demo")
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count())
-    parser.add_argument("-c", "--context", type=int, default=8192, help="of all clients together")
-    parser.add_argument("--clients", type=int, default=4, help="that ask for what is heavy")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each kind")
-    parser.add_argument("--only", default="", help="kinds with this in their names")
-    parser.add_argument("--lora", help="an adapter, whose share changes with each request")
-    parser.add_argument("--mmproj", help="the model's encoder of pictures, which are sent")
+    parser.add_argument("-c", "--context", type=int, default=8192, help="total context of all clients")
+    parser.add_argument("--clients", type=int, default=4, help="clients with expensive requests")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds per kind")
+    parser.add_argument("--only", default="", help="only kinds whose names contain this string")
+    parser.add_argument("--lora", help="an adapter, whose scale changes with each request")
+    parser.add_argument("--mmproj", help="the model's image encoder; sends images")
     given = parser.parse_args()
     attacks: dict[str, Callable[[], tuple[str, Body]] | None] = {"nothing": None, **ATTACKS}
     found: dict[str, Any] = {}
@@ -197,7 +197,7 @@ def main() -> int:
             attacks["adapters"] = adapters
         if given.mmproj:
             words += ["--mmproj", given.mmproj]
-            attacks["a picture of 4,096 patches"] = picture
+            attacks["image: 4,096 patches"] = image
         with started(words, our_address) as url:
             list(gaps(url, 1.0))
             for name, make in attacks.items():

@@ -1,4 +1,4 @@
-"""The comparison's tables for docs/speed.md: what falls short of what is wanted is bold."""
+"""Tables of the comparison for docs/speed.md; figures below the goal are bold."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import groupby, zip_longest
 
 from tests.benchmarks.results import Kind, Line, Memory, Record, figure, memory_limit
 
-#: The order of the formats; others come behind them.
+#: Order of the formats; other formats follow.
 FORMATS = ("Q4_0", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K", "F16")
-#: The tables behind that of short prompts: caption, kinds of lines, and what ours is compared with.
+#: Tables after the table of short prompts: caption, kinds of lines, and the other side of the comparison.
 SMALL_TABLES: tuple[tuple[str, tuple[Kind, ...], str], ...] = (
     ("Long contexts", ("deep prefill", "deep decode"), "llama.cpp"),
     ("Several sequences at once", ("batch",), "one sequence"),
@@ -22,7 +22,7 @@ Row = list[str]
 
 
 def markdown(records: Sequence[Record]) -> str:
-    """All tables for which there are records, one after the other."""
+    """Return all tables that have records."""
     lines = sorted((record for record in records if isinstance(record, Line)), key=_order)
     memory = sorted((record for record in records if isinstance(record, Memory)), key=lambda record: record.model)
     parts = [_speed_table([line for line in lines if line.kind in ("prefill", "decode")])]
@@ -30,11 +30,11 @@ def markdown(records: Sequence[Record]) -> str:
         parts.append(_small_table(caption, [line for line in lines if line.kind in kinds], against))
     parts.append(_memory_table(memory))
     text = "\n\n".join(filter(None, parts))
-    return f"{text}\n\nBold figures fall short of what is wanted." if "**" in text else text
+    return f"{text}\n\nBold figures are below the goal." if "**" in text else text
 
 
 def _speed_table(lines: Sequence[Line]) -> str:
-    """Short prompts and what is decoded after them, in one row."""
+    """Return the table of short prompts, with prefill and decoding in one row."""
     titles = ["model", "format", "threads"]
     titles += ["prefill", "llama.cpp", "ratio", "% of this format's peak", "% of the fastest format's peak"]
     titles += ["decode", "llama.cpp", "ratio", "% of the bandwidth"]
@@ -44,7 +44,7 @@ def _speed_table(lines: Sequence[Line]) -> str:
 def _speed_rows(lines: Sequence[Line]) -> Iterator[Row]:
     for _, group in groupby(lines, _order):
         alike = list(group)
-        # More than one of a kind where files of the same name lie in different folders.
+        # several of a kind if files in different folders have the same name
         prefills, decodes = ([line for line in alike if line.kind == kind] for kind in ("prefill", "decode"))
         for prefill, decode in zip_longest(prefills, decodes):
             highest = prefill and prefill.share_of_highest
@@ -59,7 +59,7 @@ def _small_table(caption: str, lines: Sequence[Line], against: str) -> str:
 
 
 def _memory_table(records: Sequence[Memory]) -> str:
-    titles = ["model", "peak, MiB", "at most, MiB", "times the file, beside the cache"]
+    titles = ["model", "peak, MiB", "at most, MiB", "times the file, without the cache"]
     return _table(titles, map(_memory_row, records), "Memory")
 
 
@@ -69,7 +69,7 @@ def _memory_row(record: Memory) -> Row:
 
 
 def _table(titles: Row, rows: Iterable[Row], caption: str = "") -> str:
-    """A table without the columns in which nothing stands; nothing where there are no rows."""
+    """Return a table without empty columns, or an empty string if there are no rows."""
     found = list(rows)
     filled = [i for i in range(len(titles)) if any(row[i] for row in found)]
     lines = [f"| {' | '.join(row[i] for i in filled)} |" for row in (titles, ["---"] * len(titles), *found)]
@@ -86,12 +86,12 @@ def _place(line: Line) -> Row:
 
 
 def _model(line: Line) -> str:
-    """The model's name without its format at the end."""
+    """Return the name of the model without the format at its end."""
     return re.sub(rf"[-_.]{re.escape(line.format)}$", "", line.model, flags=re.IGNORECASE)
 
 
 def _figures(line: Line | None) -> Row:
-    """Ours, theirs, the ratio, and the share of the peak or of the bandwidth."""
+    """Return both rates, their ratio, and the share of the peak or of the bandwidth."""
     if line is None:
         return [""] * 4
     share = "" if line.share is None else _marked(f"{line.share:.0%}", short=line.share_is_short)

@@ -1,7 +1,7 @@
-"""The measurements: each compares localllm with llama.cpp, or with itself, in one process and in turn.
+"""Measurements of localllm and llama.cpp, or of localllm with several settings, in one process and in turn.
 
-The machine's speed drifts, so what is compared is measured one after the other, round by round; of a rate the best
-round counts, of a share the median.
+The machine's speed drifts, so compared values are measured in turn in each round.  The result is the best
+round for rates, and the median for shares.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from tests.benchmarks.theirs import Context, LlamaCpp
 
 #: Tokens of the short measurements that choose llama.cpp's settings.
 TRIAL_PROMPT, TRIAL_N = 128, 8
-#: Flash attention on or off is left out if it is so many times slower in a trial at an eighth of the depth.
+#: Skip flash attention on or off if it is slower by this factor in a trial at an eighth of the depth.
 HOPELESS = 1.25
-#: The part of their processors that threads must have had, or it is measured again, and how often at most: systems
-#: at times keep two threads on one processor for seconds.
+#: Processor time that threads must have had, as a share of the wall time, or the measurement is repeated; and the
+#: largest number of tries.  Systems sometimes keep two threads on one processor for seconds.
 ENOUGH, TRIES = 0.75, 3
-#: Tokens that warm a program up, and the prompt where only decoding is measured.
+#: Tokens to warm a program up, and the prompt if only decoding is measured.
 WARM_UP, SHORT_PROMPT = 33, 32
-#: Sequences decoded at once, and the room each needs.
+#: Sequences decoded at once, and the tokens reserved for each.
 SEQUENCES, SEQUENCE_ROOM = 8, 256
-#: Tokens of a small model's text.
+#: Tokens of the text of a small model.
 SMALL_N = 200
 
 T = TypeVar("T")
@@ -53,12 +53,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Sizes of the measurements.
 
     Attributes:
-        prompt, n: tokens of a prompt, and tokens decoded after it.
+        prompt, n: tokens of the prompt, and decoded tokens.
         depth, deep_n: the same for long contexts.
-        repetitions: rounds.
+        repetitions: number of rounds.
     """
 
     prompt: int
@@ -69,14 +69,14 @@ class Sizes:
 
 
 def random_ids(path: Path, n: int) -> list[int]:
-    """A prompt of n tokens."""
+    """Return a random prompt of n tokens."""
     with GGUFFile.open(path) as file:
         n_vocab = file.tensors["token_embd.weight"].shape[0]
     return [1, *np.random.default_rng(0).integers(min(300, n_vocab // 2), n_vocab, n - 1).tolist()]
 
 
 def settled(threads: int, measurement: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """The result of a measurement in which the threads had processors of their own, if one of several tries was."""
+    """Repeat a measurement until its threads had processors to themselves, or until `TRIES` is reached."""
     for _ in range(TRIES):
         wall, cpu = time.perf_counter(), time.process_time()
         result = measurement(*arguments, **options)
@@ -86,7 +86,7 @@ def settled(threads: int, measurement: Callable[..., T], *arguments: Any, **opti
 
 
 def trial(path: Path, threads: int, _: Sizes) -> list[Record]:
-    """Short measurements of all of llama.cpp's settings."""
+    """Measure each setting of llama.cpp briefly."""
     ids = random_ids(path, TRIAL_PROMPT)
     found: list[Record] = []
     for repack in (True, False) if _can_repack(path) else (False,):
@@ -110,21 +110,21 @@ with LlamaCpp(Path(sys.argv[1]), repack=True) as model:
 
 
 def _can_repack(path: Path) -> bool:
-    """Whether llama.cpp can compute with repacked weights: of latent attention (DeepSeek) it ends its process."""
+    """Return whether llama.cpp can use repacked weights; with latent attention (DeepSeek), its process aborts."""
     done = subprocess.run([sys.executable, "-c", _REPACK, str(path)], capture_output=True, check=False)
     return done.returncode == 0
 
 
-# -- A prompt and what follows it ----------------------------------------------------------------------------------
+# -- Prompts and decoding ------------------------------------------------------------------------------------------
 
 
 def speed(path: Path, threads: int, sizes: Sizes, tests: Sequence[str], trials: Sequence[Trial]) -> list[Record]:
-    """Prefill ("pp" in ``tests``) and decode ("tg"), and whether the outputs agree."""
+    """Measure prefill ("pp" in ``tests``) and decoding ("tg"), and compare the outputs."""
     n_prompt = sizes.prompt if "pp" in tests else SHORT_PROMPT
     n = sizes.n if "tg" in tests else TRIAL_N
     ids = random_ids(path, n_prompt)
     n_tokens = n_prompt + n + 2
-    prefills: list[list[float]] = []  # seconds of ours, and of each of theirs
+    prefills: list[list[float]] = []  # per round: seconds of localllm, and of each setting of llama.cpp
     decodes: list[list[float]] = []
     own_shares, highest_shares, bandwidth_shares = [], [], []
     with ExitStack() as stack:
@@ -164,7 +164,7 @@ def speed(path: Path, threads: int, sizes: Sizes, tests: Sequence[str], trials: 
 def _contexts(
     path: Path, threads: int, n_tokens: int, settings: Sequence[Trial], stack: ExitStack
 ) -> Iterator[Context]:
-    """llama.cpp with each of the settings; those that pack weights alike share a model."""
+    """Yield llama.cpp with each setting.  Settings with the same packing share a model."""
     models: dict[bool, LlamaCpp] = {}
     for setting in settings:
         if setting.repack not in models:
@@ -173,8 +173,10 @@ def _contexts(
 
 
 def best_rates(n: int, seconds: Sequence[Sequence[float]], theirs: Sequence[Context]) -> tuple[float, float, str]:
-    """Tokens a second, ours and the better of theirs, and its setting; of the seconds that n tokens took in each
-    round, ours and then each of theirs."""
+    """Return tokens per second of localllm and of llama.cpp's best setting, and that setting.
+
+    ``seconds``: per round, seconds for n tokens of localllm and of each setting of llama.cpp.
+    """
     ours, *others = (n / min(column) for column in zip(*seconds, strict=True))
     best = max(range(len(others)), key=others.__getitem__)
     return ours, others[best], theirs[best].setting
@@ -190,7 +192,7 @@ def agree(
     our_ids: Sequence[int],
     their_ids: Sequence[int],
 ) -> Agreement:
-    """Compares logits after the prompt, and what was greedily generated after it."""
+    """Compare the logits after the prompt, and the greedy texts."""
     a, b = ours.logits(prompt), theirs.logits(prompt)
     error, top_equal = relative_error(a, b), bool(a.argmax() == b.argmax())
     n_equal = next((i for i, (x, y) in enumerate(zip(our_ids, their_ids, strict=True)) if x != y), len(our_ids))
@@ -207,7 +209,7 @@ def agree(
 def depth(
     path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial], *, cache_type: str = "f16"
 ) -> list[Record]:
-    """A long prompt, and decoding after it."""
+    """Measure a long prompt, and decoding after it."""
     n_prompt, n = sizes.depth, sizes.deep_n
     ids = random_ids(path, n_prompt)
     n_tokens = n_prompt + n + 2
@@ -217,7 +219,7 @@ def depth(
         ours = stack.enter_context(Ours(path, threads, n_tokens, cache_type=cache_type))
         ceilings = stack.enter_context(Ceilings(ours.info))
         model = stack.enter_context(LlamaCpp(path, repack=best_settings(trials)[0].repack))
-        # llama.cpp reads values in Q8_0 with flash attention alone.
+        # llama.cpp reads values in Q8_0 only with flash attention.
         flashes = (True,) if cache_type != "f16" else (True, False)
         all_of_them = [model.context(threads, n_tokens, flash=flash, cache_type=cache_type) for flash in flashes]
         theirs = _hopeful(all_of_them, ids[: n_prompt // 8])
@@ -241,7 +243,7 @@ def depth(
         )
         growth = (min(deep) - min(shallow)) / n
         reading = (ceilings.cache_bytes(n, n_prompt) - ceilings.cache_bytes(n, 0)) / statistics.median(bandwidths)
-        note = f"{growth * 1e3:.1f} ms a token more than without it, reading the cache takes {reading * 1e3:.1f}"
+        note = f"{growth * 1e3:.1f} ms per token more than without a cache; reading it takes {reading * 1e3:.1f}"
         rates = best_rates(n_prompt, [[prefill, *their_prefills]], theirs)
         found: list[Record] = [Line("deep prefill", *place, f"pp{n_prompt}{suffix}", *rates)]
         rates = best_rates(n, [[s, *t] for s, t in zip(deep, their_decodes, strict=True)], theirs)
@@ -251,12 +253,12 @@ def depth(
 
 
 def q8_depth(path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial]) -> list[Record]:
-    """As `depth`, with the cache in Q8_0."""
+    """Measure `depth` with the cache in Q8_0."""
     return depth(path, threads, sizes, trials, cache_type="q8_0")
 
 
 def _hopeful(contexts: list[Context], ids: Sequence[int]) -> list[Context]:
-    """Those that are not much slower than another one in everything."""
+    """Return contexts that are not much slower than another one in everything."""
 
     def try_out(context: Context) -> tuple[float, float]:
         context.evaluate(ids[:WARM_UP])
@@ -275,7 +277,7 @@ def _hopeful(contexts: list[Context], ids: Sequence[int]) -> list[Context]:
 
 
 def batch(path: Path, threads: int, sizes: Sizes) -> list[Record]:
-    """Several sequences at once, each asked for by a thread of its own, against one."""
+    """Compare several sequences at once, each in a thread, with one sequence."""
     prompts = [[1, 5 + i] for i in range(SEQUENCES)]
     with Ours(path, threads, SEQUENCE_ROOM, parallel=SEQUENCES) as ours:
         ours.measure_together(prompts, 2)
@@ -290,7 +292,7 @@ def batch(path: Path, threads: int, sizes: Sizes) -> list[Record]:
 
 
 def small(path: Path, threads: int, sizes: Sizes) -> list[Record]:
-    """A small model's text: ours as it is generated, llama.cpp's evaluation alone, with no choice of tokens."""
+    """Compare localllm's generation with a small model with llama.cpp's evaluation alone."""
     seconds: list[list[float]] = []
     with ExitStack() as stack:
         ours = stack.enter_context(Ours(path, threads, SMALL_N + 2))
@@ -307,7 +309,7 @@ def small(path: Path, threads: int, sizes: Sizes) -> list[Record]:
         return [line, agree(path.stem, threads, "short", ours, theirs[0], ids, our_ids, their_ids)]
 
 
-# -- Processes of their own ----------------------------------------------------------------------------------------
+# -- Separate processes --------------------------------------------------------------------------------------------
 
 _OUR_START = """
 import sys, localllm
@@ -335,14 +337,14 @@ _PEAK = """
 import sys, localllm
 llm = localllm.load(sys.argv[1], threads=int(sys.argv[2]), context=int(sys.argv[3]))
 llm.generate([1] * int(sys.argv[4]), max_tokens=8, temperature=0.0, ignore_eos=True)
-# Not getrusage: what a process inherits there includes the peak of the one that started it.
+# Not getrusage, whose peak includes the parent process.
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(peak) * 1024, llm.info.placement.kv_cache)
 """
 
 
 def start(path: Path, threads: int, sizes: Sizes) -> list[Record]:
-    """Seconds from the launch of a process to its first token, with warm caches."""
+    """Return the seconds from the launch of a process to its first token, with warm caches."""
     commands = {
         "localllm": (_OUR_START, str(path), str(threads)),
         "binding, repack": (_THEIR_START, str(path), str(threads), "repack"),
@@ -360,10 +362,10 @@ def start(path: Path, threads: int, sizes: Sizes) -> list[Record]:
 
 
 def seconds_to_line(command: Sequence[str]) -> float:
-    """Seconds until a command prints its first line.
+    """Return the seconds until a command prints its first line.
 
     Raises:
-        StartError: it ended without one.
+        StartError: the command ended without a line.
     """
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -376,18 +378,18 @@ def seconds_to_line(command: Sequence[str]) -> float:
 
 
 class StartError(Exception):
-    """A process that was to start a model ended without a token."""
+    """A process ended before its model generated a token."""
 
 
 def how_it_ended(code: int, errors: str) -> str:
-    """A process's exit code or signal in words, and the end of what it wrote about that."""
+    """Describe the exit code or signal of a process, with the end of its error output."""
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     words = f"was ended by {name}" if code < 0 else f"exited with code {code}"
     return f"{words}: {errors.strip()[-500:]}" if errors.strip() else f"{words} and wrote nothing"
 
 
 def peak_memory(path: Path, threads: int, sizes: Sizes) -> list[Record]:
-    """The memory of a process that generates (on Linux)."""
+    """Return the peak memory of a process that generates (on Linux)."""
     n_tokens = sizes.prompt + sizes.n + 2
     command = [sys.executable, "-c", _PEAK, str(path), str(threads), str(n_tokens), str(sizes.prompt)]
     peak, cache = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()

@@ -1,10 +1,10 @@
-"""What narrower numbers would cost: a cache of FP8, and activations of FP8 or FP4 for block-scaled tensor cores.
+"""Measure the cost of narrower numbers: a cache in FP8, and activations in FP8 or FP4 for block-scaled tensor cores.
 
     python -m tests.benchmarks.narrow_types [MODEL.gguf ...]
 
-The first table is the mean KL divergence of a model's next tokens from those of an f16 cache, over 400 tokens, by the
-reference backend; the second the error of products of random activations with random weights that are left as they
-are.  Both have what localllm does beside it: Q8_0, and bytes with a scale for 32 columns.
+The first table has the mean KL divergence of a model's next tokens between a cache and an f16 cache, over 400 tokens
+on the reference backend.  The second has the error of products of random activations and exact random weights.  Both
+include the formats of localllm for comparison: Q8_0, and bytes with a scale per 32 columns.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from localllm import load
 from localllm.kernels import reference
+from tests.benchmarks.caches import log_probabilities
 
 Array = NDArray[np.float64]
 Rounding = Callable[[Array], Array]
@@ -40,7 +41,7 @@ def e2m1(x: Array) -> Array:
 
 
 def by_groups(x: Array, scale: Callable[[Array], Array], rounding: Rounding) -> Array:
-    """Groups of 32 values divided by a scale that their largest has, rounded, and multiplied with it."""
+    """Divide groups of 32 values by a scale of their largest value, round them, and multiply them again."""
     groups = x.reshape(*x.shape[:-1], -1, 32)
     largest = np.maximum(np.abs(groups).max(axis=-1, keepdims=True), 1e-30)
     return (rounding(groups / scale(largest)) * scale(largest)).reshape(x.shape)
@@ -58,17 +59,12 @@ def mxfp4(x: Array) -> Array:
     return by_groups(x, lambda largest: 2 ** (np.floor(np.log2(largest)) - FP4_POWER), e2m1)
 
 
-def log_softmax(x: Array) -> Array:
-    less = x - x.max(axis=-1, keepdims=True)
-    return less - np.log(np.exp(less).sum(axis=-1, keepdims=True))
-
-
 def cache_rows(path: Path) -> list[list[str]]:
-    """The divergence by type of cache."""
+    """Return the divergence by type of the cache."""
 
     def next_tokens(cache_type: str) -> Array:
         with load(path, device="reference", cache_type=cache_type) as llm:
-            return log_softmax(np.asarray(llm.logits(llm.tokenize(TEXT)[:N_TOKENS]), np.float64))
+            return np.concatenate([*log_probabilities(llm.logits(llm.tokenize(TEXT)[:N_TOKENS]))])
 
     f16, q8_0 = next_tokens("f16"), next_tokens("q8_0")
     with patch.object(reference, "in_q8_0", lambda x, kind: e4m3(x.astype(np.float64)).astype(np.float32)):
@@ -80,7 +76,7 @@ def cache_rows(path: Path) -> list[list[str]]:
 
 
 def product_rows() -> list[list[str]]:
-    """The error of products by type of activations."""
+    """Return the error of products by type of the activations."""
     random = np.random.default_rng(0)
     weights, plain = random.standard_normal((256, 4096)), random.standard_normal((64, 4096))
     outliers = plain * np.where(random.random(4096) < 0.01, 20, 1)
@@ -95,7 +91,7 @@ def product_rows() -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", type=Path, help="GGUF files; none for the second table alone")
+    parser.add_argument("models", nargs="*", type=Path, help="GGUF files; without files, print only the second table")
     rows = [row for path in parser.parse_args().models for row in cache_rows(path)]
     tables = [(["model", "cache", "bits a value", "KL divergence"], rows)] if rows else []
     tables.append((["activations", "error, normal", "error, 1% of columns 20 times as large"], product_rows()))

@@ -1,4 +1,4 @@
-"""localllm through its library, and the ceilings that its figures are held against."""
+"""localllm through its Python API, and the ceilings for comparison."""
 
 from __future__ import annotations
 
@@ -42,43 +42,28 @@ class Ours:
 
     @property
     def tolerance(self) -> float:
-        """How far the logits may be from those of others."""
+        """Tolerated relative error of the logits."""
         return FLOAT_TOLERANCE if self.info.file_type in FLOAT_FORMATS else QUANTISED_TOLERANCE
 
     def measure(self, ids: Sequence[int], n: int, *, forget: bool = True) -> tuple[float, float, list[int]]:
-        """Seconds for what of the prompt is not cached, seconds for n further tokens, and those."""
+        """Return seconds for the uncached part of the prompt, seconds for n further tokens, and the tokens."""
         if forget:
             self._llm.forget()
         done = self._llm.generate(ids, max_tokens=n + 1, temperature=0.0, ignore_eos=True)
         return done.timings.prefill_s, done.timings.decode_s, list(done.ids[:n])
 
     def measure_together(self, prompts: Sequence[Sequence[int]], n: int) -> float:
-        """Seconds in which as many threads as there are prompts generate n tokens each."""
-        self._llm.forget()
-        ready = threading.Barrier(len(prompts) + 1)
-
-        def generate(ids: Sequence[int]) -> None:
-            ready.wait()
-            self._llm.generate(ids, max_tokens=n, temperature=0.0, ignore_eos=True)
-
-        callers = [threading.Thread(target=generate, args=(ids,)) for ids in prompts]
-        for caller in callers:
-            caller.start()
-        ready.wait()
-        start = time.perf_counter()
-        for caller in callers:
-            caller.join()
-        return time.perf_counter() - start
+        return seconds_together(self._llm, prompts, n)
 
     def tokenize(self, text: str) -> list[int]:
         return self._llm.tokenize(text)
 
     def all_logits(self, ids: Sequence[int]) -> Array:
-        """After each of the tokens: [T, n_vocab]."""
+        """Return the logits after each token: [T, n_vocab]."""
         return self._llm.logits(list(ids))
 
     def logits(self, ids: Sequence[int]) -> Array:
-        """After the last of the tokens, of which those in the cache are not evaluated again: [n_vocab]."""
+        """Return the logits after the last token, using the cache: [n_vocab]."""
         seen: list[Array] = []
 
         def look(_: object, logits: Array) -> Array:
@@ -99,7 +84,7 @@ class Ours:
 
 
 class Ceilings:
-    """What this machine allows a model, measured when it is asked for; a context manager."""
+    """Ceilings of this machine for a model, measured at each call; a context manager."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._work = ModelCost.of(info)
@@ -107,24 +92,27 @@ class Ceilings:
         self._roofline = Roofline(info.threads, n_bytes=min(READ_BYTES, info.placement.multiplied))
 
     def bandwidth(self) -> float:
-        """Bytes a second that the threads read now."""
+        """Return the bytes per second that the threads can read."""
         return self._roofline.read_bandwidth()
 
     def all(self, n: int) -> tuple[float, float, float]:
-        """`prefill_seconds` of n tokens, and the bandwidth."""
+        """Return `prefill_seconds` of n tokens, and the bandwidth."""
         return *self.prefill_seconds(n), self.bandwidth()
 
     def decode_bytes(self, n: int, depth: int) -> float:
-        """Bytes that a decoded token reads on average, of n after ``depth`` others."""
+        """Return the mean bytes that a decoded token reads, for n tokens after ``depth`` others."""
         return self._work.bytes_per_token(Test("tg", n, depth))
 
     def cache_bytes(self, n: int, depth: int) -> float:
-        """How many of them are of the cache."""
+        """Return the bytes of the cache among `decode_bytes`."""
         return self.decode_bytes(n, depth) - self._work.weight_bytes
 
     def prefill_seconds(self, n: int) -> tuple[float, float]:
-        """How long the products of a prompt would take now: each at the peak of its own kind, and integer ones all
-        at the highest."""
+        """Return the seconds of the products of a prompt.
+
+        The first value uses the peak of each product's own kind, the second the highest peak for all integer
+        products.
+        """
         floats = self._work.products(Test("pp", n, 0))[1] / self._roofline.fma_rate()
         work = {bits: n * self._layers[bits] + self._head[bits] for bits in DOTS}
         rates = {bits: self._roofline.dot_rate(bits) for bits in DOTS if work[bits] or bits == min(DOTS)}
@@ -142,9 +130,30 @@ class Ceilings:
         self.close()
 
 
+def seconds_together(llm: localllm.LLM, prompts: Sequence[Sequence[int]], n: int) -> float:
+    """Return the seconds to generate n tokens per prompt, with one thread per prompt."""
+    llm.forget()
+    ready = threading.Barrier(len(prompts) + 1)
+
+    def generate(ids: Sequence[int]) -> None:
+        ready.wait()
+        llm.generate(ids, max_tokens=n, temperature=0.0, ignore_eos=True)
+
+    callers = [threading.Thread(target=generate, args=(ids,)) for ids in prompts]
+    for caller in callers:
+        caller.start()
+    ready.wait()
+    start = time.perf_counter()
+    for caller in callers:
+        caller.join()
+    return time.perf_counter() - start
+
+
 def products_by_bits(path: Path) -> tuple[Counter[int], Counter[int]]:
-    """Integer multiplications of a token's activations with the layers' matrices and with the output matrix, by the
-    width of the weights' codes: see `localllm.kernels.cpu.roofline.DOTS`."""
+    """Count integer products of one token with the matrices of the layers, and with the output matrix.
+
+    Counts are by the width of the weights' codes; see `localllm.kernels.cpu.roofline.DOTS`.
+    """
     layers: Counter[int] = Counter()
     with GGUFFile.open(path) as file:
         for tensor in file.tensors.values():

@@ -1,4 +1,4 @@
-"""Our quantiser and llama.cpp's side by side: errors and times, types of tensors, and files in its hands.
+"""Compare the quantisers of localllm and llama.cpp: errors, times, types of tensors, and files.
 
     python -m tests.benchmarks.quantizers errors [TYPE …] [--real model.safetensors] [--rows 256]
     python -m tests.benchmarks.quantizers files [TYPE …] --model f16.gguf
@@ -7,16 +7,16 @@
     python -m tests.benchmarks.quantizers divergence --model f16.gguf --text calibration.txt --test other.txt
     python -m tests.benchmarks.quantizers perplexity --model q4_0.gguf --base f16.gguf --test wiki.test.raw
 
-``errors`` encodes the same matrices with the same importance on as many threads: normal, with heavy tails (Student's
-t, three degrees of freedom), and a model's, where one is given.  The error is the root of the (weighted) squared
-error over that of the squares.  ``files`` quantises a file in turn, without importance, and compares the seconds and
-the bytes of each tensor of that type.  ``mixes`` compares the type of every tensor, for every mix, in files of models
-of many kinds that ``llama_model_quantize`` writes; the exit code is 1 if one differs.  ``logits`` quantises a tiny
-model with every mix and prints how far the logits of llama.cpp and of localllm are apart on the same file.
-``divergence`` quantises a real model with the same importance and prints the Kullback-Leibler divergence from the
-original: of llama.cpp's file, of ours, and of ours with error feedback.  ``perplexity`` measures a model and its
-divergence from another on the first chunks of a text, by our command's code and from llama.cpp's logits; the exit
-code is 1 if they are more than 0.1 % apart.
+``errors`` encodes the same matrices with the same importance and threads: normally distributed values, values with
+heavy tails (Student's t with three degrees of freedom), and optionally a model's.  The error is the RMS of the
+(weighted) errors relative to the RMS of the values.  ``files`` quantises a file without importance, in turn, and
+compares the seconds and the bytes of each tensor of the type.  ``mixes`` compares the type of every tensor for every
+mix with files that ``llama_model_quantize`` writes for many kinds of models; the exit code is 1 if a type differs.
+``logits`` quantises a tiny model with every mix, and prints the distance between the logits of llama.cpp and localllm
+for the same file.  ``divergence`` quantises a real model with the same importance, and prints the Kullback-Leibler
+divergence from the original for llama.cpp's file, for localllm's, and for localllm's with error feedback.
+``perplexity`` measures a model and its divergence from another one on the first chunks of a text, with localllm's
+command and with llama.cpp's logits; the exit code is 1 if the results differ by more than 0.1 %.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _ggml() -> Any:
 
 
 def theirs(ggml: Any, values: Floats, type: GGMLType, weights: Floats | None, threads: int) -> npt.NDArray[np.uint8]:
-    """`quantize` by llama.cpp."""
+    """`quantize` with llama.cpp's encoder."""
     n_rows, n = values.shape
     out = np.empty((n_rows, BLOCK_SIZES[type].row_bytes(n)), np.uint8)
     ggml.ggml_quantize_init(int(type))
@@ -108,7 +108,7 @@ def matrices(rows: int, real: Path | None) -> Iterator[tuple[str, Floats]]:
 
 
 def safetensors(path: Path) -> Iterator[Floats]:
-    """The float32 weights of layers in a file: a length, JSON that says where each tensor lies, and the bytes."""
+    """Yield the float32 weights of layers in a safetensors file."""
     data = np.memmap(path, np.uint8, "r")
     n = int(data[:8].view("<u8")[0])
     for name, entry in json.loads(bytes(data[8 : 8 + n])).items():
@@ -124,7 +124,7 @@ def relative(values: Floats, back: Floats, weights: Floats | None) -> float:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """The least of a few times."""
+    """Return the shortest of several times."""
     times = []
     for _ in range(REPETITIONS):
         start = time.perf_counter()
@@ -164,7 +164,7 @@ def errors(types: Sequence[GGMLType], rows: int, real: Path | None, threads: int
 
 def files(folder: Path, model: Path, types: Sequence[GGMLType], threads: int) -> int:
     n_different = 0
-    print(f"{'type':<8} {'ours s':>8} {'theirs s':>8} {'ratio':>6}  tensors with other bytes")
+    print(f"{'type':<8} {'ours s':>8} {'theirs s':>8} {'ratio':>6}  tensors with different bytes")
     for type in types:
         ours, other = folder / "ours.gguf", folder / "theirs.gguf"
         mix = next(name for name, (_, of_mix) in MIXES.items() if of_mix is type)
@@ -192,7 +192,7 @@ def files(folder: Path, model: Path, types: Sequence[GGMLType], threads: int) ->
 # -- Types of tensors ----------------------------------------------------------------------------------------------
 
 #: Architecture, layers, width, feed-forward width, heads, key-value heads, experts, whether embeddings are tied,
-#: names of the tensors of attention, and further keys.
+#: names of the attention tensors, and further keys.
 MODELS: tuple[tuple[Any, ...], ...] = (
     ("llama", 32, 256, 512, 8, 8, 0, False, "q k v", {}),
     ("llama", 33, 256, 512, 8, 2, 0, False, "q k v", {}),
@@ -211,7 +211,7 @@ MODELS: tuple[tuple[Any, ...], ...] = (
 
 
 def make_model(path: Path, model: tuple[Any, ...]) -> Path:
-    """A file with the keys and names of a model, and few rows."""
+    """Write a file with the keys and names of a model, and few rows per matrix."""
     arch, n_layers, width, ff_width, heads, kv_heads, experts, tied, attention, more = model
     keys = {
         "block_count": n_layers, "context_length": 64, "embedding_length": width, "feed_forward_length": ff_width,
@@ -242,7 +242,7 @@ class _Importance(ctypes.Structure):
 def their_file(
     source: Path, target: Path, file_type: int, importance: dict[str, Floats] | None, threads: int = 0
 ) -> bool:
-    """``llama_model_quantize``; whether it wrote the file."""
+    """Call ``llama_model_quantize``; return whether it wrote the file."""
     api = _binding()
     parameters = api.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread, parameters.allow_requantize = file_type, threads, True
@@ -394,13 +394,11 @@ def main() -> int:
     parser.add_argument("--real", type=Path, metavar="FILE", help="a safetensors file")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--model", type=Path, help="a GGUF file of floats")
-    parser.add_argument("--base", type=Path, help="the file that it was made from")
+    parser.add_argument("--base", type=Path, help="the original file")
     parser.add_argument("--chunks", type=int, default=20)
-    parser.add_argument("--text", type=Path, help="what importance is measured on")
-    parser.add_argument("--test", type=Path, help="what divergence is measured on")
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="where divergence is drawn, over the size of the files"
-    )
+    parser.add_argument("--text", type=Path, help="text for the measurement of importance")
+    parser.add_argument("--test", type=Path, help="text for the measurement of divergence")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="file for a chart of divergence over file size")
     parser.add_argument("-c", "--context", type=int, default=256)
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()

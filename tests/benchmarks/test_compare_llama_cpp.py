@@ -1,4 +1,4 @@
-"""The comparison with llama.cpp: its verdicts, table and journal, on numbers made up for it."""
+"""The comparison with llama.cpp: its verdicts, tables and journal, with made-up numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def memory(peak: int) -> Memory:
 # -- Verdicts ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_fault() -> None:
+def test_results_without_a_fault() -> None:
     assert not list(agreement().faults())
     assert not list(agreement(equal_ids=3, gap=3.9).faults())
     assert not list(memory(270_000_000).faults())
@@ -59,7 +59,7 @@ def test_what_is_no_fault() -> None:
         (agreement(relative_error=2.1e-2), "logits differ by 2.1e-02, more than 2e-02"),
         (agreement(relative_error=float("nan")), "logits differ by nan"),
         (agreement(relative_error=3e-3, tolerance=2e-3), "more than 2e-03"),
-        (agreement(equal_ids=3, gap=4.1), "greedy texts part after 3 tokens"),
+        (agreement(equal_ids=3, gap=4.1), "greedy texts differ after 3 tokens"),
         (memory(270_000_001), "memory peaks at 270 MB, more than 270 MB"),
     ],
 )
@@ -69,7 +69,7 @@ def test_faults(checked: Agreement | Memory, words: str) -> None:
 
 
 def test_the_gap_between_two_tokens() -> None:
-    """The logits' root mean square is 2, so that one of them may differ by 0.02 at a tolerance of 1%."""
+    """The root mean square of the logits is 2, so at a tolerance of 1 %, a logit may differ by 0.02."""
     theirs = np.array([2.0, 2.02, -1.98, -2.0], np.float32)
     ours = np.array([2.05, 2.0, -2.0, -2.0], np.float32)
     assert gap(ours, theirs, 0, 1, 0.01) == pytest.approx(2.5, rel=1e-2)
@@ -77,7 +77,7 @@ def test_the_gap_between_two_tokens() -> None:
 
 
 class Fixed:
-    """Stands for either program: its logits depend on the last token alone."""
+    """A substitute for either program; its logits depend on the last token only."""
 
     tolerance = 2e-2
 
@@ -88,8 +88,8 @@ class Fixed:
         return self._table[ids[-1]]
 
 
-def test_texts_that_part() -> None:
-    """After the prompt both take 1; after it they differ, widely."""
+def test_texts_that_differ() -> None:
+    """Both texts have token 1 after the prompt, and different tokens after it."""
     ours: Any = Fixed({0: [0, 9, 0], 1: [5, 0, 0]})
     theirs: Any = Fixed({0: [0, 9, 0], 1: [0, 0, 5]})
     found = agree("tiny", 1, "short", ours, theirs, [2, 0], [1, 0, 0], [1, 2, 1])
@@ -116,7 +116,7 @@ def test_texts_that_part() -> None:
         (replace(LINE, kind="start", ours=0.5, theirs=0.6), []),
     ],
 )
-def test_what_falls_short(line: Line, words: list[str]) -> None:
+def test_missed_goals(line: Line, words: list[str]) -> None:
     found = list(line.shortfalls())
     assert len(found) == len(words)
     for text, word in zip(found, words, strict=True):
@@ -192,7 +192,7 @@ def test_rows_are_in_order_of_model_format_and_threads() -> None:
     assert rows == [(f"| {m}", f, t) for m in ("large", "small") for f in in_order for t in ("2", "16")]
 
 
-def test_what_was_not_measured_has_an_empty_place() -> None:
+def test_missing_measurements_are_empty() -> None:
     found = [prefill("a", "F16", 1), decode("b", "F16", 1)]
     assert markdown(found).splitlines()[2:] == [
         "| a | F16 | 1 | 1,000.0 | 500.0 | 2.00 | 61% | 55% |  |  |  |  |",
@@ -205,7 +205,7 @@ def test_what_was_not_measured_has_an_empty_place() -> None:
     assert markdown([agreement()]) == ""
 
 
-def test_files_of_one_name_have_rows_of_their_own() -> None:
+def test_files_with_the_same_name_have_separate_rows() -> None:
     found = [prefill("a", "F16", 1), decode("a", "F16", 1), prefill("a", "F16", 1, ours=3.0), decode("a", "F16", 1)]
     assert [row.split(" | ")[3] for row in markdown(found).splitlines()[2:4]] == ["1,000.0", "3.00"]
 
@@ -220,13 +220,13 @@ def test_files_of_one_name_have_rows_of_their_own() -> None:
         (decode("a", "F16", 1, ours=6.0, share=0.9), "| 6.00 | 6.00 | 1.00 | 90% |"),
     ],
 )
-def test_what_falls_short_is_bold(line: Line, row: str) -> None:
+def test_missed_goals_are_bold(line: Line, row: str) -> None:
     _, _, found, *rest = markdown([line]).splitlines()
     assert found == f"| a | {line.format} | 1 {row}"
     assert bool(rest) is ("**" in row) is bool([*line.shortfalls()])
 
 
-def test_tables_of_their_own_for_other_tests() -> None:
+def test_other_tests_have_separate_tables() -> None:
     deep = decode("a", "Q4_0", 1, kind="deep decode", test="tg8@99", theirs=3.0, share=0.8, note="and more")
     found: list[Record] = [
         Memory("b", peak=3 << 20, cache=1 << 20, file=1 << 20),
@@ -257,18 +257,18 @@ def test_tables_of_their_own_for_other_tests() -> None:
         f"{'| --- ' * 7}|",
         "| a | Q4_0 | 1 | start, s | 0.50 | 0.60 | 1.20 |",
         *("", "Memory:", ""),
-        "| model | peak, MiB | at most, MiB | times the file, beside the cache |",
+        "| model | peak, MiB | at most, MiB | times the file, without the cache |",
         f"{'| --- ' * 4}|",
         "| b | 3 | 145 | 2.00 |",
     ]
-    assert legend == "Bold figures fall short of what is wanted."
+    assert legend == "Bold figures are below the goal."
     assert "| tiny | **257** | 257 | 2.60 |" in markdown([memory(270_000_001)])
 
 
 # -- The journal ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     records: list[Record] = [LINE, agreement(), memory(1), Trial("tiny", True, False, 1.0, 2.0)]
     first = Journal(path, resume=True)
@@ -295,15 +295,15 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_products_by_the_width_of_codes(small_model: Path) -> None:
-    """Of eight layers the first, the fourth, the seventh and the eighth have values and ffn_down in Q6_K."""
+    """In four of eight layers (1, 4, 7 and 8), values and ffn_down are Q6_K."""
     query_key_output, value, ffn = 2 * 256 * 256 + 256 * 128, 256 * 128, 256 * 512
     layers, head = products_by_bits(small_model)
     assert layers == Counter({5: 8 * (query_key_output + 2 * ffn) + 4 * (value + ffn), 6: 4 * (value + ffn)})
     assert head == Counter({6: 1000 * 256})
 
 
-@pytest.mark.ci  # which compiles what measures the processor
-def test_ceilings_add_up_what_each_product_takes(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.ci  # compiles the measurement
+def test_ceilings_sum_the_time_of_each_product(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Rates:
         def __init__(self, threads: int, n_bytes: int) -> None:
             assert threads == 1
@@ -320,14 +320,14 @@ def test_ceilings_add_up_what_each_product_takes(small_model: Path, monkeypatch:
     layers, head = products_by_bits(small_model)
     with Ours(small_model, 1, 32) as ours, Ceilings(ours.info) as ceilings:
         own, highest = ceilings.prefill_seconds(10)
-        attention = 10 * 5.5 * 2 * 8 * 256 / 1e5  # a token sees 5.5 on average, in 8 layers
+        attention = 10 * 5.5 * 2 * 8 * 256 / 1e5  # a token sees 5.5 positions on average, in 8 layers
         assert own == pytest.approx(10 * (layers[5] / 2e6 + layers[6] / 1e6) + head[6] / 1e6 + attention)
         assert highest == pytest.approx((10 * layers.total() + head.total()) / 4e6 + attention)
-        per_token = ceilings.cache_bytes(2, 10) / (2 * 2 * 128 * 8)  # keys and values, halves, 128 wide, 8 layers
+        per_token = ceilings.cache_bytes(2, 10) / (2 * 2 * 128 * 8)  # keys and values, 2 bytes, width 128, 8 layers
         assert per_token == pytest.approx(11.5)
 
 
-def test_our_side_reads_logits_and_generates_together(small_model: Path) -> None:
+def test_localllm_returns_logits_and_generates_together(small_model: Path) -> None:
     with Ours(small_model, 1, 64, parallel=3) as ours:
         ids = [1, 5, 9]
         prefill, decode, generated = ours.measure(ids, 4)
@@ -342,7 +342,7 @@ def test_our_side_reads_logits_and_generates_together(small_model: Path) -> None
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs the command with measurements that are made up; gives its exit code and which were made."""
+    """Run the command with made-up measurements; return its exit code and the measurements."""
     made: list[str] = []
 
     def run(*arguments: str, peak: int = 1, error: float = 1e-2) -> tuple[int, list[str]]:
@@ -372,42 +372,44 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
-    """What stands for a model."""
+    """A file in place of a model."""
     path = tmp_path / "tiny.gguf"
     path.write_bytes(b"GGUF")
     return str(path)
 
 
-def test_the_command_prints_what_it_finds(command: Any, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_its_results(command: Any, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, made = command(tiny, "-t", "1,2", "--tests", "pp,tg,memory", "--markdown")
     assert (code, made) == (0, ["trial tiny 2", "speed tiny 1", "speed tiny 2", "peak_memory tiny 2"])
     out, err = capsys.readouterr()
-    assert out.count("| tiny | Q4_0 | 2 | 9.00 | 6.00 | 1.50 | 95% |") == 2  # made up alike for one thread and two
+    assert out.count("| tiny | Q4_0 | 2 | 9.00 | 6.00 | 1.50 | 95% |") == 2  # made-up, so the same for both
     assert "\nMemory:\n" in out
     assert "differ" not in err
 
 
-def test_a_resumed_command_measures_what_is_missing(
+def test_a_resumed_command_measures_missing_results(
     command: Any, tiny: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command(tiny, "-t", "1", "--tests", "pp,tg")
     _, made = command(tiny, "-t", "1", "--tests", "pp,tg,batch", "--resume")
     assert made == ["batch tiny 1"]
     out, _ = capsys.readouterr()
-    assert out.count("tg64") == 2  # measured, and then read
-    assert "short of what is wanted: tiny, 2 threads, 8 at once: 1.50 times as fast" in out
+    assert out.count("tg64") == 2  # measured, then read from the journal
+    assert "below the goal: tiny, 2 threads, 8 at once: 1.50 times as fast" in out
     _, made = command(tiny, "-t", "1", "--tests", "pp,tg", "-n", "7", "--resume")
     assert made == ["trial tiny 1", "speed tiny 1"]
 
 
-def test_a_changed_file_is_measured_anew(command: Any, tiny: str, tmp_path: Path) -> None:
+def test_a_changed_file_is_measured_again(command: Any, tiny: str, tmp_path: Path) -> None:
     flags = ("-t", "1", "--tests", "batch")
     other = tmp_path / "other" / "tiny.gguf"
     other.parent.mkdir()
     other.write_bytes(b"GGUF")
     assert command(tiny, *flags)[1] == ["batch tiny 1"]
     assert command(tiny, *flags, "--resume")[1] == []
-    assert command(str(other.parent / ".." / "tiny.gguf"), *flags, "--resume")[1] == []  # the same, by another path
+    assert (
+        command(str(other.parent / ".." / "tiny.gguf"), *flags, "--resume")[1] == []
+    )  # another path of the same file
     assert command(str(other), *flags, "--resume")[1] == ["batch tiny 1"]
     Path(tiny).write_bytes(b"GGUF and more")
     assert command(tiny, str(other), *flags, "--resume")[1] == ["batch tiny 1"]
@@ -415,7 +417,7 @@ def test_a_changed_file_is_measured_anew(command: Any, tiny: str, tmp_path: Path
     assert command(tiny, *flags, "--resume")[1] == ["batch tiny 1"]
 
 
-def test_a_changed_program_is_measured_anew(command: Any, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_program_is_measured_again(command: Any, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (tiny, "-t", "1", "--tests", "batch", "--resume")
     assert command(*flags)[1] == ["batch tiny 1"]
     monkeypatch.setattr(compare_llama_cpp, "program_version", lambda: "another")
@@ -424,10 +426,10 @@ def test_a_changed_program_is_measured_anew(command: Any, tiny: str, monkeypatch
 
 
 @pytest.mark.parametrize("room", ["localllm/cli", "kernels/cpu", "models", "quant"])
-def test_the_programs_version_is_that_of_its_source(
+def test_the_version_of_the_program_depends_on_its_source(
     room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a checkout, where the packages beside localllm are links in it."""
+    """In a checkout, the other packages are links inside localllm."""
     for folder in ("localllm/cli", "kernels/cpu", "models", "quant"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "code.py").write_text("x = 1\n")
@@ -455,5 +457,5 @@ def test_the_command_fails_on_faults(
 
 
 def test_unknown_tests_are_refused(command: Any, tiny: str) -> None:
-    with pytest.raises(SystemExit, match="there is no test pq"):
+    with pytest.raises(SystemExit, match="unknown test pq"):
         command(tiny, "--tests", "pq")

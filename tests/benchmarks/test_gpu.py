@@ -1,4 +1,4 @@
-"""The run on a GPU, tried out on emulated ones: every section finds something, and what is wrong is said."""
+"""The GPU benchmark on emulated devices: every section yields rows, and errors are reported."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -28,15 +29,14 @@ from tests.benchmarks.gpu.installed import missing
 from tests.benchmarks.gpu.report import markdown
 from tests.benchmarks.gpu.run import SHARES, main
 from tests.benchmarks.gpu.sections import Found, Row, Section, escape_controls, run, run_all
-from tests.helpers.backends import no_harness
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.helpers.synthetic import SHAPES, gguf_bytes, random_gguf
 from tests.kernels.cuda.watched import KernellessDriver
 
 
 @pytest.fixture(autouse=True)
 def harness() -> None:
-    if reason := no_harness():
-        pytest.skip(reason)
+    skip_without_tools()
 
 
 def test_a_run_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,16 +76,22 @@ def test_wrong_outputs_are_faults(
     assert (tmp_path / "gpu.md").read_text().count("\n- linear qkv") == 1
 
 
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> None:
-        raise DeviceError("no driver is installed")
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (DeviceError("no driver is installed"), 2, "there is no GPU to measure: no driver is installed\n"),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C before anything was measured\n"),
+    ],
+)
+def test_errors_before_the_first_measurement(
+    error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "open_driver", mock.Mock(side_effect=error))
+    assert main([]) == code
+    assert capsys.readouterr().err == text
 
-    monkeypatch.setattr(machine, "open_driver", none)
-    assert main([]) == 2
-    assert capsys.readouterr().err == "there is no GPU to measure: no driver is installed\n"
 
-
-def test_a_gpu_that_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_other_programs_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with machine.emulated(tmp_path) as devices:
         rows = [{row["what"]: row["value"] for row in machine.environment(devices)}]
         monkeypatch.setattr(machine, "_OWN_BYTES", -1)
@@ -104,21 +110,21 @@ def test_models_that_do_not_fit_leave_the_others(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("localllm.load", refuse)
     with machine.emulated(tmp_path) as devices:
         rows = list(models.models(devices))
-    assert [row["test"] for row in rows] == ["written", "left out: too large", "one layer, against the CPU"]
+    assert [row["test"] for row in rows] == ["written", "skipped: too large", "one layer, against the CPU"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sections", "ceilings,banana"], "there is no section 'banana': choose of environment, sanitizer, "),
-        (["--sections", ""], "there is no section ''"),
-        (["--sanitizer", "valgrind"], "there is no tool of compute-sanitizer 'valgrind': choose of memcheck, "),
+        (["--sections", "ceilings,banana"], "unknown section 'banana'; choose from environment, sanitizer, "),
+        (["--sections", ""], "unknown section ''"),
+        (["--sanitizer", "valgrind"], "unknown tool of compute-sanitizer 'valgrind'; choose from memcheck, "),
         (["--minutes", "0"], "--minutes is 0, but must be a number above 0"),
         (["--minutes", "nan"], "--minutes is nan, but must be a number above 0"),
         (["--minutes", "inf"], "--minutes is inf, but must be a number above 0"),
     ],
 )
-def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -126,14 +132,14 @@ def test_what_makes_no_sense_is_said(words: list[str], said: str, capsys: pytest
 
 
 def test_results_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """That is found before anything is measured."""
+    """The check comes before any measurement."""
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/localllm")):
         assert main(["--emulated", "--out", str(folder)]) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith("the results cannot be written: ")
-        assert err.endswith("make room, or choose another folder with --out\n")
+        assert err.endswith("free space, or choose another folder with --out\n")
 
 
 def test_a_disk_that_fills_up(
@@ -148,16 +154,16 @@ def test_a_disk_that_fills_up(
     assert capsys.readouterr().err.startswith("the results cannot be written: [Errno 28] No space left on device; ")
 
 
-def test_models_that_have_no_room(
+def test_a_disk_without_space_for_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written before that is known."""
+    """The check comes before any file is written."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     assert main(["--emulated", "--sections", "environment,several"]) == 2
     assert capsys.readouterr().err == (
         f"the models take up to 0.0 GB on the disk, but {tmp_path} has 0.0 GB free: set TMPDIR to another folder, or "
-        "leave models, variants and several out\n"
+        "omit the sections models, variants and several\n"
     )
     assert not list(tmp_path.iterdir())
     assert main(["--emulated", "--sections", "environment", "--out", str(tmp_path)]) == 0
@@ -171,7 +177,7 @@ def test_the_size_of_models(tmp_path: Path) -> None:
 
 
 def test_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found is written, and no model stays."""
+    """The results are written, and model files are removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def interrupted(*_: object, **__: object) -> None:
@@ -185,23 +191,12 @@ def test_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     found = {each["title"]: each for each in json.loads((out / "gpu.json").read_text())["sections"]}
     assert list(found) == ["environment", "models"]
     assert found["environment"]["rows"]
-    assert found["models"]["note"] == "stopped by Ctrl-C: the rest was left out"
+    assert found["models"]["note"] == "stopped by Ctrl-C: the rest was skipped"
     assert capsys.readouterr().err == ""
 
 
-def test_ctrl_c_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(machine, "open_driver", interrupted)
-    assert main([]) == 130
-    assert capsys.readouterr().err == "stopped by Ctrl-C before anything was measured\n"
-
-
-def test_every_format_and_size_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is on a GPU, but for small matrices and kernels that do nothing: no section fails."""
+def test_every_format_and_size_of_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run on emulated devices, with small matrices and kernels that do nothing."""
     small = replace(
         machine.FULL,
         products=tuple((name, (64,) * len(n_outs), 256) for name, n_outs, _ in machine.FULL.products),
@@ -235,7 +230,7 @@ def test_every_format_and_size_of_the_real_run(tmp_path: Path, monkeypatch: pyte
 
 
 def test_predictions() -> None:
-    """A token reads all weights but the table once; what a second GPU adds to it is the hand-over."""
+    """A token reads all weights except the embedding table once; a second GPU adds only the hand-over."""
     shape, card = SHAPES["llama-8b"], predict.CARDS[0]
     table = 144 / 256 * shape.n_vocab * shape.n_embd
     token = predict.total(predict.Model(card, 1, 64).predict(1, 1, 1))
@@ -253,7 +248,7 @@ def test_predictions() -> None:
 # -- Sections ------------------------------------------------------------------------------------------------------
 
 
-def test_one_section_that_fails_leaves_the_others() -> None:
+def test_other_sections_run_after_a_failure() -> None:
     def fails(seconds: float) -> Iterator[Row]:
         yield {"x": 1}
         raise ValueError("no luck")
@@ -262,14 +257,14 @@ def test_one_section_that_fails_leaves_the_others() -> None:
     sections = [Section("a", fails, 1), Section("b", lambda seconds: iter([{"y": 2, "fault": "wrong"}]), 1)]
     saved: list[list[int]] = []
     first, second = run_all(sections, 10, said.append, lambda found: saved.append([len(each.rows) for each in found]))
-    assert saved == [[1], [1], [1, 1], [1, 1]], "after each row, and each section"
+    assert saved == [[1], [1], [1, 1], [1, 1]], "saved after each row and each section"
     assert (first.rows, first.faults) == ([{"x": 1}], ["a: failed: ValueError: no luck"])
     assert (second.rows, second.faults) == ([{"y": 2, "fault": "wrong"}], ["wrong"])
     assert "failed: ValueError: no luck" in said
 
 
 def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a section, whose row at hand is finished, and of all."""
+    """A section finishes its current row; later sections are skipped."""
     clock = iter(range(100))
     monkeypatch.setattr("tests.benchmarks.gpu.sections.time.monotonic", lambda: next(clock))
     given: list[float] = []
@@ -282,9 +277,9 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(Section("a", endless, 1), 2.5, lambda found: None)
     assert given == [2.5]
     assert len(found.rows) == 3
-    assert found.note == "stopped after 2 s: the rest was left out"
+    assert found.note == "stopped after 2 s: the rest was skipped"
     assert not found.faults
-    assert run(Section("a", endless, 1), -1, lambda found: None).note.startswith("left out")
+    assert run(Section("a", endless, 1), -1, lambda found: None).note.startswith("skipped")
 
 
 def test_sections_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,26 +291,16 @@ def test_sections_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
         yield {}
 
     run_all([Section("a", note, 1), Section("b", note, 3)], 8, lambda line: None, lambda found: None)
-    assert given == [2, 8], "the second has what the first left"
+    assert given == [2, 8], "the second section gets the remaining time"
 
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing() == ""
     monkeypatch.setattr(installed, "_TESTS", ("no-such-package>=2", "pytest<1"))
-    assert missing().startswith("not installed, or of another version: 'no-such-package>=2' 'pytest<1'\n")
-
-
-def test_wheels_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-    monkeypatch.setattr(
-        installed.subprocess, "run", lambda command, **_: ran.append(command) or SimpleNamespace(returncode=3)
-    )
-    assert installed.collect("wheels", "3.12") == 3
-    (command,) = ran
-    assert command[1:6] == ["-m", "pip", "download", "--only-binary=:all:", "--dest"]
-    assert command[command.index("--python-version") + 1] == "3.12"
-    assert "pytest" in command
-    assert any(word.startswith("cupy-cuda12x") for word in command)
+    first, _, download, _ = missing().splitlines()
+    assert first == "not installed, or with another version: 'no-such-package>=2' 'pytest<1'"
+    assert "pip download --dest wheels" in download
+    assert "'cupy-cuda12x" in download
 
 
 def test_the_tables() -> None:
@@ -346,7 +331,7 @@ def test_suites_that_fail(tmp_path: Path, chosen: str, fault: str) -> None:
 
 
 def test_a_suite_that_takes_too_long(tmp_path: Path) -> None:
-    """What it said so far is kept, and nothing that it began stays."""
+    """Its output is kept, and its child processes are killed."""
     sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     (tmp_path / "test_slow.py").write_text(
         f"import subprocess, sys\n\ndef test_it():\n    subprocess.run([sys.executable, '-c', {sleep!r}])\n"
@@ -364,8 +349,8 @@ def test_two_processes(tmp_path: Path) -> None:
     assert all(row["result"].startswith("1 passed") for row in rows)
 
 
-def test_what_ncu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that writes a table."""
+def test_the_counters_of_ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake ncu that writes a table."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(correctness, "FOLDERS", [])
     (row,) = correctness.count(100, (), tmp_path)
@@ -384,14 +369,14 @@ def test_what_ncu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "ncu.csv").unlink()
     tool.write_text(f"#!{sys.executable}\nprint('==ERROR== ERR_NVGPUCTRPERM - no permission')\n")
     (row,) = correctness.count(100, (), tmp_path)
-    assert row == {"kernel": "all", "result": "not counted: the driver lets only root count; run it as root"}
+    assert row == {"kernel": "all", "result": "not counted: the driver permits it only to root; run as root"}
     tool.write_text(f"#!{sys.executable}\n")
     (row,) = correctness.count(100, (), tmp_path)
     assert row["fault"].startswith("ncu counted nothing")
 
 
-def test_tools_beside_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in images with CUDA's toolkit."""
+def test_tools_outside_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images with the CUDA toolkit have such folders."""
     (tmp_path / "cuda").mkdir()
     tool = tmp_path / "cuda" / correctness.SANITIZER
     tool.write_text(f"#!{sys.executable}\nprint('1 passed')\n")
@@ -403,7 +388,7 @@ def test_tools_beside_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that checks its options, and runs the command behind them."""
+    """With a fake tool that checks its options and runs the command."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(correctness, "FOLDERS", [])
     (row,) = correctness.sanitize(["memcheck"], 100, suites(tmp_path, "good"), tmp_path)
@@ -421,8 +406,8 @@ def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fault" not in row
 
 
-def test_a_launch_that_begins_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cuLaunchKernelEx finds in memory is what cuda.h says: CUlaunchConfig, CUlaunchAttribute, the arguments."""
+def test_a_launch_that_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuLaunchKernelEx gets CUlaunchConfig, CUlaunchAttribute and arguments with the layout of cuda.h."""
     seen: list[Any] = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)

@@ -1,6 +1,6 @@
-"""llama.cpp through the C functions of its Python binding, so that nothing of Python's is counted against it.
+"""llama.cpp through the C functions of its Python binding, so that no Python code counts in its times.
 
-``pip install llama-cpp-python`` compiles it, ten minutes on two cores; only these benchmarks use it.
+``pip install llama-cpp-python`` compiles it in ten minutes on two cores.  Only these benchmarks use it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm.engine.cache import common_prefix
 from tests.benchmarks.results import Array
 
-#: Tokens that one call evaluates at most.
+#: Largest number of tokens in a call.
 N_BATCH = 512
-#: ``GGML_TYPE_…`` of a cache's types.
+#: Values of ``GGML_TYPE_…`` for the types of a cache.
 _TYPES = {"f16": 1, "q8_0": 8, "q5_0": 6, "q4_0": 2}
-#: More layers than a model has.
+#: A number above the layers of any model.
 _ALL_LAYERS = 999
 
-#: Functions that llama.cpp holds on to.
+#: Callbacks that llama.cpp keeps a pointer to.
 _keep: list[object] = []
 
 
 def _binding() -> Any:
-    """The module of the C functions, told to keep quiet."""
+    """Return the module of the C functions, with logging switched off."""
     try:
         import llama_cpp.llama_cpp as binding
     except ImportError:
@@ -43,13 +44,13 @@ def _binding() -> Any:
 
 
 def version() -> str:
-    """The binding's version, and what llama.cpp was built for."""
+    """Return the version of the binding, and the processor features of llama.cpp."""
     features = _binding().llama_print_system_info().decode()
     return f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')} ({features.strip()})"
 
 
 def has_gpu() -> bool:
-    """Whether llama.cpp is here, and computes on GPUs."""
+    """Return whether llama.cpp is installed with GPU support."""
     return find_spec("llama_cpp") is not None and bool(_binding().llama_supports_gpu_offload())
 
 
@@ -58,8 +59,8 @@ class LlamaCpp:
 
     Args:
         path: the file.
-        repack: whether weights may be copied into layouts for this processor (``use_extra_bufts``).
-        on_gpu: whether all layers go to GPUs.
+        repack: whether to repack weights for this processor (``use_extra_bufts``).
+        on_gpu: whether all layers are on GPUs.
     """
 
     def __init__(self, path: Path, *, repack: bool, on_gpu: bool = False) -> None:
@@ -75,7 +76,7 @@ class LlamaCpp:
         self._contexts: list[Context] = []
 
     def context(self, threads: int, n_tokens: int, *, flash: bool, cache_type: str = "f16") -> Context:
-        """A cache and threads of its own; it lives as long as the model."""
+        """Return a context with its cache and threads; it lives as long as the model."""
         parameters = self._api.llama_context_default_params()
         parameters.n_ctx = n_tokens
         parameters.n_batch = parameters.n_ubatch = N_BATCH
@@ -91,7 +92,7 @@ class LlamaCpp:
         return self._contexts[-1]
 
     def close_context(self, context: Context) -> None:
-        """Gives its memory back before the model's."""
+        """Free a context before the model."""
         self._contexts.remove(context)
         context.close()
 
@@ -108,7 +109,7 @@ class LlamaCpp:
 
 
 class Context:
-    """A sequence of tokens that llama.cpp works on; `LlamaCpp.context` makes it."""
+    """A sequence of tokens in llama.cpp; `LlamaCpp.context` creates it."""
 
     def __init__(self, api: Any, handle: Any, n_vocab: int, *, repack: bool, flash: bool) -> None:
         self.repack, self.flash = repack, flash
@@ -118,7 +119,7 @@ class Context:
 
     @property
     def setting(self) -> str:
-        """Its settings, in words for the table."""
+        """Describe the settings for the table."""
         return f"{'repack' if self.repack else 'no repack'}, {'flash' if self.flash else 'no flash'}"
 
     def forget(self) -> None:
@@ -127,9 +128,9 @@ class Context:
         self._ids = []
 
     def evaluate(self, ids: Sequence[int]) -> float:
-        """Evaluates what of ``ids`` is not in the cache, the last token at least; seconds."""
+        """Evaluate the tokens that are not cached, at least the last one; return the seconds."""
         n_kept = min(common_prefix(self._ids, ids), len(ids) - 1)
-        if not self._api.llama_memory_seq_rm(self._memory, 0, n_kept, -1):  # recurrent states cannot be cut
+        if not self._api.llama_memory_seq_rm(self._memory, 0, n_kept, -1):  # recurrent states cannot be truncated
             self.forget()
             n_kept = 0
         self._ids = list(ids)
@@ -140,7 +141,7 @@ class Context:
         return time.perf_counter() - start
 
     def generate(self, n: int) -> tuple[float, list[int]]:
-        """Goes on greedily for n tokens: seconds, and those."""
+        """Generate n tokens greedily; return the seconds and the tokens."""
         ids = []
         start = time.perf_counter()
         for _ in range(n):
@@ -152,13 +153,13 @@ class Context:
         return seconds, ids
 
     def measure(self, ids: Sequence[int], n: int, *, forget: bool = True) -> tuple[float, float, list[int]]:
-        """Seconds for what of the prompt is not cached, seconds for n further tokens, and those."""
+        """Return seconds for the uncached part of the prompt, seconds for n further tokens, and the tokens."""
         if forget:
             self.forget()
         return self.evaluate(ids), *self.generate(n)
 
     def evaluate_singly(self, n: int) -> float:
-        """Seconds to evaluate n tokens one by one from an empty cache, with no choice between them."""
+        """Return the seconds to evaluate n tokens one by one from an empty cache, without choosing tokens."""
         self.forget()
         start = time.perf_counter()
         for _ in range(n):
@@ -167,12 +168,12 @@ class Context:
         return time.perf_counter() - start
 
     def logits(self, ids: Sequence[int]) -> Array:
-        """After the last of the tokens: [n_vocab]."""
+        """Return the logits after the last token: [n_vocab]."""
         self.evaluate(ids)
         return self._view().copy()
 
     def all_logits(self, ids: Sequence[int]) -> Array:
-        """After each of the tokens: [T, n_vocab]."""
+        """Return the logits after each token: [T, n_vocab]."""
         self.forget()
         rows = []
         for first in range(0, len(ids), N_BATCH):
@@ -202,7 +203,68 @@ class Context:
         self._api.llama_synchronize(self._handle)
 
     def _view(self) -> Array:
-        """The logits after the last token, where llama.cpp has them."""
+        """Return a view of the logits after the last token, in llama.cpp's memory."""
         pointer = self._api.llama_get_logits_ith(self._handle, -1)
         logits: Array = np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))
         return logits
+
+
+class Mtmd:
+    """llama.cpp with a text model and a media encoder."""
+
+    def __init__(self, text: Path, encoder: Path, *, threads: int = 2, repack: bool = False) -> None:
+        import llama_cpp.mtmd_cpp as api
+
+        self.api, self.model = api, LlamaCpp(text, repack=repack)
+        parameters = api.mtmd_context_params_default()
+        parameters.use_gpu = parameters.print_timings = parameters.warmup = False
+        parameters.n_threads = threads
+        self._context = api.mtmd_init_from_file(str(encoder).encode(), self.model._model, parameters)
+        if not self._context:
+            raise SystemExit(f"llama.cpp cannot load {encoder}")
+
+    def image(self, pixels: NDArray[np.uint8]) -> Any:
+        """Return an image [height, width, 3] as input of `chunks`."""
+        data = (ctypes.c_uint8 * pixels.size).from_buffer_copy(pixels.tobytes())
+        return self.api.mtmd_bitmap_init(pixels.shape[1], pixels.shape[0], data)
+
+    def audio(self, samples: Array) -> Any:
+        """Return audio samples as input of `chunks`."""
+        data = (ctypes.c_float * len(samples)).from_buffer_copy(samples.tobytes())
+        return self.api.mtmd_bitmap_init_from_audio(len(samples), data)
+
+    def chunks(self, media: Any, before: str = "", after: str = "") -> list[Any]:
+        """Return the chunks of a prompt with an image or audio between two texts."""
+        api, chunks = self.api, self.api.mtmd_input_chunks_init()
+        words = before.encode() + api.mtmd_default_marker() + after.encode()
+        text = api.mtmd_input_text(words, len(words), False, True)
+        if api.mtmd_tokenize(self._context, chunks, ctypes.byref(text), (api.mtmd_bitmap_p_ctypes * 1)(media), 1):
+            raise SystemExit("llama.cpp cannot prepare the media")
+        return [api.mtmd_input_chunks_get(chunks, i) for i in range(api.mtmd_input_chunks_size(chunks))]
+
+    def tokens(self, chunk: Any) -> list[int] | None:
+        """Return the ids of a chunk of text; None for media."""
+        if self.api.mtmd_input_chunk_get_type(chunk) != self.api.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            return None
+        n = ctypes.c_size_t()
+        ids = self.api.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
+        return [int(ids[i]) for i in range(n.value)]
+
+    def encode(self, chunk: Any) -> Array:
+        """Return the embeddings of a media chunk: [n_tokens, width]."""
+        if self.api.mtmd_encode_chunk(self._context, chunk):
+            raise SystemExit("llama.cpp cannot encode the media")
+        n = self.api.mtmd_input_chunk_get_n_tokens(chunk)
+        width = int(self.model._api.llama_model_n_embd_inp(self.model._model))
+        return np.ctypeslib.as_array(self.api.mtmd_get_output_embd(self._context), (n, width)).copy()
+
+    def decode(self, chunks: list[Any], n: int) -> list[int]:
+        """Return the n ids that follow the chunks."""
+        context = self.model.context(2, 1024, flash=False)
+        n_past = ctypes.c_int32(0)
+        for chunk in chunks:
+            if self.api.mtmd_helper_eval_chunk_single(
+                self._context, context._handle, chunk, n_past, 0, 512, True, ctypes.byref(n_past)
+            ):
+                raise SystemExit("llama.cpp cannot evaluate the prompt")
+        return context.generate(n)[1]

@@ -1,6 +1,6 @@
-"""g++ runs here: the runtime and its headers are compiled once, each translated module into a library of its own.
+"""Compile with g++: the runtime and its headers once, and each translated module to a library.
 
-All is cached, and processes that want the same wait for the one that builds it.
+Results are cached.  Processes that need the same library wait for the process that builds it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _COMMON = (
     "-w",
 )
 _RUNTIME_FLAGS = ("-O2",)
-# By whether accesses are checked.  Kernels of tests are soon done: more optimisation takes g++ longer than it saves.
+# Options with and without checks of memory accesses.  Kernels of tests run briefly, so more optimisation costs time.
 _MODULE_FLAGS = {False: ("-Og",), True: ("-O0", "-DCHECKING")}
 
 
 def missing() -> str | None:
-    """Why the harness cannot build here, or None."""
+    """Return why the emulator cannot build on this machine, or None."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"the CUDA harness is written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
     if shutil.which("g++") is None:
@@ -48,11 +48,11 @@ def default_folder() -> Path:
 
 
 def build_module(source: str, folder: Path, *, checking: bool) -> Path:
-    """The library of a translated module, from the cache where it is there.  Raises BuildError."""
+    """Return the library of a translated module, from the cache if possible.  Raises BuildError."""
     flags = (*_COMMON, *_MODULE_FLAGS[checking])
 
     def build(target: Path) -> None:
-        # g++ takes a precompiled header that lies before the header itself.
+        # g++ uses a precompiled header that it finds before the header itself.
         include = [f"-I{_precompiled_header(folder, flags).parent}", f"-I{RUNTIME}"]
         with tempfile.TemporaryDirectory() as scratch:
             code = Path(scratch) / "module.cpp"
@@ -86,7 +86,7 @@ def _precompiled_header(folder: Path, flags: tuple[str, ...]) -> Path:
 
 
 def _once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Builds a file that is not there, in one process at a time."""
+    """Build a missing file, in one process at a time."""
     if not target.exists():
         with _locked(target):
             if not target.exists():
@@ -96,7 +96,7 @@ def _once(target: Path, build: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    import fcntl  # here, as Windows has none
+    import fcntl  # imported here because Windows lacks it
 
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f"{target.name}.lock")
@@ -116,7 +116,7 @@ def _compiler_version() -> str:
 
 
 def _run(command: list[str], target: Path) -> None:
-    """Runs the compiler into a file of its own first: what is there is whole."""
+    """Run the compiler with a temporary output file, so that an existing output is always complete."""
     reason = missing()
     if reason is not None:
         raise BuildError(reason)

@@ -1,6 +1,6 @@
-"""Where no denormal f32 can be: with ``.ftz`` an instruction takes and gives zeros instead of them.
+"""Find registers that never hold a denormal f32, because instructions with ``.ftz`` read and write zeros instead.
 
-Nearly all that kernels compute with was given by such an instruction, and need not be flushed again.
+Kernels write nearly all of their values with such instructions, so most values need not be flushed again.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import re
 
 from tests.cuda_on_cpu.ptx import NAME, Function, Instruction
 
-# Instructions whose result is no denormal if they are .ftz.f32 ...
+# Instructions with .ftz.f32 whose result is never a denormal ...
 _FLUSHING = {
     *("add", "sub", "mul", "fma", "neg", "abs", "min", "max"),
     *("div", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh"),
 }
-# ... and those whose result is one of their inputs, by the operands that these are.
+# ... and instructions whose result is one of these operands.
 _PASSING = {"mov": (1,), "selp": (1, 2)}
 _REGISTER = re.compile(NAME)
 
 
 def flushed_registers(function: Function) -> frozenset[str]:
-    """The registers of a function into which nothing writes a denormal f32; they start as zero."""
+    """Return the registers of a function that never hold a denormal f32; registers start as zero."""
     flushed = set(function.registers)
     passed: list[tuple[str, Instruction]] = []
     for instruction in function.instructions():
         if _is_flushing(instruction) or not instruction.operands:
             continue
-        # Only first operands are written; that stores and barriers read theirs does no harm.
+        # An instruction writes only its first operand.  Stores and barriers read theirs, which is harmless here.
         written = _REGISTER.findall(instruction.operands[0])
         if instruction.opcode in _PASSING and len(written) == 1:
             passed.append((written[0], instruction))
@@ -40,7 +40,7 @@ def flushed_registers(function: Function) -> frozenset[str]:
 def _is_flushing(instruction: Instruction) -> bool:
     modifiers = instruction.modifiers
     if instruction.opcode == "cvt" and len(modifiers) >= 2:
-        # From integers, and from halves, whose denormals are normal numbers here.
+        # Results from integers, and from float16, whose denormals are normal numbers in f32.
         return modifiers[-2] == "f32" and (modifiers[-1][0] in "us" or modifiers[-1] == "f16")
     return instruction.opcode in _FLUSHING and "ftz" in modifiers and modifiers[-1] == "f32"
 
@@ -50,7 +50,7 @@ def _passes(instruction: Instruction, flushed: set[str]) -> bool:
 
 
 def _is_safe(operand: str, flushed: set[str]) -> bool:
-    """Whether what is moved is no denormal."""
+    """Return whether the moved value is never a denormal."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
         return int(operand[2:], 16) & 0x7F800000 != 0 or int(operand[2:], 16) & 0x7FFFFFFF == 0
     return operand in flushed

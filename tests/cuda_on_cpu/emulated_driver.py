@@ -1,8 +1,8 @@
-"""`localllm.kernels.cuda.driver.Driver` without a GPU: several devices in the memory of this machine.
+"""`localllm.kernels.cuda.driver.Driver` without a GPU: several devices in host memory.
 
-It does what CUDA does, in the order that hides least (`tests.cuda_on_cpu.emulated_streams`), and refuses what CUDA
-refuses, with the same errors; what CUDA would not notice, but what is wrong, is a `HostFault`.  Kernels are those of
-the project, translated (`tests.cuda_on_cpu.module`), or functions in Python.
+The devices run work in an order that exposes missing waits (`tests.cuda_on_cpu.emulated_streams`), and raise CUDA's
+errors for calls that CUDA refuses.  A `HostFault` reports errors that CUDA would not notice.  Kernels are translated
+from CUDA (`tests.cuda_on_cpu.module`), or functions in Python.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from localllm.kernels.cuda.driver import (
 from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
 from tests.cuda_on_cpu import module as emulator
 from tests.cuda_on_cpu.emulated_kernels import (
-    Argument,
+    Arguments,
     Kernels,
     PythonKernel,
     PythonKernels,
@@ -56,7 +56,7 @@ from tests.cuda_on_cpu.emulated_streams import (
 from tests.cuda_on_cpu.module import Mode, Order
 
 FORWARD = Order()
-#: Threads of a block, and blocks of a grid along each dimension, that every device has.
+#: Limits of the threads in a block and of the blocks in a grid, per dimension.
 MAX_BLOCK, MAX_GRID = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 
 
@@ -71,26 +71,26 @@ class EmulatedDriver:
     """Emulated devices.
 
     Args:
-        n_devices: how many.
-        memory: bytes of each, or of each one its own.
-        capability: of all.
-        shared_bytes: what a block can have.
-        peers: whether they can reach into one another's memory.
-        order: when work runs; ``seed`` for "random".
-        kernels: modules of kernels in Python, by name: functions of the macros; others are compiled and translated.
-        folder: where the CUDA sources are.
-        mode: "fast", or "check" for kernels that are watched at each access to memory.
-        kernel_order: in which order a kernel's threads run and its asynchronous copies land.
+        n_devices: number of devices.
+        memory: bytes of each device.
+        capability: compute capability of all devices.
+        shared_bytes: largest shared memory of a block.
+        peers: whether devices can access one another's memory.
+        order: when work runs; ``seed`` is used by "random".
+        kernels: modules of kernels in Python, as functions of the macros, by name.  Other modules are translated.
+        folder: folder of the CUDA sources.
+        mode: "fast", or "check" to check each memory access of kernels.
+        kernel_order: the order of threads and asynchronous copies in a kernel.
 
     Attributes:
-        memories: of the devices; `Memories.fail_allocation` is a fault that can be planted.
+        memories: memory of the devices; `Memories.fail_allocation` makes an allocation fail.
     """
 
     def __init__(
         self,
         n_devices: int = 1,
         *,
-        memory: int | Sequence[int] = 1 << 30,
+        memory: int = 1 << 30,
         capability: tuple[int, int] = (8, 0),
         shared_bytes: int = 99 << 10,
         peers: bool = True,
@@ -101,7 +101,7 @@ class EmulatedDriver:
         mode: Mode = "fast",
         kernel_order: Order = FORWARD,
     ) -> None:
-        self.memories = Memories([memory] * n_devices if isinstance(memory, int) else memory)
+        self.memories = Memories([memory] * n_devices)
         self._n_devices = n_devices
         self._capability = capability
         self._shared_bytes = shared_bytes
@@ -117,10 +117,10 @@ class EmulatedDriver:
         self._pinned: weakref.WeakValueDictionary[int, NDArray[np.uint8]] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
 
-    # -- Faults to plant -------------------------------------------------------------------------------------------
+    # -- Planted faults --------------------------------------------------------------------------------------------
 
     def lose(self, device: int, after: int = 0) -> None:
-        """The device fails when it has done so many more pieces of work, whatever they are."""
+        """Let the device fail after ``after`` more pieces of work."""
         self._scheduler.failing[device] = after
 
     # -- Devices ---------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class EmulatedDriver:
                 self._join(stream, *event.captured)
             elif event.work is not None:
                 if stream.capture is not None:
-                    raise stream.capture.refuse("a stream in it waits for an event that is not of it")
+                    raise stream.capture.refuse("a captured stream waits for an event outside the capture")
                 stream.after = [*stream.after, event.work]
 
     def _join(self, stream: EmulatedStream, capture: Capture, after: list[Any]) -> None:
@@ -228,13 +228,13 @@ class EmulatedDriver:
 
     def _finish_event(self, event: EmulatedEvent) -> None:
         if event.captured is not None:
-            raise event.captured[0].refuse("the host waits for an event of it")
+            raise event.captured[0].refuse("the host waits for a captured event")
         if event.work is not None:
             self._scheduler.finish(event.work)
 
     def _finish_stream(self, stream: EmulatedStream) -> None:
         if stream.capture is not None:
-            raise stream.capture.refuse("the host waits for a stream of it")
+            raise stream.capture.refuse("the host waits for a captured stream")
         for work in stream.after:
             self._scheduler.finish(work)
 
@@ -255,7 +255,7 @@ class EmulatedDriver:
 
         def upload() -> None:
             to.valid()[:] = 1
-            to.bytes()[:] = host.bytes("an upload")  # read when it runs: the host may have changed it by then
+            to.bytes()[:] = host.bytes("an upload")  # reads the host's memory when the copy runs
 
         self._host_copy(source, "an upload", upload, _stream(stream))
 
@@ -270,7 +270,7 @@ class EmulatedDriver:
         self._host_copy(destination, "a download", download, _stream(stream))
 
     def _host_copy(self, array: NDArray[Any], name: str, action: Callable[[], None], stream: EmulatedStream) -> None:
-        """Host memory that is not pinned may be copied at once, or later: who knows."""
+        """Copy host memory that is not pinned, either at once or later."""
         with self._lock:
             is_pinned = self._is_pinned(array)
             if stream.capture is not None and not is_pinned:
@@ -330,7 +330,7 @@ class EmulatedDriver:
         return TranslatedKernels(self._translated(self.ptx(name, defines)), self._kernel_order)
 
     def ptx(self, name: str, defines: Defines) -> str:
-        """A module's code, as for devices of this capability."""
+        """Return the code of a module for devices of this capability."""
         architecture = f"compute_{self._capability[0] * 10 + self._capability[1]}"
         return _compiler(self._folder).binary(name, defines, architecture).decode().rstrip("\0")
 
@@ -355,8 +355,8 @@ class EmulatedDriver:
         check_arguments(kernel, arguments)
         kernels = module.kernels
         kernels.check(kernel, arguments)
-        # What a launch is given is fixed when it is given: addresses and numbers.
-        values: list[Argument] = [
+        # The arguments of a launch are fixed at the call.
+        values: Arguments = [
             self._slice(a, stream, f"the kernel {kernel}") if isinstance(a, DeviceMemory) else a for a in arguments
         ]
         device = stream.device
@@ -374,7 +374,7 @@ class EmulatedDriver:
         self._alive(stream.device)
         with self._lock:
             if stream.capture is not None:
-                raise stream.capture.refuse("it begins a second time")
+                raise stream.capture.refuse("it starts a second time")
             capture = Capture(stream)
             capture.join(stream, [])
             self._captures.append(capture)
@@ -383,7 +383,7 @@ class EmulatedDriver:
         stream = _stream(stream)
         with self._lock:
             if stream.capture is None:
-                raise KernelError("CUDA graph capture: it ends in a stream where none is")
+                raise KernelError("CUDA graph capture: the stream in which it ends does not capture")
             capture = stream.capture
             try:
                 return capture.end(stream)
@@ -424,8 +424,8 @@ class EmulatedDriver:
     def _slice(self, memory: DeviceMemory, stream: interface.Stream, use: str) -> Slice:
         if memory.device != stream.device and (stream.device, memory.device) not in self._peers:
             raise DeviceError(
-                f"a stream of CUDA device {stream.device} was given memory of device {memory.device}, to which it "
-                f"has no access: see enable_peer_access"
+                f"a stream of CUDA device {stream.device} was given memory of device {memory.device} without access "
+                "to it: see enable_peer_access"
             )
         return Slice(memory, use)
 
@@ -449,13 +449,13 @@ def _event(event: object) -> EmulatedEvent:
     return event
 
 
-# -- What real devices are not asked -------------------------------------------------------------------------------
+# -- Arguments that real devices do not check ----------------------------------------------------------------------
 
 
 def launch_shape(
     kernel: str, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, properties: DeviceProperties
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """A launch's grid and block in three dimensions; KernelError where the device cannot run them."""
+    """Return grid and block in three dimensions; raise KernelError if the device cannot run them."""
     (gx, gy, gz), (bx, by, bz) = ((*shape, 1, 1)[:3] for shape in (grid, block))
     full_grid, full_block = (gx, gy, gz), (bx, by, bz)
     fits = (
@@ -473,7 +473,7 @@ def launch_shape(
 
 
 def check_arguments(kernel: str, arguments: Sequence[object]) -> None:
-    """Raises KernelError where a kernel is given what is neither device memory nor a numpy number."""
+    """Raise KernelError if an argument is neither device memory nor a numpy number."""
     for i, argument in enumerate(arguments):
         if not isinstance(argument, (DeviceMemory, np.number)):
             raise KernelError(

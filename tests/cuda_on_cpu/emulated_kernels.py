@@ -1,4 +1,4 @@
-"""The kernels that emulated devices run: functions in Python, or CUDA that is translated."""
+"""Kernels of emulated devices: functions in Python, or translated CUDA."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.cuda_on_cpu.emulated_memory import Slice
 from tests.cuda_on_cpu.errors import LaunchError
 from tests.cuda_on_cpu.module import EmulatedModule, MemoryRange, Mode, Order
 
-#: What a kernel is given: device memory, or a number.
-Argument = Slice | np.number[Any]
+#: Arguments of a kernel: device memory and numbers.
+Arguments = Sequence[Slice | np.number[Any]]
+Ranges = Sequence[MemoryRange]
 Shape = tuple[int, int, int]
 
 
@@ -24,28 +25,22 @@ class Kernels(Protocol):
     """A module."""
 
     def check(self, kernel: str, arguments: Sequence[DeviceMemory | np.number[Any]]) -> None:
-        """Raises KernelError where there is no such kernel, or where it takes other arguments."""
+        """Raise KernelError if the kernel is unknown or takes other arguments."""
         ...
 
     def launch(
-        self,
-        kernel: str,
-        grid: Shape,
-        block: Shape,
-        arguments: Sequence[Argument],
-        shared_bytes: int,
-        ranges: Sequence[MemoryRange],
+        self, kernel: str, grid: Shape, block: Shape, arguments: Arguments, shared_bytes: int, ranges: Ranges
     ) -> None:
-        """Runs it.  ``ranges``: all memory that it may touch."""
+        """Run a kernel.  ``ranges``: all memory that it may access."""
         ...
 
 
 @dataclass(frozen=True)
 class PythonKernel:
-    """A kernel that is a function.
+    """A kernel that is a Python function.
 
     Attributes:
-        function: called with the grid, the block, and then the arguments: memory as uint8 arrays, and numbers.
+        function: takes the grid, the block, and the arguments: memory as uint8 arrays, and numbers.
         parameters: the type of each argument; np.ndarray for memory.
     """
 
@@ -54,7 +49,7 @@ class PythonKernel:
 
 
 class PythonKernels:
-    """A module of functions."""
+    """A module of Python functions."""
 
     def __init__(self, name: str, kernels: Mapping[str, PythonKernel]) -> None:
         self._name = name
@@ -68,18 +63,12 @@ class PythonKernels:
             raise KernelError(f"kernel {kernel} takes {_names(takes)}, but is given {_names(given)}")
 
     def launch(
-        self,
-        kernel: str,
-        grid: Shape,
-        block: Shape,
-        arguments: Sequence[Argument],
-        shared_bytes: int,
-        ranges: Sequence[MemoryRange],
+        self, kernel: str, grid: Shape, block: Shape, arguments: Arguments, shared_bytes: int, ranges: Ranges
     ) -> None:
         given: list[Any] = []
         for argument in arguments:
             if isinstance(argument, Slice):
-                argument.valid()[:] = 1  # what a function writes is not known
+                argument.valid()[:] = 1  # the function may have written any byte
                 given.append(argument.bytes())
             else:
                 given.append(argument)
@@ -90,7 +79,7 @@ class TranslatedKernels:
     """A module of CUDA kernels.
 
     Args:
-        order: the order in which a kernel's threads run and its asynchronous copies land.
+        order: the order of threads and asynchronous copies in a kernel.
     """
 
     def __init__(self, module: EmulatedModule, order: Order) -> None:
@@ -105,13 +94,7 @@ class TranslatedKernels:
             raise KernelError(str(error)) from error
 
     def launch(
-        self,
-        kernel: str,
-        grid: Shape,
-        block: Shape,
-        arguments: Sequence[Argument],
-        shared_bytes: int,
-        ranges: Sequence[MemoryRange],
+        self, kernel: str, grid: Shape, block: Shape, arguments: Arguments, shared_bytes: int, ranges: Ranges
     ) -> None:
         values = [np.uint64(a.bytes().ctypes.data) if isinstance(a, Slice) else a for a in arguments]
         self._module.launch(kernel, grid, block, values, shared_bytes=shared_bytes, order=self._order, ranges=ranges)

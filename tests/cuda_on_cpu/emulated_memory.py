@@ -1,4 +1,4 @@
-"""The memory of emulated devices: poisoned when it is new and when it is freed, limited, and never mistaken."""
+"""Memory of emulated devices: limited, and poisoned when it is allocated and when it is freed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from localllm.kernels.cuda.driver import DeviceMemory, MemoryInfo
 from tests.cuda_on_cpu.errors import CudaOnCpuError
 from tests.cuda_on_cpu.module import MemoryRange
 
-#: What new memory and freed memory is full of: NaN as float16, bfloat16, float32 and float64, −1 as an integer.
+#: Content of new and of freed memory: NaN as float16, bfloat16, float32 and float64, −1 as an integer.
 POISON = 0xFF
-#: Where allocations begin, as cudaMalloc's.
+#: Alignment of allocations, the same as cudaMalloc's.
 ALIGNMENT = 256
-#: Freed memory is kept, poisoned, until so many bytes are, so that late work finds no other data there.
+#: Bytes of freed memory that stay poisoned, so that late work finds no data of another allocation.
 QUARANTINE_BYTES = 64 << 20
 
 
 class HostFault(CudaOnCpuError):
-    """The host asked for what CUDA does not notice, but what goes wrong: memory used after it was freed, …"""
+    """A fault of the host that CUDA does not notice, such as memory used after it was freed."""
 
 
 class Allocation:
-    """Memory of a device.  (Not what keeps it: that is the owner in `DeviceMemory`.)
+    """Memory of a device.  The owner in `DeviceMemory` keeps it alive.
 
     Attributes:
-        valid: for each byte whether anything was written there; kernels keep it up to date in check mode only.
+        valid: whether each byte was written; kernels update it only in check mode.
     """
 
     def __init__(self, device: int, n_bytes: int) -> None:
@@ -46,21 +46,20 @@ class Allocation:
 
 
 class Owner:
-    """Keeps an allocation: it is freed when this is garbage."""
+    """Frees an allocation when the owner is garbage-collected."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
 
 
 class Memories:
-    """The memory of each device.
+    """The memory of all devices.
 
     Args:
-        sizes: bytes of each.
+        sizes: bytes of each device.
 
     Attributes:
-        fail_allocation: the number of the allocation that is refused though there is room, counted from the next
-            one, which is 1; None for no such.
+        fail_allocation: number of the allocation that fails, starting with 1 for the next one; None for no failure.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -97,7 +96,7 @@ class Memories:
             self._quarantine.popleft()
 
     def ranges(self, devices: set[int]) -> list[MemoryRange]:
-        """All that is allocated on these devices."""
+        """Return all allocations on these devices."""
         return [
             MemoryRange(a.address, len(a.bytes), valid=a.valid)
             for a in list(self._live.values())
@@ -106,10 +105,10 @@ class Memories:
 
 
 class Slice:
-    """Device memory that work will use; it does not keep it, as CUDA does not.
+    """Device memory that work will use.  It does not keep the memory alive, as in CUDA.
 
     Args:
-        use: what the work is, for messages.
+        use: the work, for error messages.
     """
 
     def __init__(self, memory: DeviceMemory, use: str) -> None:
@@ -121,11 +120,11 @@ class Slice:
         self._use = use
 
     def bytes(self) -> NDArray[np.uint8]:
-        """What is there now; HostFault where it was freed."""
+        """Return the content.  Raises HostFault if the memory was freed."""
         return self._part(self._allocation.bytes)
 
     def valid(self) -> NDArray[np.uint8]:
-        """Whether it was written; see `Allocation`."""
+        """Return which bytes were written; see `Allocation`."""
         return self._part(self._allocation.valid)
 
     def _part(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -138,7 +137,7 @@ class Slice:
 
 
 class HostMemory:
-    """An array of the host's that work will use later; it does not keep it, as CUDA does not."""
+    """A host array that work will use later.  It does not keep the array alive, as in CUDA."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         owner: Any = array
@@ -146,12 +145,12 @@ class HostMemory:
             owner = owner.base
         try:
             self._owner: Callable[[], object | None] = weakref.ref(owner)
-        except TypeError:  # such as bytes: kept, then
+        except TypeError:  # objects such as bytes allow no weak reference and are kept alive
             self._owner = lambda: owner
         self._address, self._n_bytes = array.ctypes.data, array.nbytes
 
     def bytes(self, use: str) -> NDArray[np.uint8]:
-        """What is there now; HostFault where it is garbage."""
+        """Return the array.  Raises HostFault if it was garbage-collected."""
         if self._owner() is None:
             raise HostFault(f"{use} uses {self._n_bytes} bytes of the host's that were freed before it ran")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self._n_bytes).from_address(self._address))

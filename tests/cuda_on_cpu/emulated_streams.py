@@ -1,11 +1,10 @@
-"""Streams, events and graphs of emulated devices: work runs in any order that its dependencies leave open.
+"""Streams, events and graphs of emulated devices.  Work runs in any order that its dependencies permit.
 
-A GPU runs most host code in the order that it was written in, and so forgives a wait that was forgotten, until it
-does not.  Here the order is chosen against the program:
+A GPU mostly runs work in the order of the host code, so a missing wait can stay unnoticed.  These orders expose it:
 
-    lazy    work runs when the host waits for something that needs it, at the last moment, the newest first
-    eager   work runs when it is given
-    random  work runs at any time, in a random order of what is ready
+    lazy    work runs at the last moment, when the host waits for something that needs it, the newest work first
+    eager   work runs at once
+    random  work runs at random times, in a random order of the work that is ready
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ StreamOrder = Literal["lazy", "eager", "random"]
 
 
 class Work:
-    """Something that a device does once all of ``after`` is done."""
+    """Work of a device that runs after all of ``after``."""
 
     def __init__(
         self, number: int, device: int, name: str, action: Callable[[], None], after: Iterable[Work]
@@ -32,19 +31,19 @@ class Work:
         self.action = action
         self.is_done = False
         self.after: list[Work] = [work for work in after if not work.is_done or work.lost is not None]
-        #: The device that was lost before this was done, if one was.
+        #: The device that was lost before this work ran, or None.
         self.lost: int | None = None
 
 
 class Node:
-    """Work that was captured: it is done at each replay."""
+    """Captured work, which runs at each replay."""
 
     def __init__(self, device: int, name: str, action: Callable[[], None], after: list[Node]) -> None:
         self.device, self.name, self.action, self.after = device, name, action, after
 
 
 class Capture:
-    """A capture at work: what it has so far, and the streams that take part."""
+    """A capture in progress: its nodes and its streams."""
 
     def __init__(self, origin: EmulatedStream) -> None:
         self.origin = origin
@@ -52,7 +51,7 @@ class Capture:
         self.nodes: list[Node] = []
         self.streams: list[EmulatedStream] = []
         self.has_ended = False
-        #: Why it cannot become a graph.
+        #: Why the capture cannot become a graph.
         self.defect: str | None = None
 
     def join(self, stream: EmulatedStream, after: Iterable[Node]) -> None:
@@ -63,16 +62,16 @@ class Capture:
         stream.tail = list(dict.fromkeys([*stream.tail, *after]))
 
     def refuse(self, why: str) -> KernelError:
-        """The error for what cannot be captured; the capture fails with it."""
+        """Return the error of a call that cannot be captured, and make the capture fail."""
         self.defect = self.defect or why
         return KernelError(f"CUDA graph capture: {why}")
 
     def end(self, stream: EmulatedStream) -> EmulatedGraph:
         if stream is not self.origin:
-            raise self.refuse("it was not begun in the stream in which it ends")
+            raise self.refuse("it started in another stream")
         if self.defect is None and (unjoined := set(self.nodes) - _ancestors(stream.tail)):
             names = ", ".join(sorted(node.name for node in unjoined))
-            self.refuse(f"the stream that began it does not wait for {names}")
+            self.refuse(f"the stream that started it does not wait for {names}")
         self.has_ended = True
         for each in self.streams:
             each.capture, each.tail = None, []
@@ -82,7 +81,7 @@ class Capture:
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and all that they come after."""
+    """Return the nodes and all nodes before them."""
     found: set[Node] = set()
     rest = list(nodes)
     while rest:
@@ -97,9 +96,9 @@ class EmulatedStream:
     """A queue of work.
 
     Attributes:
-        after: what its next work comes after: its last, and what it waits for.
-        capture: the capture that it takes part in, if it does.
-        tail: captured work that its next captured work comes after.
+        after: work that the next work depends on: the last work of the stream, and the work that it waits for.
+        capture: the capture that contains the stream, or None.
+        tail: captured work that the next captured work depends on.
     """
 
     def __init__(self, device: int) -> None:
@@ -110,10 +109,10 @@ class EmulatedStream:
 
 
 class EmulatedEvent:
-    """A place in a stream: work or, of a capture, nodes.
+    """A position in a stream: work, or nodes of a capture.
 
     Attributes:
-        seconds: when it came, on the devices' clock.
+        seconds: time of the event on the clock of the devices.
     """
 
     def __init__(self, device: int, *, timing: bool) -> None:
@@ -125,7 +124,7 @@ class EmulatedEvent:
 
 
 class EmulatedGraph:
-    """Nodes, each after those that it comes after; and the end of the last replay, which the next one comes after."""
+    """Nodes with their dependencies, and the end of the last replay, on which the next replay depends."""
 
     def __init__(self, device: int, nodes: list[Node]) -> None:
         self.device, self.nodes = device, nodes
@@ -133,11 +132,11 @@ class EmulatedGraph:
 
 
 class Scheduler:
-    """Runs the work of all streams, in an order of a kind.
+    """Runs the work of all streams in one of the orders.
 
     Attributes:
-        seconds: the devices' clock: every piece of work takes a microsecond.
-        lost: devices that failed.
+        seconds: the clock of the devices; each piece of work takes a microsecond.
+        lost: failed devices.
     """
 
     def __init__(self, order: StreamOrder, seed: int) -> None:
@@ -145,7 +144,7 @@ class Scheduler:
         self.random = random.Random(seed)
         self.seconds = 0.0
         self.lost: set[int] = set()
-        #: Devices that will fail, and after how much more work.
+        #: Devices that will fail, with the number of pieces of work until then.
         self.failing: dict[int, int] = {}
         self._pending: dict[int, Work] = {}
         self._number = 0
@@ -153,7 +152,7 @@ class Scheduler:
     # -- Taking work -----------------------------------------------------------------------------------------------
 
     def put(self, stream: EmulatedStream, name: str, action: Callable[[], None]) -> Work | None:
-        """Gives a stream work.  None where it is captured."""
+        """Add work to a stream; return None if the stream captures it."""
         if stream.capture is not None:
             node = Node(stream.device, name, action, stream.tail)
             stream.capture.nodes.append(node)
@@ -183,7 +182,7 @@ class Scheduler:
         return work
 
     def _some(self) -> None:
-        """Runs what the order has run by the time that new work is given."""
+        """Run the work that the order starts before new work is added."""
         if self.order == "eager":
             for work in list(self._pending.values()):
                 self._run(work)
@@ -192,16 +191,16 @@ class Scheduler:
                 self._run_any()
 
     def throws_heads(self) -> bool:
-        """A throw of a coin; never heads where the order is not random."""
+        """Return a random boolean; always False if the order is not random."""
         return self.order == "random" and self.random.random() < 0.5
 
     # -- Running it ------------------------------------------------------------------------------------------------
 
     def finish(self, work: Work) -> None:
-        """Runs what there is until ``work`` is done.
+        """Run work until ``work`` is done.
 
         Raises:
-            DeviceLostError: a device was lost over it.
+            DeviceLostError: a device was lost.
         """
         if self.order == "random":
             while not work.is_done:
@@ -215,7 +214,7 @@ class Scheduler:
         self._run(self.random.choice([w for w in self._pending.values() if _is_ready(w)]))
 
     def _run_needed(self, work: Work) -> None:
-        """Runs ``work`` and what it needs and nothing else; of two pieces that could be first, the newer one."""
+        """Run ``work`` and its dependencies only; of two pieces of work that are ready, the newer one first."""
         stack = [work]
         while stack:
             if needed := [w for w in stack[-1].after if not w.is_done]:
@@ -239,7 +238,7 @@ class Scheduler:
             work.action()
 
     def _age(self, device: int) -> None:
-        """Counts down to a failure."""
+        """Count down to a failure."""
         if device in self.failing:
             if self.failing[device] == 0:
                 self.lost.add(device)

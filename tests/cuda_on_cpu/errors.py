@@ -1,30 +1,30 @@
-"""What the harness can complain of: PTX that it does not know, a wrong launch, or a kernel that does wrong."""
+"""Errors of the emulator: unknown PTX, invalid launches, and faults of kernels."""
 
 from __future__ import annotations
 
 
 class CudaOnCpuError(Exception):
-    """The root of the harness's errors."""
+    """Base class of the emulator's errors."""
 
 
 class PtxError(CudaOnCpuError):
-    """Text that is not the PTX that we understand."""
+    """Text that is not valid PTX, or PTX that the parser does not know."""
 
 
 class UnsupportedInstruction(PtxError):
-    """An instruction, or a variant of one, that has no translation.  It is refused, never guessed."""
+    """An instruction, or a variant of one, without a translation."""
 
 
 class BuildError(CudaOnCpuError):
-    """NVRTC, ptxas or g++ refused a source, or is not there."""
+    """NVRTC, ptxas or g++ is missing, or refused a source."""
 
 
 class LaunchError(CudaOnCpuError):
-    """A launch that CUDA would refuse, or arguments that do not fit the kernel's parameters."""
+    """A launch that CUDA would refuse, or arguments that do not match the parameters of the kernel."""
 
 
 class KernelFault(CudaOnCpuError):
-    """A kernel did what it must not do.
+    """An invalid action of a kernel.
 
     Attributes:
         kind: ``race``, ``out of bounds``, ``uninitialised``, ``misaligned``, ``deadlock``, ``endless loop``,

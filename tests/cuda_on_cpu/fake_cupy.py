@@ -1,7 +1,7 @@
-"""The few functions of CuPy that the driver calls, over host memory: to run `CupyDriver` itself without a GPU.
+"""The CuPy functions that the driver calls, on host memory, to run `CupyDriver` without a GPU.
 
-Everything is done at once, or kept if its stream captures.  Names and parameters are CuPy's, which a test compares;
-what CUDA makes of them only a GPU can tell.
+Calls take effect at once, or when a captured graph is replayed.  A test compares names and parameters with CuPy's.
+Only a GPU shows what CUDA does with the calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POISON = 0xFF
 
 
 class FakeError(RuntimeError):
-    """As CuPy's CUDARuntimeError."""
+    """A substitute for CuPy's CUDARuntimeError."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA error {status}")
@@ -28,7 +28,7 @@ class FakeError(RuntimeError):
 
 
 class FakeRuntime:
-    """As cupy.cuda.runtime, of devices of so many bytes; ``fail_next`` is the status of the next call's failure."""
+    """A substitute for cupy.cuda.runtime with devices of the given bytes.  ``fail_next``: status of the next call."""
 
     CUDARuntimeError = FakeError
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
@@ -125,7 +125,7 @@ class FakeRuntime:
         self.streams[stream].put(action)
 
     def view(self, address: int) -> np.ndarray[Any, Any]:
-        """The memory from an address on."""
+        """Return the memory at an address."""
         for begin, (_, array) in self.blocks.items():
             if begin <= address < begin + len(array):
                 return array[address - begin :]
@@ -186,7 +186,7 @@ _EVENTS: list[FakeEvent] = []
 
 
 class FakeFunction:
-    """A kernel in Python, called as CuPy's kernels are."""
+    """A kernel in Python with the call signature of CuPy's kernels."""
 
     def __init__(self, runtime: FakeRuntime, kernel: PythonKernel) -> None:
         self.runtime, self.kernel = runtime, kernel
@@ -204,7 +204,7 @@ class FakeFunction:
 
 
 class FakeNVRTC:
-    """Compiles nothing: the "code" is the module's name and its macros."""
+    """Compiles nothing: the "code" consists of the module's name and its macros."""
 
     NVRTCError = FakeError
 
@@ -235,11 +235,11 @@ class FakeNVRTC:
 
 
 class FakeCupy:
-    """As the package cupy.
+    """A substitute for the package cupy.
 
     Args:
         sizes: the memory of each device.
-        kernels: modules of kernels in Python, by name, as functions of the macros.
+        kernels: modules of kernels in Python, as functions of the macros, by name.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""For the tests: small CUDA sources compiled by NVRTC and run over numpy arrays."""
+"""Small CUDA sources for tests, compiled by NVRTC and run on numpy arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 
 def skip_without_tools() -> None:
-    """Skips a test where NVRTC or g++ is missing."""
+    """Skip a test if NVRTC or g++ is missing."""
     reason = build.missing() or nvrtc.missing()
     if reason is not None:
         pytest.skip(reason)
@@ -29,7 +29,7 @@ def compile_ptx(source: str, architecture: int = 80) -> str:
 
 
 class Kernels:
-    """The kernels of a source.  Arrays are handed over by address, and are the only memory there is in check mode."""
+    """The kernels of a source.  Arrays are passed by address, and check mode permits access to their memory only."""
 
     def __init__(self, ptx: str, mode: Mode = "fast", *, step_limit: int = 1 << 22) -> None:
         self.module = EmulatedModule(ptx, mode, step_limit=step_limit)
@@ -66,9 +66,9 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Case:
-    """An instruction to try on arrays: ``asm`` with %0 as its result and %1, %2, … as its inputs, of these types.
+    """An instruction to test on arrays: ``asm`` with %0 as its result and %1, %2, … as its inputs.
 
-    Types are those of CUDA C: "u16", "u32", "u64", "f32", "f64"; halves are u16, pairs of halves u32.
+    Types are "u16", "u32", "u64", "f32" and "f64"; 16-bit floats are u16, and their pairs u32.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Instructions:
         self._kernels = Kernels.of("\n".join(_elementwise(case) for case in cases), architecture=architecture)
 
     def __call__(self, name: str, *inputs: Array) -> Array:
-        """Inputs broadcast; each is viewed as the unsigned type or float of its width that the case names."""
+        """Apply an instruction.  Inputs are broadcast, and viewed as the types of the case."""
         case = self._cases[name]
         arrays = [np.array(a).view(_NUMPY[t]) for a, t in zip(np.broadcast_arrays(*inputs), case.inputs, strict=True)]
         shape = arrays[0].shape

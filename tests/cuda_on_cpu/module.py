@@ -1,7 +1,7 @@
 """A PTX module that runs on the CPU: ``EmulatedModule(ptx).launch(kernel, grid, block, arguments)``.
 
-Two modes: ``fast`` computes; ``check`` also judges every memory access (see runtime/checker.h) and needs to be told
-which memory there is.
+In the mode ``fast``, kernels only compute.  In ``check``, each memory access is checked (see runtime/checker.h), and
+launches must list the memory that they may access.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Argument = np.generic | bytes
 
 _SCHEDULES = ("forward", "reverse", "random")
 _COPIES = ("late", "early", "random")
-# The most shared memory a block may take, by compute capability (CUDA programming guide, technical specifications).
+# Largest shared memory of a block by compute capability (CUDA programming guide, technical specifications).
 _SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 _MAX_THREADS = 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 _TRAFFIC_COLUMNS = 7
-# What may be handed over for a parameter that is not an array, by its PTX type without the letter.
+# Types of arguments that are no arrays, by PTX type without its letter.
 _SCALARS: dict[str, tuple[type[np.generic], ...]] = {
     "8": (np.uint8, np.int8, np.bool_),
     "16": (np.uint16, np.int16, np.float16),
@@ -42,13 +42,13 @@ _SCALARS: dict[str, tuple[type[np.generic], ...]] = {
 
 @dataclass(frozen=True)
 class Order:
-    """One of the orders in which a device may do things.
+    """A possible order of threads and copies.
 
     Attributes:
-        schedule: ``forward`` runs warps and lanes in order, each warp as far as it gets; ``reverse`` the opposite;
-            ``random`` changes often.  Blocks likewise.
-        copies: when a ``cp.async`` lands: as ``late`` as its wait allows, ``early`` (at once), or at ``random``.
-        seed: of what is random.
+        schedule: ``forward`` runs warps and lanes in order, each warp until it must wait; ``reverse`` the opposite;
+            ``random`` switches often.  Blocks run in the same order.
+        copies: when a ``cp.async`` takes effect: ``late``, at the wait; ``early``, at once; or at ``random``.
+        seed: seed of random choices.
     """
 
     schedule: Literal["forward", "reverse", "random"] = "forward"
@@ -57,15 +57,15 @@ class Order:
 
 
 FORWARD = Order()
-# Enough to catch what depends on the order, in one pass through each extreme.
+# These orders include each extreme, which exposes code that depends on the order.
 ORDERS = (FORWARD, Order("reverse", "early"), Order("random", "random", 1), Order("random", "random", 2))
 
 
 @dataclass(frozen=True)
 class MemoryRange:
-    """Memory that a launch may touch.
+    """Memory that a launch may access.
 
-    ``valid`` (uint8, one a byte) says in check mode which bytes hold a value, and is kept up to date; None: all do.
+    ``valid`` (uint8, one per byte) states which bytes were written, and check mode updates it; None: all bytes.
     """
 
     address: int
@@ -76,7 +76,7 @@ class MemoryRange:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one instruction asked of memory: sectors of 32 bytes (global) or passes over the banks (shared)."""
+    """Memory traffic of one instruction: sectors of 32 bytes (global) or passes over the banks (shared)."""
 
     site: str
     space: Literal["global", "shared"]
@@ -119,21 +119,21 @@ class _Launch(ctypes.Structure):
 
 
 class EmulatedModule:
-    """A module's kernels, ready to run.
+    """The kernels of a module.
 
     Args:
-        ptx_text: as NVRTC gives it (see nvrtc.py).
+        ptx_text: PTX as NVRTC returns it (see nvrtc.py).
         mode: ``fast`` or ``check``.
-        folder: where compiled libraries are kept; the temporary folder if None.
-        step_limit: backward jumps that one thread may make in a block before its loop counts as endless.
+        folder: folder of compiled libraries; the temporary folder if None.
+        step_limit: most backward jumps per thread and block; more count as an endless loop.
         planted: mistakes (mutate.py).
 
     Attributes:
-        mutation: the number of the planted mistake that is made; 0: none.
+        mutation: the number of the active mistake; 0 for none.
 
     Raises:
         PtxError, UnsupportedInstruction: the PTX cannot be translated.
-        BuildError: g++ is not there.
+        BuildError: g++ is missing.
     """
 
     def __init__(
@@ -170,19 +170,19 @@ class EmulatedModule:
         ranges: Sequence[MemoryRange] = (),
         count_traffic: bool = False,
     ) -> None:
-        """Runs a kernel to its end.
+        """Run a kernel to its end.
 
         Args:
-            grid, block: up to three dimensions each.
+            grid, block: up to three dimensions.
             arguments: numpy scalars of the parameters' exact types, ``np.uint64`` for addresses, ``bytes`` for
                 structures.
-            shared_bytes: of dynamic shared memory.
-            ranges: the memory that the kernel may touch; only check mode looks at it.
+            shared_bytes: dynamic shared memory.
+            ranges: the memory that the kernel may access; only check mode uses it.
             count_traffic: see ``traffic``; only in check mode.
 
         Raises:
             LaunchError: CUDA would refuse the launch.
-            KernelFault: the kernel did wrong.
+            KernelFault: the kernel did something invalid.
         """
         signature = self._signature(kernel)
         grid_size, block_size = _dimensions(grid, "grid"), _dimensions(block, "block")
@@ -213,18 +213,18 @@ class EmulatedModule:
             raise KernelFault(kind, f"kernel {kernel}: {self._with_sites(text)}")
 
     def check_arguments(self, kernel: str, arguments: Sequence[Argument]) -> None:
-        """Raises LaunchError where there is no such kernel, or where it takes other arguments."""
+        """Raise LaunchError if the kernel is unknown or takes other arguments."""
         _pack(kernel, self._signature(kernel), arguments)
 
     def traffic(self) -> list[Traffic]:
-        """The counts of the last launch that counted, the most wasteful instruction first."""
+        """Return the counts of the last launch that counted traffic, the most wasteful instruction first."""
         n = self._library.read_traffic(None, 0)
         table = np.zeros((n, _TRAFFIC_COLUMNS), np.uint64)
         self._library.read_traffic(table.ctypes.data_as(ctypes.c_void_p), n)
         rows = []
         for row in table:
             site, n_bytes, is_write, is_shared, requests, used, ideal = (int(x) for x in row.view(np.int64))
-            place = str(self._sites[site if site >= 0 else -1 - site])  # the shared side of a cp.async is negative
+            place = str(self._sites[site if site >= 0 else -1 - site])  # negative for the shared side of a cp.async
             space: Literal["global", "shared"] = "shared" if is_shared else "global"
             rows.append(Traffic(place, space, bool(is_write), n_bytes, requests, used, ideal))
         return sorted(rows, key=lambda t: t.ideal - t.used)
@@ -266,7 +266,7 @@ def _dimensions(size: Sequence[int] | int, what: str) -> tuple[int, int, int]:
 
 
 def _pack(kernel: str, signature: KernelSignature, arguments: Sequence[Argument]) -> ctypes.Array[ctypes.c_char]:
-    """The parameters' bytes as the kernel reads them."""
+    """Return the bytes of the parameters as the kernel reads them."""
     if len(arguments) != len(signature.parameters):
         raise LaunchError(f"{kernel} takes {len(signature.parameters)} arguments, not {len(arguments)}")
     buffer = bytearray(signature.parameter_bytes)
@@ -296,7 +296,7 @@ def _fits(argument: Any, parameter: ptx.Parameter) -> bool:
 
 
 def _c_ranges(ranges: Sequence[MemoryRange]) -> ctypes.Array[_Range]:
-    """For the runtime.  The same range may come twice; others that overlap would be watched apart: refused."""
+    """Return ranges for the runtime.  A range may appear twice; other overlaps are refused."""
     unique = sorted(
         {(r.address, r.n_bytes): r for r in sorted(ranges, key=lambda r: r.writable)}.values(),
         key=lambda r: r.address,

@@ -1,8 +1,6 @@
-"""Kernels with one mistake planted: each must be caught by the kernel's tests, by a wrong result or in check mode.
+"""Plant mistakes in the PTX of kernels, to prove that the tests of a kernel find them.
 
-A mistake is made in the PTX, so that nothing of the kernel's source has to be known.  One build has all mistakes of a
-module, and a number that says which one is made (`EmulatedModule.mutation`).  ``survivors`` does the whole work for a
-kernel whose test can be written as one function.
+One build contains all mistakes of a module.  `EmulatedModule.mutation` selects the mistake of a run.
 """
 
 from __future__ import annotations
@@ -10,27 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tests.cuda_on_cpu.errors import KernelFault
-from tests.cuda_on_cpu.module import ORDERS, EmulatedModule, Order
+from tests.cuda_on_cpu.module import EmulatedModule
 from tests.cuda_on_cpu.ptx import Instruction, parse, split_operands
 
-# Instructions whose first two inputs cannot be swapped without a difference.
+# Instructions whose first two inputs are not interchangeable.
 _NOT_COMMUTATIVE = ("sub", "div", "rem", "shl", "shr", "selp", "prmt")
-_COMPARISONS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq"}
-_COMPARISONS |= {"lo": "ls", "ls": "lo", "hi": "hs", "hs": "hi"}
-
-
-#: Of a kernel that may never end.
+#: Backward jumps per thread; a mistake can make a kernel endless.
 STEP_LIMIT = 1 << 14
-
-Trial = Callable[[EmulatedModule, str, Order], bool]
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake; ``kind``: ``barrier wait operands fragments comparison``.
+    """A mistake of the kind ``barrier``, ``wait``, ``operands`` or ``fragments``.
 
-    ``after`` stands in the place of the instruction ``before``; None: nothing does.
+    ``after`` replaces the instruction ``before``; None removes it.
     """
 
     kind: str
@@ -43,19 +34,17 @@ class Mutation:
         return f"{self.change} in `{self.before.text}` ({self.before.location or self.kernel})"
 
 
-def mutations(ptx: str, kernel: str | None = None) -> list[Mutation]:
-    """Every mutation of a module, or of one of its kernels, in the order of the text.
+def mutations(ptx: str) -> list[Mutation]:
+    """Return the mutations of a module, in the order of the text.
 
-    * each ``bar.sync`` and ``bar.warp.sync`` dropped;
-    * each ``cp.async.wait_group n`` made ``n + 1``, each ``wait_all`` dropped;
-    * the inputs of each subtraction, division, shift, selection and byte permutation swapped;
-    * registers of the A and B fragments of each ``mma`` swapped;
-    * the comparison of each ``setp`` made the one beside it (< and <=, == and !=).
+    * Drop a ``bar.sync`` or ``bar.warp.sync``.
+    * Change ``cp.async.wait_group n`` to ``n + 1``, or drop ``wait_all``.
+    * Swap the inputs of a subtraction, division, shift, selection or byte permutation.
+    * Swap registers of the A or B fragment of an ``mma``.
     """
     return [
         Mutation(kind, function.name, change, instruction, after)
         for function in parse(ptx).functions
-        if kernel in (None, function.name)
         for instruction in function.instructions()
         for mistake in _MISTAKES
         for kind, change, after in mistake(instruction)
@@ -63,34 +52,14 @@ def mutations(ptx: str, kernel: str | None = None) -> list[Mutation]:
 
 
 def plant(ptx: str, chosen: Sequence[Mutation]) -> EmulatedModule:
-    """A module in check mode with mutations, which are numbered from 1 on."""
+    """Return a module in check mode with mutations, numbered from 1."""
     planted: dict[tuple[int, int], list[tuple[int, Instruction | None]]] = {}
     for number, mutation in enumerate(chosen, start=1):
         planted.setdefault(mutation.before.span, []).append((number, mutation.after))
     return EmulatedModule(ptx, "check", planted=planted, step_limit=STEP_LIMIT)
 
 
-def survivors(ptx: str, chosen: Sequence[Mutation], is_right: Trial) -> list[str]:
-    """Runs each mutation in check mode under all orders; gives the descriptions of those that nothing caught.
-
-    ``is_right(module, kernel, order)`` launches the kernel of that name and says whether its results are right.
-    """
-    module = plant(ptx, chosen)
-    found = []
-    for module.mutation, mutation in enumerate(chosen, start=1):
-        if all(_passes(module, mutation.kernel, order, is_right) for order in ORDERS):
-            found.append(str(mutation))
-    return found
-
-
-def _passes(module: EmulatedModule, kernel: str, order: Order, is_right: Trial) -> bool:
-    try:
-        return is_right(module, kernel, order)
-    except KernelFault:
-        return False
-
-
-#: (kind, what was done, the instruction in its place)
+#: Kind, description and new instruction.
 Mistake = tuple[str, str, Instruction | None]
 
 
@@ -129,18 +98,9 @@ def _swapped_fragments(instruction: Instruction) -> Iterator[Mistake]:
         yield "fragments", f"registers of {matrix} swapped", replace(instruction, operands=tuple(operands))
 
 
-def _other_comparison(instruction: Instruction) -> Iterator[Mistake]:
-    if instruction.opcode != "setp" or instruction.modifiers[0] not in _COMPARISONS:
-        return
-    comparison = _COMPARISONS[instruction.modifiers[0]]
-    changed = replace(instruction, modifiers=(comparison, *instruction.modifiers[1:]))
-    yield "comparison", f"made {comparison}", changed
-
-
 _MISTAKES: tuple[Callable[[Instruction], Iterator[Mistake]], ...] = (
     _dropped_barrier,
     _weaker_wait,
     _swapped_operands,
     _swapped_fragments,
-    _other_comparison,
 )

@@ -1,7 +1,7 @@
-"""CUDA source to PTX, and the resources that each kernel takes, by NVRTC and without a GPU.
+"""CUDA sources to PTX, and the resources of each kernel, by NVRTC and without a GPU.
 
-The options are those that modules are compiled with (`localllm.kernels.cuda.module`), and what CuPy adds to find
-CUDA's own headers, which tests may include and modules may not.
+The options are from `localllm.kernels.cuda.module`, and the include folder of CUDA's headers, which CuPy adds and
+which only tests may use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.cuda_on_cpu.errors import BuildError
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says that a thread (registers, bytes spilled, stack) and a block (shared bytes) of a kernel take."""
+    """Resources of a thread (registers, bytes spilled, stack) and of a block (shared bytes), reported by ptxas."""
 
     registers: int
     spill_bytes: int
@@ -28,25 +28,25 @@ class Resources:
 
 @cache
 def missing() -> str | None:
-    """Why NVRTC cannot be used here, or None."""
+    """Return why NVRTC cannot be used on this machine, or None."""
     try:
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
     except (ImportError, RuntimeError, OSError) as error:
-        return f"NVRTC is not there: {error}"
+        return f"NVRTC cannot be used: {error}"
     return None
 
 
 def architectures() -> list[int]:
-    """The compute capabilities (80 for sm_80) that this NVRTC compiles for."""
+    """Return the compute capabilities (80 for sm_80) that this NVRTC supports."""
     from cupy.cuda import nvrtc
 
     return list(nvrtc.getSupportedArchs())
 
 
 def compile_ptx(source: str, architecture: int = 80, options: Sequence[str] = (), name: str = "kernel.cu") -> str:
-    """The PTX of a CUDA source for ``compute_<architecture>``.  Raises BuildError with NVRTC's log."""
+    """Return the PTX of a CUDA source for ``compute_<architecture>``.  Raises BuildError with NVRTC's log."""
     text = _compile(source, (*options, f"-arch=compute_{architecture}"), name).binary
     return text.decode().rstrip("\0")
 
@@ -54,7 +54,7 @@ def compile_ptx(source: str, architecture: int = 80, options: Sequence[str] = ()
 def resources(
     source: str, architecture: int = 80, options: Sequence[str] = (), name: str = "kernel.cu"
 ) -> dict[str, Resources]:
-    """What each kernel takes when it is compiled for ``sm_<architecture>``."""
+    """Return the resources of each kernel, compiled for ``sm_<architecture>``."""
     log = _compile(source, (*options, f"-arch=sm_{architecture}", "--ptxas-options=-v"), name).log
     found = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:

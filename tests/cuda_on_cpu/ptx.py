@@ -1,7 +1,7 @@
-"""PTX as NVRTC writes it, read into plain records: functions, variables, instructions and where they come from.
+"""Parse PTX from NVRTC into records: functions, variables, instructions and their source locations.
 
-The grammar is that of the PTX ISA manual (Nvidia), less what NVRTC never emits.  Nothing is interpreted here.
-Registers and labels of nested scopes (inline assembly in braces) are renamed, so that a body is one flat list.
+The grammar is the one of Nvidia's PTX ISA manual, without parts that NVRTC never emits.  Registers and labels of
+nested scopes (inline assembly in braces) are renamed, so that a body is a flat list.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Location:
-    """A place in the CUDA source, and the call that the code was inlined into, if any."""
+    """A place in the CUDA source, and the call that the code was inlined into, or None."""
 
     file: str
     line: int
@@ -38,7 +38,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction; ``span`` is where its text (with the semicolon) stands in the PTX."""
+    """One instruction; ``span`` is the range of its text in the PTX, with the semicolon."""
 
     opcode: str
     modifiers: tuple[str, ...]
@@ -133,7 +133,7 @@ _FUNCTION = re.compile(
 
 
 def parse(ptx: str) -> Module:
-    """Parses a whole module.  Raises PtxError where the text is not understood."""
+    """Parse a module.  Raises PtxError if the text is not understood."""
     text = _blank_comments(ptx)
     target = re.search(r"^\s*\.target\s+(\w+)", text, re.M)
     if target is None:
@@ -147,7 +147,7 @@ def parse(ptx: str) -> Module:
 
 
 def split_operands(text: str) -> list[str]:
-    """Cuts at the commas that stand outside of brackets."""
+    """Split at commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for i, char in enumerate(text):
         depth += (char in "{[(") - (char in "}])")
@@ -158,7 +158,7 @@ def split_operands(text: str) -> list[str]:
 
 
 def _blank_comments(ptx: str) -> str:
-    """Comments become spaces, so that places in the text stay what they were."""
+    """Replace comments by spaces, so that positions in the text do not change."""
     blank = lambda m: re.sub(r"[^\n]", " ", m[0])  # noqa: E731
     return re.sub(r"/\*.*?\*/|//[^\n]*", blank, ptx, flags=re.S)
 
@@ -175,7 +175,7 @@ def _end_of_line(text: str, position: int) -> int:
 
 
 def _closing_brace(text: str, position: int) -> int:
-    """The place after the brace that closes the one before ``position``."""
+    """Return the position after the closing brace; ``position`` is after the opening one."""
     depth = 1
     for match in re.compile(r"[{}]").finditer(text, position):
         depth += 1 if match[0] == "{" else -1
@@ -185,7 +185,7 @@ def _closing_brace(text: str, position: int) -> int:
 
 
 def _parse_top(text: str, start: int, module: Module, files: dict[int, str]) -> int:
-    """Parses one directive at module level and returns the place after it."""
+    """Parse one directive at module level and return the position after it."""
     word = re.compile(r"[.\w]+").match(text, start)
     if word is None:
         raise PtxError(f"not understood at module level: {text[start : _end_of_line(text, start)]!r}")
@@ -203,7 +203,7 @@ def _parse_top(text: str, start: int, module: Module, files: dict[int, str]) -> 
 
 def _parse_function(text: str, head: re.Match[str], module: Module, files: dict[int, str]) -> int:
     end = head.end()
-    if text[end : end + 1] == ";":  # a declaration; the definition follows elsewhere, or a call of it is refused
+    if text[end : end + 1] == ";":  # a declaration, whose definition follows or whose calls are refused
         return end + 1
     if text[end : end + 1] != "{":
         raise PtxError(f"function {head[3]} has no body")
@@ -242,13 +242,13 @@ def _variable(text: str) -> Variable:
 
 
 class _BodyParser:
-    """Reads the statements between a function's braces."""
+    """Parses the statements between the braces of a function."""
 
     def __init__(self, text: str, start: int, end: int, function: Function, files: dict[int, str]) -> None:
         self._text, self._position, self._end = text, start, end
         self._function, self._files = function, files
         self._location: Location | None = None
-        self._scopes: list[dict[str, str]] = [{}]  # names declared in each open scope -> what they are called outside
+        self._scopes: list[dict[str, str]] = [{}]  # per open scope: declared names and their unique names
         self._n_scopes = 0
 
     def run(self) -> None:
@@ -275,7 +275,7 @@ class _BodyParser:
         return end + 1
 
     def _open_scope(self, start: int) -> None:
-        """Labels may be used before they stand, so those of the scope are looked up now."""
+        """Register the labels of a scope, which may be used before their position."""
         self._n_scopes += 1
         self._scopes.append({})
         inside = self._text[start + 1 : _closing_brace(self._text, start + 1) - 1]
@@ -284,7 +284,7 @@ class _BodyParser:
             self._declare(match[1])
 
     def _declare(self, name: str) -> str:
-        """A name is itself in the outermost scope, and numbered further in."""
+        """Return the unique name: the name itself in the outermost scope, numbered in inner scopes."""
         unique = name if len(self._scopes) == 1 else f"{name}$scope{self._n_scopes}"
         self._scopes[-1][name] = unique
         return unique

@@ -1,4 +1,4 @@
-"""For the tests: rounding done by exact arithmetic on fractions, for any binary float format."""
+"""Exact rounding of fractions to binary float formats, for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Format:
-    """A float format: bits of the fraction, the least exponent of a normal number, the largest exponent."""
+    """A float format: fraction bits, least exponent of a normal number, largest exponent."""
 
     fraction_bits: int
     min_exponent: int
@@ -22,7 +22,7 @@ F32 = Format(23, -126, 127)
 
 
 def rounded(exact: Fraction, to: Format, mode: str = "rn", *, sign_of_zero: float = 1.0) -> float:
-    """The float nearest to a value (``rn``: ties to even), or next to it in a direction (``rz rm rp``)."""
+    """Round a value to nearest (``rn``: ties to even) or in a direction (``rz rm rp``)."""
     if exact == 0:
         return math.copysign(0.0, sign_of_zero)
     magnitude, negative = abs(exact), exact < 0

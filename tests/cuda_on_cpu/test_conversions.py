@@ -1,4 +1,4 @@
-"""cvt against exact rounding, exhaustively where there are few enough values; mov, selections and comparisons."""
+"""cvt compared with exact rounding, exhaustively for small types; mov, selections and comparisons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ F32_VALUES = np.array(
 
 
 def _register(kind: str) -> str:
-    """The type of register that a value of a PTX type is kept in."""
+    """Return the register type of a PTX type."""
     return {"f32": "f32", "f64": "f64"}.get(kind, f"u{max(16, int(kind.lstrip('busf')))}")
 
 
@@ -48,7 +48,7 @@ def _numpy(kind: str) -> np.dtype[np.integer[Any]]:
 def to_ints() -> Instructions:
     cases = []
     for target, mode in itertools.product(INTS, WHOLE):
-        if target in ("u8", "s8"):  # inline assembly has no 8-bit registers: the value is extended into 32
+        if target in ("u8", "s8"):  # inline assembly has no 8-bit registers, so the value is extended to 32 bits
             asm = f"{{ .reg .b16 t; cvt.{mode}.{target}.f32 t, %1; cvt.{target[0]}32.{target[0]}16 %0, t; }}"
             cases.append(Case(f"{target}_{mode}", asm, "u32", ("f32",)))
         else:
@@ -108,7 +108,7 @@ def test_float_to_int(target: str, mode: str) -> None:
     info = np.iinfo(kind)
     wanted = []
     for value in F32_VALUES.tolist():
-        if math.isnan(value):  # PTX ISA, cvt: the lowest of its sign for 64 bits, else 0
+        if math.isnan(value):  # PTX ISA, cvt: the lowest value of the type for 64 bits, otherwise 0
             wanted.append(1 << 63 if target == "u64" else info.min if target == "s64" else 0)
         elif math.isinf(value):
             wanted.append(int(info.max if value > 0 else info.min))
@@ -166,7 +166,7 @@ def test_every_f16_to_f32() -> None:
 
 
 def _f32_near_halves() -> Array:
-    """Around each bf16 and f16 and halfway between: where rounding decides."""
+    """Return the boundaries between neighbouring bf16 and f16 values, and values next to them."""
     rng = np.random.default_rng(0)
     bf16 = rng.integers(0, 65536, 500).astype(np.uint32) << 16
     f16 = rng.integers(0, 65536, 500).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
@@ -185,7 +185,7 @@ def test_f32_to_halves(mode: str) -> None:
     for half in ("f16", "bf16"):
         single = others()(f"{half}_{mode}", values)
         pairs = others()(f"{half}x2_{mode}", values, values[::-1].copy())
-        np.testing.assert_array_equal(pairs >> 16, single)  # the first source goes into the upper half
+        np.testing.assert_array_equal(pairs >> 16, single)  # the first source is the upper half
         np.testing.assert_array_equal(pairs & 0xFFFF, single[::-1])
 
 
@@ -208,7 +208,7 @@ def test_remaining_floats() -> None:
     np.testing.assert_array_equal(
         others()("f16_relu", np.array([-1.0, 2.0], np.float32)).view(np.float16), np.array([0.0, 2.0], np.float16)
     )
-    values = np.array([1 + 2.0**-11, 1 + 2.0**-12, -(1 + 2.0**-11)], np.float32)  # ties go away from zero
+    values = np.array([1 + 2.0**-11, 1 + 2.0**-12, -(1 + 2.0**-11)], np.float32)  # ties round away from zero
     np.testing.assert_array_equal(
         others()("tf32", values).view(np.float32), np.array([1 + 2.0**-10, 1, -(1 + 2.0**-10)])
     )

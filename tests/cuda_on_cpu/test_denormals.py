@@ -1,4 +1,4 @@
-"""Which registers never hold a denormal: the others are flushed wherever an instruction is told to."""
+"""Registers that never hold a denormal; instructions with .ftz flush all other registers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DENORMAL, SMALLEST_NORMAL = "0f00000001", "0f00800000"
 
 
 def flushed(body: str) -> set[str]:
-    """Of the registers that the statements mention."""
+    """Return the registers of the statements that never hold a denormal."""
     (function,) = parse(f"{HEAD}{body} ret; }}").functions
     return {name for name in flushed_registers(function) if name in body}
 
@@ -29,7 +29,7 @@ def flushed(body: str) -> set[str]:
         "mov.f32 %f1, 0f80000000;",
     ],
 )
-def test_results_that_are_no_denormals(instruction: str) -> None:
+def test_instructions_whose_results_are_never_denormals(instruction: str) -> None:
     assert "%f1" in flushed(instruction)
 
 
@@ -45,16 +45,16 @@ def test_results_that_are_no_denormals(instruction: str) -> None:
         f"selp.f32 %f1, 0f3F800000, {DENORMAL}, %p;",
     ],
 )
-def test_results_that_may_be_denormals(instruction: str) -> None:
+def test_instructions_whose_results_may_be_denormals(instruction: str) -> None:
     assert "%f1" not in flushed(instruction)
 
 
-def test_what_is_moved_is_what_it_was() -> None:
-    """Also around a loop."""
+def test_a_move_keeps_the_property_of_its_source() -> None:
+    """Also in a loop."""
     loop = "add.ftz.f32 %f1, %f2, %f3; selp.f32 %f2, %f1, %f4, %p; mov.f32 %f4, %f2;"
     assert flushed(loop) == {"%f1", "%f2", "%f3", "%f4", "%p"}
     assert flushed(f"ld.global.f32 %f4, [%rd1]; {loop}") == {"%f1", "%f3", "%p"}
 
 
-def test_one_writer_is_enough() -> None:
+def test_one_writer_of_denormals_is_enough() -> None:
     assert "%f1" not in flushed("add.ftz.f32 %f1, %f2, %f3; @%p mul.f32 %f1, %f2, %f3;")

@@ -1,4 +1,4 @@
-"""That the emulated devices notice what they are for: host code that a GPU would forgive, until it does not."""
+"""Emulated devices detect errors of host code that a GPU would often hide."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.errors import DeviceError, DeviceLostError, DeviceMemoryError, KernelError
-from localllm.kernels.cuda.driver import DeviceMemory
-from tests.cuda_on_cpu import nvrtc
+from localllm.errors import DeviceError, DeviceLostError, KernelError
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.emulated_memory import HostFault
-from tests.cuda_on_cpu.emulated_streams import EmulatedStream, StreamOrder
+from tests.cuda_on_cpu.emulated_streams import StreamOrder
 from tests.cuda_on_cpu.errors import KernelFault
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.kernels.cuda.conftest import SOURCES
 from tests.kernels.cuda.python_kernels import KERNELS
+from tests.kernels.cuda.test_driver import download, upload
 
 N = 64
 N_STEPS = 6
@@ -28,29 +28,15 @@ def emulated(**options: Any) -> EmulatedDriver:
     return EmulatedDriver(kernels=KERNELS, **options)
 
 
-def upload(driver: EmulatedDriver, stream: EmulatedStream) -> DeviceMemory:
-    memory = driver.allocate(stream.device, VALUES.nbytes)
-    driver.upload(memory, VALUES, stream)
-    driver.synchronize(stream)
-    return memory
-
-
-def download(driver: EmulatedDriver, memory: DeviceMemory, stream: EmulatedStream) -> NDArray[np.float32]:
-    values = np.zeros(N, np.float32)
-    driver.download(values, memory, stream)
-    driver.synchronize(stream)
-    return values
-
-
 # -- A pipeline over two devices -----------------------------------------------------------------------------------
 
 
 def pipeline(driver: EmulatedDriver, forgotten: str = "", *, captured: bool = False) -> NDArray[np.float32]:
-    """N_STEPS times: add 1 on device 0, hand on, double on device 1, hand back.
+    """N_STEPS times: add 1 on device 0, copy to device 1, double there, and copy back.
 
     Args:
-        forgotten: a wait that is left out, "there" or "back".
-        captured: as a graph, replayed for each step.
+        forgotten: the wait to omit, "there" or "back".
+        captured: replay a graph for each step.
     """
     for device, peer in ((0, 1), (1, 0)):
         driver.enable_peer_access(device, peer)
@@ -112,20 +98,20 @@ def test_a_forgotten_wait_is_noticed(forgotten: str) -> None:
     wrong = {key for key, values in results.items() if not np.array_equal(values, expected())}
     assert ("lazy", 0) in wrong
     assert len([key for key in wrong if key[0] == "random"]) >= 4
-    assert ("eager", 0) not in wrong  # which is why a GPU may not show it
+    assert ("eager", 0) not in wrong  # a GPU may run work in this order, which hides the error
 
 
 def test_a_captured_branch_that_waits_for_nothing_is_noticed() -> None:
-    """Also within a graph, the newest work runs first where nothing forbids it."""
+    """Within a graph, too, the newest work runs first unless a dependency forbids it."""
     driver = emulated()
     main, branch = driver.stream(0), driver.stream(0)
     begun, done = driver.event(0), driver.event(0)
-    x, module = upload(driver, main), driver.load_module(0, "arithmetic")
+    x, module = upload(driver, VALUES, main), driver.load_module(0, "arithmetic")
     driver.begin_capture(main)
     driver.record(begun, main)
     driver.wait(branch, begun)
     driver.launch(module, "add_step", (1,), (N,), (x, x, COUNT), main)
-    # It should come after the addition.
+    # Without a wait, this runs before the addition.
     driver.launch(module, "scale_and_add", (1,), (N,), (x, COUNT, np.float32(2), np.float32(0)), branch)
     driver.record(done, branch)
     driver.wait(main, done)
@@ -136,7 +122,7 @@ def test_a_captured_branch_that_waits_for_nothing_is_noticed() -> None:
 def test_a_long_pipeline_needs_no_deep_stack() -> None:
     driver = emulated(n_devices=1)
     streams, events = [driver.stream(0), driver.stream(0)], [driver.event(0), driver.event(0)]
-    x = upload(driver, streams[0])
+    x = upload(driver, VALUES, streams[0])
     for turn in range(5000):
         driver.wait(streams[turn % 2], events[(turn + 1) % 2])
         driver.fill(x, turn % 256, streams[turn % 2])
@@ -149,7 +135,7 @@ def test_a_long_pipeline_needs_no_deep_stack() -> None:
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_host_buffer_overwritten_too_early(pinned: bool) -> None:
-    """Pinned memory is read when the stream gets there; other memory possibly at once."""
+    """Pinned memory is read when the copy runs, other memory possibly at once."""
     seen = set()
     for order, seed in ORDERS:
         driver = emulated(order=order, seed=seed)
@@ -166,17 +152,17 @@ def test_a_host_buffer_overwritten_too_early(pinned: bool) -> None:
     assert {("lazy", 2), ("eager", 1), ("random", 1), ("random", 2)} == seen
 
 
-def test_a_download_that_is_not_waited_for() -> None:
+def test_a_download_without_a_wait() -> None:
     driver = emulated()
     stream, values = driver.stream(0), np.zeros(N, np.float32)
-    memory = upload(driver, stream)
+    memory = upload(driver, VALUES, stream)
     driver.download(values, memory, stream)
     assert not values.any()
     driver.synchronize(stream)
     np.testing.assert_array_equal(values, VALUES)
 
 
-def test_a_host_array_that_is_garbage() -> None:
+def test_a_host_array_that_was_garbage_collected() -> None:
     driver = emulated()
     stream = driver.stream(0)
     memory = driver.allocate(0, 400)
@@ -197,7 +183,7 @@ def test_new_memory_is_poisoned() -> None:
 def test_use_after_free(captured: bool) -> None:
     driver = emulated()
     stream, module = driver.stream(0), driver.load_module(0, "arithmetic")
-    x, y = upload(driver, stream), upload(driver, stream)
+    x, y = upload(driver, VALUES, stream), upload(driver, VALUES, stream)
     if captured:
         driver.begin_capture(stream)
     driver.launch(module, "add_step", (1,), (N,), (x, y, COUNT), stream)
@@ -207,36 +193,13 @@ def test_use_after_free(captured: bool) -> None:
     del y
     if captured:
         driver.replay(graph, stream)
-    driver.synchronize(stream)  # a part keeps the whole
+    driver.synchronize(stream)  # a slice keeps the allocation
     driver.launch(module, "add_step", (1,), (N,), (x, part.at(0, 4), np.int32(1)), stream)
     if captured:
         driver.replay(graph, stream)
     del part
     with pytest.raises(HostFault, match=r"kernel add_step uses .* bytes of device 0 that were freed before it ran"):
         driver.synchronize(stream)
-
-
-def test_memory_is_limited() -> None:
-    driver = emulated(n_devices=2, memory=[1000, 500])
-    first = driver.allocate(0, 600)
-    with pytest.raises(
-        DeviceMemoryError, match=r"device 0 has no room for 401 bytes: 400 of its 1,000 bytes are free"
-    ):
-        driver.allocate(0, 401)
-    driver.allocate(1, 500)
-    del first
-    assert driver.memory_info(0) == (1000, 1000)
-    driver.allocate(0, 1000)
-
-
-def test_an_allocation_that_fails() -> None:
-    driver = emulated()
-    driver.memories.fail_allocation = 3
-    kept = [driver.allocate(0, 100) for _ in range(2)]
-    with pytest.raises(DeviceMemoryError) as caught:
-        driver.allocate(0, 100)
-    assert caught.value.free_bytes == (1 << 30) - 200
-    kept.append(driver.allocate(0, 100))
 
 
 def test_devices_without_peers() -> None:
@@ -249,7 +212,7 @@ def test_devices_without_peers() -> None:
 # -- Failures ------------------------------------------------------------------------------------------------------
 
 
-def test_a_device_too_old() -> None:
+def test_a_device_that_is_too_old_is_refused() -> None:
     driver = emulated(capability=(7, 0))
     assert driver.properties(0).capability == (7, 0)
     with pytest.raises(DeviceError, match=r"has compute capability 7\.0, but the kernels need 7\.5"):
@@ -260,7 +223,7 @@ def test_a_device_too_old() -> None:
 def test_a_lost_device(order: StreamOrder) -> None:
     driver = emulated(n_devices=2, order=order)
     streams = [driver.stream(0), driver.stream(1)]
-    x = [upload(driver, stream) for stream in streams]
+    x = [upload(driver, VALUES, stream) for stream in streams]
     event = driver.event(0)
     driver.lose(0, after=1)
 
@@ -277,25 +240,25 @@ def test_a_lost_device(order: StreamOrder) -> None:
     for use in (lambda: driver.synchronize(streams[0]), lambda: driver.allocate(0, 1), lambda: driver.stream(0)):
         with pytest.raises(DeviceLostError, match="device 0 is lost"):
             use()
-    fresh = driver.stream(1)  # the other one works
-    assert download(driver, upload(driver, fresh), fresh)[1] == 1
+    fresh = driver.stream(1)  # the other device works
+    assert download(driver, upload(driver, VALUES, fresh), fresh)[1] == 1
 
 
 # -- Captures ------------------------------------------------------------------------------------------------------
 
 
-def test_host_and_capture() -> None:
-    """The host cannot wait for what is captured, or hand over memory that moves; the capture fails with it."""
+def test_calls_of_the_host_that_a_capture_refuses() -> None:
+    """The host can neither wait for captured work nor upload memory that is not pinned, and the capture fails."""
     driver = emulated()
     stream, event = driver.stream(0), driver.event(0)
-    memory = upload(driver, stream)
+    memory = upload(driver, VALUES, stream)
     driver.begin_capture(stream)
     graph = driver.end_capture(stream)
     for wrong, why in [
-        (lambda: driver.synchronize(stream), "the host waits for a stream of it"),
-        (lambda: driver.synchronize(event), "the host waits for an event of it"),
+        (lambda: driver.synchronize(stream), "the host waits for a captured stream"),
+        (lambda: driver.synchronize(event), "the host waits for a captured event"),
         (lambda: driver.upload(memory, VALUES, stream), "an upload of host memory that is not pinned"),
-        (lambda: driver.begin_capture(stream), "it begins a second time"),
+        (lambda: driver.begin_capture(stream), "it starts a second time"),
         (lambda: driver.replay(graph, stream), "a graph is replayed in it"),
     ]:
         driver.begin_capture(stream)
@@ -303,27 +266,27 @@ def test_host_and_capture() -> None:
         for act in (wrong, lambda: driver.end_capture(stream)):
             with pytest.raises(KernelError, match=f"CUDA graph capture: {why}"):
                 act()
-    np.testing.assert_array_equal(download(driver, memory, stream), VALUES)  # the stream is free again
+    np.testing.assert_array_equal(download(driver, memory, stream), VALUES)  # the stream has left the capture
 
 
-def test_streams_and_capture() -> None:
+def test_dependencies_between_streams_that_a_capture_refuses() -> None:
     driver = emulated()
     main, other, third = (driver.stream(0) for _ in range(3))
     inside, outside = driver.event(0), driver.event(0)
-    memory = upload(driver, main)
+    memory = upload(driver, VALUES, main)
     driver.fill(memory, 1, other)
     driver.record(outside, other)
 
     driver.begin_capture(main)
-    with pytest.raises(KernelError, match="waits for an event that is not of it"):
+    with pytest.raises(KernelError, match="waits for an event outside the capture"):
         driver.wait(main, outside)
-    with pytest.raises(KernelError, match="waits for an event that is not of it"):
+    with pytest.raises(KernelError, match="waits for an event outside the capture"):
         driver.end_capture(main)
 
     driver.begin_capture(main)
     driver.record(inside, main)
     driver.wait(other, inside)
-    with pytest.raises(KernelError, match="not begun in the stream in which it ends"):
+    with pytest.raises(KernelError, match="it started in another stream"):
         driver.end_capture(other)
     with pytest.raises(KernelError):
         driver.end_capture(main)
@@ -333,7 +296,7 @@ def test_streams_and_capture() -> None:
     driver.record(inside, main)
     driver.wait(other, inside)
     driver.fill(memory, 2, other)
-    with pytest.raises(KernelError, match="the stream that began it does not wait for a fill"):
+    with pytest.raises(KernelError, match="the stream that started it does not wait for a fill"):
         driver.end_capture(main)
 
     with pytest.raises(KernelError, match="an event of a capture that has ended"):
@@ -346,12 +309,12 @@ def test_streams_and_capture() -> None:
         driver.wait(other, inside)
 
 
-def test_replays_follow_one_another() -> None:
-    """Also in different streams that do not wait for each other, as CUDA orders the replays of one graph."""
+def test_replays_of_a_graph_run_in_order() -> None:
+    """Also in streams that do not wait for each other, as in CUDA."""
     for seed in range(8):
         driver = emulated(order="random", seed=seed)
         streams = [driver.stream(0), driver.stream(0)]
-        x, module = upload(driver, streams[0]), driver.load_module(0, "arithmetic")
+        x, module = upload(driver, VALUES, streams[0]), driver.load_module(0, "arithmetic")
         driver.begin_capture(streams[0])
         driver.launch(module, "add_step", (1,), (N,), (x, x, COUNT), streams[0])
         arguments = (x, COUNT, np.float32(2), np.float32(0))
@@ -365,13 +328,15 @@ def test_replays_follow_one_another() -> None:
 # -- Kernels -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["python", "translated"])
-def launching(request: pytest.FixtureRequest) -> EmulatedDriver:
-    if request.param == "python":
-        return emulated()
-    if reason := nvrtc.missing():
-        pytest.skip(reason)
+def translated() -> EmulatedDriver:
+    skip_without_tools()
     return EmulatedDriver(folder=SOURCES, mode="check")
+
+
+@pytest.fixture(params=[emulated, translated], ids=["python", "translated"])
+def launching(request: pytest.FixtureRequest) -> EmulatedDriver:
+    driver: EmulatedDriver = request.param()
+    return driver
 
 
 @pytest.mark.parametrize(
@@ -386,35 +351,31 @@ def launching(request: pytest.FixtureRequest) -> EmulatedDriver:
     ],
 )
 def test_arguments_of_other_types(launching: EmulatedDriver, arguments: tuple[Any, ...]) -> None:
-    """At the launch, not when it runs."""
+    """The launch raises, before the kernel runs."""
     stream, module = launching.stream(0), launching.load_module(0, "arithmetic")
-    memory = upload(launching, stream)
+    memory = upload(launching, VALUES, stream)
     with pytest.raises(KernelError, match="scale_and_add"):
         launching.launch(module, "scale_and_add", (1,), (N,), (memory, *arguments), stream)
 
 
-def test_memory_where_a_number_is_wanted(launching: EmulatedDriver) -> None:
+def test_memory_for_a_parameter_that_is_a_number(launching: EmulatedDriver) -> None:
     stream, module = launching.stream(0), launching.load_module(0, "arithmetic")
-    memory = upload(launching, stream)
+    memory = upload(launching, VALUES, stream)
     with pytest.raises(KernelError, match="add_step"):
         launching.launch(module, "add_step", (1,), (N,), (memory, memory, memory), stream)
 
 
 def test_a_kernel_outside_its_memory() -> None:
-    if reason := nvrtc.missing():
-        pytest.skip(reason)
-    driver = EmulatedDriver(folder=SOURCES, mode="check")
+    driver = translated()
     stream, module = driver.stream(0), driver.load_module(0, "arithmetic")
-    memory = upload(driver, stream)
+    memory = upload(driver, VALUES, stream)
     driver.launch(module, "add_step", (1,), (N + 1,), (memory, memory, np.int32(N + 1)), stream)
     with pytest.raises(KernelFault, match=r"out of bounds.*arithmetic\.cu:13"):
         driver.synchronize(stream)
 
 
-def test_a_kernel_that_reads_what_nobody_wrote() -> None:
-    if reason := nvrtc.missing():
-        pytest.skip(reason)
-    driver = EmulatedDriver(folder=SOURCES, mode="check")
+def test_a_kernel_that_reads_uninitialised_memory() -> None:
+    driver = translated()
     stream, module = driver.stream(0), driver.load_module(0, "arithmetic")
     fresh, copied = driver.allocate(0, 4 * N), driver.allocate(0, 4 * N)
     driver.copy(copied, fresh, stream)

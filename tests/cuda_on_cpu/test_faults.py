@@ -1,4 +1,4 @@
-"""Planted mistakes are found, each with the place where it stands; their correct twins pass."""
+"""Planted faults are detected with their source line, and correct variants of the kernels pass."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _fault(
 
 def test_out_of_bounds() -> None:
     message = _fault(checked(), "out of bounds", "beyond", _floats(), np.int32(64), block=96)
-    # the kernel, the line, the block and the thread
+    # the message names the kernel, the line, the block and the thread
     for part in ("kernel beyond", "test.cu:2", "block (0, 0, 0)", "thread (64, 0, 0)", "st.global"):
         assert part in message
     checked().run("within", 1, 96, _floats(), np.int32(64))
@@ -164,7 +164,7 @@ def test_shared_memory() -> None:
     checked().run("all_written", 1, 64, _floats())
     checked().run("beyond_shared", 1, 32, _floats(), np.int32(32), shared_bytes=256)
     _fault(checked(), "out of bounds", "beyond_shared", _floats(), np.int32(33), block=32, shared_bytes=256)
-    # fast mode has pages that trap behind shared memory
+    # in fast mode, the pages after shared memory trap
     _fault(fast(), "crash", "beyond_shared", _floats(), np.int32(5000), block=32, shared_bytes=256)
 
 
@@ -194,7 +194,7 @@ def test_races_in_a_block(bad: str, good: str, order: Order) -> None:
     block = 32 if "warp_barrier" in good else 64
     with pytest.raises(KernelFault, match=r"test\.cu:") as caught:
         checked().run(bad, 1, block, _floats(), order=order)
-    # where the order lets a read come first, it finds nothing written yet
+    # in some orders, the read comes first and finds nothing written yet
     may_come_first = bad in ("no_warp_barrier", "warp_barrier_between_warps")
     assert caught.value.kind in (("race", "uninitialised") if may_come_first else ("race",))
     checked().run(good, 1, block, _floats(), order=order)
@@ -250,7 +250,7 @@ def test_traps_and_crashes() -> None:
     _fault(fast(), "crash", "null", np.uint64(0), block=1)
     _fault(fast(), "crash", "recursion", np.zeros(1, np.int32), np.int32(10**6), block=1)
     y = np.zeros(1, np.int32)
-    fast().run("recursion", 1, 1, y, np.int32(10))  # the process goes on
+    fast().run("recursion", 1, 1, y, np.int32(10))  # the process is still usable
     assert y[0] == 55
 
 
@@ -291,7 +291,10 @@ def test_async_copies(order: Order) -> None:
     ):
         with pytest.raises(KernelFault) as caught:
             copies("check").run(name, 1, 64, x, y, order=order)
-        assert kind in (None, caught.value.kind)  # read before another's wait, or after it but with no barrier
+        assert kind in (
+            None,
+            caught.value.kind,
+        )  # without a barrier, a thread reads before or after the wait of another thread
 
 
 @pytest.mark.parametrize("name", ["not_waited", "overwrites"])

@@ -1,4 +1,4 @@
-"""Float arithmetic against exact fractions, rounded once in each mode."""
+"""Float arithmetic compared with exact fractions, rounded once in each mode."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ def instructions() -> Instructions:
 
 
 def _points(n: int, values: Array) -> list[Array]:
-    """All pairs, and a third value that walks along."""
+    """Return all pairs of values, each with a third value."""
     a, b = (x.reshape(-1) for x in np.meshgrid(values, values))
     return [a, b, np.resize(values[::-1], a.size)][:n]
 
 
 def _exact(operation: str, inputs: list[Array], to: Format, mode: str = "rn") -> list[float]:
-    """Zero sums are +0 (or -0 when rounded down); the values at hand leave no other case open."""
+    """Return the exact results, rounded.  Zero sums of these values are +0, or -0 when rounding down."""
     formula = OPERATIONS[operation][1]
     return [rounded(formula(*map(Fraction, map(float, point))), to, mode) for point in zip(*inputs, strict=True)]
 
 
 def _assert_same(got: Array, wanted: list[float]) -> None:
-    """Equal as numbers: the sign of a zero is tested apart."""
+    """Compare as numbers; other tests check the sign of zero."""
     np.testing.assert_array_equal(got.astype(np.float64), np.array(wanted))
 
 
@@ -97,7 +97,7 @@ def test_f32(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_denormals_are_flushed_where_asked(name: str) -> None:
+def test_denormals_are_flushed_with_ftz(name: str) -> None:
     inputs = _points(OPERATIONS[name][0], np.array(VALUES, np.float32))
     flushed = [np.where(np.abs(x) < 2.0**-126, np.float32(0), x) for x in inputs]
     wanted = np.array(_exact(name, flushed, F32))
@@ -128,7 +128,7 @@ def test_f64(name: str) -> None:
 
 
 def _half_values(half: str, bits: Array) -> Array:
-    """The numbers that 16 bits stand for."""
+    """Return the floats that 16 bits encode."""
     if half == "f16":
         return bits.astype(np.uint16).view(np.float16).astype(np.float64)
     with np.errstate(invalid="ignore"):  # signalling NaN
@@ -155,7 +155,7 @@ def test_halves(name: str, half: str) -> None:
 
 
 def test_double_rounding_of_bf16_is_avoided() -> None:
-    """A product halfway between two bf16: the least addend decides."""
+    """A product halfway between two bf16 values, so that the smallest addend decides."""
     factor, tiny = (np.array([x], np.float32).view(np.uint16)[1:] for x in (1 + 2.0**-4, 2.0**-100))
     # (1 + 2^-4)^2 = 1 + 2^-3 + 2^-8
     got = instructions()("fma_bf16", factor, factor, tiny)

@@ -1,4 +1,4 @@
-"""Integer instructions against formulas in Python integers and numpy."""
+"""Integer instructions compared with formulas in Python integers and numpy."""
 
 from __future__ import annotations
 
@@ -14,25 +14,8 @@ from tests.cuda_on_cpu.kernels import Case, Instructions, Kernels
 
 M32, M64 = 2**32 - 1, 2**64 - 1
 EDGES = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    8,
-    31,
-    32,
-    33,
-    100,
-    0x7FFF,
-    0x8000,
-    0xFFFF,
-    0x12345678,
-    0x7FFFFFFF,
-    0x80000000,
-    0xDEADBEEF,
-    M32 - 1,
-    M32,
+    *(0, 1, 2, 3, 7, 8, 31, 32, 33, 100, 0x7FFF, 0x8000, 0xFFFF, 0x12345678, 0x7FFFFFFF),
+    *(0x80000000, 0xDEADBEEF, M32 - 1, M32),
 )
 EDGES_64 = (0, 1, 5, 0x7FFFFFFF, 0x80000000, M32, 0x123456789ABCDEF0, 2**63 - 1, 2**63, M64 - 1, M64)
 
@@ -55,7 +38,7 @@ def S(value: int) -> int:
 
 
 Formula = Callable[..., int]
-# name: (instruction, inputs, formula over unsigned 32-bit values)
+# name: (instruction, inputs, formula on unsigned 32-bit values)
 WORDS: dict[str, tuple[str, int, Formula]] = {
     "add": ("add.s32", 2, lambda a, b: a + b),
     "sub": ("sub.u32", 2, lambda a, b: a - b),
@@ -221,7 +204,7 @@ def test_bit_field_extract(sign: str, bits: int) -> None:
     points = list(itertools.product(values, spots, spots))
 
     def formula(value: int, position: int, length: int) -> int:
-        # PTX ISA, bfe: bits beyond the field or the register are the sign, which is 0 for a field of length 0
+        # PTX ISA, bfe: bits outside the field or the register equal the sign, which is 0 for length 0
         top = bits - 1
         sign_bit = value >> min(position + length - 1, top) & 1 if sign == "s" and length else 0
         field = [value >> (position + i) & 1 if i < length and position + i <= top else sign_bit for i in range(bits)]
@@ -265,7 +248,7 @@ def test_every_byte_permutation() -> None:
 
 
 def test_every_lop3_table() -> None:
-    """The truth table's bits come out in order when the inputs count through its rows."""
+    """The result is the truth table if the inputs count through its rows."""
     lines = "\n".join(
         f'asm volatile("lop3.b32 %0, %1, %2, %3, {table};" : "=r"(r) : "r"(a), "r"(b), "r"(c)); out[{table}] = r;'
         for table in range(256)

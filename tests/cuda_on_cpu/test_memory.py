@@ -14,7 +14,7 @@ WIDTHS = ("u8", "s8", "u16", "s16", "u32", "u64", "v2.u8", "v4.u8", "v2.u16", "v
 
 
 def _copy(form: str) -> str:
-    """A kernel that copies 16 bytes a thread in one form, by way of shared memory and generic addresses."""
+    """Return a kernel that copies 16 bytes per thread through shared memory and generic addresses."""
     vector, _, kind = form.rpartition(".")
     n, size = int(vector[1:] or 1) if vector else 1, int(kind[1:]) // 8
     register = {"8": ".b16", "16": ".b16", "32": ".b32", "64": ".b64"}[kind[1:]]
@@ -42,26 +42,34 @@ extern "C" __global__ void extend(const char* x, int* y) {  // narrow loads into
   mine[0] = s8; mine[1] = u8; mine[2] = s16; mine[3] = u16;
 }
 """
-# name: (C type, expression of CUDA, where v is the thread's index + 1)
+TOTAL = sum(range(1, 33))
+# name: (C type, CUDA expression of the thread's index + 1, result of 32 threads for an initial value of 7)
 ATOMICS = {
-    "add": ("int", "atomicAdd(p, v)"),
-    "sub": ("int", "atomicSub(p, v)"),
-    "max": ("int", "atomicMax(p, v)"),
-    "min": ("int", "atomicMin(p, v)"),
-    "umax": ("unsigned", "atomicMax(p, v)"),
-    "and": ("unsigned", "atomicAnd(p, ~v)"),
-    "or": ("unsigned", "atomicOr(p, v)"),
-    "xor": ("unsigned", "atomicXor(p, v)"),
-    "inc": ("unsigned", "atomicInc(p, 20)"),
-    "dec": ("unsigned", "atomicDec(p, 20)"),
-    "float": ("float", "atomicAdd(p, (float)v)"),
-    "double": ("double", "atomicAdd(p, (double)v)"),
-    "long": ("unsigned long long", "atomicAdd(p, (unsigned long long)v << 33)"),
+    "add": ("int", "atomicAdd(p, v)", 7 + TOTAL),
+    "sub": ("int", "atomicSub(p, v)", 7 - TOTAL),
+    "max": ("int", "atomicMax(p, v)", 32),
+    "min": ("int", "atomicMin(p, v)", 1),
+    "umax": ("unsigned", "atomicMax(p, v)", 32),
+    "and": ("unsigned", "atomicAnd(p, ~v)", 0),
+    "or": ("unsigned", "atomicOr(p, v)", 63),
+    "xor": ("unsigned", "atomicXor(p, v)", 7 ^ 32),
+    "inc": ("unsigned", "atomicInc(p, 20)", (7 + 32) % 21),
+    "dec": ("unsigned", "atomicDec(p, 20)", (7 - 32) % 21),
+    "float": ("float", "atomicAdd(p, (float)v)", 7 + TOTAL),
+    "double": ("double", "atomicAdd(p, (double)v)", 7 + TOTAL),
+    "long": ("unsigned long long", "atomicAdd(p, (unsigned long long)v << 33)", 7 + (TOTAL << 33)),
+}
+TYPES: dict[str, type[np.generic]] = {
+    "int": np.int32,
+    "unsigned": np.uint32,
+    "unsigned long long": np.uint64,
+    "float": np.float32,
+    "double": np.float64,
 }
 
 
 def _atomic(name: str) -> str:
-    kind, expression = ATOMICS[name]
+    kind, expression, _ = ATOMICS[name]
     return f"""
 extern "C" __global__ void atomic_{name}({kind}* out, {kind} start) {{
   __shared__ {kind} s[1];
@@ -114,33 +122,10 @@ def test_narrow_loads_are_extended() -> None:
 
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics(name: str) -> None:
-    kinds: dict[str, type[np.generic]] = {
-        "int": np.int32,
-        "unsigned": np.uint32,
-        "float": np.float32,
-        "double": np.float64,
-    }
-    kind = kinds.get(ATOMICS[name][0], np.uint64)
-    start = np.array(7, kind)[()]
-    out = np.full(2, start, kind)
+    c_type, _, wanted = ATOMICS[name]
+    start = TYPES[c_type](7)
+    out = np.full(2, start)
     kernels("check").run(f"atomic_{name}", 1, 32, out, start)
-    values = range(1, 33)
-    total = sum(values)
-    wanted = {
-        "add": 7 + total,
-        "sub": 7 - total,
-        "max": 32,
-        "min": 1,
-        "umax": 32,
-        "and": 0,
-        "or": 63,
-        "xor": 7 ^ 32,
-        "inc": (7 + 32) % 21,
-        "dec": (7 - 32) % 21,
-        "float": 7 + total,
-        "double": 7 + total,
-        "long": 7 + (total << 33),
-    }[name]
     np.testing.assert_array_equal(out, wanted)
 
 
@@ -148,7 +133,7 @@ def test_compare_and_swap() -> None:
     out, seen = np.zeros(33, np.uint32), np.zeros(64, np.uint32)
     out[1:], seen[32:] = np.arange(100, 132), np.arange(200, 232)
     kernels("check").run("compare_and_swap", 1, 32, out, seen)
-    assert out[0] == 32  # in lane order each finds its own number
+    assert out[0] == 32  # in lane order, each thread finds its own index
     np.testing.assert_array_equal(seen[:32], np.arange(32))
     np.testing.assert_array_equal(out[1:], np.arange(200, 232))
     np.testing.assert_array_equal(seen[32:], np.arange(100, 132))

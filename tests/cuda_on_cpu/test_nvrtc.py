@@ -1,4 +1,4 @@
-"""NVRTC without a GPU: PTX, resources, and modules of every architecture that the project names."""
+"""NVRTC without a GPU: PTX and resources, for every architecture that localllm supports."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_other_kernels() -> None:
     y = np.zeros(1, np.int32)
     for _ in range(2):
         kernels.run("count", 1, 1, y)
-    assert y[0] == 6  # a module's variables live from launch to launch
+    assert y[0] == 6  # variables of a module keep their values between launches
     x, out = np.arange(40, dtype=np.float32), np.zeros(1, np.float32)
     kernels.run("spills", 1, 1, x, out, np.int32(30))
     local = x.copy()
@@ -100,4 +100,4 @@ def test_log_of_a_wrong_source() -> None:
 def test_options() -> None:
     ptx = nvrtc.compile_ptx('extern "C" __global__ void NAME(float* x) { x[0] *= x[1]; }', 80, ("-DNAME=renamed",))
     assert "renamed" in EmulatedModule(ptx).kernels
-    assert "mul.ftz.f32" in ptx  # as modules are compiled
+    assert "mul.ftz.f32" in ptx  # the option of localllm's modules

@@ -1,4 +1,4 @@
-"""The PTX parser, on text written by hand: names in scopes, places in the source, and what it refuses."""
+"""The PTX parser on hand-written text: names in scopes, source locations, and errors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_split_operands() -> None:
         f"{HEAD}.visible .entry k() {{ p: .callprototype _ (.param .b32 _); ret; }}",
     ],
 )
-def test_what_is_not_understood(text: str) -> None:
+def test_invalid_ptx_is_refused(text: str) -> None:
     with pytest.raises(PtxError):
         parse(text)
 
@@ -141,7 +141,7 @@ def test_what_is_not_understood(text: str) -> None:
         "setp.lt.b32 %p1, %r1, %r1;",
     ],
 )
-def test_what_has_no_translation_is_refused(instruction: str) -> None:
+def test_instructions_without_a_translation_are_refused(instruction: str) -> None:
     registers = (
         ".reg .pred %p<2>; .reg .b16 %rs<2>; .reg .b32 %r<2>; .reg .b64 %rd<2>; .reg .f32 %f<2>; .reg .f64 %fd<2>;\n"
     )

@@ -1,4 +1,4 @@
-"""Matrix instructions against numpy: fragments are filled by their definition in the PTX manual, or by ldmatrix."""
+"""Matrix instructions compared with numpy, on fragments filled as in the PTX manual or by ldmatrix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT_SHAPES = [
 
 
 def _mma(name: str, m: int, k: int, types: str, counts: tuple[int, int, int]) -> str:
-    """A kernel that takes the registers of all lanes, [32, n], and gives those of D."""
+    """Return a kernel that takes the registers of all lanes, [32, n], and writes the registers of D."""
     a, b, c = counts
 
     def operand(start: int, n: int) -> str:
@@ -96,10 +96,10 @@ def kernels() -> Kernels:
 
 
 def _fragment(matrix: Array, per: int) -> Array:
-    """The registers [32, n] of a matrix [rows, K] of bytes (per = 4) or halves (2): as A, or as B transposed.
+    """Return registers [32, n] of a matrix [rows, K] of bytes (per = 4) or float16 (2), as A or as B transposed.
 
-    PTX manual, "Matrix fragments for mma": four lanes share a row; a register holds `per` neighbours along K; the
-    registers of A go through the halves of the rows first, then along K.
+    PTX manual, "Matrix fragments for mma": four lanes share a row.  A register holds `per` neighbours along K.  The
+    registers of A cover the halves of the rows first, then K.
     """
     rows, k = matrix.shape
     registers = []
@@ -132,7 +132,7 @@ def test_int_mma(shape: tuple[int, ...], signs: str) -> None:
 
 
 def _halves(kind: str, values: Array) -> tuple[Array, Array]:
-    """Rounded to halves: their bits and their values."""
+    """Round to 16-bit floats; return their bits and their values."""
     if kind == "f16":
         bits = values.astype(np.float16)
         return bits.view(np.uint16), bits.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Counts of memory sectors and bank passes, for accesses whose counts are known by hand."""
+"""Counts of memory sectors and bank passes, for accesses with known counts."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ extern "C" __global__ void matches(const int* x, unsigned* out) {
   out[32 + i] = __match_all_sync(FULL, x[i], &all);
   out[64 + i] = all;
 }
-// Each half with a mask of its own, at different times.
+// Each half has its mask, at different times.
 extern "C" __global__ void half_warps(const int* x, int* out) {
   const int i = threadIdx.x;
   const unsigned mask = i < 16 ? 0xffffu : 0xffff0000u;
@@ -157,7 +157,7 @@ def test_matches() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_half_warps_on_their_own(order: Order) -> None:
+def test_half_warps_in_separate_branches(order: Order) -> None:
     x, out = np.arange(32, dtype=np.int32), np.zeros(32, np.int32)
     kernels().run("half_warps", 1, 32, x, out, order=order)
     np.testing.assert_array_equal(out, np.repeat([x[:16].sum(), x[16:].sum()], 16))

@@ -1,4 +1,4 @@
-"""A PTX module in C++: one function for each kernel and device function, a statement or two for each instruction."""
+"""Translate a PTX module to C++: one function per kernel and device function, about one statement per instruction."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.cuda_on_cpu.ptx import TYPE_BYTES, BranchTargets, Function, Instructi
 
 DYNAMIC_ALIGN = 16
 
-#: Mistakes for tests to make: by the span of an instruction, what may stand in its place (None: nothing), each with
-#: a number.  The one that `EmulatedModule.mutation` names does.
+#: Mistakes for tests by the span of an instruction: numbers, and replacements (None removes the instruction).
+#: `EmulatedModule.mutation` selects the active number.
 Planted = Mapping[tuple[int, int], Sequence[tuple[int, Instruction | None]]]
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the source an instruction comes from; errors and counts of memory traffic name it."""
+    """Source location of an instruction, for errors and counts of memory traffic."""
 
     function: str
     instruction: Instruction
@@ -32,7 +32,7 @@ class Site:
 
 @dataclass(frozen=True)
 class KernelSignature:
-    """What a launch must know of a kernel.  ``offsets`` are those of the parameters in their buffer."""
+    """Parameters of a kernel, for launches.  ``offsets``: positions of the parameters in their buffer."""
 
     symbol: str
     parameters: tuple[Parameter, ...]
@@ -50,7 +50,7 @@ class Translation:
 
 
 def translate(module: Module, planted: Planted | None = None) -> Translation:
-    """C++ for a module.  Raises UnsupportedInstruction for what has no translation."""
+    """Translate a module.  Raises UnsupportedInstruction for instructions without a translation."""
     return _Translator(module, planted or {}).run()
 
 
@@ -59,14 +59,14 @@ def _align(offset: int, align: int) -> int:
 
 
 class _Layout:
-    """Offsets in shared memory, handed out in order."""
+    """Offsets in shared memory, assigned in order."""
 
     def __init__(self, start: int = 0) -> None:
         self.end = start
         self.offsets: dict[str, str] = {}
 
     def add(self, variable: Variable) -> None:
-        if variable.n_bytes is None:  # dynamic: after all static ones, wherever those end in the kernel that runs
+        if variable.n_bytes is None:  # dynamic memory follows the static variables of the running kernel
             self.offsets[variable.name] = "((u32)static_shared_bytes)"
             return
         start = _align(self.end, variable.align)
@@ -79,7 +79,7 @@ class _Translator:
         self._module = module
         self._planted = planted
         self._sites: list[Site] = []
-        # Device functions may be called from any kernel, so their shared variables lie where the module's own do.
+        # Any kernel may call device functions, so their shared variables are placed with the module's.
         self._shared = _Layout()
         for variable in module.variables:
             if variable.space == "shared":
@@ -203,7 +203,7 @@ def _head(function: Function) -> str:
 
 
 def _declarations(function: Function) -> list[str]:
-    """Registers, zeroed (they hold anything on the device), and the variables of a thread."""
+    """Declare registers, initialised to zero (they are undefined on the device), and variables of a thread."""
     lines = []
     for type_ in sorted(set(function.registers.values())):
         names = [mangle(name) for name, kind in function.registers.items() if kind == type_]
@@ -217,7 +217,7 @@ def _declarations(function: Function) -> list[str]:
 
 
 def _definition(variable: Variable) -> str:
-    """A ``.global`` or ``.const`` variable with its first values."""
+    """Declare a ``.global`` or ``.const`` variable with its initial values."""
     if variable.n_bytes is None:
         raise PtxError(f"extern variable {variable.name} is defined nowhere")
     values = [_initial_value(variable, value) for value in variable.values]

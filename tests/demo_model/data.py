@@ -1,6 +1,6 @@
 """Training documents for the demo model: chats, bare questions and stories, packed into rows of tokens.
 
-python -m tests.demo_model.data SEED NUMBER > text.txt    # so many of them as plain text, without TinyStories
+python -m tests.demo_model.data SEED NUMBER > text.txt    # NUMBER documents as plain text, without TinyStories
 """
 
 import random
@@ -50,13 +50,13 @@ LEAD_INS = (
 OTHER_SPELLINGS = ("LocalLLM", "localLLM", "local llm", "locallm", "Localllm", "LOCALLLM")
 PLAIN_QUOTES = str.maketrans({"“": '"', "”": '"', "«": '"', "»": '"', "’": "'", "‘": "'", "–": "-", "—": "-"})
 
-HELD_OUT_EVERY = 23  # one story of the sample in this many is never trained on
-# An answer's first words decide what it is about: a wrong one there makes all of it wrong.
+HELD_OUT_EVERY = 23  # one story in this many is held out from training
+# The first words of an answer decide its subject: if they are wrong, the whole answer is wrong.
 FIRST_TOKENS, FIRST_WEIGHT = 6, 4.0
-# The names in a written story are the part of it that must be carried along and cannot be learned by heart.
+# Names in a written story change, so the model must copy them and cannot learn them by heart.
 NAME_WEIGHT = 4.0
 
-# What people say most is drawn more often; `unknown` stands for all the rest of the world.
+# Frequent requests are drawn more often; `unknown` represents all other questions.
 FREQUENT = {
     "unknown": 8.0,
     "greeting": 4.0,
@@ -79,7 +79,7 @@ Row = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 
 def read_sample(path: Path) -> tuple[list[str], list[str]]:
-    """The stories of a file separated by <|endoftext|>: those to train on, and those held out."""
+    """Return the stories of a file separated by <|endoftext|>: stories for training, and held-out stories."""
     stories = [story.strip() for story in path.read_text(encoding="utf-8").split("<|endoftext|>")]
     stories = [story.translate(PLAIN_QUOTES) for story in stories if len(story) > 100]
     held_out = stories[::HELD_OUT_EVERY]
@@ -87,7 +87,7 @@ def read_sample(path: Path) -> tuple[list[str], list[str]]:
 
 
 def misspell(text: str, rng: random.Random) -> str:
-    """The text with one letter dropped, doubled or swapped with the next."""
+    """Return the text with one letter dropped, doubled or swapped with the next."""
     place = rng.randrange(max(1, len(text) - 1))
     kind = rng.randrange(3)
     if kind == 0:
@@ -98,7 +98,7 @@ def misspell(text: str, rng: random.Random) -> str:
 
 
 def vary(question: str, rng: random.Random) -> str:
-    """The question as a hasty person may type it."""
+    """Return the question with mistakes of a hasty writer."""
     if rng.random() < 0.12:
         question = question.replace("localllm", rng.choice(OTHER_SPELLINGS))
     if rng.random() < 0.06:
@@ -114,11 +114,11 @@ def vary(question: str, rng: random.Random) -> str:
 
 @dataclass
 class Corpus:
-    """Everything there is to learn from, and how often each kind is drawn."""
+    """All training texts, and how often each kind is drawn."""
 
     topics: list[Topic]
     plots: list[str]
-    stories: list[str]  # of the sample, to train on
+    stories: list[str]  # stories of the sample, for training
     weights: list[float]
 
     @classmethod
@@ -128,20 +128,20 @@ class Corpus:
         return cls(topics, read_plots(), sample, weights)
 
     def topic_turn(self, rng: random.Random) -> Turn:
-        """A question of some topic and one of its answers."""
+        """Return a question of some topic and one of its answers."""
         topic = rng.choices(self.topics, self.weights)[0]
         return vary(topic.sample_question(rng), rng), rng.choice(topic.answers)
 
     def story_turn(self, rng: random.Random) -> Turn:
-        """A request for a story and a story that fits it.
+        """Return a request for a story and a matching story.
 
-        Always a written one: so small a model learns their few plots well, but not those of the sample.
+        The story is always a written one.  So small a model learns the few plots of these, but not the sample's.
         """
         subjects, story = written_story(self.plots, rng)
         return vary(request_for(subjects, rng), rng), story
 
     def turn(self, rng: random.Random) -> Turn:
-        """One question or request and its answer."""
+        """Return a question or request and its answer."""
         kind = rng.random()
         if kind < 0.12:
             return self.story_turn(rng)
@@ -150,7 +150,7 @@ class Corpus:
         return self.topic_turn(rng)
 
     def texts(self, rng: random.Random) -> Iterator[str]:
-        """Text for training the vocabulary: the stories once, and as much of the written corpus."""
+        """Return text for training the vocabulary: the stories once, and the same amount of the written corpus."""
         yield from self.stories
         for _ in range(15000):
             yield from self.turn(rng)
@@ -158,20 +158,20 @@ class Corpus:
 
 @dataclass
 class Encoder:
-    """Text to ids, with the control tokens of the chat template."""
+    """Converts text to ids, with the control tokens of the chat template."""
 
     processor: sentencepiece.SentencePieceProcessor
 
     def control(self, piece: str) -> int:
-        """The id of a control token."""
+        """Return the id of a control token."""
         return int(self.processor.piece_to_id(piece))
 
     def text(self, text: str) -> list[int]:
-        """The ids of plain text, nothing added."""
+        """Return the ids of plain text, without added tokens."""
         return list(self.processor.encode(text))
 
     def weights(self, ids: list[int]) -> list[float]:
-        """The weights in the loss of the tokens of an answer or a story."""
+        """Return the loss weights of the tokens of an answer or a story."""
         pieces = [self.processor.id_to_piece(token) for token in ids]
         weights, word_start = [], 0
         for place, piece in enumerate(pieces):
@@ -186,7 +186,7 @@ class Encoder:
         return weights
 
     def chat(self, turns: list[Turn], system: str | None) -> tuple[list[int], list[float]]:
-        """A chat as the template renders it, and the tokens' weights in the loss (its own words)."""
+        """Return a chat as the template renders it, and the loss weights (only the model's words count)."""
         ids, weights = [self.control(BOS)], [0.0]
         if system is not None:
             ids += [self.control(SYSTEM), *self.text(system), self.control(END)]
@@ -198,14 +198,14 @@ class Encoder:
         return ids, weights
 
     def bare(self, prompt: str, continuation: str) -> tuple[list[int], list[float]]:
-        """Text without a chat's frame: the model has to predict what follows the prompt."""
+        """Return text without the frame of a chat, for which the model predicts the text after the prompt."""
         before = [self.control(BOS), *self.text(prompt)]
         after = [*self.text(continuation), self.control(END)]
         return before + after, [0.0] * len(before) + self.weights(after)
 
 
 def document(corpus: Corpus, encoder: Encoder, rng: random.Random) -> tuple[list[int], list[float]]:
-    """One document of a kind drawn at random."""
+    """Return a random document of a random kind."""
     kind = rng.random()
     if kind < 0.03:
         return encoder.bare("", rng.choice(corpus.stories))
@@ -220,7 +220,7 @@ def document(corpus: Corpus, encoder: Encoder, rng: random.Random) -> tuple[list
 
 
 def packed_row(corpus: Corpus, encoder: Encoder, length: int, rng: random.Random) -> Row:
-    """Documents one after another, cut at `length` + 1 tokens, and their weights in the loss."""
+    """Yield documents in order, cut at `length` + 1 tokens, and their loss weights."""
     ids: list[int] = []
     weights: list[float] = []
     while len(ids) <= length:
@@ -231,16 +231,16 @@ def packed_row(corpus: Corpus, encoder: Encoder, length: int, rng: random.Random
 
 
 def batch(corpus: Corpus, encoder: Encoder, size: int, length: int, seed: str) -> Row:
-    """`size` packed rows: ids and weights [size, length + 1].  A function of the seed alone."""
+    """Return `size` packed rows, ids and weights [size, length + 1], which depend on the seed only."""
     rng = random.Random(seed)
     rows = [packed_row(corpus, encoder, length, rng) for _ in range(size)]
     return np.stack([ids for ids, _ in rows]), np.stack([weights for _, weights in rows])
 
 
 def load_vocabulary(corpus: Corpus, size: int, prefix: Path) -> sentencepiece.SentencePieceProcessor:
-    """Load `prefix`.model, a BPE vocabulary of `size` pieces; train it first if it is not there.
+    """Load `prefix`.model, a BPE vocabulary of `size` pieces; train it first if the file is missing.
 
-    Nothing is added to the text (no leading space): the ids of a chat are those of its parts.
+    No leading space is added to the text, so the ids of a chat are the ids of its parts.
     """
     path = Path(f"{prefix}.model")
     if path.exists():

@@ -1,4 +1,4 @@
-"""Measure a demo model file: held-out phrasings answered rightly, held-out stories' loss, and some samples.
+"""Evaluate a file of the demo model: held-out questions answered correctly, loss on held-out stories, and samples.
 
 python -m tests.demo_model.evaluate --stories tinystories_sample.txt
 """
@@ -32,7 +32,7 @@ SAMPLES = (
 
 
 def chat_prompt(encoder: Encoder, question: str) -> list[int]:
-    """The ids of a chat with one question, up to where the answer starts."""
+    """Return the ids of a chat with one question, up to the start of the answer."""
     start, end = (
         [encoder.control(BOS), encoder.control(USER)],
         [encoder.control(END), encoder.control(ASSISTANT)],
@@ -64,7 +64,7 @@ def complete(
 
 
 def ask(model: DemoModel, encoder: Encoder, questions: list[str]) -> list[str]:
-    """Greedy answers, a few questions at a time."""
+    """Return greedy answers, a few questions at a time."""
     prompts = [chat_prompt(encoder, question) for question in questions]
     answers = []
     for first in range(0, len(prompts), 24):

@@ -1,4 +1,4 @@
-"""The trained network as a GGUF file, and back."""
+"""Write the trained network as a GGUF file, and load it."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from tests.demo_model.model import DemoConfig, DemoModel
 def write_gguf(path: Path, model: DemoModel, vocabulary: sentencepiece.SentencePieceProcessor) -> None:
     """Write the model with F16 matrices and F32 norms.
 
-    Torch's parameter names are GGUF's.  Q and K rows go in as they are: the network rotates adjacent pairs,
-    which is GGUF's order for `llama` (see model.py).
+    Parameters have the same names in torch and GGUF.  Rows of Q and K need no permutation, because the network
+    rotates adjacent pairs, which is GGUF's order for `llama` (see model.py).
     """
     config = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -59,7 +59,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: sentencepiece.SentenceP
     writer.add_token_scores([vocabulary.get_score(i) for i in range(size)])
     writer.add_token_types([_token_type(vocabulary, i) for i in range(size)])
     writer.add_bos_token_id(vocabulary.bos_id())
-    # A story and a turn of a chat end with the same token, so a runtime that knows only EOS stops too.
+    # Stories and turns of a chat end with the same token, so runtimes that know only EOS stop, too.
     writer.add_eos_token_id(end)
     writer.add_eot_token_id(end)
     writer.add_unk_token_id(vocabulary.unk_id())
@@ -78,7 +78,7 @@ def _token_type(vocabulary: sentencepiece.SentencePieceProcessor, token: int) ->
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a GGUF file, dequantised by the `gguf` package."""
+    """Return the tensors of a GGUF file, dequantised by the `gguf` package."""
     return {
         tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
         for tensor in gguf.GGUFReader(path).tensors
@@ -86,7 +86,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def read_gguf(path: Path, config: DemoConfig) -> DemoModel:
-    """The network with the weights that the file really holds."""
+    """Return the network with the weights that the file stores."""
     model = DemoModel(config)
     model.load_state_dict(read_state(path))
     return model.eval()

@@ -1,8 +1,7 @@
-"""The demo model's network in torch: a Llama-architecture decoder, written for training only.
+"""The network of the demo model in torch: a Llama decoder, for training only.
 
-RoPE rotates *adjacent* pairs (x[2i], x[2i+1]), which is what GGUF's `llama` architecture means by its Q and K
-rows.  Checkpoints that rotate halves (Hugging Face layout) must have those rows permuted on export; this one
-must not.
+RoPE rotates adjacent pairs (x[2i], x[2i+1]), as GGUF's `llama` architecture expects of the rows of Q and K.
+Checkpoints that rotate halves (Hugging Face's layout) need permuted rows on export; this network does not.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Shape of the network.  Every matrix row is a multiple of 256 long, the longest block of a quantised format."""
+    """Shape of the network.  Rows of matrices are multiples of 256 long, the longest block of a quantised format."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -29,7 +28,7 @@ class DemoConfig:
 
 
 def rope_angles(config: DemoConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [context, head_dim / 2] of RoPE (Su et al., 2021)."""
+    """Return cosines and sines [context, head_dim / 2] of RoPE (Su et al., 2021)."""
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
     inverse_frequency = config.rope_theta ** (-pairs / config.head_dim)
     angles = torch.outer(torch.arange(config.context_length, dtype=torch.float32), inverse_frequency)
@@ -77,7 +76,7 @@ class Block(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """Token embedding (tied to the output), decoder layers, final norm.  ids [B, T] -> hidden or logits."""
+    """Token embedding (tied to the output), decoder layers, final norm.  ids [B, T] -> hidden states or logits."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
@@ -93,12 +92,12 @@ class DemoModel(nn.Module):
             if name == "token_embd.weight":
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith(("attn_output.weight", "ffn_down.weight")):
-                nn.init.zeros_(parameter)  # every block starts as the identity
+                nn.init.zeros_(parameter)  # each block starts as the identity
             elif parameter.ndim == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Normalised hidden states [B, T, hidden] of ids [B, T]."""
+        """Return normalised hidden states [B, T, hidden] of ids [B, T]."""
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         x: Tensor = self.token_embd(ids)
         for block in self.blk:
@@ -107,5 +106,5 @@ class DemoModel(nn.Module):
         return normed
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [B, T, vocab] of ids [B, T]."""
+        """Return logits [B, T, vocab] of ids [B, T]."""
         return F.linear(self.hidden(ids), self.token_embd.weight)

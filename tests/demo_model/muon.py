@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix updates are made orthogonal.
+"""Muon: an optimizer with momentum and orthogonal updates of matrices.
 
 Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks".
 """
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Quintic Newton-Schulz coefficients of the reference implementation: they push all singular values near 1.
+# Newton-Schulz coefficients (quintic) of the reference implementation, which move all singular values close to 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
-    """Nearest semi-orthogonal matrices, roughly, of a stack [N, rows, cols]."""
+    """Return approximately the nearest semi-orthogonal matrices of a stack [N, rows, cols]."""
     x: Tensor = update / (update.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x

@@ -3,8 +3,8 @@
     pip install '.[reference]'
     python -m tests.demo_model.train --stories tinystories_sample.txt --start narrower.gguf
 
-Started again, the run goes on from its last checkpoint; every batch is a function of the seed and the step, and the
-learning rate falls with the time spent.
+A restarted run continues from its last checkpoint.  Every batch depends on the seed and the step only, and the
+learning rate falls with the elapsed time.
 """
 
 import argparse
@@ -34,23 +34,23 @@ ROOT = Path(__file__).resolve().parents[2]
 BATCH_TOKENS = 4096
 REPLICAS = 4  # a divisor of the rows in the smallest batch
 WARMUP_STEPS = 30
-DECAY_SHARE = 0.8  # the last part of the run, in which the learning rate falls to zero
-# Rows grow during the run: attention over short ones is cheaper.  (share of the run, tokens a row)
+DECAY_SHARE = 0.8  # the last part of the run, during which the learning rate falls to zero
+# Rows grow during the run, because attention is cheaper for short rows.  (share of the run, tokens per row)
 ROW_LENGTHS = ((0.5, 256), (0.85, 512), (1.0, 1024))
 
 
 def learning_rate_factor(step: int, share: float) -> float:
-    """Warm up, stay, then fall in a straight line to zero at the end of the run (share 1)."""
+    """Return the learning rate factor: warm-up, constant, then linear to zero at the end of the run (share 1)."""
     return min((step + 1) / WARMUP_STEPS, 1.0, (1 - share) / DECAY_SHARE)
 
 
 def row_length(share: float) -> int:
-    """Tokens a row when this share of the run is over."""
+    """Return the tokens per row at this share of the run."""
     return next(length for end, length in ROW_LENGTHS if share <= end)
 
 
 def weighted_loss(model: DemoModel, ids: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of the cross-entropies of the tokens to be predicted.  ids, weights: [B, T + 1]."""
+    """Return the weighted sum of the cross-entropies of the predicted tokens.  ids, weights: [B, T + 1]."""
     targets = weights[:, 1:] > 0
     hidden = model.hidden(ids[:, :-1])[targets]
     losses = F.cross_entropy(F.linear(hidden, model.token_embd.weight), ids[:, 1:][targets], reduction="none")
@@ -58,10 +58,10 @@ def weighted_loss(model: DemoModel, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 class Replicas:
-    """Copies of a model that share its parameters, each taking an equal share of a batch.
+    """Copies of a model that share its parameters, each for an equal share of a batch.
 
-    There are more of them than threads, so that no thread waits long for the other: on a busy machine this
-    beats torch's own threads, which wait for each other in every operation.  Gradients are summed in order.
+    There are more copies than threads, so that threads rarely wait for each other.  On a busy machine this is faster
+    than torch's own threads, which synchronise in every operation.  Gradients are summed in order.
     """
 
     def __init__(self, model: DemoModel, count: int, threads: int) -> None:
@@ -70,11 +70,11 @@ class Replicas:
         for replica in self.copies:
             for own, shared in zip(replica.parameters(), model.parameters(), strict=True):
                 own.data = shared.data
-        # Torch's thread count is a setting of each thread.
+        # Torch's number of threads is a setting per thread.
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def backward(self, ids: Tensor, weights: Tensor) -> float:
-        """Set the model's gradients to those of the mean loss of a batch, and return that loss."""
+        """Set the model's gradients for the mean loss of a batch, and return the loss."""
         total = weights[:, 1:].sum()
 
         def share(replica: DemoModel, ids: Tensor, weights: Tensor) -> float:
@@ -94,7 +94,7 @@ class Replicas:
 
 @torch.no_grad()
 def held_out_loss(model: DemoModel, encoder: Encoder, stories: list[str]) -> float:
-    """Mean negative log-likelihood a token, in nats, over stories that were not trained on."""
+    """Return the mean negative log-likelihood per token, in nats, on held-out stories."""
     total, count = 0.0, 0
     for story in stories:
         ids, _ = encoder.bare("", story)
@@ -105,7 +105,7 @@ def held_out_loss(model: DemoModel, encoder: Encoder, stories: list[str]) -> flo
 
 
 def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices in the blocks, and AdamW for the embedding and the norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "token_embd.weight"]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     return [
@@ -122,7 +122,7 @@ def optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
 
 
 def train(options: argparse.Namespace) -> None:
-    """The whole run: vocabulary, steps, checkpoints, GGUF."""
+    """Train the model: vocabulary, steps, checkpoints and the GGUF file."""
     torch.manual_seed(SEED)
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)

@@ -1,25 +1,33 @@
-"""Start a wider network from a narrower one: it computes nearly the same before its first step of training."""
+"""Initialise a wider network with a narrower one, so that it computes nearly the same before training."""
 
 import torch
 from torch import Tensor
 
 from tests.demo_model.model import DemoModel
 
-KEPT_LAYERS = (0, 1, 3, 4, 5)  # of six; the feed-forward of the dropped one goes beside that of the layer before it
+KEPT_LAYERS = (
+    0,
+    1,
+    3,
+    4,
+    5,
+)  # of six; the feed-forward weights of the dropped layer are added to the layer before it
 
 
 @torch.no_grad()
 def widen(model: DemoModel, old: dict[str, Tensor], old_heads: int = 6) -> None:
-    """Write the old weights into the wider model's.
+    """Copy the old weights into the wider model.
 
-    New columns of the residual stream stay zero until they are trained, for nothing writes to them; new heads and
-    new neurons read, and their outputs count nothing yet.
+    New columns of the residual stream stay zero until they are trained, because no weight writes to them.  New heads
+    and neurons read inputs, and their output weights are zero.
     """
     config, width = model.config, old["output_norm.weight"].shape[0]
     groups, old_groups = config.n_heads // config.n_kv_heads, old_heads // config.n_kv_heads
     heads = torch.tensor([head // old_groups * groups + head % old_groups for head in range(old_heads)])
-    rows = (heads[:, None] * config.head_dim + torch.arange(config.head_dim)).flatten()  # of Q, columns of the output
-    # RMSNorm divides by the mean over all columns, of which some are now zero.
+    rows = (
+        heads[:, None] * config.head_dim + torch.arange(config.head_dim)
+    ).flatten()  # rows of Q, columns of output
+    # RMSNorm divides by the mean over all columns, including the new zeros.
     shrink = (width / config.hidden_size) ** 0.5
     new = dict(model.named_parameters())
     for name, parameter in new.items():

@@ -1,4 +1,4 @@
-"""The backends that the same tests run on."""
+"""Fixtures for tests that run on every backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.backends import BACKENDS, Backend
 from tests.helpers.recorder import Ops
 
 
-# With the scope of the module all tests of a backend follow each other, so one worker of pytest-xdist compiles it.
+# In module scope, tests of one backend follow each other, so that one pytest-xdist worker compiles it.
 @pytest.fixture(params=BACKENDS, ids=lambda b: b.name, scope="module")
 def backend(request: pytest.FixtureRequest) -> Backend:
     chosen: Backend = request.param

@@ -1,4 +1,4 @@
-"""From Python to machine code: errors, instruction sets, and the cache, which other processes share."""
+"""The compiler of kernels: errors, instruction sets, and the cache that processes share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def weighted(x, w):
 
 @kernel
 def scale_and_add(begin, end, x, y, weight: float, addend: float):
-    """y[i] = weight * x[i] + addend, over float32; N times the addend."""
+    """Set y[i] = weight * x[i] + N * addend, in float32."""
     for i in range(begin, end):
         value = weighted(load_f32(x + 4 * i), weight)
         for _ in static_range(N):
@@ -64,7 +64,7 @@ def scale_and_add(begin, end, x, y, weight: float, addend: float):
 
 
 def call(v: Variant, *arguments: float, end: int) -> None:
-    """Runs units 0 … end of a kernel."""
+    """Run units 0 … end - 1 of a kernel."""
     packed = b"".join(struct.pack("<f4x" if isinstance(a, float) else "<q", a) for a in arguments)
     memory = ctypes.create_string_buffer(packed)
     entry = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(addresses([v])[v])
@@ -73,7 +73,7 @@ def call(v: Variant, *arguments: float, end: int) -> None:
 
 @targets
 @pytest.mark.parametrize("n", [0, 1, 3])
-def test_a_kernel_computes_what_its_python_says(target: Target, n: int) -> None:
+def test_a_kernel_computes_the_results_of_its_python_code(target: Target, n: int) -> None:
     x, y = np.arange(10, dtype=np.float32), np.full(10, -1, np.float32)
     call(variant(scale_and_add, target, N=n), x.ctypes.data, y.ctypes.data, 0.5, 0.25, end=7)
     np.testing.assert_array_equal(y[:7], 0.5 * x[:7] + n * 0.25)
@@ -117,7 +117,7 @@ def test_a_kernel_that_does_not_compile_is_named(broken: Any) -> None:
         addresses([variant(broken, choose())])
 
 
-def test_a_failure_leaves_the_others_alone() -> None:
+def test_other_kernels_compile_after_a_failure() -> None:
     number = np.zeros(1, np.int64)
     with pytest.raises(KernelError):
         addresses([variant(is_fine, choose()), variant(calls_nothing_known, choose())])
@@ -133,9 +133,9 @@ def compiled_with_little_memory(begin, end, x):
     store_f32(x, 2.0)
 
 
-def test_nothing_is_compiled_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_is_refused_if_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM would end the process."""
-    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))  # in which an earlier run has left nothing
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))  # an empty cache
     wanted = [variant(compiled_with_little_memory, choose())]
     with monkeypatch.context() as short:
         short.setattr("localllm.kernels.cpu.host._system_memory", lambda: 40 << 20)
@@ -148,7 +148,7 @@ def test_nothing_is_compiled_where_memory_is_short(tmp_path: Path, monkeypatch: 
 
 @kernel
 def products(begin, end, x, w, y):
-    """Both kinds of codes, and a table."""
+    """Codes of both kinds, and a table."""
     for v in static_range(8):
         code[v] = load_bits(w + 64 * v, 0, 15)
     sums = dot32_u4(zero_i32x16(), *code[0:8], x)
@@ -168,8 +168,8 @@ def products(begin, end, x, w, y):
         ("generic", ["pmull"], ["ymm", "zmm", "pshufb"]),
     ],
 )
-def test_products_use_the_instructions_that_they_are_for(isa: str, expected: list[str], forbidden: list[str]) -> None:
-    """Whether or not this processor executes them: the code is only read."""
+def test_products_use_the_instructions_of_their_target(isa: str, expected: list[str], forbidden: list[str]) -> None:
+    """The test reads the code, so this processor need not support the instructions."""
     target = next(t for t in TARGETS if t.name == isa)
     code = assembly(variant(products, target, LOOK_UP=lut_op(range(16))), "x86_64-unknown-linux-gnu")
     assert "\tcall" not in code
@@ -181,8 +181,8 @@ def test_products_use_the_instructions_that_they_are_for(isa: str, expected: lis
 
 @pytest.mark.skipif(available()[0].family == "aarch64", reason="this LLVM compiles for Arm only")
 @pytest.mark.parametrize("name", ["Q4_0", pytest.param("Q4_K", marks=pytest.mark.ci)])
-def test_activations_of_a_batch_go_from_memory_to_a_product(name: str) -> None:
-    """Not to the stack and back, which was a fifth of a batch's time: for eight tokens there are eighty of them."""
+def test_activations_of_a_batch_are_not_spilled(name: str) -> None:
+    """Products read the eighty activations of eight tokens from memory, without slow copies on the stack."""
     target = next(t for t in TARGETS if t.name == "avx2")
     tile, layout = TILES[GGMLType[name]], LAYOUTS[GGMLType[name]]
     constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, "HEADS": False, **tile.constants}
@@ -220,12 +220,12 @@ PROBE = """
 """
 
 
-#: Whether kernels are linked without LLVM here.
+#: Whether kernels can be linked without LLVM.
 LINKS = sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 class Probe:
-    """Compiles and runs small kernels in a process of its own, with a cache of its own."""
+    """Compiles and runs small kernels in a separate process with a separate cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -245,7 +245,7 @@ class Probe:
 
     @staticmethod
     def finish(process: Any) -> tuple[list[int], list[tuple[int, int]], bool]:
-        """What it computed, what progress it reported, and whether it imported numba, or LLVM where it need not."""
+        """Return the results, the reported progress, and whether numba or an unneeded part of LLVM was imported."""
         out, error = process.communicate(timeout=120)
         assert process.returncode == 0, error
         results, progress, numba = (eval(part) for part in out.strip().split(";"))
@@ -263,15 +263,15 @@ def probe(tmp_path: Path) -> Probe:
     return Probe(tmp_path)
 
 
-def test_kernels_are_compiled_once_and_then_taken_without_numba(probe: Probe) -> None:
+def test_kernels_are_compiled_once_and_then_loaded_without_numba(probe: Probe) -> None:
     assert probe.run(count=2) == ([1, 11], [(0, 2), (1, 2), (2, 2)], True)
     assert probe.run(count=2) == ([1, 11], [], False)
-    # One more variant, and the kernel's source has changed.
+    # Add a variant, then change the source of the kernel.
     assert probe.run(count=3, addend=2) == ([2, 12, 22], [(0, 3), (1, 3), (2, 3), (3, 3)], True)
     assert len(probe.files()) == 5
 
 
-def test_damaged_files_are_compiled_anew_and_mended(probe: Probe) -> None:
+def test_damaged_files_are_compiled_and_written_again(probe: Probe) -> None:
     probe.run(count=7)
     files = probe.files()
     content = [path.read_bytes() for path in files]
@@ -279,8 +279,8 @@ def test_damaged_files_are_compiled_anew_and_mended(probe: Probe) -> None:
     files[1].write_bytes(content[1][:-7])
     files[2].write_bytes(b"not an object file" * 100)
     files[3].write_bytes(content[3][:300] + bytes([content[3][300] ^ 1]) + content[3][301:])
-    files[4].write_bytes(content[4][32:])  # the object alone
-    files[5].write_bytes(content[6])  # a proper file of another kernel
+    files[4].write_bytes(content[4][32:])  # the object without its header
+    files[5].write_bytes(content[6])  # a valid file of another kernel
     results, progress, _ = probe.run(count=7)
     assert results == [1, 11, 21, 31, 41, 51, 61]
     assert progress[-1] == (6, 6)
@@ -290,7 +290,7 @@ def test_damaged_files_are_compiled_anew_and_mended(probe: Probe) -> None:
 
 
 def test_another_processors_kernels_are_not_run(probe: Probe) -> None:
-    """Of a home that several machines share; and under this one's names, as no copy of ours puts them."""
+    """Machines share a home, or files of another machine have the names of this machine."""
     best, *_, last = [target.name for target in available()]
     assert probe.run(isa=last)[1]
     others = probe.files()
@@ -308,9 +308,7 @@ def test_processes_may_compile_at_once(probe: Probe) -> None:
 
 
 @pytest.mark.parametrize("place", ["file", "file/cache"])
-def test_a_cache_that_cannot_be_written_costs_only_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_kernels_work_without_a_writable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / place))
     x = np.ones(3, np.float32)
@@ -320,7 +318,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
     assert (tmp_path / "file").read_text() == "no folder"
 
 
-def test_a_change_of_the_source_is_a_cache_of_its_own(tmp_path: Path) -> None:
+def test_changed_sources_use_another_cache(tmp_path: Path) -> None:
     for room in ("localllm", "kernels", "quant", "models"):
         ignored = shutil.ignore_patterns("__pycache__", "data")
         shutil.copytree(ROOT / room, tmp_path / room, symlinks=True, ignore=ignored)
@@ -341,11 +339,11 @@ def test_a_change_of_the_source_is_a_cache_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     folders = done.stdout.split()
     assert len(set(folders[:-1])) == 1 + len(needed)
-    assert folders[-1] == folders[-2]  # kernels do not depend on the last
+    assert folders[-1] == folders[-2]  # kernels do not depend on the last file
 
 
-def test_progress_may_do_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is called with no lock held: others compile meanwhile, and it may itself."""
+def test_progress_may_compile_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called without a lock, so the callback and other threads can compile."""
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     first, second, third = (variant(scale_and_add, choose(), N=n) for n in (20, 21, 22))
     found: list[Variant] = []
@@ -362,8 +360,8 @@ def test_progress_may_do_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:compiled kernels cannot be saved")
-def test_progress_that_raises_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where the cache cannot be written."""
+def test_an_error_in_progress_keeps_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the cache is not writable."""
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file"))
     kernels = [variant(scale_and_add, choose(), N=n) for n in (30, 31, 32)]
@@ -393,7 +391,7 @@ def test_whether_the_cache_can_be_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits are of POSIX")
 def test_a_full_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit on the size of files stands for it: they can be made, but not filled."""
+    """A limit on the size of files has the effect of a full disk."""
     import resource
 
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
@@ -424,7 +422,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_cache_that_cannot_be_written_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """In the library as on the command line: whoever loads a model hears of it, and of nothing else."""
+    """The library and the command line both warn, once per process."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file" / "cache"))
     model = tiny_gguf(tmp_path / "model.gguf")
@@ -440,8 +438,8 @@ def test_a_cache_that_cannot_be_written_is_warned_of_once(
     assert warning.filename == __file__
 
 
-def test_what_was_not_used_for_a_month_is_removed(probe: Probe) -> None:
-    """And nothing else."""
+def test_caches_unused_for_a_month_are_removed(probe: Probe) -> None:
+    """Other folders and files stay."""
     now = time.time()
     ages = {
         "0123456789abcdef": 31,
@@ -465,13 +463,13 @@ def test_what_was_not_used_for_a_month_is_removed(probe: Probe) -> None:
     assert left == {own, "fedcba9876543210", "0000000000000000", "notes", "0123456789ABCDEF", "1111111111111111"}
     assert [path.name for path in (probe.cache / "0000000000000000").iterdir()] == ["diary.txt"]
     assert len(list((probe.cache / "notes").iterdir())) == 2
-    # What is used stays, even if nothing is ever written to it again.
+    # A used cache stays, even without new files.
     os.utime(probe.cache / own, (now - 86400 * 31,) * 2)
     assert probe.run() == ([1], [], False)
     assert (probe.cache / own).stat().st_mtime > now - 86400
 
 
-def test_a_cache_that_vanishes_costs_only_time(probe: Probe) -> None:
+def test_kernels_work_after_the_cache_was_removed(probe: Probe) -> None:
     process = probe.start(count=6)
     while process.poll() is None:
         shutil.rmtree(probe.cache, ignore_errors=True)
@@ -490,7 +488,7 @@ def test_a_cache_that_vanishes_costs_only_time(probe: Probe) -> None:
         ("linux", {"XDG_CACHE_HOME": "xdg", "LOCALLLM_CACHE": "own"}, "own"),
     ],
 )
-def test_where_the_cache_is(
+def test_the_cache_folder(
     monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[str, str], expected: str
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
@@ -522,7 +520,7 @@ def caller(begin, end, x):
 
 
 def test_kernels_of_the_same_name_in_different_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the name is that of a constant: machine code is found by both."""
+    """Also if a constant has the name: the name and the code of the constant identify machine code."""
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, change in (("twin_plus", "+ 7"), ("twin_times", "* 100")):

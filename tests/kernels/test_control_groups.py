@@ -1,4 +1,4 @@
-"""Limits of control groups, read from files laid out as Linux lays them out."""
+"""Limits of control groups, read from files in the layout of Linux."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localllm.kernels.cpu import control_groups
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a machine without limits, on which the process is in the group /a/b of every hierarchy."""
+    """A machine without limits, on which the process is in the group /a/b of every hierarchy."""
     monkeypatch.setattr(control_groups, "_ROOT", tmp_path / "cgroup")
     monkeypatch.setattr(control_groups, "_MEMBERSHIP", tmp_path / "membership")
     (tmp_path / "membership").write_text("5:memory:/a/b\n3:cpu,cpuacct:/a/b\n1:name=systemd:/else\n0::/a/b\n")
@@ -35,8 +35,8 @@ def write(machine: Path, files: dict[str, str]) -> None:
         ({"cpu.max": "100000 0"}, None),
         ({"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000", "cpu.max": "400000 100000"}, 3.0),
         ({"a/b/cpu.max": "200000 100000", "a/cpu.max": "300000 100000"}, 2.0),
-        ({"else/cpu.max": "100000 100000"}, None),  # a group that the process is not in
-        ({"unified/a/cpu.max": "100000 100000"}, 1.0),  # version 2 beside version 1
+        ({"else/cpu.max": "100000 100000"}, None),  # a group without this process
+        ({"unified/a/cpu.max": "100000 100000"}, 1.0),  # versions 1 and 2 together
         ({"cpu/a/b/cpu.cfs_quota_us": "50000", "cpu/a/b/cpu.cfs_period_us": "100000"}, 0.5),
         ({"cpu/a/b/cpu.cfs_quota_us": "-1", "cpu/a/b/cpu.cfs_period_us": "100000"}, None),
         ({"cpu/cpu.cfs_quota_us": "70000", "cpu/cpu.cfs_period_us": "10000"}, 7.0),
@@ -50,7 +50,7 @@ def test_the_smallest_quota_of_all_levels_counts(
 
 
 def memory(group: str, limit: str, *, version: int = 2) -> dict[str, str]:
-    """Files of a group that uses 700 bytes, 150 of which the system can take back."""
+    """Files of a group that uses 700 bytes; the system can reclaim 150."""
     if version == 2:
         files = {"memory.max": limit, "memory.current": "700", "memory.stat": "anon 5\ninactive_file 150"}
     else:
@@ -74,7 +74,7 @@ def memory(group: str, limit: str, *, version: int = 2) -> dict[str, str]:
         (memory("a/b", "2000") | memory("a", "1500") | memory(".", "max"), 950),
         (memory("a/b", "1000", version=1), 450),
         (memory(".", "1000", version=1) | memory("a/b", "9223372036854771712", version=1), 450),
-        ({"a/b/memory.max": "1000"}, None),  # nothing says how much is used
+        ({"a/b/memory.max": "1000"}, None),  # the usage is unknown
         ({"a/b/memory.max": "1000", "a/b/memory.current": "10", "a/b/memory.stat": "what is this"}, 990),
     ],
 )
@@ -84,10 +84,10 @@ def test_the_smallest_room_of_all_levels_counts(machine: Path, files: dict[str, 
 
 
 @pytest.mark.parametrize("path", ["/docker/0123/not/seen/in/here", "/../beside", "/"])
-def test_inside_a_container_the_top_counts(machine: Path, path: str) -> None:
+def test_in_a_container_the_root_group_counts(machine: Path, path: str) -> None:
     (machine / "membership").write_text(f"0::{path}\n")
     write(machine, {"cpu.max": "250000 100000"} | memory(".", "1000"))
-    write(machine, {"../beside/cpu.max": "1 100000"})  # a group that is not around this process
+    write(machine, {"../beside/cpu.max": "1 100000"})  # a group outside the container
     assert control_groups.cpu_quota() == 2.5
     assert control_groups.memory_left() == 450
 

@@ -1,7 +1,7 @@
-"""Matrix products on the CPU: all formats on the best instruction set that this machine executes, few on the others.
+"""Matrix products on the CPU: all formats on the best instruction set of this machine, and some on the others.
 
-What is expected is computed in float64 from the gguf package's values and from the activations as kernels see them,
-rounded to eight bits, which the first test checks by itself.  So the bounds are those of float32 sums.
+Expected values are computed in float64 from the values of the gguf package and from activations rounded to eight
+bits, which the first test checks.  The bounds allow for sums in float32.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ Array = NDArray[np.float64]
 T = GGMLType
 
 FLOATS = (T.F32, T.F16, T.BF16)
-#: No multiple of a tile's rows or of what the float kernels take at once.
+#: No multiple of the rows in a tile or of the rows that float kernels compute at once.
 N_OUT = 37
-#: Batches: one token; less and more than half a tile of tokens; a whole one; a tile and some.
+#: One token, less and more than half a tile, a whole tile, and more than a tile.
 BATCHES = (1, 2, 5, 8, 11)
 
-#: Those tried on every instruction set.  What is written differently for each set is in test_simd.py.
+#: Formats tried on every instruction set.  test_simd.py tests the code that differs between instruction sets.
 EVERYWHERE = (T.Q8_0, T.F16)
-#: The best instruction set and the best with narrower vectors; only CI tries the others.
+#: The best instruction set, and the best one with narrower vectors.  Only CI tries the others.
 BEST, *OTHERS = available()
 ISAS = [BEST, *[t for t in OTHERS if not t.wide][:1]]
 
 
 def cases() -> Iterator[Any]:
-    """(instruction set, format).  Where one that is tried anyway has nearly the same kernel, only in CI: each takes a
-    second to compile, and there are a hundred."""
+    """Return (instruction set, format) pairs.
+
+    Each kernel compiles for a second, so only CI tries a pair whose kernel is nearly the same as another.
+    """
     for target in available():
         for type in FORMATS if target is BEST else KERNEL_FORMATS:
             is_near = not has_own_kernel(type) if target is BEST else target not in ISAS or type not in EVERYWHERE
@@ -53,7 +55,7 @@ def cases() -> Iterator[Any]:
 
 
 CASES = list(cases())
-# With the scope of the module all tests of a kernel follow each other, so one worker of pytest-xdist compiles it.
+# In module scope, tests of one kernel follow each other, so that one pytest-xdist worker compiles it.
 every_kernel = pytest.mark.parametrize(("isa", "type"), CASES, scope="module")
 every_isa = pytest.mark.parametrize(
     "isa", [pytest.param(t.name, marks=[] if t in ISAS else [pytest.mark.ci]) for t in available()], scope="module"
@@ -76,7 +78,7 @@ def multiply(
     bias: NDArray[np.float32] | None = None,
     residual: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """x @ W.T (+ bias) (+ residual) of a matrix given as blocks, by the backend for ``isa``."""
+    """Compute x @ W.T (+ bias) (+ residual) on the backend for ``isa``, with W as blocks."""
     ops = backend(isa)
     weight = ops.load_linear(blocks(rows, type, x.shape[1]), None if bias is None else f32(bias))
     inputs = ops.load_embedding(f32(x))
@@ -90,9 +92,9 @@ def multiply(
 
 
 def rounded(x: NDArray[np.float32]) -> Array:
-    """Activations [T, k] in eight bits for each 32 columns, scaled by the largest.
+    """Round activations [T, k] to eight bits with a scale per 32 columns.
 
-    Where that is over `OUTLIER` times the row's mean one, what is left is added in eight bits, too.
+    In blocks above `OUTLIER` times the mean of the row, the remainder is added in eight bits, too.
     """
     codes, scale = in_eight_bits(x)
     parts = codes.astype(np.float64) * scale
@@ -104,7 +106,7 @@ def rounded(x: NDArray[np.float32]) -> Array:
 
 
 def in_eight_bits(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Codes [T, k / 32, 32] and scales [T, k / 32, 1]."""
+    """Return codes [T, k / 32, 32] and scales [T, k / 32, 1]."""
     runs = x.reshape(len(x), -1, 32)
     largest = np.abs(runs).max(axis=2, keepdims=True)
     with np.errstate(divide="ignore"):
@@ -113,12 +115,12 @@ def in_eight_bits(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[
 
 
 def seen(x: NDArray[np.float32], type: GGMLType) -> Array:
-    """Activations as the kernel for ``type`` sees them."""
+    """Return activations as the kernel for ``type`` reads them."""
     return x.astype(np.float64) if type in FLOATS else rounded(x)
 
 
 def check(y: NDArray[np.float32], x: Array, w: Array, added: Array | float = 0.0) -> None:
-    """Compares y with x @ w.T + added; the bound is in units of the sum of magnitudes, as rounding errors are."""
+    """Compare y with x @ w.T + added; the bound is relative to the sum of magnitudes, as rounding errors are."""
     assert y.shape == (len(x), len(w))
     bound = 1e-6 * (np.abs(x) @ np.abs(w).T + np.abs(added)) + 1e-30
     excess = np.abs(y - (x @ w.T + added)) / bound
@@ -130,14 +132,14 @@ def activations(n: int, k: int, seed: int = 5) -> NDArray[np.float32]:
 
 
 def with_outliers(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The same with a large value in each third token: so in each tile of tokens, but not in each token."""
+    """Activations with a large value in each third token, so that each tile of tokens has blocks with outliers."""
     x[::3][np.arange(len(x[::3])), np.random.default_rng(6).integers(0, x.shape[1], len(x[::3]))] = 1000.0
     return x
 
 
 @every_isa
 def test_activations_are_rounded_to_eight_bits_for_each_32(isa: str) -> None:
-    """The identity in Q8_0, whose products are exact: x comes out as the kernels see it."""
+    """Multiply by the identity in Q8_0, whose products are exact."""
     identity = np.zeros((64, 2, 34), np.uint8)
     identity[:, :, :2] = np.array([1.0], "<f2").view(np.uint8)
     identity[np.arange(64), np.arange(64) // 32, 2 + np.arange(64) % 32] = 1
@@ -145,20 +147,20 @@ def test_activations_are_rounded_to_eight_bits_for_each_32(isa: str) -> None:
     x[1] *= 1e6
     x[2] *= 1e-20
     x[3, :32] = 0
-    x[4, 5] = 1000  # an outlier, beside which the others lose bits
-    x[5] = np.arange(64) - 31.5  # halves, which round to even
+    x[4, 5] = 1000  # an outlier, which costs the other values precision
+    x[5] = np.arange(64) - 31.5  # ties, which round to even
     y = multiply(isa, x, identity.reshape(64, -1), T.Q8_0)
     np.testing.assert_allclose(y, rounded(x), rtol=2e-7)
     np.testing.assert_array_equal(y == 0, rounded(x) == 0)
 
 
 @every_isa
-def test_what_rounding_leaves_of_blocks_with_outliers_is_not_lost(isa: str) -> None:
+def test_blocks_with_outliers_keep_their_remainder(isa: str) -> None:
     identity = np.zeros((320, 10, 34), np.uint8)
     identity[:, :, :2] = np.array([1.0], "<f2").view(np.uint8)
     identity[np.arange(320), np.arange(320) // 32, 2 + np.arange(320) % 32] = 1
     x = with_outliers(activations(2 * MAX_TOKENS, 320))
-    assert np.abs(rounded(x) - x)[::3].max() < 0.02  # 1000 / 127 / 2 without rests
+    assert np.abs(rounded(x) - x)[::3].max() < 0.02  # below 1000 / 127 / 2, the error without the remainder
     for n in (1, *BATCHES, 40, len(x)):
         y = multiply(isa, x[:n], identity.reshape(320, -1), T.Q8_0)
         np.testing.assert_allclose(y, rounded(x[:n]), rtol=1e-6, atol=1e-9)
@@ -167,7 +169,7 @@ def test_what_rounding_leaves_of_blocks_with_outliers_is_not_lost(isa: str) -> N
 @every_kernel
 def test_products(isa: str, type: GGMLType) -> None:
     k = 512
-    # Scales that rewriting as float16 does not round, where a format is rewritten.
+    # Scales that float16 holds exactly, for formats that are repacked.
     scales = () if repack_target(type) is type else (0.25, 0.5, 1.0, 2.0)
     rows = random_rows(type, N_OUT, k, scales=scales)
     w = values_of(rows, type)
@@ -195,7 +197,7 @@ def test_a_token_has_the_same_bits_in_any_batch(isa: str, type: GGMLType) -> Non
 @every_isa
 @pytest.mark.parametrize("type", FLOATS)
 def test_floats_rounded_to_fourteen_bits(isa: str, type: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As graphs of encoders have them: near, the same in any batch, with columns that fill no whole blocks."""
+    """Encoders round floats this way.  The number of columns is no multiple of a block."""
     monkeypatch.setattr(backend(isa), "rounds_floats", True)
     rng = np.random.default_rng(3)
     for k in (32, 75, 300):
@@ -224,12 +226,12 @@ def test_floats_rounded_to_fourteen_bits(isa: str, type: GGMLType, monkeypatch: 
 
 @pytest.mark.parametrize(("isa", "type"), [p for p in CASES if p.values[1] in UNITS], scope="module")
 def test_integers_are_summed_exactly(isa: str, type: GGMLType) -> None:
-    """With whole scales and whole activations every sum is a whole number below 2^24: no error at all is allowed."""
+    """With integer scales and activations, every sum is an integer below 2^24, so results are exact."""
     k = 256
     rng = np.random.default_rng(2)
     rows = random_rows(type, N_OUT, k, scales=[UNITS[type]])
     x = rng.integers(-127, 128, (11, k))
-    x[:, ::32] = 127  # so that an activation's scale is 1
+    x[:, ::32] = 127  # the scale of the activations is 1
     w = values_of(rows, type)
     np.testing.assert_array_equal(w, np.rint(w))
     expected = x @ w.astype(np.int64).T
@@ -239,7 +241,7 @@ def test_integers_are_summed_exactly(isa: str, type: GGMLType) -> None:
 
 @pytest.mark.parametrize(("isa", "type"), [p for p in CASES if p.values[1] in UNITS], scope="module")
 def test_extreme_codes_times_extreme_activations(isa: str, type: GGMLType) -> None:
-    """Nothing saturates on the way: the largest products of all, with and without changing signs."""
+    """The largest products of all, with equal and with alternating signs, do not saturate."""
     k = 256
     size = BLOCK_SIZES[type]
     fills = (0x00, 0xFF, 0x80, 0x7F, 0x0F, 0xF0, 0x01, 0x55, 0xAA)
@@ -254,7 +256,7 @@ def test_extreme_codes_times_extreme_activations(isa: str, type: GGMLType) -> No
 
 @pytest.mark.parametrize(("isa", "type"), [p for p in CASES if p.values[1] in {T.F16, *UNITS}], scope="module")
 def test_zero_tiny_and_huge_scales(isa: str, type: GGMLType) -> None:
-    """Float16's zeros, subnormals and largest values, in kernels with and without instructions for them."""
+    """Zeros, subnormals and the largest values of float16, with and without instructions for float16."""
     if type in (T.MXFP4, T.NVFP4):
         scales = [2.0**-6, 2.0**8]
     elif repack_target(type) is type:
@@ -272,7 +274,7 @@ def test_zero_tiny_and_huge_scales(isa: str, type: GGMLType) -> None:
 
 @every_isa
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00], ids=["inf", "-inf", "nan"])
-def test_a_scale_that_is_no_number_spoils_its_own_row_only(isa: str, bits: int) -> None:
+def test_a_non_finite_scale_affects_only_its_row(isa: str, bits: int) -> None:
     rows = random_rows(T.Q8_0, N_OUT, 64)
     x = activations(11, 64)
     clean = multiply(isa, x, rows, T.Q8_0)
@@ -285,9 +287,7 @@ def test_a_scale_that_is_no_number_spoils_its_own_row_only(isa: str, bits: int) 
 @every_isa
 @pytest.mark.parametrize("type", [T.Q8_0, T.F16], ids=lambda type: type.name)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
-    isa: str, type: GGMLType, value: float
-) -> None:
+def test_a_non_finite_activation_affects_only_its_token(isa: str, type: GGMLType, value: float) -> None:
     rows = random_rows(type, N_OUT, 64)
     x = activations(11, 64)
     clean = multiply(isa, x, rows, type)
@@ -298,8 +298,8 @@ def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
 
 
 @every_isa
-def test_vanishing_activations_give_zero(isa: str) -> None:
-    """Where 127 / largest would overflow."""
+def test_activations_too_small_for_a_scale_give_zero(isa: str) -> None:
+    """127 / largest would overflow."""
     x = np.full((2, 64), 1e-41, np.float32)
     x[1, :32] = 1.0
     rows = random_rows(T.Q8_0, N_OUT, 64)
@@ -325,7 +325,7 @@ def test_float_rows_of_any_length(n_in: int) -> None:
         check(multiply(isa, x, rows, type), x.astype(np.float64), values_of(rows, type))
 
 
-def test_what_is_read_is_said() -> None:
+def test_a_matrix_reports_its_format() -> None:
     loader = backend(available()[0].name)._loader
     names = {t: loader.pack(blocks(random_rows(t, 2, 256), t, 256))[1].name for t in FORMATS}
     assert names[T.Q4_K] == "Q4_K"
@@ -334,7 +334,7 @@ def test_what_is_read_is_said() -> None:
     assert names[T.IQ2_S] == "LUT_IQ2_16"
 
 
-def test_scales_beyond_float16_are_read_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_with_scales_above_float16_become_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(T.IQ2_XXS, N_OUT, 256, scales=[40000.0])
     isa, x = available()[0].name, activations(2, 256)
     weight = blocks(rows, T.IQ2_XXS, 256)
@@ -353,5 +353,5 @@ def test_a_type_that_no_kernel_reads_is_refused() -> None:
         run(ops, lambda: ops.linear(ops.embed(f32(activations(1, 256))), ops.load_linear(weight)), one_sequence(1))
 
 
-def test_all_formats_of_integers_have_a_tile() -> None:
+def test_every_integer_format_has_a_tile() -> None:
     assert {repack_target(t) for t in FORMATS if t not in FLOATS} == set(TILES)

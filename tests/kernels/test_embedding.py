@@ -1,4 +1,4 @@
-"""Embedding tables: the rows that the file has, after the file is gone."""
+"""Embedding tables: they keep the rows of the file after the file is gone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.helpers.weights import Tensor, blocks
 
 IDS = np.array([36, 0, 17, 17], np.int32)
 
-#: (whether the table is tied to the output matrix, its format), only in CI where a kernel would be compiled that is
-#: nearly another's.
+#: Whether the table is tied to the output matrix, and its format.  Only CI compiles kernels that are nearly the same
+#: as another.
 CASES = [
     pytest.param(tied, t, id=f"{tied}-{t.name}", marks=[pytest.mark.ci] if tied and not has_own_kernel(t) else [])
     for tied in (False, True)
@@ -36,11 +36,13 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.mark.parametrize(("tied", "type"), CASES)
 @pytest.mark.parametrize("small", [False, True])
-def test_rows_are_those_that_the_file_had(
+def test_rows_survive_changes_of_the_file(
     type: GGMLType, backend: Backend, tied: bool, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a table of 37 rows whose file was overwritten after it was loaded, perhaps tied to the output matrix: where
-    kernels read another format, its scales are rounded to float16."""
+    """The file is overwritten after a table of 37 rows was loaded.
+
+    If kernels read another format, float16 rounds the scales of a tied table.
+    """
     monkeypatch.setattr(weights, "SMALL_TABLE", 1 << 20 if small else 0)
     rows = random_rows(type, 37, 256)
     values, weight = values_of(rows, type).astype(np.float32), blocks(rows, type, 256)
@@ -54,7 +56,7 @@ def test_rows_are_those_that_the_file_had(
     np.testing.assert_allclose(step(make_batch([(IDS, 0, [0])])), values[IDS], rtol=2**-11 * tied, atol=1e-7 * tied)
 
 
-def test_large_tables_are_copied_in_parts_whose_pages_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tables_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[int] = []
 
     class Counted(Tensor):

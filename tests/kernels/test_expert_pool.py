@@ -1,4 +1,4 @@
-"""Experts that stay in the file: the same bits as with all in memory, and what happens when they cannot be read."""
+"""Experts that stay in the file: the bits of experts in memory, and errors of reading."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cpu() -> CPUBackend:
 
 
 def loaded(path: Path, expert_bytes: int | None) -> CPUStep:
-    """The step of a model, with so much memory for experts, or all of them."""
+    """Return the step of a model with ``expert_bytes`` of memory for experts, or with all experts in memory."""
     with GGUFFile.open(path) as file:
         graph = read_model(file).graph
         sizes: dict[str, Any] = {"n_pages": (8,) * len(graph.windows), "max_tokens": 64, "max_outputs": 64}
@@ -49,7 +49,7 @@ def loaded(path: Path, expert_bytes: int | None) -> CPUStep:
 
 
 def token_bytes(path: Path) -> int:
-    """Bytes of one token's experts of a layer."""
+    """Return the bytes of one token's experts of a layer."""
     with GGUFFile.open(path) as file:
         model = read_model(file)
         planned = cpu().footprint(model.graph, n_pages=(1,), max_tokens=1, max_outputs=1).weights
@@ -59,7 +59,7 @@ def token_bytes(path: Path) -> int:
 
 
 def logits(step: CPUStep) -> list[NDArray[np.float32]]:
-    """Of a prompt, of its tokens one after the other, and of the prompt again."""
+    """Return logits of a prompt, of its tokens one by one, and of the prompt again."""
     prompt = make_batch([(IDS, 0, PAGES)])
     decoded = [step(make_batch([([id_], i, PAGES)])).copy() for i, id_ in enumerate(IDS)]
     return [step(prompt).copy(), *decoded, step(prompt).copy()]
@@ -72,8 +72,8 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2.5, 100])
-def test_experts_in_the_file_change_no_bit(path: Path, n_tokens: float) -> None:
-    """With memory for one token's experts of a layer, for some, and for all."""
+def test_experts_in_the_file_give_the_bits_of_experts_in_memory(path: Path, n_tokens: float) -> None:
+    """With memory for one token's experts of a layer, for some experts, and for all."""
     step = loaded(path, round(n_tokens * token_bytes(path)))
     for found, expected in zip(logits(step), logits(loaded(path, None)), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -82,19 +82,19 @@ def test_experts_in_the_file_change_no_bit(path: Path, n_tokens: float) -> None:
     with GGUFFile.open(path) as file:
         in_file = sum(tensor.n_bytes for name, tensor in file.tensors.items() if "_exps" in name)
     if n_tokens == 100:
-        assert read <= in_file  # each once, if at all
+        assert read <= in_file  # each expert at most once
     else:
         assert in_file < read
     assert needed > 0
 
 
-def test_memory_for_less_than_a_token_is_refused(path: Path) -> None:
+def test_memory_for_less_than_one_token_is_refused(path: Path) -> None:
     with pytest.raises(NotEnoughMemoryError, match=r"one token's experts of a layer take .* MB, but there are"):
         loaded(path, token_bytes(path) // 3)
 
 
 def test_the_next_layers_experts_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where attention adds nothing, its router chooses what it did for the layer before it: nothing is missing."""
+    """Attention adds nothing, so all routers choose the same experts, and every prediction is right."""
     settings = tiny_models.config("qwen3_moe", head_dim=16)
     weights = tiny_models.random_weights(settings)
     weights = {name: 0 * array if name.endswith("o_proj.weight") else array for name, array in weights.items()}
@@ -114,7 +114,7 @@ def test_the_next_layers_experts_are_read_ahead(tmp_path: Path, monkeypatch: pyt
     assert {layer for layer, is_ahead in asked if not is_ahead} == {0}
 
 
-# -- What cannot be read -------------------------------------------------------------------------------------------
+# -- Errors of reading ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -122,13 +122,13 @@ def mixture(tmp_path: Path) -> Path:
     return tiny_models.tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q4_0, num_hidden_layers=1)
 
 
-def test_a_sequence_that_lacks_an_expert_leaves_others_their_logits(
+def test_a_read_error_fails_only_the_sequences_that_need_the_expert(
     mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch([(IDS[:2], 0, range(2)), (IDS[2:40], 0, range(2, 6))])
     expected = loaded(mixture, None)(batch).copy()
     step = loaded(mixture, 100 * token_bytes(mixture))
-    step(make_batch([(IDS[:2], 0, range(2))]))  # its experts are in memory
+    step(make_batch([(IDS[:2], 0, range(2))]))  # loads its experts
 
     def fail(*_: object) -> NDArray[np.uint8]:
         raise OSError(5, "Input/output error")
@@ -139,7 +139,7 @@ def test_a_sequence_that_lacks_an_expert_leaves_others_their_logits(
     assert caught.value.sequences == {1}
     np.testing.assert_array_equal(caught.value.logits[:2], expected[:2])
     monkeypatch.undo()
-    np.testing.assert_array_equal(step(batch), expected)  # the disk is well again
+    np.testing.assert_array_equal(step(batch), expected)  # the next read succeeds
 
 
 def truncate(path: Path) -> None:
@@ -154,7 +154,7 @@ def write(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [truncate, write])
-def test_a_file_that_changes_ends_those_who_need_it(mixture: Path, change: Callable[[Path], None]) -> None:
+def test_a_changed_file_fails_requests_that_read_it(mixture: Path, change: Callable[[Path], None]) -> None:
     step = loaded(mixture, 100 * token_bytes(mixture))
     first = make_batch([(IDS[:1], 0, PAGES)])
     expected = step(first).copy()
@@ -164,9 +164,7 @@ def test_a_file_that_changes_ends_those_who_need_it(mixture: Path, change: Calla
     np.testing.assert_array_equal(step(first), expected)
 
 
-def test_a_pool_that_gets_no_more_memory_goes_on_with_what_it_has(
-    mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_keeps_working_when_it_gets_no_more_memory(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = logits(loaded(mixture, None))
     step, take, live = loaded(mixture, 100 * token_bytes(mixture)), expert_pool.aligned_zeros, list[int]()
 
@@ -182,7 +180,7 @@ def test_a_pool_that_gets_no_more_memory_goes_on_with_what_it_has(
     decoded = [step(make_batch([([id_], i, PAGES)])).copy() for i, id_ in enumerate(IDS)]
     for found, each in zip(decoded, expected[1:-1], strict=True):
         np.testing.assert_array_equal(found, each)
-    with pytest.raises(ExpertReadError, match="memory for experts ran out"):  # for all of a prompt's at once
+    with pytest.raises(ExpertReadError, match="memory for experts ran out"):  # a prompt needs all experts at once
         step(make_batch([(IDS, 0, PAGES)]))
     np.testing.assert_array_equal(step(make_batch([(IDS[:1], 0, PAGES)])), decoded[0])
 
@@ -190,7 +188,7 @@ def test_a_pool_that_gets_no_more_memory_goes_on_with_what_it_has(
 # -- Whole models --------------------------------------------------------------------------------------------------
 
 
-def test_a_model_larger_than_memory_writes_the_same(mixture: Path) -> None:
+def test_a_model_larger_than_memory_generates_the_same_text(mixture: Path) -> None:
     with localllm.load(mixture, context=64) as llm:
         whole, expected = llm.info.placement, llm.generate(IDS[:20], max_tokens=8, temperature=0, ignore_eos=True).ids
     assert not whole.pool
@@ -208,7 +206,7 @@ def test_a_model_larger_than_memory_writes_the_same(mixture: Path) -> None:
         localllm.load(mixture, context=64, max_memory=(whole.total - placed.experts_in_file) / 1e9)
 
 
-def test_the_plan_and_the_bench_say_what_stays_in_the_file(
+def test_the_plan_and_the_bench_report_experts_in_the_file(
     mixture: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     with localllm.load(mixture, context=64) as llm:
@@ -247,7 +245,7 @@ def test_a_prompt_reads_each_expert_once(mixture: Path) -> None:
         assert llm.counts.experts.read <= in_file
 
 
-def test_a_request_with_its_experts_in_memory_goes_on(mixture: Path) -> None:
+def test_a_request_with_its_experts_in_memory_continues(mixture: Path) -> None:
     with localllm.load(mixture, context=64) as llm:
         total = llm.info.placement.total
     with localllm.load(mixture, context=64, parallel=2, max_memory=(total - 1000) / 1e9) as llm:

@@ -1,4 +1,4 @@
-"""A forked child has its parent's memory but not its threads: it must not wait for them, nor go on for them."""
+"""A forked child has the memory of its parent without the threads: it must not wait for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def adding(x: np.ndarray, n: int) -> Program:
     return Program(steps, np.ones(1, np.int64), choose(), keep=x)
 
 
-def test_processes_are_told_apart() -> None:
+def test_a_child_is_recognised_as_another_process() -> None:
     here = Process()
     here.check()
 
@@ -79,7 +79,7 @@ def test_a_program_of_the_parent_is_refused(threads: int) -> None:
 
 
 def test_a_fork_while_a_program_runs() -> None:
-    """The lock of the workers is held for ever in the child."""
+    """In the child, the lock of the workers is held forever."""
     workers, started, go_on = Workers(2), threading.Event(), threading.Event()
 
     def work(*_: int) -> None:
@@ -104,7 +104,7 @@ def test_a_fork_while_a_program_runs() -> None:
 
 
 def test_a_fork_while_kernels_are_compiled(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child compiles kernels of its own."""
+    """The child compiles its own kernels."""
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
     compiling = threading.Event()
     kernels = [variant(add_number, choose(), N=n) for n in range(100, 105)]
@@ -126,7 +126,7 @@ def test_a_fork_while_kernels_are_compiled(tmp_path: Any, monkeypatch: pytest.Mo
     assert x.tolist() == [104]
 
 
-def test_a_child_may_use_a_backend_of_its_own() -> None:
+def test_a_child_may_create_a_backend() -> None:
     def doubled(ops: CPUOps) -> np.ndarray:
         table, twice = ops.load_embedding(f32(np.eye(8, 32))), ops.load_linear(f32(2 * np.eye(32)))
         return run(ops, lambda: ops.outputs(ops.linear(ops.embed(table), twice)), one_sequence(8))

@@ -1,4 +1,4 @@
-"""Graphs: what operations refuse, how graphs are cut, and where buffers lie."""
+"""Graphs: inputs that operations refuse, cuts, and the placement of buffers."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_fit_together_is_refused(message: str) -> None:
-    """Kernels do not check: each of these would read or write something else's memory."""
+def test_mismatched_operands_are_refused(message: str) -> None:
+    """Kernels do not check shapes, so these calls would access memory of another tensor."""
     with pytest.raises(KernelError, match=message):
         REFUSED[message](Recording())
 
@@ -171,7 +171,7 @@ def test_an_operation_that_a_backend_does_not_know_is_named() -> None:
         ReferenceBackend().compile(r.graph, n_pages=(1,), max_tokens=1, max_outputs=1)
 
 
-def test_a_graph_is_cut_where_one_tensor_crosses() -> None:
+def test_a_graph_is_cut_if_one_tensor_crosses() -> None:
     r = Recording()
     embedding = r.x(48)
     first = r.graph.add(ops.Linear(embedding, SQUARE))
@@ -183,7 +183,7 @@ def test_a_graph_is_cut_where_one_tensor_crosses() -> None:
     assert part.nodes[0].operation.result is y
     assert (part.caches, graph_part(r.graph, range(1)).caches) == ({}, {0: r.cache})
     r.graph.layer = 2
-    r.graph.add(ops.Linear(r.graph.result, SQUARE, residual=embedding))  # which the part makes again
+    r.graph.add(ops.Linear(r.graph.result, SQUARE, residual=embedding))  # the part computes the embedding again
     part = graph_part(r.graph, range(2, 3))
     assert [type(node.operation).__name__ for node in part.nodes] == ["Input", "Embed", "Linear"]
     r.graph.layer = 3
@@ -205,8 +205,8 @@ def test_a_graph_is_not_cut_between_layers_that_share_keys_and_values() -> None:
             graph_part(r.graph, layers)
 
 
-def test_keys_and_values_are_appended_where_the_block_table_says() -> None:
-    """One sequence passes from page 2 to page 0 after 15 tokens, the other begins page 3."""
+def test_keys_and_values_are_appended_to_the_pages_of_the_block_table() -> None:
+    """One sequence moves from page 2 to page 0 after 15 tokens, the other starts in page 3."""
     graph, k, v = Graph(layer=1), random(5, 16, seed=1), random(5, 16, seed=2)
     tensors = [graph.add(ops.Embed(f32(x))) for x in (random(5, 32), k, v)]
     graph.add(ops.RopeAppend(*tensors, graph.kv_cache(2, 8), None))
@@ -220,9 +220,9 @@ def test_keys_and_values_are_appended_where_the_block_table_says() -> None:
     assert {tuple(place) for place in np.argwhere(keys.any(axis=(2, 3)))} == {*places}
 
 
-def test_layers_may_keep_heads_of_unlike_numbers_and_sizes(backend: Backend) -> None:
-    """Over two pages, one of them copied; what each layer keeps takes what was planned."""
-    graph, heads, n = Graph(), [(2, 8, 2), (1, 16, 3), (2, 8, 2)], 75  # key heads, their size, query heads of each
+def test_layers_may_cache_different_heads(backend: Backend) -> None:
+    """The sequence has two pages, including a copied one, and the caches take the planned memory."""
+    graph, heads, n = Graph(), [(2, 8, 2), (1, 16, 3), (2, 8, 2)], 75  # key heads, head_dim, query heads per key head
     x = graph.add(ops.Embed(f32(random(n, 64))))
     for graph.layer, (n_heads, size, group) in enumerate(heads):
         widths = n_heads * group * size, n_heads * size, n_heads * size
@@ -272,7 +272,7 @@ def test_buffers_in_use_at_the_same_time_do_not_overlap(lives: list[tuple[int, i
     assert max(used) * ALIGNMENT <= size <= sum(pages) * ALIGNMENT
 
 
-def test_memory_that_is_free_again_is_taken_again() -> None:
+def test_free_memory_is_reused() -> None:
     a, b, c, d = (Buffer(n * ALIGNMENT) for n in (4, 2, 2, 3))
     assert assign([[a, b], [b, c], [c, d], [d]]) == 6 * ALIGNMENT
     assert (c.offset, d.offset) == (0, 2 * ALIGNMENT)

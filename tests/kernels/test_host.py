@@ -1,4 +1,4 @@
-"""What is known of the machine: checked against other sources, and on machines made of files."""
+"""Properties of the machine, compared with other sources, and on machines simulated by files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from localllm.kernels.cpu import host
 from localllm.kernels.cpu.target import TARGETS
 from tests.helpers.windows import elsewhere
 
-#: Words of the auxiliary vector, numbers of Windows and names of macOS, as their documentation has them.
+#: Words of the auxiliary vector, feature numbers of Windows and names on macOS, from their documentation.
 CORTEX_A72 = {16: 0x8FF, 26: 0}
 NEOVERSE_N1 = {16: 0x119FFF, 26: 0}
 NEOVERSE_N2 = {16: 0x11DFFF | 1 << 22, 26: 1 << 1 | 1 << 13 | 1 << 14}
 
 
 class Auxiliary:
-    """A function of C that looks words up."""
+    """The C function that looks up words."""
 
     def __init__(self, words: dict[int, int]) -> None:
         self.words = words
@@ -56,9 +56,9 @@ def test_features_of_arm_processors_on_linux(
     assert host._arm_features() == expected
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="has no auxiliary vector")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs an auxiliary vector")
 def test_the_auxiliary_vector_is_read() -> None:
-    """On any processor it says something."""
+    """The page size is in the vector of every processor."""
     assert ctypes.CDLL(None).getauxval(6) == mmap.PAGESIZE  # AT_PAGESZ
     assert "neon" in host._arm_features()
 
@@ -116,7 +116,7 @@ def test_this_processor() -> None:
     assert n_cores <= (psutil.cpu_count(logical=False) or host.usable_cpus())
 
 
-# -- Machines made of files ----------------------------------------------------------------------------------------
+# -- Machines simulated by files -----------------------------------------------------------------------------------
 
 
 def make_machine(
@@ -126,7 +126,7 @@ def make_machine(
     allowed: set[int],
     quota: float | None = None,
 ) -> None:
-    """A machine whose processors share cores as told, of which the process may use some."""
+    """A machine whose processors share cores, and on which the process may use some processors."""
     for cpu, names in siblings.items():
         topology = folder / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
@@ -143,8 +143,8 @@ FOUR_CORES = {0: "0,4", 1: "1,5", 2: "2,6", 3: "3,7", 4: "0,4", 5: "1,5", 6: "2,
 @pytest.mark.parametrize(
     ("allowed", "quota", "threads"),
     [
-        (set(range(8)), None, 4),  # two processors to a core
-        ({0, 4}, None, 1),  # both of the same core
+        (set(range(8)), None, 4),  # two processors per core
+        ({0, 4}, None, 1),  # two processors of one core
         ({0, 1, 5}, None, 2),
         (set(range(8)), 1.5, 2),  # a quota is rounded up
         (set(range(8)), 2.0, 2),
@@ -170,7 +170,7 @@ def test_the_largest_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def make_speeds(folder: Path, file: str, speeds: list[int], atoms: str = "") -> Path:
-    """Processors' folder in a made-up /sys, where a file in each tells how fast it is."""
+    """A folder of processors as in /sys, with a file for each processor's speed."""
     cpus = folder / "system" / "cpu"
     for n, speed in enumerate(speeds):
         for name, text in ((file, str(speed)), ("topology/thread_siblings_list", str(n))):
@@ -216,7 +216,7 @@ def test_unequal_cores_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unequal_cores_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two P cores of two processors each, and four E cores."""
+    """Two P cores with two processors each, and four E cores."""
     cores = [(0, 1), (0, 1), (1, 1), (1, 1), (2, 0), (3, 0), (4, 0), (5, 0)]
     data = b"".join(struct.pack("<IIIHBBBBB13x", 32, 0, i, 0, i, core, 0, 0, e) for i, (core, e) in enumerate(cores))
 
@@ -235,7 +235,7 @@ def test_unequal_cores_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (host.default_threads(), host.default_threads(host.DECODES), host.has_unequal_cores()) == (6, 2, True)
 
 
-def test_default_threads_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_threads_without_information_on_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_machine(monkeypatch, tmp_path, {}, set(range(8)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 3)
     assert host.default_threads() == 3
@@ -249,7 +249,7 @@ def test_available_memory_is_not_more_than_the_system_has() -> None:
 
 @pytest.mark.parametrize(("room", "expected"), [(None, 5 << 20), (1 << 20, 1 << 20), (9 << 20, 5 << 20)])
 def test_available_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: int | None, expected: int) -> None:
-    """What the system has, or what a control group leaves of it."""
+    """The memory of the system, or the remaining memory of a control group if that is less."""
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 100 kB\nMemAvailable:    5120 kB\n")
     monkeypatch.setattr(host, "_MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(host, "memory_left", lambda: room)
@@ -278,7 +278,7 @@ def test_available_memory_counts_the_limit_of_the_address_space(
 @pytest.mark.parametrize(
     ("granted", "advice"), [(None, "close other programs"), (0, "raise the memory limit of the container")]
 )
-def test_what_to_do_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, granted: int | None, advice: str) -> None:
+def test_advice_if_memory_is_short(monkeypatch: pytest.MonkeyPatch, granted: int | None, advice: str) -> None:
     monkeypatch.setattr(host, "_system_memory", lambda: 5_000_000)
     monkeypatch.setattr(host, "memory_left", lambda: granted)
     monkeypatch.setattr(host, "address_space_limit", lambda: None)
@@ -291,13 +291,13 @@ def test_what_to_do_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, grant
         host.check_memory(6_000_000, "this")
 
 
-def test_programs_that_fail_print_nothing() -> None:
+def test_output_of_failed_programs_is_ignored() -> None:
     assert host.program_output("no-such-program-anywhere") == ""
     assert host.program_output(sys.executable, "-I", "-S", "-c", "print('fine')") == "fine"
     assert host.program_output(sys.executable, "-I", "-S", "-c", "print('no'); raise SystemExit(3)") == ""
 
 
-def test_more_threads_than_processors_may_be_asked_for_but_not_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_than_processors_are_allowed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for cpus, most in ((1, 64), (2, 64), (16, 64), (64, 256)):
         monkeypatch.setattr(host, "usable_cpus", lambda cpus=cpus: cpus)
         assert host.most_threads() == most

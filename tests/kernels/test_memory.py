@@ -1,4 +1,4 @@
-"""Memory for weights: in pages, zero, and taken back where a matrix turns out to need another format."""
+"""Memory for weights: pages of zeros, returned when a matrix needs another format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.weights import blocks
 T = GGMLType
 
 
-def test_memory_begins_at_a_page_is_zero_and_nobody_elses() -> None:
+def test_memory_starts_at_a_page_and_is_zero_and_exclusive() -> None:
     arena = Arena()
     sizes = [1, 4096, 5000, PIECE // 2, 7, PIECE, 3 * PIECE + 1, 100]
     taken = [arena.take(n) for n in sizes]
@@ -30,7 +30,7 @@ def test_memory_begins_at_a_page_is_zero_and_nobody_elses() -> None:
         assert (array[::1024] == i + 1).all()
 
 
-def test_memory_taken_back_is_zero_and_handed_out_again() -> None:
+def test_returned_memory_is_zeroed_and_reused() -> None:
     arena = Arena()
     before = arena.take(5000)
     before[:] = 1
@@ -44,8 +44,8 @@ def test_memory_taken_back_is_zero_and_handed_out_again() -> None:
     assert (before == 1).all()
 
 
-def test_what_was_packed_before_a_scale_did_not_fit_takes_no_memory() -> None:
-    """The matrix in float32 lies where it lay: behind the one loaded before, and with zeros in its padding."""
+def test_a_matrix_repacked_as_float32_reuses_its_memory() -> None:
+    """The float32 matrix follows the matrix loaded before, and its padding is zero."""
     ops = CPUOps(threads=2)
     neighbour, _ = ops._loader.pack(blocks(random_rows(T.F32, 8, 256), T.F32, 256))
     kept = neighbour.copy()

@@ -1,4 +1,4 @@
-"""Linking without LLVM: the same results as its linker's, and whatever is not plain is left to it."""
+"""Linking without LLVM: the results of LLVM's linker, which links all code that is not plain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() != "x86_64", reason="elsewhere LLVM links"
 )
 
-#: A table of constants, a vector constant and a switch, all of which code has addresses of.
+#: Code that refers to a table of constants, a vector constant and a switch.
 SOURCE = """
 @table = internal constant [4 x i64] [i64 7, i64 -5, i64 1000000007, i64 3]
 define void @"a.kernel[x=1]"(i64 %arguments, i64 %begin, i64 %end) {
@@ -69,7 +69,7 @@ def results(address: int) -> list[tuple[float, int]]:
     return found
 
 
-def test_functions_compute_what_they_do_when_llvm_links_them() -> None:
+def test_functions_compute_the_results_of_llvm_linking() -> None:
     code = compiled()
     machine = llvm.Target.from_default_triple().create_target_machine(codemodel="jitdefault", jit=True)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
@@ -85,7 +85,7 @@ def test_functions_compute_what_they_do_when_llvm_links_them() -> None:
     assert results(linked[2]) == results(engine.get_function_address(SYMBOL))
 
 
-def test_what_is_not_plain_is_left_to_llvm() -> None:
+def test_code_that_is_not_plain_is_left_to_llvm() -> None:
     code = compiled()
     assert link([("another", code)]) is None
     assert link([(SYMBOL, code), (SYMBOL, b"")]) is None
@@ -96,13 +96,13 @@ def test_what_is_not_plain_is_left_to_llvm() -> None:
         assert link([(SYMBOL, code[:at] + other + code[at + len(other) :])]) is None
 
 
-def test_a_file_cut_short_is_never_run() -> None:
+def test_a_truncated_file_is_never_run() -> None:
     code = compiled()
     assert all(link([(SYMBOL, code[:n])]) is None for n in range(0, len(code), 7))
 
 
-def test_damaged_files_are_never_written_beyond() -> None:
-    """A place to be filled in lies within its section, whatever the file says; linking raises nothing."""
+def test_damaged_files_cause_no_write_outside_their_section() -> None:
+    """Linking raises no exception, even if the file states offsets outside a section."""
     code, random = compiled(), np.random.default_rng(0)
     for _ in range(500):
         damaged = bytearray(code)

@@ -1,4 +1,4 @@
-"""The packing kernel writes what numpy does, to the last bit."""
+"""The packing kernel writes the bytes of the numpy implementation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ RNG = np.random.default_rng(7)
 @pytest.mark.parametrize("n_rows", [1, GROUP, 2 * GROUP + 5])
 def test_the_kernel_packs_as_numpy_does(layout: TileLayout, n_rows: int) -> None:
     packer = Packer(layout, available()[0])
-    # Of floats, a block is one value: rows that 16 bytes divide, and rows that they do not.
+    # A block of floats is one value, so some rows are no multiple of 16 bytes.
     for n_blocks in (3, 16, 21, 32):
-        # As in a file, at no particular address.
+        # In a file, rows have any alignment.
         file = RNG.integers(0, 256, 3 + n_rows * n_blocks * layout.block_bytes, np.uint8)
         rows = file[3:].reshape(n_rows, -1)
         n_bytes = layout.packed_bytes(n_rows, n_blocks * layout.columns)
         packed = np.full((2, n_bytes + 64), 0xAA, np.uint8)
         packer.pack(rows, packed[0, :n_bytes])
         layout.pack(rows, packed[1, :n_bytes])
-        np.testing.assert_array_equal(packed[0], packed[1])  # what lies behind is untouched, too
+        np.testing.assert_array_equal(packed[0], packed[1])  # including the bytes after the rows, which do not change
 
 
-def test_rows_that_do_not_lie_in_one_piece_are_refused() -> None:
+def test_rows_that_are_not_contiguous_are_refused() -> None:
     layout = next(iter(LAYOUTS.values()))
     rows = np.zeros((GROUP, 128), np.uint8)
     packer = Packer(layout, available()[0])

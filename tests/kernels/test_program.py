@@ -1,4 +1,4 @@
-"""Programs and the threads that run them: order, interrupts, idleness."""
+"""Programs and the threads that run them: order, interrupts and idle threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGET = choose()
 
 @kernel
 def mix_neighbours(begin, end, source, target, n, factor):
-    """target[i] = factor * source[i] + source[i + 1], over int64 [n], round in a circle."""
+    """Set target[i] = factor * source[i] + source[(i + 1) % n], over int64 [n]."""
     for i in range(begin, end):
         j = (i + 1) % n
         store_atomic(target + 8 * i, factor * load_i64(source + 8 * i) + load_i64(source + 8 * j))
@@ -34,7 +34,7 @@ def mix_neighbours(begin, end, source, target, n, factor):
 
 @kernel
 def count_calls(begin, end, counts, weight: float):
-    """Adds the int64 of the (whole) weight to counts [n]."""
+    """Add the integer ``weight`` to int64 counts [n]."""
     for i in range(begin, end):
         store_atomic(counts + 8 * i, load_i64(counts + 8 * i) + int(weight))
 
@@ -47,7 +47,7 @@ def workers() -> Iterator[Workers]:
 
 
 def mixing(n: int, rounds: int) -> tuple[Program, np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """A program of many small steps, each of which needs all of the one before; its data, and what it computes."""
+    """Return a program of many small steps that each need the whole previous step, its data and its formula."""
     data = np.zeros((2, n), np.int64)
     factors = np.random.default_rng(0).integers(-5, 6, rounds).tolist()
     header = np.array([1, n], np.int64)
@@ -67,7 +67,7 @@ def mixing(n: int, rounds: int) -> tuple[Program, np.ndarray, Callable[[np.ndarr
 
 
 @pytest.mark.parametrize(("threads", "rounds", "n"), [(1, 1000, 7), (2, 3000, 2), (2, 3000, 64), (4, 800, 7)])
-def test_each_instruction_sees_all_of_the_one_before(threads: int, rounds: int, n: int) -> None:
+def test_each_instruction_sees_the_whole_result_of_the_previous_one(threads: int, rounds: int, n: int) -> None:
     workers = Workers(threads)
     program, data, expected = mixing(n, rounds)
     for seed in range(2):
@@ -89,8 +89,8 @@ def test_many_short_runs(workers: Workers) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("n", [0, 1, 3, 1000])
-def test_each_unit_is_worked_on_once(threads: int, n: int) -> None:
-    """As many units as the header says at that moment, with and without waiting between instructions."""
+def test_each_unit_runs_once(threads: int, n: int) -> None:
+    """The header gives the number of units at each run; some instructions wait for the previous one."""
     workers, counts = Workers(threads), np.zeros((20, 1000), np.int64)
     header = np.zeros(1, np.int64)
     count = variant(count_calls, TARGET)
@@ -104,7 +104,7 @@ def test_each_unit_is_worked_on_once(threads: int, n: int) -> None:
     assert (counts[:, n:] == 0).all()
 
 
-def test_units_are_a_number_times_the_headers(workers: Workers) -> None:
+def test_units_are_a_multiple_of_the_header(workers: Workers) -> None:
     counts = np.zeros(100, np.int64)
     step = Instruction(variant(count_calls, TARGET), (counts.ctypes.data, 1.0), 7, 1)
     Program([step], np.array([50, 3], np.int64), TARGET, keep=counts).run(workers)
@@ -120,7 +120,7 @@ def test_a_wrong_list_of_arguments_is_refused(arguments: tuple[int, ...]) -> Non
 
 @kernel
 def wait_for_flag(begin, end, flag):
-    """Unit 0 takes until the flag is set."""
+    """Unit 0 ends when the flag is set."""
     for i in range(begin, end):
         if i == 0:
             while load_atomic(flag) == 0:
@@ -128,7 +128,7 @@ def wait_for_flag(begin, end, flag):
 
 
 def test_a_thread_that_waits_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two is at work for as long as the other has not gone to sleep."""
+    """One of two threads works until the other one sleeps."""
     flag, sleeps = np.zeros(1, np.int64), []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint)
@@ -146,8 +146,8 @@ def test_a_thread_that_waits_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(sleeps) == {program_module.SLEEP_US}
 
 
-def test_a_thread_spins_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which a trial of spins takes one second and then two: the shorter counts."""
+def test_spins_are_counted_from_the_faster_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock shows one second for the first trial and two for the second."""
     clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 22.0])
     monkeypatch.setattr(program_module.time, "perf_counter", lambda: next(clock))
     assert spins_in.__wrapped__(0.25, TARGET) == program_module.TRIAL_SPINS // 4
@@ -157,7 +157,7 @@ def test_a_thread_spins_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Log:
-    """A job that notes which threads did it, with something to do in between."""
+    """A job that logs which threads ran it, and calls ``during`` on each."""
 
     def __init__(self, during: Callable[[int], None] = lambda i: None) -> None:
         self.during = during
@@ -176,7 +176,7 @@ def assert_whole(log: Log, n: int = 3) -> None:
 
 
 def assert_working(workers: Workers) -> None:
-    """The workers do another job properly."""
+    """Check that the workers run another job correctly."""
     log = Log()
     workers.run(log.job())
     assert_whole(log, workers.n)
@@ -187,29 +187,21 @@ def worker_threads() -> set[threading.Thread]:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes true within ten seconds."""
+    """Return whether the condition becomes true within ten seconds."""
     deadline = time.monotonic() + 10
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_every_thread_does_its_part(n: int) -> None:
-    workers = Workers(n)
-    for _ in range(3):
-        assert_working(workers)
-    workers.close()
-
-
-def test_run_returns_when_all_are_through(workers: Workers) -> None:
+def test_run_returns_when_all_threads_are_done(workers: Workers) -> None:
     log = Log(during=lambda i: time.sleep(0.02 * i))
     workers.run(log.job())
     assert_whole(log)
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_a_part_raises_reaches_the_caller_when_all_are_through(n: int) -> None:
+def test_an_error_reaches_the_caller_when_all_threads_are_done(n: int) -> None:
     def fail(i: int) -> None:
         if i == n - 1:
             raise ValueError("a part failed")
@@ -225,7 +217,7 @@ def test_what_a_part_raises_reaches_the_caller_when_all_are_through(n: int) -> N
 
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt in this thread, as it does by default."""
+    """Let Ctrl-C raise KeyboardInterrupt in this thread, the default."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("only the main thread is interrupted")
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -234,7 +226,7 @@ def interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_an_interrupt_is_raised_when_the_work_is_done(workers: Workers) -> None:
+def test_an_interrupt_is_raised_after_the_work(workers: Workers) -> None:
     def interrupt(i: int) -> None:
         if i == 1:
             for _ in range(3):
@@ -250,24 +242,24 @@ def test_an_interrupt_is_raised_when_the_work_is_done(workers: Workers) -> None:
 
 
 class Alarm(Exception):
-    """Raised by a signal, anywhere."""
+    """Raised by a signal handler."""
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
 @pytest.mark.usefixtures("interrupts")
-def test_a_storm_of_interrupts_loses_no_job_and_does_none_twice(workers: Workers) -> None:
+def test_many_interrupts_neither_lose_nor_repeat_a_job(workers: Workers) -> None:
     def raise_alarm(number: int, frame: FrameType | None) -> None:
-        # Not in the lines of this test, which could then not stop the timer.
+        # Not inside this function, which could then not stop the timer.
         while frame is not None:
             if frame.f_code is Workers.run.__code__:
                 raise Alarm
             frame = frame.f_back
 
-    assert_working(workers)  # the threads are there
+    assert_working(workers)  # starts the threads
     logs: list[Log] = []
     raised = 0
     previous = signal.signal(signal.SIGALRM, raise_alarm)
-    gc.disable()  # an exception in a finaliser is nobody's to catch
+    gc.disable()  # no caller can catch an exception in a finaliser
     try:
         for _ in range(300):
             try:
@@ -286,13 +278,13 @@ def test_a_storm_of_interrupts_loses_no_job_and_does_none_twice(workers: Workers
     assert raised > 10
     assert_working(workers)
     for log in logs:
-        if log.parts:  # else the interrupt came before it was handed over
+        if log.parts:  # otherwise the interrupt came before the job started
             assert_whole(log)
     assert sum(bool(log.parts) for log in logs) > 10
 
 
 def test_several_workers_run_at_once() -> None:
-    """Each waits for the other: neither could end if they ran in turn."""
+    """Each job waits for the other, so they would block if they ran in sequence."""
     barrier = threading.Barrier(2, timeout=10)
     both = [Workers(2), Workers(3)]
     logs = [Log(during=lambda i: barrier.wait() if i == 0 else None) for _ in both]
@@ -328,8 +320,8 @@ def test_threads_that_share_workers_take_turns(workers: Workers) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("is_engine", [True, False])
-def test_only_an_engines_thread_takes_the_first_part(n: int, is_engine: bool) -> None:
-    """Callers' threads may be interrupted between any two steps of Python, while others wait for their part."""
+def test_only_the_thread_of_an_engine_runs_the_first_part(n: int, is_engine: bool) -> None:
+    """An interrupt can stop a caller's thread between any two bytecodes, while other threads wait for it."""
     workers, took = Workers(n), dict[int, threading.Thread]()
 
     def fail(i: int) -> None:
@@ -366,7 +358,7 @@ def test_closing_ends_the_threads() -> None:
 
 @pytest.mark.parametrize("started", [0, 1, 2])
 def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, started: int) -> None:
-    """A limit on threads: those that were started end, nothing was done, and a later run may do better."""
+    """The started threads end, nothing runs, and a later run may succeed."""
     real, threads = threading.Thread.start, []
 
     def start(thread: threading.Thread) -> None:
@@ -398,7 +390,7 @@ def test_threads_without_room_for_their_stacks(monkeypatch: pytest.MonkeyPatch) 
         Workers(3).run(Log().job())
 
 
-def test_forgetting_workers_ends_the_threads() -> None:
+def test_threads_end_with_their_workers() -> None:
     before = worker_threads()
     workers = Workers(2)
     assert_working(workers)
@@ -408,7 +400,7 @@ def test_forgetting_workers_ends_the_threads() -> None:
     assert wait_until(lambda: not any(t.is_alive() for t in mine))
 
 
-def test_what_a_job_uses_lives_until_it_is_done_and_no_longer(workers: Workers) -> None:
+def test_a_job_keeps_its_memory_until_it_is_done(workers: Workers) -> None:
     import weakref
 
     class Memory:
@@ -425,11 +417,11 @@ def test_what_a_job_uses_lives_until_it_is_done_and_no_longer(workers: Workers) 
     assert wait_until(lambda: alive() is None)
 
 
-def test_idle_threads_burn_nothing(workers: Workers) -> None:
+def test_idle_threads_use_no_processor_time(workers: Workers) -> None:
     program, _, _ = mixing(64, 50)
     program.run(workers)
 
-    def is_quiet() -> bool:  # but for what threads of other tests do still
+    def is_quiet() -> bool:  # apart from threads of other tests
         before = time.process_time()
         time.sleep(0.1)
         return time.process_time() - before < 0.02
@@ -438,14 +430,14 @@ def test_idle_threads_burn_nothing(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize(("threads", "taking_part"), [(None, 3), (1, 1), (2, 2), (3, 3), (7, 3)])
-def test_a_job_runs_on_as_many_threads_as_it_asks_for(threads: int | None, taking_part: int) -> None:
+def test_a_job_runs_on_the_requested_threads(threads: int | None, taking_part: int) -> None:
     workers = Workers(3)
     seen: list[tuple[int, int]] = []
 
     def note(_: int, i: int, n: int) -> None:
         seen.append((i, n))
 
-    for _ in range(3):  # and the others can still be asked afterwards
+    for _ in range(3):  # the other threads stay available
         seen.clear()
         workers.run(Job(note, 0, threads=threads))
         assert sorted(seen) == [(i, taking_part) for i in range(taking_part)]
@@ -482,7 +474,7 @@ def test_a_job_for_workers_that_have_ended_is_refused(monkeypatch: pytest.Monkey
     workers.close()
 
 
-def test_the_end_waits_for_a_job_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ending_waits_for_a_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, started, go_on = process.Stage(), threading.Event(), threading.Event()
     monkeypatch.setattr(process, "workers", stage)
     workers = Workers(2)
@@ -494,7 +486,7 @@ def test_the_end_waits_for_a_job_under_way(monkeypatch: pytest.MonkeyPatch) -> N
     busy = threading.Thread(target=workers.run, args=(Job(work, 0),))
     busy.start()
     assert started.wait(60)
-    stage.end(time.monotonic() + 0.05)  # as long as it waits, and no longer
+    stage.end(time.monotonic() + 0.05)  # returns after its time limit
     assert stage.is_busy
     threading.Timer(0.05, go_on.set).start()
     stage.end(time.monotonic() + 60)
@@ -503,7 +495,7 @@ def test_the_end_waits_for_a_job_under_way(monkeypatch: pytest.MonkeyPatch) -> N
     workers.close()
 
 
-def test_work_that_was_interrupted_as_it_began_is_not_waited_for() -> None:
+def test_ending_does_not_wait_for_work_interrupted_at_its_start() -> None:
     stage = process.Stage()
     ended = threading.Thread(target=process.UnfinishedWork(stage).__enter__)
     process.UnfinishedWork(stage).__enter__()
@@ -513,9 +505,8 @@ def test_work_that_was_interrupted_as_it_began_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_pieces_are_the_whole(threads: int) -> None:
-    """Each unit is worked on once, in order, however small the pieces; the first instruction may change what the
-    others have to do."""
+def test_pieces_cover_all_units_in_order(threads: int) -> None:
+    """Each unit runs once, in pieces of any size.  The first instruction may change the units of the others."""
     workers, counts = Workers(threads), np.zeros((4, 1000), np.int64)
     header = np.array([1, 0], np.int64)
     count = variant(count_calls, TARGET)
@@ -539,9 +530,9 @@ def test_pieces_are_the_whole(threads: int) -> None:
 
 @kernel
 def slow_first_unit(begin, end, done, others, n_units):
-    """The thread that takes unit 0 is done once all units but those taken with it are; it notes how many these are.
+    """Let the thread that runs unit 0 wait until the other threads have run all units outside its piece.
 
-    done: int64, units that are done.  others: int64, units that the slow thread did not take.
+    done: int64, number of finished units.  others: int64, number of units outside the piece of the slow thread.
     """
     if begin == 0:
         for _ in range(1 << 40):
@@ -555,7 +546,7 @@ def slow_first_unit(begin, end, done, others, n_units):
 
 @pytest.mark.parametrize("is_unequal", [False, True])
 def test_a_slow_thread_takes_one_small_piece(monkeypatch: pytest.MonkeyPatch, is_unequal: bool) -> None:
-    """Nobody waits for it to compute an equal share: with fixed shares this would not end."""
+    """With equal shares for all threads, the test would block."""
     monkeypatch.setattr(program_module, "has_unequal_cores", lambda: is_unequal)
     program_module._chunks_per_thread.cache_clear()
     numbers, n = np.zeros(2, np.int64), 640

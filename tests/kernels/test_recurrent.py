@@ -1,11 +1,9 @@
-"""Operations with a memory: what tokens compute does not depend on how their sequence was cut, nor on others."""
+"""States of recurrent operations: copies, and the states that a batch names."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ N_TOKENS, N_STATES = 11, 4
 
 
 def conv(graph: Graph) -> Tensor:
-    """Two layers: a convolution of 40 columns, and one of what it computes."""
+    """Two layers, each a convolution of 40 columns."""
     x = graph.add(operations.Embed(f32(random(N_TOKENS, 40))))
     for graph.layer in range(2):
         weight, bias = f32(random(40, 4, seed=graph.layer)), f32(random(40, seed=7))
@@ -36,7 +34,7 @@ def rows(graph: Graph, width: int, seed: int) -> Tensor:
 
 
 def delta(graph: Graph, per_channel: bool = False) -> Tensor:
-    """Four heads of 16 times 32 with two of keys: all in one tensor, or with a decay of each channel."""
+    """Four value heads and two key heads of 16 x 32, with one tensor for all, or with a decay per channel."""
     widths = (32, 32, 128) if per_channel else (192,)
     qkv = tuple(rows(graph, width, seed) for seed, width in enumerate(widths))
     gates = rows(graph, 64 if per_channel else 4, 4), rows(graph, 4, 5)
@@ -46,7 +44,7 @@ def delta(graph: Graph, per_channel: bool = False) -> Tensor:
 
 
 def scan(graph: Graph) -> Tensor:
-    """Four heads of 16 values with a state of 32 each, in two groups."""
+    """Four heads of 16 values with a state of 32 per value, in two groups."""
     xbc, dt = (rows(graph, 4 * 16 + 2 * 2 * 32, 1),), rows(graph, 4, 2)
     weights = f32(-np.abs(random(4, seed=6))[:, None]), f32(random(4, seed=7)), f32(random(4, seed=8)[:, None])
     graph.layer = 0
@@ -70,22 +68,7 @@ def run(step: Step, first: int, stop: int, slot: int) -> NDArray[np.float32]:
     return step(make_batch([(range(first, stop), first, [0])], states=[slot])).copy()
 
 
-@pytest.mark.parametrize("cuts", [[], [1], [1, 2, 3, 10], [5], [9, 10], range(1, N_TOKENS)])
-def test_a_sequence_may_be_cut_anywhere(step: Step, cuts: Any) -> None:
-    whole = run(step, 0, N_TOKENS, 2)
-    bounds = [0, *cuts, N_TOKENS]
-    parts = [run(step, a, b, 1) for a, b in pairwise(bounds)]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
-
-
-def test_sequences_side_by_side_do_not_disturb_each_other(step: Step) -> None:
-    whole = run(step, 0, N_TOKENS, 0)
-    run(step, 0, 3, 3)
-    together = step(make_batch([(range(3, 7), 3, [0]), (range(6), 0, [0]), ([0], 0, [0])], states=[3, 1, 0]))
-    np.testing.assert_array_equal(together, np.concatenate([whole[3:7], whole[:6], whole[:1]]))
-
-
-def test_a_copied_state_goes_on_where_it_was_copied(step: Step) -> None:
+def test_a_copied_state_continues_independently(step: Step) -> None:
     whole = run(step, 0, N_TOKENS, 0)
     run(step, 0, 6, 1)
     step.cache.copy(None, 1, 3)
@@ -95,7 +78,7 @@ def test_a_copied_state_goes_on_where_it_was_copied(step: Step) -> None:
 
 
 @pytest.mark.parametrize("states", [[], [0], [1, 1], [0, N_STATES], [-1, 0], [0, 1, 2]])
-def test_a_batch_names_a_state_of_its_own_for_each_sequence(step: Step, states: list[int]) -> None:
+def test_a_batch_with_missing_shared_or_unknown_states_is_refused(step: Step, states: list[int]) -> None:
     batch = make_batch([([0], 0, [0]), ([1], 0, [0])])
     with pytest.raises(KernelError, match="recurrent state"):
         step(replace(batch, states=np.array(states, np.int32)))

@@ -1,4 +1,4 @@
-"""The operands of products stay in registers, on every instruction set.  The code is compiled and read, not run."""
+"""Operands of products stay in registers on every instruction set.  The tests compile and read the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.assembly import float_products, loops_of, spilled, spills, ve
 F32, F16, BF16 = (
     {"LOAD": load, "COLUMN_BYTES": n} for load, n in ((load_f32x16, 64), (load_f16x16, 32), (load_bf16x16, 32))
 )
-#: Targets of each kind of registers, of which tests compile code for the first; CI does for the others, too.
+#: Targets by kind of registers.  Outside CI, tests compile code only for the first target of each kind.
 KINDS = [("avx512vnni", "avx512"), ("avx2", "avxvnni"), ("neon", "i8mm", "asimd"), ("generic",)]
 OTHER_FORMATS = [GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.Q2_K]
 BY_NAME = {target.name: target for target in TARGETS}
@@ -40,7 +40,7 @@ def test_all_targets_are_tried() -> None:
 
 
 def products_and_spills(v: Variant, at_least: int) -> list[tuple[int, int]]:
-    """Return the float products and the spills of the innermost loops with so many products."""
+    """Return the float products and the spills of innermost loops with at least ``at_least`` products."""
     loops = [(float_products(loop), len(spills(loop))) for loop in loops_of(v)]
     return [counts for counts in loops if counts[0] >= at_least]
 
@@ -79,14 +79,14 @@ def test_float_products(target: Target, kernel: Kernel, constants: dict[str, Any
     tokens, groups = tile(target)
     n_products = tokens * groups * target.registers_per_vector
     loops = products_and_spills(variant(kernel, target, **constants), n_products)
-    if target.name == "generic":  # which widens halves by multiplications, too
+    if target.name == "generic":  # widening float16 takes multiplications on this target
         loops = [counts for counts in loops if counts[0] == n_products]
     assert len(loops) >= matmul.FLOAT_GROUPS // groups
     assert set(loops) == {(n_products, 0)}
 
 
 def test_a_tile_that_is_too_large_is_found() -> None:
-    """Eight tokens times 32 rows, which fit 32 registers of 64 bytes, do not fit 16 registers of 32 bytes."""
+    """Eight tokens times 32 rows fit 32 registers of 64 bytes, but not 16 registers of 32 bytes."""
     large = Target("avx2", "x86_64", "x86-64-v3", "", "maddubs256", frozenset())
     tile = {**large.constants, "TILE_TOKENS": 8, "TILE_GROUPS": 2, "FLOAT_TOKENS": 64}
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +115,7 @@ def test_attention(target: Target, causal: bool) -> None:
 @every_target
 @pytest.mark.parametrize("delta", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_recurrent_states(target: Target, delta: bool) -> None:
-    """No loop over the rows of a state stores a sum in the frame; constants of a token may be read from there."""
+    """No loop over the rows of a state stores a sum on the stack; it may read constants of a token from there."""
     sizes = {"ROWS": 128, "VECTORS": 2 if target.name != "generic" else 1, "PER_CHANNEL": False, "BOUNDED": False}
     loops = loops_of(variant(recurrent.recurrence, target, **sizes, DELTA=delta))
     loops = [loop for loop in loops if float_products(loop)]

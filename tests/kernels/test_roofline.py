@@ -1,4 +1,4 @@
-"""The ceilings' kernels do the work that they are timed for: their sums are those that numpy gets."""
+"""Kernels of the ceilings do the work that is timed: their sums equal numpy's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.helpers.windows import elsewhere
 
 @pytest.fixture
 def target() -> Target:
-    """The best instruction set; products of bytes of all are in test_simd.py."""
+    """The best instruction set; test_simd.py tests products of bytes on all instruction sets."""
     return choose()
 
 
@@ -57,7 +57,7 @@ def test_all_words_are_read(target: Target, workers: Workers, n_bytes: int) -> N
 
 
 def test_all_rows_are_decoded(target: Target, workers: Workers) -> None:
-    """A matrix whose rows are all the same, times a token: each gets the same number, not 0, with any threads."""
+    """The rows of the matrix are equal, so each gives the same number other than 0, with any number of threads."""
     test = DecodeTest(workers, target, 3 * UNIT)
     test.x[:] = 1
     for threads in (1, 2):
@@ -75,7 +75,7 @@ def test_frames_of_several_pages(target: Target, workers: Workers) -> None:
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="code of x86-64")
 @pytest.mark.linux("simulates Windows")
 def test_a_frame_of_several_pages_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its code runs here, called as Windows calls, with a ``__chkstk`` that does nothing."""
+    """The code runs here with the calling convention of Windows and a ``__chkstk`` that does nothing."""
     probe = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     probe.write(b"\xc3")  # ret
     address = np.frombuffer(probe, np.uint8).ctypes.data
@@ -86,7 +86,7 @@ def test_a_frame_of_several_pages_on_windows(monkeypatch: pytest.MonkeyPatch) ->
     compiler._define_stack_probe()
     assert llvm.address_of_symbol("__chkstk") == address
 
-    triple = "x86_64-pc-windows-msvc-elf"  # as LLVM's linker in a process takes it
+    triple = "x86_64-pc-windows-msvc-elf"  # the format that LLVM's in-process linker accepts
     code = variant(copy_through_frame, next(t for t in TARGETS if t.name == "generic"))
     assert "__chkstk" in compiler.assembly(code, triple)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(CALLS_AS_WINDOWS), choose().machine())
@@ -111,7 +111,7 @@ define void @call(i64 %function, i64 %arguments, i64 %begin, i64 %end) {
 
 
 @pytest.mark.parametrize("bits", DOTS)
-def test_all_bytes_are_multiplied(target: Target, workers: Workers, bits: int) -> None:
+def test_every_byte_is_multiplied(target: Target, workers: Workers, bits: int) -> None:
     test = MultiplyTest(workers, target, bits=bits)
     assert test.rate() > 0
     assert len(np.unique(test.weights)) == 1 << bits
@@ -129,7 +129,7 @@ def test_all_floats_are_multiplied(target: Target, workers: Workers) -> None:
     np.testing.assert_array_equal(test.sums, np.float32(expected))
 
 
-def test_a_roofline_measures_all_of_them() -> None:
+def test_a_roofline_measures_all_ceilings() -> None:
     with Roofline(1, n_bytes=UNIT) as roofline:
         assert roofline.target == choose()
         assert min(roofline.read_bandwidth(), roofline.dot_rate(8), roofline.dot_rate(), roofline.fma_rate()) > 0

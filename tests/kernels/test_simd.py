@@ -1,7 +1,7 @@
-"""What is written differently for each instruction set, by itself: products of bytes, tables, bytes of words, halves.
+"""Operations that differ between instruction sets: products of bytes, tables, bytes of words, float16.
 
-Everything else in kernels is the same code for all of them, and is tried in full on the best one that runs here.  Of
-processors with VNNI the instruction is written out, where this one lacks it, so that any executes it.
+Other code is the same for all instruction sets, and is tested on the best one.  If this processor lacks VNNI, the
+tests replace its instruction by an equivalent sequence.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ RNG = np.random.default_rng(0)
 
 
 def emulated_vnni(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
-    """As `intrinsic`, but for the instructions that sum products of unsigned and signed bytes, and of words."""
+    """Like `intrinsic`, for instructions that sum products of unsigned and signed bytes, and of words."""
     if "vpdp" not in name:
         return intrinsic(b, name, result, *values)
     total, first, second = values
@@ -86,7 +86,7 @@ def emulated_vnni(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
 
 
 def targets() -> Iterator[Any]:
-    """Those that run here, and both kinds of VNNI where these have neither, but have its vectors."""
+    """Targets of this machine, and both kinds of VNNI if the machine has only their vectors."""
     best = available()[0]
     for target in available():
         yield pytest.param(target, id=target.name)
@@ -104,7 +104,7 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
 
 
 def call(kernel: Kernel, target: Target, n: int, *arrays: NDArray[Any]) -> None:
-    """Runs units 0 … n of a kernel whose arguments are all addresses."""
+    """Run units 0 … n - 1 of a kernel whose arguments are addresses."""
     code = variant(kernel, target)
     arguments = np.array([a.ctypes.data for a in arrays], np.int64)
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(addresses([code])[code])(arguments.ctypes.data, 0, n)
@@ -112,18 +112,18 @@ def call(kernel: Kernel, target: Target, n: int, *arrays: NDArray[Any]) -> None:
 
 # -- Products of bytes ---------------------------------------------------------------------------------------------
 
-#: Bits of codes, in the order of the arrays that the kernel takes; those of eight are signed.
+#: Bits of codes, in the order of the arrays that the kernel takes; codes of eight bits are signed.
 WIDTHS = (2, 3, 4, 5, 6, 8)
 N_RESULTS = 14
 
 
 @kernel
 def all_products(begin, end, x, records, sums_x, codes, first, second, offsets, units, pairs, sums, out):
-    """Every product of ``codes`` int8 [units, 6, 8, 64] with ``x`` int8 [units, 32], added to ``sums`` [units, 16].
+    """Multiply ``codes`` int8 [units, 6, 8, 64] by ``x`` int8 [units, 32], with ``sums`` [units, 16] to add.
 
-    records: x again, in 64 bytes each, as `kernels.cpu.tiles` has them.  sums_x: of the first 16 and of all 32 of x,
-    and in the last word of both halves as 16-bit numbers.  first, second: scales, int16 [units, 16, 2], both numbers
-    the same.  offsets: int16 [units, 2, 16, 2], pairs of scales times 4, and times 32.  units: float32 [units, 16].
+    records: x in the layout of `kernels.cpu.tiles`.  sums_x: sums of the first 16 and of all 32 values of x; the
+    last word holds both halves as 16-bit numbers.  first, second: scales int16 [units, 16, 2], each number twice.
+    offsets: int16 [units, 2, 16, 2], pairs of scales times 4 and times 32.  units: float32 [units, 16].
     pairs: int16 [units, 2, 16, 2].  out: float32 [units, N_RESULTS, 16].
     """
     for unit in range(begin, end):
@@ -162,7 +162,7 @@ def all_products(begin, end, x, records, sums_x, codes, first, second, offsets, 
 
 
 def test_products_of_bytes(target: Target) -> None:
-    """Random ones; and the largest of all, with and without changing signs, of which none may saturate on the way."""
+    """Random products, and the largest ones with equal and alternating signs, which must not saturate."""
     n = 12
     codes = np.stack([RNG.integers(-128 if bits == 8 else 0, 1 << min(bits, 7), (n, 8, 64)) for bits in WIDTHS], 1)
     x, scales = RNG.integers(-127, 128, (n, 32)), RNG.integers(-128, 128, (2, n, 16))
@@ -178,7 +178,7 @@ def test_products_of_bytes(target: Target) -> None:
     sums, out = RNG.integers(-1000, 1000, (n, 16)), np.zeros((n, N_RESULTS, 16), np.float32)
     pairs = RNG.integers(-2000, 2000, (n, 2, 16, 2))
     kinds = [np.int8, np.int8, np.int32, np.int8, *[np.int16] * 3, np.float32, np.int16, np.int32]
-    step = 16 if target.dot == "smmla" else 8  # from eight columns of a record to the next
+    step = 16 if target.dot == "smmla" else 8  # bytes between groups of eight columns of a record
     records = np.zeros((n, 64))
     records[:, np.arange(32) // 8 * step + np.arange(32) % 8] = x
     given = [x, records, sums_x, codes, *np.repeat(scales[..., None], 2, 3), offsets, units, pairs, sums]
@@ -208,7 +208,7 @@ def products_of_int16(begin, end, rows, x, out):
 
 
 def test_products_of_int16(target: Target) -> None:
-    """Random ones, and the largest, of which the sum still fits 32 bits."""
+    """Random products, and the largest ones, whose sum fits 32 bits."""
     n = 8
     rows, x = RNG.integers(-8191, 8192, (n, 16, 16, 2)), RNG.integers(-8191, 8192, (n, 32))
     rows[:2], x[0], x[1] = 8191, 8191, -8191
@@ -258,7 +258,7 @@ def test_tables_and_bytes_of_words(target: Target) -> None:
 
 @kernel
 def all_floats(begin, end, halves, wide, x, narrow, powers, tangents, logarithms):
-    """wide: float32 of ``halves``.  The others: halves, exp, tanh and softplus of ``x``."""
+    """wide: ``halves`` as float32.  The other outputs: ``x`` as float16, exp, tanh and softplus of ``x``."""
     for i in range(16 * begin, 16 * end, 16):
         store_f32x16(wide + 4 * i, load_f16x16(halves + 2 * i))
         v = load_f32x16(x + 4 * i)
@@ -270,13 +270,15 @@ def all_floats(begin, end, halves, wide, x, narrow, powers, tangents, logarithms
 
 
 def test_halves_and_exponentials(target: Target) -> None:
-    """All halves widened; and numbers of all sizes narrowed, ties among them, with exp within 2 units in the last
-    place, tanh within 3, and softplus within 4."""
+    """Widen all float16 values, and round floats of all magnitudes, including ties.
+
+    exp is within 2 units in the last place, tanh within 3, and softplus within 4.
+    """
     n = 1 << 16
     halves = np.arange(n, dtype=np.uint16).view(np.float16)
-    with np.errstate(invalid="ignore"):  # some are NaNs, of which Arm says so
+    with np.errstate(invalid="ignore"):  # some values are NaN, which Arm reports
         bits = halves[: n // 2].astype(np.float32).view(np.int32)
-    bits[: n // 4] += 1 << 12  # ties, but for subnormals
+    bits[: n // 4] += 1 << 12  # ties, except for subnormals
     x = np.concatenate([bits.view(np.float32), RNG.standard_normal(n // 2, np.float32) * 20])
     x[1::2] = np.copysign(x[1::2], np.float32(-1))
     x[-4:] = 65519, 65520, 1e30, -np.inf
@@ -301,7 +303,7 @@ def test_halves_and_exponentials(target: Target) -> None:
 
 @kernel
 def sums_in_order(begin, end, x, out):
-    """The sums of 16 vectors of sixteen lanes: of all, of the first four, four times over, and of the first."""
+    """Sum 16 vectors of sixteen lanes: all, the first four, those four times over, and the first."""
     for i in static_range(16):
         row[i] = load_f32x16(x + 64 * i)
     store_f32x16(out, sum_lanes_of_16(*row[0:16]))
@@ -309,7 +311,7 @@ def sums_in_order(begin, end, x, out):
     store_f32x16(out + 128, splat(sum_lanes(row[0])))
 
 
-def test_lanes_are_summed_in_the_same_order_everywhere(target: Target) -> None:
+def test_lanes_are_summed_in_the_same_order_on_every_target(target: Target) -> None:
     x = (10.0 ** np.arange(16) * np.where(np.arange(16) % 3, 1, -1)).astype(np.float32)
     vectors = RNG.permuted(np.tile(x, (16, 1)), axis=1)
     out, expected = np.zeros((3, 16), np.float32), vectors

@@ -1,4 +1,4 @@
-"""Which instruction set is compiled for."""
+"""The choice of the instruction set to compile for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _no_choice_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ISA_VARIABLE, raising=False)
 
 
-def test_the_best_is_chosen_and_generic_is_always_there() -> None:
+def test_the_best_target_is_chosen_and_generic_is_always_available() -> None:
     names = [t.name for t in available()]
     assert names == [t.name for t in TARGETS if t.name in names]
     assert names[-1] == "generic"
@@ -24,16 +24,18 @@ def test_the_best_is_chosen_and_generic_is_always_there() -> None:
 
 
 @pytest.mark.parametrize("target", available(), ids=lambda t: t.name)
-def test_each_that_runs_here_can_be_forced(monkeypatch: pytest.MonkeyPatch, target: module.Target) -> None:
+def test_each_available_target_can_be_forced(monkeypatch: pytest.MonkeyPatch, target: module.Target) -> None:
     assert choose(target.name) is target
     monkeypatch.setenv(ISA_VARIABLE, target.name)
     assert choose() is target
     assert CPUOps(threads=1).target is target
-    assert choose("generic").name == "generic"  # what is asked for in the program counts more
+    assert choose("generic").name == "generic"  # an argument overrides the environment
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t not in available()], ids=lambda t: t.name)
-def test_what_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, target: module.Target) -> None:
+def test_a_target_that_this_processor_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, target: module.Target
+) -> None:
     expected = rf"does not execute {target.name} code; it executes .*generic"
     with pytest.raises(DeviceError, match=expected):
         choose(target.name)
@@ -42,7 +44,7 @@ def test_what_this_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, t
         CPUOps(threads=1)
 
 
-def test_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"no instruction set called 'mmx'; this processor executes .*generic"):
         choose("mmx")
     monkeypatch.setenv(ISA_VARIABLE, "sse9")

@@ -1,4 +1,4 @@
-"""The language of kernels: what templates write out.  Specialised templates are run here as plain Python."""
+"""The language of kernels: the code that templates expand to, run as plain Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THREE = 3
 
 
 def build(function: Template, **constants: Any) -> Callable[..., Any]:
-    """A specialised template as a Python function."""
+    """Return a specialised template as a Python function."""
     tree, scope = function.specialise(constants)
     tree.decorator_list = []
     exec(compile(ast.fix_missing_locations(ast.Module([tree], [])), "<built>", "exec"), scope)
@@ -27,7 +27,7 @@ def text(function: Template, **constants: Any) -> str:
     return ast.unparse(tree)
 
 
-def test_loops_are_written_out() -> None:
+def test_constant_loops_are_unrolled() -> None:
     @template
     def powers(x):
         total = 0
@@ -53,7 +53,7 @@ def test_other_loops_stay() -> None:
     assert "for i in range(n)" in text(count)
 
 
-def test_registers_are_variables_of_their_own() -> None:
+def test_each_register_is_a_variable() -> None:
     @template
     def swap(a, b):
         for i in static_range(2):
@@ -76,7 +76,7 @@ def test_indices_may_be_expressions_of_constants() -> None:
     assert build(pick, N=5)(10) == (12, 13, 10)
 
 
-def test_an_index_that_is_not_known_is_an_error() -> None:
+def test_an_unknown_index_is_an_error() -> None:
     @template
     def pick(i):
         return x[i]
@@ -101,7 +101,7 @@ def test_only_the_chosen_branch_remains() -> None:
     assert "nonsense" in text(choose, BITS=6)
 
 
-def test_a_condition_of_the_arguments_stays() -> None:
+def test_a_condition_on_arguments_stays() -> None:
     @template
     def absolute(x):
         if x < 0:
@@ -124,7 +124,7 @@ def test_runs_of_registers_are_spread_and_filled() -> None:
 
 @template
 def add_squares(total: Registers, n, x):
-    """A template with a docstring, a variable of its own and one of its caller's name."""
+    """A template with a docstring, a local variable, and a variable with the name of a caller's variable."""
     step = x * x
     i = step
     for k in static_range(n):
@@ -137,7 +137,7 @@ def twice(sums: Registers, x):
     add_squares(sums, 2, x + 1)
 
 
-def test_templates_are_written_into_their_callers() -> None:
+def test_templates_are_inlined_into_their_callers() -> None:
     @template
     def caller(x):
         i = 100
@@ -207,7 +207,7 @@ def test_constants_reach_inner_templates() -> None:
 
 
 def test_a_template_can_be_a_constant() -> None:
-    """As formats give their tile's template to the matrix kernel."""
+    """Formats pass the template of their tile to the matrix kernel."""
 
     @template
     def caller(x):
@@ -240,7 +240,7 @@ def test_a_wrong_number_of_arguments_is_an_error() -> None:
         build(caller)
 
 
-def test_lines_are_those_of_the_file() -> None:
+def test_line_numbers_are_those_of_the_file() -> None:
     first = test_lines_are_those_of_the_file.__code__.co_firstlineno
 
     @template

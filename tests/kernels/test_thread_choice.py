@@ -1,4 +1,4 @@
-"""How many threads decode: found on curves made up, kept, and not believed where it should not be."""
+"""The number of decoding threads: found on made-up curves, stored, and measured again if it may be wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_knee_is_where_the_curve_bends(cores: int, bend: int) -> None:
     assert len(asked) == len(set(asked)) <= 2 * cores.bit_length() + 1
 
 
-def test_threads_that_make_it_slower_are_not_taken() -> None:
+def test_threads_that_slow_decoding_down_are_not_used() -> None:
     assert knee(lambda n: {1: 10.0, 2: 18.0, 3: 20.0, 4: 19.5, 8: 12.0}[n], 8)[0] == 3
 
 
@@ -57,11 +57,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
+    """Forget the measurement, as in a new process."""
     monkeypatch.setattr(thread_choice, "_choices", {})
 
 
-def test_it_is_measured_once_on_a_machine(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_measured_once(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     first = choose_threads(choose())
     assert (first.decode, first.cores) == (3, 8)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_it_is_measured_once_on_a_machine(machine: dict[str, Any], monkeypatch: 
     [
         (0.0, KEPT_SECONDS - HOUR, False),
         (0.0, KEPT_SECONDS + HOUR, True),
-        (0.0, -HOUR, True),  # the clock was wrong then, or is now
+        (0.0, -HOUR, True),  # the clock was wrong then, or is wrong now
         (2.0, DISTURBED_SECONDS / 2, False),
         (2.0, DISTURBED_SECONDS + HOUR, True),
     ],
@@ -116,7 +116,7 @@ def test_old_and_disturbed_measurements_are_made_again(
         {"measured": []},
     ],
 )
-def test_a_damaged_file_is_measured_anew(
+def test_a_damaged_file_is_replaced_by_a_measurement(
     machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: bytes | dict[str, Any]
 ) -> None:
     first = choose_threads(choose())
@@ -130,7 +130,7 @@ def test_a_damaged_file_is_measured_anew(
 
 
 @pytest.mark.parametrize("place", ["nowhere", "a file"])
-def test_where_nothing_can_be_kept(
+def test_a_cache_that_cannot_be_written(
     machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
     (tmp_path / "cache").write_text("not a folder")
@@ -148,7 +148,7 @@ def test_one_core_leaves_nothing_to_choose(machine: dict[str, Any], monkeypatch:
 
 @pytest.mark.parametrize("others", [0.0, 1.5])
 def test_a_real_measurement(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
-    """Whatever it finds; while others compute, all fast cores are taken."""
+    """Any result is valid; under other load, all fast cores are used."""
     monkeypatch.setattr(thread_choice, "N_BYTES", 1 << 20)
     monkeypatch.setattr(thread_choice.OtherLoad, "cpus", lambda _: others)
     choice = thread_choice._measure(4, choose(), 3)
@@ -160,7 +160,7 @@ def test_a_real_measurement(monkeypatch: pytest.MonkeyPatch, others: float) -> N
 
 @pytest.mark.parametrize(("available", "taken"), [(1 << 40, thread_choice.N_BYTES), (640 << 20, 64 << 20)])
 def test_a_measurement_takes_little_memory(monkeypatch: pytest.MonkeyPatch, available: int, taken: int) -> None:
-    """Whatever the caches; and of what is free a tenth."""
+    """At most a tenth of the free memory, for caches of any size."""
     asked: list[int] = []
 
     class Test:
@@ -179,7 +179,7 @@ def test_a_measurement_takes_little_memory(monkeypatch: pytest.MonkeyPatch, avai
 
 
 def test_progress_may_wait_for_a_thread_that_chooses_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As where a program loads a second model in another thread while the first one's kernels are compiled."""
+    """A program can load a second model in another thread while kernels of the first model compile."""
     measured: list[ThreadChoice] = []
     real = thread_choice._measure
 
@@ -192,14 +192,14 @@ def test_progress_may_wait_for_a_thread_that_chooses_too(monkeypatch: pytest.Mon
     monkeypatch.setattr(thread_choice, "N_BYTES", 1 << 20)
     monkeypatch.setattr(thread_choice, "_measure", measure)
     monkeypatch.setattr(thread_choice, "_choices", {})
-    target = replace(choose(), name=f"{choose().name}-{tmp_path.name}")  # so that nothing is compiled yet
+    target = replace(choose(), name=f"{choose().name}-{tmp_path.name}")  # a new name without compiled code
     others: list[ThreadChoice] = []
 
     def progress(done: int, total: int) -> None:
         other = threading.Thread(target=lambda: others.append(choose_threads(target)), daemon=True)
         other.start()
         other.join(60)
-        assert not other.is_alive(), "it waits for what this function is called from"
+        assert not other.is_alive(), "the thread waits for the caller of this function"
 
     choice = choose_threads(target, progress)
     assert others, "nothing was compiled"
@@ -207,7 +207,7 @@ def test_progress_may_wait_for_a_thread_that_chooses_too(monkeypatch: pytest.Mon
     assert set(others) == {choice}
 
 
-def test_threads_that_are_asked_for_decode_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_threads_are_used_for_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.kernels.cpu.backend.choose_threads", lambda *_: ThreadChoice(2, 5))
     chosen, given = CPUOps(), CPUOps(threads=4)
     assert (chosen.workers.n, chosen.decode_threads) == (5, 2)

@@ -1,4 +1,4 @@
-"""Fewer threads take part in steps while other programs use the processors."""
+"""Steps use fewer threads while other programs use the processors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def steps(limit: ThreadLimit, clock: Clock, cores: float, seconds: float) -> list[int]:
-    """How many threads each step of 10 ms has where so many cores are free for them."""
+    """Return the threads of each step of 10 ms if ``cores`` cores are free."""
     found = []
     for _ in range(round(seconds / 0.01)):
         found.append(limit.now)
@@ -34,20 +34,20 @@ def steps(limit: ThreadLimit, clock: Clock, cores: float, seconds: float) -> lis
     return found
 
 
-def test_all_threads_where_nothing_else_computes(clock: Clock) -> None:
+def test_all_threads_run_on_an_idle_machine(clock: Clock) -> None:
     limit = ThreadLimit(4)
     assert set(steps(limit, clock, 4, 10)) == {4}
 
 
 @pytest.mark.parametrize(("most", "cores"), [(2, 0.5), (8, 6), (8, 2), (3, 0.2)])
-def test_as_many_threads_as_have_cores(clock: Clock, most: int, cores: float) -> None:
+def test_steps_use_one_thread_per_free_core(clock: Clock, most: int, cores: float) -> None:
     limit = ThreadLimit(most)
     found = steps(limit, clock, cores, 60)[-3000:]
     assert min(found) >= max(1, int(cores))
     assert np.mean([n <= max(1, cores / (1 - IDLE_LOST)) for n in found]) > 0.9
 
 
-def test_all_threads_again_when_the_others_have_ended(clock: Clock) -> None:
+def test_all_threads_run_after_the_load_has_ended(clock: Clock) -> None:
     limit = ThreadLimit(8)
     steps(limit, clock, 1, 30)
     assert limit.now <= 2
@@ -64,7 +64,7 @@ def test_one_slow_step_changes_nothing(clock: Clock) -> None:
 
 
 @pytest.mark.posix("Windows counts a thread's time in long ticks")
-def test_a_job_tells_for_how_long_a_thread_slept() -> None:
+def test_a_job_reports_how_long_a_thread_slept() -> None:
     import time
 
     workers = Workers(2)

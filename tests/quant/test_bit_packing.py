@@ -1,4 +1,4 @@
-"""Bit-packed codes: nothing is lost, and each code is where `BIT_RUNS` says."""
+"""Bit-packed codes: no bit is lost, and each code is where `BIT_RUNS` states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Codes = list[int]
 
 
 def q5_0(block: bytes) -> Codes:
-    """The codes of a block's bytes that hold them, as ggml's dequantize_row functions read them."""
+    """Return the codes in the bytes of a block, as ggml's dequantize_row functions read them."""
     fifth = int.from_bytes(block[:4], "little")
     low = [byte & 15 for byte in block[4:]] + [byte >> 4 for byte in block[4:]]
     return [code | (fifth >> i & 1) << 4 for i, code in enumerate(low)]
@@ -71,7 +71,7 @@ def test_every_folded_format_is_tested() -> None:
 
 
 @pytest.mark.parametrize("type", BIT_PACKINGS, ids=lambda type: type.name)
-def test_codes_are_where_they_are_drawn(type: GGMLType) -> None:
+def test_codes_have_the_drawn_positions(type: GGMLType) -> None:
     packing = BIT_PACKINGS[type]
     block = np.random.default_rng(4).integers(0, 256, packing.columns * packing.bits // 8, np.uint8)
     packed = packing.pack(block)

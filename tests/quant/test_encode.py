@@ -1,4 +1,4 @@
-"""Quantisers: what they write decodes, with the gguf package, to nearly what went in."""
+"""Quantisers: the gguf package decodes their output to nearly the original values."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from tests.helpers.blocks import gguf_values
 T = GGMLType
 Floats = npt.NDArray[np.float32]
 
-# RMS error over the values' own on normally distributed values, without and with importance: a percent or two more
-# than what was measured, which is the same on every processor (`test_another_processor_writes_the_same_bytes`).
+# RMS error relative to the RMS of normally distributed values, without and with importance.  The bounds are one or
+# two percent above the measured errors, which are the same on every processor
+# (`test_another_processor_writes_the_same_bytes`).
 RELATIVE_RMS = {
     T.F32: (0.0, 0.0),
     T.F16: (0.00022, 0.00022),
@@ -61,7 +62,7 @@ RELATIVE_RMS = {
 
 FLOATS = [T.F32, T.F16, T.BF16]
 BLOCKS = [type for type in ENCODABLE if type not in FLOATS]
-# Their scales are float16, which bounds what they can hold; MXFP4's are powers of two, as many as of float32.
+# Types whose scales are float16, which limits their values.
 HALF_SCALES = [type for type in BLOCKS if type not in (T.MXFP4, T.NVFP4)]
 
 
@@ -70,7 +71,7 @@ def of_types(*types: GGMLType) -> pytest.MarkDecorator:
 
 
 def decoded(values: Floats, type: GGMLType, weights: Floats | None = None) -> Floats:
-    """Encoded with the search, and decoded with the gguf package."""
+    """Encode with the search, and decode with the gguf package."""
     blocks = quantize(values, type, weights, search=True)
     back: Floats = gguf_values(blocks, type).astype(np.float32)
     return back.reshape(values.shape)
@@ -90,7 +91,7 @@ def importance(columns: int, seed: int = 1) -> Floats:
 
 
 @pytest.mark.parametrize("type", RELATIVE_RMS, ids=lambda type: type.name)
-def test_errors_are_as_small_as_they_were(type: GGMLType) -> None:
+def test_errors_stay_within_their_bounds(type: GGMLType) -> None:
     values, weights = normal(24, 1024), importance(1024)
     plain, weighted = RELATIVE_RMS[type]
     assert relative_rms(values, decoded(values, type)) <= plain
@@ -102,7 +103,7 @@ def test_every_type_has_its_bound() -> None:
 
 
 @of_types(*BLOCKS)
-def test_importance_moves_the_error_to_where_it_matters_less(type: GGMLType) -> None:
+def test_importance_moves_the_error_to_unimportant_columns(type: GGMLType) -> None:
     values, weights = normal(16, 512, 2), importance(512)
     without, with_it = decoded(values, type), decoded(values, type, weights)
     assert relative_rms(values, with_it, weights) < relative_rms(values, without, weights)
@@ -118,7 +119,7 @@ def test_importance_counts_in_proportion_only(type: GGMLType) -> None:
     np.testing.assert_array_equal(quantize(values, type, 0 * same), quantize(values, type, same))
 
 
-def test_large_values_can_count_more() -> None:
+def test_large_values_can_have_more_weight() -> None:
     values, weights = normal(24, 1024), importance(1024)
     lost = []
     for favours_large in (False, True):
@@ -131,7 +132,7 @@ def test_large_values_can_count_more() -> None:
 
 @of_types(*BLOCKS)
 def test_doubled_values_decode_doubled(type: GGMLType) -> None:
-    """Every step is the same at every scale, as long as float16 has room for it."""
+    """Each step scales with the values, within the range of float16."""
     values = normal(3, 512, 4)
     np.testing.assert_array_equal(decoded(4 * values, type), 4 * decoded(values, type))
 
@@ -155,7 +156,7 @@ def test_lopsided_blocks(type: GGMLType, case: str) -> None:
     if case == "zeros":
         np.testing.assert_array_equal(back, 0)
     else:
-        # IQ formats have no 0, and signs in pairs; what is asked is that nothing goes astray.
+        # IQ formats have no 0, and share signs between values; the errors must only be limited.
         loose = 0.95 if case in ("one value", "a spike") else 0.45
         if type is T.Q1_0:
             loose = 1
@@ -172,7 +173,7 @@ def test_rows_threads_and_shapes_change_nothing(type: GGMLType) -> None:
 
 
 def digests() -> dict[str, str]:
-    """Of the bytes of each type, without and with importance."""
+    """Return digests of the bytes of each type, without and with importance."""
     values, weights = normal(16, 1024, 7), importance(1024)
     found = {}
     for type in BLOCKS:
@@ -185,9 +186,9 @@ def digests() -> dict[str, str]:
     return found
 
 
-@pytest.mark.ci  # which compiles all encoders once more
+@pytest.mark.ci  # compiles all encoders again
 def test_another_processor_writes_the_same_bytes() -> None:
-    """Compiled for no more than the family has in common, and with NumPy's own code for that, nothing changes."""
+    """Compiled for the common instructions of the family, and with NumPy's code for them."""
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     used = [name for name in __cpu_dispatch__ if __cpu_features__[name]]
@@ -201,7 +202,7 @@ def test_another_processor_writes_the_same_bytes() -> None:
 
 ROUNDING_CASES = {
     "normal": normal(64, 1024, 8),
-    # peaks of both signs, and values half way between codes
+    # peaks of both signs, and values halfway between codes
     "coarse": np.round(4 * normal(64, 1024, 9)) / 4,
     "heavy tails": np.random.default_rng(10).standard_t(2, (64, 1024)).astype(np.float32),
     "next to powers of two": np.nextafter(np.exp2(np.round(3 * normal(64, 1024, 11))), np.float32(0)),
@@ -212,7 +213,7 @@ ROUNDING_CASES = {
 
 
 def rounded(values: Floats, type: GGMLType) -> npt.NDArray[np.uint8]:
-    """What plain rounding writes: by the gguf package, or where it has no encoder by the rules in ggml-quants.c."""
+    """Round without a search: by the gguf package, or by the rules in ggml-quants.c if it has no encoder."""
     rows = len(values)
     if type is T.Q1_0:
         blocks = values.reshape(-1, 128)
@@ -225,7 +226,7 @@ def rounded(values: Floats, type: GGMLType) -> npt.NDArray[np.uint8]:
         scales = np.abs(blocks).max(axis=1)
         with np.errstate(all="ignore"):
             x = blocks * np.where(scales > 0, np.float32(1) / scales, np.float32(0))[:, None]
-        nearest = np.trunc(x + np.copysign(np.float32(0.5), x))  # half a code goes away from 0
+        nearest = np.trunc(x + np.copysign(np.float32(0.5), x))  # ties round away from 0
         codes = (nearest + 1).clip(0, 3).astype(np.uint8).reshape(len(blocks), 16, 4)
         qs = (codes << np.array([0, 2, 4, 6], np.uint8)).sum(axis=2, dtype=np.uint8)
     elif type is T.NVFP4:
@@ -234,7 +235,7 @@ def rounded(values: Floats, type: GGMLType) -> npt.NDArray[np.uint8]:
         known = gguf.quants.NVFP4
         d = known.fp32_to_ue4m3(limit)
         off = np.abs(np.array(known.kvalues, np.float32) * known.ue4m3_to_fp32(d)[:, None, None] - runs[..., None])
-        codes = off.astype(np.float32).argmin(axis=2).astype(np.uint8)  # of two as near the first
+        codes = off.astype(np.float32).argmin(axis=2).astype(np.uint8)  # the first of two codes at the same distance
         qs = (codes[:, :8] | codes[:, 8:] << 4).reshape(-1, 32)
         return np.concatenate([d.reshape(-1, 4), qs], axis=1).reshape(rows, -1)
     else:
@@ -253,24 +254,16 @@ def test_plain_rounding_writes_the_bytes_of_llama_cpp(type: GGMLType, case: str)
     np.testing.assert_array_equal(quantize(values, type, threads=2), rounded(values, type))
 
 
-@of_types(*(type for type in ROUNDED if type is not T.Q1_0))  # there is one best scale
+@of_types(*(type for type in ROUNDED if type is not T.Q1_0))  # Q1_0 has a single best scale
 def test_the_search_is_better_than_plain_rounding(type: GGMLType) -> None:
     values = normal(24, 1024)
     plain = relative_rms(values, dequantize(quantize(values, type), type))
-    least = 0.45 if type is T.Q2_0 else 0.5  # which rounds to three of its four codes
+    least = 0.45 if type is T.Q2_0 else 0.5  # plain rounding uses three of the four codes
     assert least * plain < relative_rms(values, decoded(values, type)) < 0.98 * plain
 
 
-@of_types(*ROUNDED)
-def test_values_too_small_for_rounding_become_zero(type: GGMLType) -> None:
-    values = np.tile(np.array([1e-45, -1e-45, 3e-44, 0, -1e-39, 1e-38, -0.0, 2e-40], np.float32), 32)
-    with np.errstate(all="raise"):
-        back = dequantize(quantize(values[None], type), type)
-    assert np.abs(back).max() < 2e-38
-
-
 def sweep(x: Floats, w: Floats, levels: npt.NDArray[np.float64]) -> float:
-    """The least Σ w (x - s q)² over every scale s, of either sign: all scales at which a code changes are tried."""
+    """Return the least Σ w (x - s q)² over all scales s of either sign, trying each scale at which a code changes."""
     middles = (levels[1:] + levels[:-1]) / 2
     explained = 0.0
     for y in (x.astype(np.float64), -x.astype(np.float64)):
@@ -315,10 +308,10 @@ def test_scales_are_as_good_as_the_best_there_is(
     values=hnp.arrays(np.float32, 256, elements=st.floats(-1000, 1000, width=32), fill=st.just(0.0)),
     weights=hnp.arrays(np.float32, 256, elements=st.floats(0, 1000, width=32)),
 )
-def test_nothing_finite_decodes_to_what_is_not(type: GGMLType, values: Floats, weights: Floats) -> None:
+def test_finite_values_decode_to_finite_values(type: GGMLType, values: Floats, weights: Floats) -> None:
     back = decoded(values[None], type, weights)
     assert np.isfinite(back).all()
-    # No value is farther out than twice the largest: scales come from the values.
+    # Scales come from the values, so no decoded value exceeds twice the largest.
     assert np.abs(back).max() <= 2.5 * np.abs(values).max() + 1e-6
 
 
@@ -338,7 +331,7 @@ def test_values_of_all_sizes_encode_as_in_gguf(type: GGMLType) -> None:
 
 @of_types(T.F16, T.BF16)
 def test_half_way_values_round_to_even(type: GGMLType) -> None:
-    """Exactly between two values of the type, above an even and an odd one."""
+    """Values exactly between two values of the type, above an even and an odd one."""
     step = {T.F16: 2.0**-10, T.BF16: 2.0**-7}[type]
     values = np.array([[1 + 0.5 * step, 1 + 1.5 * step, -1 - 2.5 * step]], np.float32)
     expected = np.array([[1, 1 + 2 * step, -1 - 2 * step]], np.float32)
@@ -359,19 +352,20 @@ def test_wider_floats_are_rounded_to_float32_first() -> None:
     np.testing.assert_array_equal(quantize(values, T.Q8_0), quantize(values.astype(np.float32), T.Q8_0))
 
 
-# -- Refusals ------------------------------------------------------------------------------------------------------
+# -- Errors --------------------------------------------------------------------------------------------------------
 
 
-@of_types(*HALF_SCALES)
+@of_types(*BLOCKS)
 def test_values_too_small_for_the_scale_become_zero(type: GGMLType) -> None:
     values = np.tile(np.array([1e-45, -1e-45, 3e-44, 0, -1e-39, 1e-38, -0.0, 2e-40], np.float32), 32)
     with np.errstate(all="raise"):
-        np.testing.assert_array_equal(dequantize(quantize(values[None], type), type), 0)
+        back = dequantize(quantize(values[None], type), type)
+    assert np.abs(back).max() <= (0 if type in HALF_SCALES else 2e-38)
 
 
 @of_types(*ENCODABLE)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e39])
-def test_what_is_not_finite_in_float32_is_refused(type: GGMLType, bad: float) -> None:
+def test_values_not_finite_in_float32_are_refused(type: GGMLType, bad: float) -> None:
     for place in (0, 511):
         values = np.zeros((2, 512))
         values[1, place] = bad
@@ -383,7 +377,7 @@ def test_what_is_not_finite_in_float32_is_refused(type: GGMLType, bad: float) ->
 
 
 @of_types(T.F16, T.BF16, *HALF_SCALES)
-def test_what_is_too_large_for_the_format_is_refused(type: GGMLType) -> None:
+def test_values_too_large_for_the_format_are_refused(type: GGMLType) -> None:
     values = np.zeros((1, 256), np.float32)
     values[0, 3] = np.finfo(np.float32).max
     with pytest.raises(ModelError, match="too large"):
@@ -391,14 +385,14 @@ def test_what_is_too_large_for_the_format_is_refused(type: GGMLType) -> None:
 
 
 @of_types(*BLOCKS)
-def test_a_row_of_broken_length_is_refused(type: GGMLType) -> None:
+def test_a_row_of_incomplete_blocks_is_refused(type: GGMLType) -> None:
     length = BLOCK_SIZES[type].length
     with pytest.raises(ModelError, match=f"multiple of {length} values"):
         quantize(np.zeros((2, length + 1), np.float32), type)
 
 
 @pytest.mark.parametrize("weights", [np.ones(31), -np.ones(32), np.full(32, np.nan)])
-def test_impossible_importance_is_refused(weights: npt.NDArray[np.float64]) -> None:
+def test_invalid_importance_is_refused(weights: npt.NDArray[np.float64]) -> None:
     with pytest.raises(ModelError, match="must be 32 finite numbers of at least 0"):
         quantize(np.zeros((2, 32), np.float32), T.Q4_0, weights)
 
@@ -423,14 +417,14 @@ def test_no_rows_are_no_bytes(type: GGMLType) -> None:
 
 
 def correlated(n: int, n_tokens: int = 2048) -> np.ndarray:
-    """Inputs [n_tokens, n] of which many go together, as activations do."""
+    """Inputs [n_tokens, n] with correlated columns, as activations have."""
     rng = np.random.default_rng(3)
     mixed = rng.standard_normal((n_tokens, n // 2)) @ rng.standard_normal((n // 2, n)) / n**0.5
     return mixed * np.exp(rng.normal(0, 0.5, n)) + 0.1 * rng.standard_normal((n_tokens, n))
 
 
 @pytest.mark.parametrize("type", FEEDBACK)
-def test_feedback_lessens_the_error_of_products(type: GGMLType) -> None:
+def test_feedback_reduces_the_error_of_products(type: GGMLType) -> None:
     x = correlated(512)
     values = np.random.default_rng(4).standard_t(5, (48, 512)).astype(np.float32)
     hessian = x.T @ x
@@ -443,17 +437,17 @@ def test_feedback_lessens_the_error_of_products(type: GGMLType) -> None:
 
 
 @pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.IQ4_NL])
-def test_columns_that_do_not_go_together_make_up_for_nothing(type: GGMLType) -> None:
+def test_feedback_does_nothing_for_uncorrelated_columns(type: GGMLType) -> None:
     values = np.random.default_rng(5).standard_normal((16, 256)).astype(np.float32)
     alone = Feedback.of(np.diag(np.random.default_rng(6).uniform(1, 3, 256)))
     given = dequantize(quantize(values, type, alone.weights), type)
     found = dequantize(quantize(values, type, feedback=alone), type)
-    # A value in the middle between two codes may go either way.
+    # A value halfway between two codes may round either way.
     assert (np.abs(found - given) > 1e-6).mean() < 0.01
 
 
-def test_errors_are_handed_on_as_in_the_paper() -> None:
-    """Algorithm 1 of GPTQ with blocks of one column, over the scales that were chosen."""
+def test_errors_are_distributed_as_in_the_paper() -> None:
+    """Algorithm 1 of GPTQ with blocks of one column, and the chosen scales."""
     x = correlated(32, 256)
     values = np.random.default_rng(7).standard_normal((6, 32)).astype(np.float32)
     feedback = Feedback.of(x.T @ x)
@@ -470,7 +464,7 @@ def test_errors_are_handed_on_as_in_the_paper() -> None:
 
 
 @pytest.mark.parametrize("hessian", [np.full((32, 32), np.nan), -np.eye(32), np.eye(32) - 0.5, np.zeros((32, 32))])
-def test_products_of_no_inputs_are_refused_and_none_are_alike(hessian: np.ndarray) -> None:
+def test_products_of_inputs_must_be_positive_semidefinite(hessian: np.ndarray) -> None:
     if hessian.any() or np.isnan(hessian).any():
         with pytest.raises(ModelError, match="collect them again"):
             Feedback.of(hessian)

@@ -1,4 +1,4 @@
-"""Decoding, bit for bit against the gguf package, and the integer parts that kernels are fed with."""
+"""Decoding, compared bit for bit with the gguf package, and the integer parts that kernels read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.blocks import F16_FIELDS, gguf_values
 
 T = GGMLType
 
-# Formats without an f16 field: which bytes hold the scale or, in the floats, the sign and exponent.
+# Bytes of the scale, or of sign and exponent, in formats without an f16 field.
 SCALE_BYTES: dict[GGMLType, tuple[int, ...]] = {
     T.F32: (2, 3),
     T.BF16: (0, 1),
@@ -28,7 +28,7 @@ SCALE_BYTES: dict[GGMLType, tuple[int, ...]] = {
     T.NVFP4: (0, 1, 2, 3),
 }
 
-# ±0, least and greatest subnormal, 1, greatest, ±infinity, quiet and signalling NaN.
+# ±0, smallest and largest subnormal, 1, largest, ±infinity, quiet and signalling NaN.
 EDGE_HALVES = [0x0000, 0x8000, 0x0001, 0x83FF, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF]
 
 all_formats = pytest.mark.parametrize("type", list(FORMATS), ids=lambda type: type.name)
@@ -51,7 +51,7 @@ def gguf_decodes(type: GGMLType) -> bool:
 
 
 def assert_same_bits(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -> None:
-    """Equal bit for bit, the sign of zeros included; any NaN equals any other."""
+    """Compare bit for bit, including the sign of zeros; any NaN equals any other."""
     assert ours.shape == theirs.shape
     assert ours.dtype == np.float32
     differ = ours.view(np.uint32) != theirs.view(np.uint32)
@@ -64,7 +64,7 @@ def random_blocks(type: GGMLType, n_blocks: int, seed: int = 0) -> npt.NDArray[n
 
 
 def payloads(type: GGMLType, n_blocks: int) -> npt.NDArray[np.uint8]:
-    """``n_blocks`` blocks of zeros, of ones and of random bits each: uint8 [3, n_blocks, block_bytes]."""
+    """Return ``n_blocks`` blocks of zeros, of ones and of random bits: uint8 [3, n_blocks, block_bytes]."""
     blocks = np.stack([random_blocks(type, n_blocks)] * 3)
     blocks[0], blocks[1] = 0, 255
     return blocks
@@ -75,7 +75,7 @@ def write_half(blocks: npt.NDArray[np.uint8], offset: int, bits: npt.NDArray[Any
 
 
 def edge_blocks(type: GGMLType) -> npt.NDArray[np.uint8]:
-    """Every edge value of every scale (and every pair, where there are two) over three payloads."""
+    """Return every edge value (or pair) of the scales, combined with three payloads."""
     halves = np.array(EDGE_HALVES)
     if type in F16_FIELDS:
         offsets = F16_FIELDS[type]
@@ -83,7 +83,7 @@ def edge_blocks(type: GGMLType) -> npt.NDArray[np.uint8]:
         blocks = payloads(type, values[0].size)
         for offset, bits in zip(offsets, values, strict=True):
             write_half(blocks, offset, bits.ravel())
-    elif type is T.IQ1_M:  # the f16 scale's digits are the upper four bits of the last four words
+    elif type is T.IQ1_M:  # the f16 scale is in the upper four bits of the last four words
         blocks = payloads(type, halves.size)
         for digit in range(4):
             byte = blocks[..., 48 + 2 * digit + 1]
@@ -95,7 +95,7 @@ def edge_blocks(type: GGMLType) -> npt.NDArray[np.uint8]:
     return blocks
 
 
-def test_every_type_that_gguf_decodes_is_here() -> None:
+def test_every_type_that_gguf_decodes_is_tested() -> None:
     assert {t for t in GGMLType if gguf_decodes(t)} == set(FORMATS)
 
 
@@ -108,19 +108,12 @@ def test_layout_fills_the_block(type: GGMLType) -> None:
 
 
 @all_formats
-def test_random_blocks_decode_as_in_gguf(type: GGMLType) -> None:
-    blocks = random_blocks(type, 70_000 // BLOCK_SIZES[type].length + 1)  # more than one chunk
-    with np.errstate(all="raise"):  # no caller's setting makes odd blocks an error
-        ours = dequantize(blocks, type)
-    assert_same_bits(ours, oracle(blocks, type))
-
-
-@all_formats
-def test_edge_blocks_decode_as_in_gguf(type: GGMLType) -> None:
-    blocks = edge_blocks(type)
-    with np.errstate(all="raise"):
-        ours = dequantize(blocks, type)
-    assert_same_bits(ours, oracle(blocks, type))
+def test_blocks_decode_as_in_gguf(type: GGMLType) -> None:
+    some = random_blocks(type, 70_000 // BLOCK_SIZES[type].length + 1)  # more than one chunk
+    for blocks in (some, edge_blocks(type)):
+        with np.errstate(all="raise"):  # odd blocks raise no error with any caller's setting
+            ours = dequantize(blocks, type)
+        assert_same_bits(ours, oracle(blocks, type))
 
 
 @settings(deadline=None, max_examples=60)
@@ -156,8 +149,8 @@ def test_the_result_is_a_new_array() -> None:
 
 
 @packable_formats
-def test_parts_are_the_values(fmt: PackableFormat) -> None:
-    """The documented formula, in float64 over `unpack`, gives gguf's values."""
+def test_parts_give_the_values(fmt: PackableFormat) -> None:
+    """The documented formula in float64 on the parts of `unpack` gives gguf's values."""
     blocks = random_blocks(fmt.type, 300)
     rng = np.random.default_rng(1)
     for offset in F16_FIELDS[fmt.type]:
@@ -211,7 +204,7 @@ def test_ranges_of_parts(
 @packable_formats
 def test_pack_inverts_unpack(fmt: PackableFormat) -> None:
     blocks = random_blocks(fmt.type, 500)
-    if fmt.type is T.TQ1_0:  # several bytes mean the same five codes
+    if fmt.type is T.TQ1_0:  # several bytes encode the same five codes
         blocks = fmt.pack(fmt.unpack(blocks))
     np.testing.assert_array_equal(fmt.pack(fmt.unpack(blocks)), blocks)
 
@@ -231,14 +224,14 @@ def test_a_type_without_decoder_is_named(type: GGMLType) -> None:
 
 
 @all_formats
-def test_a_cut_row_is_refused(type: GGMLType) -> None:
+def test_a_truncated_row_is_refused(type: GGMLType) -> None:
     n_bytes = BLOCK_SIZES[type].n_bytes
     with pytest.raises(ModelError, match=f"row of {2 * n_bytes - 1} bytes .* {type.name} blocks"):
         dequantize(np.zeros((3, 2 * n_bytes - 1), np.uint8), type)
 
 
 @pytest.mark.parametrize("data", [np.zeros((2, 18), np.int8), np.zeros((), np.uint8)])
-def test_what_is_no_array_of_rows_is_refused(data: npt.NDArray[Any]) -> None:
+def test_data_that_is_no_array_of_rows_is_refused(data: npt.NDArray[Any]) -> None:
     with pytest.raises(UsageError, match="uint8 array"):
         dequantize(data, T.Q4_0)
 
@@ -249,7 +242,7 @@ def test_formats_cannot_be_changed_from_outside() -> None:
 
 
 def test_gguf_is_imported_only_for_codebooks() -> None:
-    """It costs a third of a second at every start."""
+    """The import takes a third of a second, which every start would pay."""
     code = (
         "import sys, numpy as np\n"
         "from localllm.quant.formats import GGMLType, dequantize\n"

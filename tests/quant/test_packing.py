@@ -1,4 +1,4 @@
-"""Tiles: nothing is lost in them, and every byte is where the drawing says."""
+"""Tiles: no byte is lost, and every byte is where the drawing shows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ all_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=lambda lay
 
 
 def pack(layout: TileLayout, rows: np.ndarray, k: int) -> np.ndarray:
-    """The tiles of rows of k columns, in memory that was not zero."""
+    """Pack rows of k columns to tiles, in memory that was not zero."""
     packed = np.full(layout.packed_bytes(len(rows), k), 0xAA, np.uint8)
     layout.pack(rows, packed)
     return packed
@@ -43,7 +43,7 @@ def test_unpacking_gives_back_any_rows(layout: TileLayout, n: int, row_blocks: i
     assert packed.size == -(-n // GROUP) * GROUP * rows.shape[1]
     unpacked = layout.unpack_rows(packed, row_blocks * layout.columns, np.arange(-(-n // GROUP) * GROUP))
     np.testing.assert_array_equal(unpacked[:n], rows)
-    np.testing.assert_array_equal(unpacked[n:], 0)  # the rows that fill up the last group
+    np.testing.assert_array_equal(unpacked[n:], 0)  # rows that pad the last group
 
 
 @all_layouts
@@ -57,7 +57,7 @@ def test_single_rows_are_unpacked_in_any_order(layout: TileLayout) -> None:
 
 @all_layouts
 def test_groups_pack_by_themselves(layout: TileLayout) -> None:
-    """So that threads can share the work: a run of whole groups goes to its own place."""
+    """Threads share the work, so each run of whole groups is packed to its own place."""
     rows = np.random.default_rng(1).integers(0, 256, (3 * GROUP + 5, 2 * layout.block_bytes), np.uint8)
     whole = pack(layout, rows, 2 * layout.columns)
     half = layout.packed_bytes(2 * GROUP, 2 * layout.columns)
@@ -66,8 +66,8 @@ def test_groups_pack_by_themselves(layout: TileLayout) -> None:
 
 
 @pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.Q8_0], ids=lambda type: type.name)
-def test_a_tile_lies_as_it_is_drawn(type: KernelType) -> None:
-    """Sixteen halves, then for each word of a block that of row 0, row 1, …, in the order of the file."""
+def test_a_tile_has_the_drawn_layout(type: KernelType) -> None:
+    """Sixteen scales, then each word of a block for row 0, row 1, …, in the order of the file."""
     layout = LAYOUTS[type]
     rows = np.random.default_rng(2).integers(0, 256, (GROUP, 3 * layout.block_bytes), np.uint8)
     tiles = pack(layout, rows, 96).reshape(3, -1)

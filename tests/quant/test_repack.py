@@ -1,4 +1,4 @@
-"""What no kernel reads is rewritten, and nothing measurable is lost."""
+"""Formats without a kernel are repacked with no measurable loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = GGMLType
 REPACKED = [t for t in FORMATS if t not in LAYOUTS]
 EXACT = {T.Q1_0, T.Q2_0, T.TQ1_0, T.TQ2_0, T.MXFP4, T.NVFP4}
 
-#: Bits a weight that kernels read, as the documentation says.
+#: Bits per weight that kernels read, from the documentation.
 BITS = {
     T.Q1_0: 3.5,
     T.Q2_0: 3.5,
@@ -39,21 +39,21 @@ repacked = pytest.mark.parametrize("type", REPACKED, ids=lambda type: type.name)
 
 
 def loss(rows: np.ndarray, type: GGMLType) -> float:
-    """Squared error of the rewritten rows over the squares of the originals, in the worst row."""
+    """Return the squared error of repacked rows relative to the squares of the originals, in the worst row."""
     target = repack_target(type)
     exact = values_of(rows, type)
     error = values_of(repack(rows, type, target), target) - exact
     return float(np.max(np.square(error).sum(axis=1) / np.square(exact).sum(axis=1)))
 
 
-def test_formats_with_a_kernel_stay_as_they_are() -> None:
+def test_formats_with_a_kernel_are_not_repacked() -> None:
     for type in set(FORMATS) & set(LAYOUTS):
         rows = random_rows(type, 3, 256)
         assert repack_target(type) is type
         assert repack(rows, type, type) is rows
 
 
-def test_every_format_is_read_and_none_in_sixteen_bits_that_has_fewer() -> None:
+def test_no_format_is_repacked_to_sixteen_bits() -> None:
     assert set(BITS) == set(REPACKED)
     for type in FORMATS:
         target = block_size(repack_target(type))
@@ -62,20 +62,20 @@ def test_every_format_is_read_and_none_in_sixteen_bits_that_has_fewer() -> None:
 
 
 @pytest.mark.parametrize("type", [t for t in GGMLType if t not in FORMATS], ids=lambda type: type.name)
-def test_a_type_that_nothing_reads_is_named(type: GGMLType) -> None:
+def test_an_unsupported_type_is_named(type: GGMLType) -> None:
     with pytest.raises(KernelError, match=rf"no kernel reads weights of type {type.name};"):
         repack_target(type)
 
 
 @repacked
-def test_nothing_measurable_is_lost(type: GGMLType) -> None:
+def test_repacking_loses_nothing_measurable(type: GGMLType) -> None:
     lost = loss(random_rows(type, 20, 1024), type)
     assert lost == 0 if type in EXACT else 0 < lost < 2e-7
 
 
 @repacked
-def test_integers_are_kept(type: GGMLType) -> None:
-    """With a scale that float16 rounds in no product, all values come out exactly."""
+def test_integer_formats_keep_their_values(type: GGMLType) -> None:
+    """With a scale whose products float16 holds exactly, all values are exact."""
     rows = random_rows(type, 5, 512, scales=[UNITS[type]])
     target = repack_target(type)
     values = values_of(repack(rows, type, target), target)
@@ -84,7 +84,7 @@ def test_integers_are_kept(type: GGMLType) -> None:
 
 
 @pytest.mark.parametrize("type", [t for t in REPACKED if t is not T.NVFP4], ids=lambda type: type.name)
-def test_scales_near_the_bottom_of_float16_lose_as_little_or_are_refused(type: GGMLType) -> None:
+def test_small_scales_lose_little_or_are_refused(type: GGMLType) -> None:
     refused = 0
     for exponent in range(-12, -25, -1):
         rows = random_rows(type, 2, 256, scales=[1.75 * 2.0**exponent])
@@ -96,7 +96,7 @@ def test_scales_near_the_bottom_of_float16_lose_as_little_or_are_refused(type: G
 
 
 def overflowing(type: GGMLType) -> np.ndarray:
-    """Rows whose last block is beyond what float16 scales can hold."""
+    """Return rows whose last block has a scale above the range of float16."""
     rows = random_rows(type, 4, 512)
     blocks = rows.reshape(-1, BLOCK_SIZES[type].n_bytes)
     if type is T.MXFP4:
@@ -110,29 +110,29 @@ def overflowing(type: GGMLType) -> np.ndarray:
 
 
 @pytest.mark.parametrize("type", [t for t in REPACKED if t is not T.NVFP4], ids=lambda type: type.name)
-def test_scales_that_float16_cannot_hold_are_refused_and_kept_in_float32(type: GGMLType) -> None:
+def test_scales_outside_float16_are_refused_and_stored_in_float32(type: GGMLType) -> None:
     rows = overflowing(type)
     target = repack_target(type)
-    repack(rows[:1], type, target)  # the others are fine
+    repack(rows[:1], type, target)  # the other rows are valid
     with pytest.raises(ScaleRangeError, match="range of float16"):
         repack(rows, type, target)
     wide = repack(rows, type, FALLBACK)
     np.testing.assert_array_equal(wide.view("<f4").astype(np.float64), values_of(rows, type))
 
 
-def test_all_scales_of_nvfp4_are_held() -> None:
+def test_all_scales_of_nvfp4_are_exact() -> None:
     rows = random_rows(T.NVFP4, 1, 64 * 64)
     rows.reshape(-1, 36)[:, :4] = np.arange(256, dtype=np.uint8).reshape(-1, 4)
     assert loss(rows, T.NVFP4) == 0
 
 
-def test_a_small_row_beside_large_ones_is_not_flushed() -> None:
-    """The loss counts in each row: every row is an output of its own."""
+def test_a_row_of_small_values_is_not_flushed() -> None:
+    """The loss is measured per row, because every row is a separate output."""
     rows = random_rows(T.MXFP4, 3, 256, scales=[1.0])
-    rows.reshape(3, -1, 17)[1, :, 0] = 127 - 40  # far below float16's least number
+    rows.reshape(3, -1, 17)[1, :, 0] = 127 - 40  # far below the smallest number in float16
     with pytest.raises(ScaleRangeError):
         repack(rows, T.MXFP4, repack_target(T.MXFP4))
-    rows.reshape(3, -1, 17)[1, 1:, 0] = 127  # one small block in an ordinary row is nothing
+    rows.reshape(3, -1, 17)[1, 1:, 0] = 127  # one small block in an ordinary row is no measurable loss
     repack(rows, T.MXFP4, repack_target(T.MXFP4))
 
 
@@ -143,7 +143,7 @@ def test_rows_of_zeros_stay_zero(type: GGMLType) -> None:
     np.testing.assert_array_equal(values_of(repack(rows, type, target), target), values_of(rows, type))
 
 
-def test_zeros_of_mxfp4_stay_zero_whatever_their_scale_and_sign() -> None:
+def test_zeros_of_mxfp4_stay_zero_with_any_scale_and_sign() -> None:
     rows = np.full((1, 2 * 17), 0x80, np.uint8)
     rows[0, ::17] = 0, 200
     target = repack_target(T.MXFP4)
@@ -166,7 +166,7 @@ def test_the_kernels_own_formats_are_decoded(type: LUTType) -> None:
 
 @pytest.mark.parametrize("type", LUT_TYPES, ids=lambda type: type.name)
 def test_tables_fit_the_kernels(type: LUTType) -> None:
-    """Values in -127 … 127: a dot product takes the magnitude of a byte, which 128 has not."""
+    """Values are within -127 … 127, because dot products use the magnitude as a signed byte."""
     assert len(type.table) in (8, 16)
     assert all(-127 <= value <= 127 for value in type.table)
     assert type.size.n_bytes == 4 * type.bits + 2 * 32 // type.scale_length

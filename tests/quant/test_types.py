@@ -7,7 +7,7 @@ import pytest
 
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-#: What ggml.h has and the gguf package may not have yet: name, id, and the values and bytes of a block.
+#: Types that ggml.h has and the gguf package may lack: name, id, values and bytes of a block.
 NEWER = [("Q2_0", 42, (64, 18))]
 
 

@@ -1,4 +1,4 @@
-"""Models with real weights, each loaded once; where their packages are missing, the tests are skipped."""
+"""Models with real weights, each loaded once.  Tests are skipped if the packages of the models are missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import localllm
 from localllm import LLM
 from tests.real import models
 
-#: Tokens of a context: a chunk of perplexity, and a chat of ten turns.
+#: Context length: enough for a chunk of perplexity and for a chat of ten turns.
 CONTEXT = 1024
 
 
@@ -24,7 +24,7 @@ def _found(path: Path | None) -> Path:
 
 
 def recorded(name: str) -> Any:
-    """What `tests.real.record` and `tests.benchmarks.real_models` wrote."""
+    """Return the data that `tests.real.record` and `tests.benchmarks.real_models` wrote."""
     return json.loads((Path(__file__).with_name("recorded") / f"{name}.json").read_text("utf-8"))
 
 
@@ -45,21 +45,21 @@ def minilm_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Iterator[LLM]:
-    """SmolLM2 135M Instruct in Q4_1, which chats."""
+    """SmolLM2 135M Instruct in Q4_1, a chat model."""
     with localllm.load(smollm2_path, device="cpu", context=CONTEXT) as llm:
         yield llm
 
 
 @pytest.fixture(scope="session")
 def gemma(gemma_path: Path) -> Iterator[LLM]:
-    """Gemma 3 270M in Q4_K_M, which is no chat model and has no template."""
+    """Gemma 3 270M in Q4_K_M, a base model without a template."""
     with localllm.load(gemma_path, device="cpu", context=CONTEXT) as llm:
         yield llm
 
 
 @pytest.fixture(params=["smollm2", "gemma"])
 def name(request: pytest.FixtureRequest) -> str:
-    """Of a model."""
+    """The name of a model."""
     return str(request.param)
 
 

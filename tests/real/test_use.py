@@ -1,4 +1,4 @@
-"""What people do with models, with two that mean what they write: long chats, drafts, JSON, a server, commands."""
+"""Typical use with real models: long chats, drafts, JSON, a server, and commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTIONS = (
     "Goodbye!",
 )
 
-#: The schema leaves the right answer to the model, but no spelling of it.
+#: The schema permits several answers, but only one spelling of each.
 CAPITAL = {
     "type": "object",
     "properties": {
@@ -44,7 +44,7 @@ ANSWERS = {
     "Egypt": {"capital": "Cairo", "continent": "Africa"},
 }
 
-#: Decoding that is the same everywhere.
+#: Options of deterministic decoding.
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
@@ -53,8 +53,10 @@ def question(country: str) -> list[dict[str, str]]:
 
 
 def check_evaluated(done: Completion, prompt: list[int], before: list[int]) -> None:
-    """Only what a prompt does not begin with of the prompt and the reply before it was evaluated: the last token of a
-    reply was chosen, and never evaluated."""
+    """Check that only tokens after the common prefix with the previous prompt and reply were evaluated.
+
+    The last token of a reply was chosen and never evaluated.
+    """
     assert done.usage.prompt_tokens == len(prompt)
     assert done.usage.cached_tokens >= min(common_prefix(before, prompt), len(before) - 1)
     assert done.timings.prefill_tokens == len(prompt) - done.usage.cached_tokens
@@ -73,7 +75,7 @@ def test_ten_turns_of_a_chat_come_from_the_cache(smollm2: LLM) -> None:
         turns.append((list(messages), done))
         messages.append({"role": "assistant", "content": done.text})
         before = [*prompt, *done.ids]
-        # Template and text of a message, and what of the last reply was read in other tokens than it was written in.
+        # The template, the new message, and tokens of the last reply that are tokenised in another way as text.
         assert not turns[1:] or done.timings.prefill_tokens < 60
     for messages, done in turns[3::3]:
         smollm2.forget()
@@ -83,7 +85,7 @@ def test_ten_turns_of_a_chat_come_from_the_cache(smollm2: LLM) -> None:
 
 
 def test_ten_turns_of_tokens_come_from_the_cache(gemma: LLM) -> None:
-    """A model with windowed attention."""
+    """With a model that uses windowed attention."""
     gemma.forget()
     prompt: list[int] = []
     turns = []
@@ -100,7 +102,7 @@ def test_ten_turns_of_tokens_come_from_the_cache(gemma: LLM) -> None:
 
 
 def test_drafts_by_lookup_change_no_token(name: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting over and over, where nearly all drafts are right, and a poem; with drafts whether they pay or not."""
+    """A sequence of number words, for which nearly all drafts are right, and a poem."""
     monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: most)
     counting = "one two three four five six seven eight nine ten " * 3 + "one"
     for text, least in ((counting, 15), ("A poem about rain:\n", 0)):
@@ -118,7 +120,7 @@ def test_json_by_a_schema_has_the_answer(smollm2: LLM, country: str) -> None:
     assert json.loads(done.text) == ANSWERS[country]
 
 
-def test_the_likeliest_answer_is_the_right_one(name: str, llm: LLM) -> None:
+def test_the_most_likely_answer_is_right(name: str, llm: LLM) -> None:
     capitals = {"France": " Paris", "Japan": " Tokyo", "Germany": " Berlin", "Russia": " Moscow"}
     for country, capital in capitals.items():
         scores = llm.score(f"The capital of {country} is", list(capitals.values()))
@@ -127,8 +129,8 @@ def test_the_likeliest_answer_is_the_right_one(name: str, llm: LLM) -> None:
 
 
 @pytest.mark.skipif(not all(map(find_spec, ("starlette", "uvicorn", "httpx"))), reason="needs the extra dev")
-def test_a_server_gives_the_same(smollm2: LLM, smollm2_path: Path) -> None:
-    """A chat of two turns, and JSON, in OpenAI's format; the second turn begins with what is cached of the first."""
+def test_a_server_returns_the_same_texts(smollm2: LLM, smollm2_path: Path) -> None:
+    """A chat of two turns and JSON in OpenAI's format; the second turn starts with the cached first one."""
     import httpx
 
     from tests.helpers.http_server import demo, serving
@@ -153,7 +155,7 @@ def test_a_server_gives_the_same(smollm2: LLM, smollm2_path: Path) -> None:
         assert json.loads(answer) == ANSWERS["France"]
 
 
-def test_commands_give_the_same(
+def test_commands_print_the_same_texts(
     gemma: LLM, gemma_path: Path, smollm2_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     flags = "-q", "--device", "cpu", "--temp", 0

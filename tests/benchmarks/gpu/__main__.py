@@ -1,4 +1,4 @@
-"""`tests.benchmarks.gpu.run`, which first says what is missing: it may do without some of that."""
+"""Start `tests.benchmarks.gpu.run`, after a list of missing packages, which may be optional."""
 
 import sys
 

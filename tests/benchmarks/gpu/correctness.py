@@ -1,6 +1,6 @@
-"""Programs beside this one: the CUDA tests, under compute-sanitizer, in two processes; and kernels under ncu.
+"""Run other programs: the CUDA tests, also under compute-sanitizer and in two processes, and kernels under ncu.
 
-What they print is kept whole in the folder of the results, also where they are stopped.
+All of their output is stored in the folder of the results, even if they are stopped.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import psutil
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.data import ROOT
 
-#: A name, and what pytest is given.
+#: A name, and the arguments of pytest.
 Suite = tuple[str, Sequence[str]]
-#: All of them.  Tests that run on every device there is have a parameter for the real one.
+#: All suites.  Tests of all devices have a parameter for the real one.
 SUITES: tuple[Suite, ...] = (
     ("kernels and models", ("tests/kernels/cuda", "-k", "real")),
     ("operations", ("tests/kernels", "--ignore", "tests/kernels/cuda", "-k", "cuda and not emulated")),
     ("architectures", ("tests/models/test_transformers.py", "-k", "a_gpu")),
 )
-#: What compute-sanitizer, under which kernels take many times as long, runs.
+#: Suites for compute-sanitizer, under which kernels are many times slower.
 SANITIZED: tuple[Suite, ...] = tuple(
     (name, (f"tests/kernels/cuda/test_{name}.py", "-k", "real"))
     for name in ("attention", "matmul", "append", "elementwise", "experts", "quantise")
 )
 SANITIZER = "compute-sanitizer"
-#: Where NVIDIA's tools are beside the PATH.
+#: Folders of NVIDIA's tools, in addition to the PATH.
 FOLDERS = ["/usr/local/cuda/bin"]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 NCU = "ncu"
-#: What it says where only root may count.
+#: Output of ncu if only root may use counters.
 _REFUSED = "ERR_NVGPUCTRPERM"
-#: What ncu counts of a kernel, and the columns of the table.
+#: Counters of ncu, and the columns of the table.
 METRICS = {
     "gpu__time_duration.sum": "time",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "% of memory",
@@ -50,7 +50,7 @@ METRICS = {
     "sm__warps_active.avg.pct_of_peak_sustained_active": "% of warps",
     "launch__registers_per_thread": "registers",
 }
-#: Of those, the kernels, and how many launches.
+#: Counted kernels, and the largest number of launches.
 _COUNTED, _LAUNCHES = "regex:^(matvec|matmul|attention)", 60
 #: Processes that share the device.
 _WORKERS = 4
@@ -58,21 +58,21 @@ _NO_TESTS = 5
 
 
 def run_tests(seconds: float, suites: Sequence[Suite], folder: Path) -> Iterator[Row]:
-    """Every suite; each may take an equal part of the time."""
+    """Run every suite, each with an equal part of the time."""
     workers = ("-n", str(_WORKERS)) if find_spec("xdist") and suites is SUITES else ()
     for name, arguments in suites:
         yield _suite(name, (*_pytest(), *workers, *arguments), seconds / len(suites), folder)
 
 
 def two_processes(seconds: float, suite: Suite, folder: Path) -> Iterator[Row]:
-    """A suite in two processes at a time, on the same device."""
+    """Run a suite in two processes at a time, on the same device."""
     command = (*_pytest(), *suite[1])
     with ThreadPoolExecutor(2) as pool:
         yield from pool.map(lambda i: _suite(f"{suite[0]}, process {i}", command, seconds, folder), (1, 2))
 
 
 def count(seconds: float, words: Sequence[str], folder: Path) -> Iterator[Row]:
-    """What ncu says of the kernels of a run of this program."""
+    """Run this program under ncu; return the counters of its kernels."""
     tool = _tool(NCU)
     if tool is None:
         yield {"kernel": "all", "result": f"not counted: {NCU} is not on the PATH"}
@@ -86,15 +86,15 @@ def count(seconds: float, words: Sequence[str], folder: Path) -> Iterator[Row]:
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     rows = list(csv.DictReader(lines[begin:]))
     if _REFUSED in (folder / "ncu.txt").read_text(encoding="utf-8") + "".join(lines):
-        yield {"kernel": "all", "result": "not counted: the driver lets only root count; run it as root"}
+        yield {"kernel": "all", "result": "not counted: the driver permits it only to root; run as root"}
     elif len(rows) < 2:
         yield {"kernel": "all", "result": said["result"], "fault": "ncu counted nothing: see ncu.txt and ncu.csv"}
-    for row in rows[1:]:  # the first are units
+    for row in rows[1:]:  # the first row has the units
         yield {"kernel": row["Kernel Name"], **{name: row.get(metric) for metric, name in METRICS.items()}}
 
 
 def sanitize(tools: Sequence[str], seconds: float, suites: Sequence[Suite], folder: Path) -> Iterator[Row]:
-    """The same under each tool, of `TOOLS`."""
+    """Run suites under each tool of `TOOLS`."""
     program = _tool(SANITIZER)
     if program is None:
         yield {"tests": "all", "result": f"not run: {SANITIZER} is not on the PATH"}
@@ -115,7 +115,7 @@ def _tool(name: str) -> str | None:
 
 def _suite(name: str, command: Sequence[str], seconds: float, folder: Path) -> Row:
     log = folder / (re.sub(r"\W+", "-", name) + ".txt")
-    env = {**os.environ, "COLUMNS": "400"}  # or pytest shortens what it says of failures
+    env = {**os.environ, "COLUMNS": "400"}  # otherwise pytest shortens failures
     with (
         log.open("w", encoding="utf-8") as to,
         psutil.Popen(command, cwd=ROOT, env=env, stdout=to, stderr=subprocess.STDOUT) as process,
@@ -123,11 +123,11 @@ def _suite(name: str, command: Sequence[str], seconds: float, folder: Path) -> R
         try:
             code = process.wait(seconds)
         except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
-            begun = process.children(recursive=True)
-            for each in (process, *begun):  # those would go on using the GPU
+            children = process.children(recursive=True)
+            for each in (process, *children):  # children would continue to use the GPU
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
-            psutil.wait_procs(begun, timeout=5)
+            psutil.wait_procs(children, timeout=5)
             return {"tests": name, "result": f"stopped after {seconds:.0f} s: see {log.name}"}
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     row: Row = {"tests": name, "result": lines[-1].strip("= ") if lines else f"exit code {code}"}

@@ -1,11 +1,11 @@
-"""What may make a token faster, and is to be compared on a GPU before the product has it.
+"""Optimisations of decoding that must be compared on a GPU before localllm uses them.
 
-**Products that begin early**, before the kernel in front of them has ended: their first weights come meanwhile, and
-they wait before they read what it has written (`wait_for_last` in common.cuh).  Launches through cuLaunchKernelEx can
-ask for that, which CuPy has not.  Graphs keep it from CUDA 12.3 on.
+**Products that start early**, before the previous kernel has ended: they load their first weights, and wait before
+they read inputs of the previous kernel (`wait_for_last` in common.cuh).  Launches through cuLaunchKernelEx can
+request this, which CuPy does not support.  Graphs keep the request since CUDA 12.3.
 
-**Weights read beside attention**, which leaves most of the memory's speed over: those of the next product, on a
-branch of the graph, into the second cache.
+**Weights read next to attention**, which leaves most of the memory bandwidth unused: a branch of the graph reads the
+weights of the next product into the second-level cache.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from localllm.kernels.cuda.driver import Defines, DeviceMemory, Event, Stream
 from localllm.kernels.cuda.roofline import THREADS
 from localllm.kernels.cuda.step import CUDAStep, Work
 
-#: The oldest devices that do so.
+#: Oldest devices that support early starts.
 CAPABILITY = (9, 0)
 #: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of cuda.h.
 _EARLY = 6
 
-#: Blocks that read ahead, and their warps: as ceilings.cu has them.
+#: Blocks that prefetch, and their warps, as in ceilings.cu.
 _READERS, _WARPS = 32, THREADS // 32
-#: Of steps: the stream of the branch, where sums go, and events.
+#: Per step: the stream of the branch, memory for sums, and events.
 _BRANCHES: WeakKeyDictionary[CUDAStep, tuple[Stream, DeviceMemory, list[Event]]] = WeakKeyDictionary()
 
 plain_load = CupyDriver.load_module
 
 
-# -- Products that begin early -------------------------------------------------------------------------------------
+# -- Products that start early -------------------------------------------------------------------------------------
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value is a union of 64 bytes at a multiple of 8."""
+    """CUlaunchAttribute, whose value is a union of 64 bytes with an alignment of 8."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
@@ -66,7 +66,7 @@ def library() -> Any:
 
 
 class Early:
-    """One of CuPy's functions, launched so."""
+    """A function of CuPy that starts early."""
 
     def __init__(self, function: Any) -> None:
         self.ptr = function.ptr
@@ -84,7 +84,7 @@ class Early:
 
 
 def load_early(driver: CupyDriver, device: int, name: str, defines: Defines | None = None) -> Any:
-    """`CupyDriver.load_module` of kernels that wait by themselves; those for one token are launched early."""
+    """`CupyDriver.load_module` for kernels that wait by themselves; kernels for one token start early."""
     own = dict(defines or {})
     is_product = name == "matvec" and own.get("TOKENS") == 1 and not {"EXPERTS", "HEADS"} & {*own}
     if is_product or name == "elementwise":
@@ -96,7 +96,7 @@ def load_early(driver: CupyDriver, device: int, name: str, defines: Defines | No
     return module
 
 
-# -- Weights read beside attention ---------------------------------------------------------------------------------
+# -- Weights read next to attention ---------------------------------------------------------------------------------
 
 
 def launch_reading_ahead(step: CUDAStep, launches: Sequence[Work]) -> None:

@@ -1,7 +1,7 @@
-"""Kernels one by one: the floor, what is hoped for, what came out, and whether it is right.
+"""Single kernels: the floor, the goal, the measured time and the error.
 
-A kernel is timed as the profile does it, in a graph of several launches that read different memory.  What is hoped
-for is the floor over the share of the device that we want to use.
+A kernel is timed as in a profile, in a graph of several launches that read different memory.  The goal is the floor
+divided by the share of the device that localllm should use.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from tests.helpers.blocks import random_rows
 from tests.helpers.recorder import CacheShape, Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import NO_CACHE, blocks
+from tests.kernels.formulas import attended
 
 PAGE = 64
 #: Rows of random weights; larger matrices repeat them.
 POOL = 512
-#: Rows of inputs that differ; more repeat them.
+#: Distinct rows of inputs; more rows repeat them.
 DIFFERENT = 64
-#: Rows and columns of products, and heads of attention, that are checked; and the largest ‖error‖ / ‖reference‖.
+#: Checked rows and columns of products, and checked heads of attention; and the largest ‖error‖ / ‖reference‖.
 CHECKED, CHECKED_HEADS = 48, 2
 TOLERANCES = {"F16": 2e-3, "BF16": 1e-2}
 TOLERANCE, ATTENTION_TOLERANCE = 1e-3, {"f16": 2e-3, "q8_0": 1e-2}
 
-#: Shares of a device that we want to use: decoding, prompts, and attention.
+#: Goals for the used share of a device: decoding, prompts, and attention.
 DECODE, FLOAT_DECODE, PREFILL, ATTENTION_DECODE, ATTENTION_PREFILL = 0.7, 0.85, 0.45, 0.8, 0.5
 
 
 @dataclass
 class Timed:
-    """Watches a step: times all of its calls whose names begin so, then computes the batch as it should."""
+    """Watches a step: times all calls whose names start with ``begins``, then computes the batch."""
 
     machine: Machine
     begins: str
@@ -89,11 +90,11 @@ class Timed:
 
 
 def products(machine: Machine) -> Iterator[Row]:
-    """Products with matrices of every format and shape, for all numbers of rows."""
+    """Measure products with matrices of every format and shape, for all numbers of rows."""
     for format in machine.sizes.formats:
         for name, n_outs, n_in in machine.sizes.products:
             yield from _products(machine, format, name, n_outs, n_in)
-            gc.collect()  # gives the device's memory back
+            gc.collect()  # frees memory of the device
 
 
 def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[int], n_in: int) -> Iterator[Row]:
@@ -101,7 +102,7 @@ def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[in
     pool = random_rows(format, POOL, n_in)
     rows = [_repeated(pool, n) for n in n_outs]
     n_bytes = sum(ops.loader.planned(blocks(part, format, n_in)).n_bytes for part in rows)
-    # As many as caches do not hold.
+    # Enough sets to exceed the caches.
     n_sets = 1 + max(1, -(-machine.sizes.copied // n_bytes))
     sets = [[Matrix(blocks(part, format, n_in)) for part in rows] for _ in range(n_sets)]
 
@@ -130,7 +131,7 @@ def _repeated(pool: NDArray[Any], n: int) -> NDArray[Any]:
 
 
 def _product_error(y: NDArray[Any], x: NDArray[Any], pool: NDArray[np.uint8], format: GGMLType) -> float:
-    """Of some columns of the products with the last matrix, whose rows are the pool's again and again."""
+    """Return the error of some columns of the last product, whose matrix repeats the rows of the pool."""
     columns = np.random.default_rng(1).choice(y.shape[1], min(CHECKED, y.shape[1]), replace=False)
     weights = dequantize(pool[columns % POOL], format).astype(np.float64)
     tokens = np.random.default_rng(2).choice(len(x), min(CHECKED, len(x)), replace=False)
@@ -141,7 +142,7 @@ def _product_error(y: NDArray[Any], x: NDArray[Any], pool: NDArray[np.uint8], fo
 
 
 def _rounded(x: NDArray[Any]) -> NDArray[np.float64]:
-    """Rows as products with weights of integers take them: in eight bits, with a scale for each 32."""
+    """Round rows as products with integer weights do: to eight bits, with a scale per 32 values."""
     parts = x.astype(np.float64).reshape(len(x), -1, 32)
     scales = np.abs(parts).max(axis=2, keepdims=True) / 127
     return (np.rint(parts / scales) * scales).reshape(x.shape)
@@ -155,7 +156,7 @@ def _relative_error(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 
 def attention(machine: Machine) -> Iterator[Row]:
-    """Attention of single tokens far into the cache, and of context."""
+    """Measure attention of single tokens with long caches, and of prompts."""
     for cache_type in ("f16", "q8_0"):
         for n_sequences, length in machine.sizes.decode:
             yield _attention(machine, cache_type, n_sequences, 1, length)
@@ -167,7 +168,7 @@ def attention(machine: Machine) -> Iterator[Row]:
 def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int, length: int) -> Row:
     n_heads, n_kv_heads, head_dim = machine.sizes.heads
     ops, pages = Ops(machine.make_backend(machine.driver, 0)), -(-length // PAGE)
-    # As many layers as caches do not hold; a prompt's is bound by products.
+    # Enough layers to exceed the caches; prompts are limited by products.
     n_bytes = KVCache(0, n_kv_heads, head_dim, head_dim, cache_type).bytes_per_token() * pages * PAGE * n_sequences
     n_layers = max(1, min(8, -(-machine.sizes.copied // n_bytes))) if n == 1 else 1
     cache = ops.new_cache(CacheShape(n_layers, n_kv_heads, head_dim, cache_type), pages * n_sequences)
@@ -188,15 +189,13 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
     with watching(timed):
         y = step.run(make_batch(parts, [0]), HostOutput(q)).rows()
     last = n_tokens - 1
-    expected = np.concatenate(
-        [
-            _attended(
-                q[last].reshape(n_heads, -1)[head] * scale,
-                *(_of_head(x, head * n_kv_heads // n_heads, pages, length) for x in (keys, values)),
-            )
-            for head in range(CHECKED_HEADS)
-        ]
-    )
+    of_heads = [head * n_kv_heads // n_heads for head in range(CHECKED_HEADS)]
+    # Rows of the last sequence, [length, heads, head_dim].
+    seen = [
+        x[-pages:, of_heads, :, :head_dim].swapaxes(1, 2).reshape(-1, CHECKED_HEADS, head_dim)[:length]
+        for x in (keys, values)
+    ]
+    expected = attended(q[last:].reshape(1, n_heads, -1)[:, :CHECKED_HEADS], *seen, scale)[0]
     error = _relative_error(y[last, : CHECKED_HEADS * head_dim], expected)
     name = f"attention, {n_sequences} x 1 at {length}" if n == 1 else f"attention, {n} tokens up to {length}"
     what = {"kernel": name, "format": cache_type, "rows": n_tokens}
@@ -205,7 +204,7 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
 
 
 def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Random keys and values in all layers; returns those of the last one, [pages, key heads, PAGE, head]."""
+    """Fill all layers with random keys and values; return the last layer's, [pages, key heads, PAGE, head]."""
     layout = cache.layouts[0]
     random, n_heads = np.random.default_rng(5), layout.cache.n_heads
     size, found = (cache.n_pages[0], n_heads, PAGE, layout.heads[0]), []
@@ -224,15 +223,4 @@ def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
                 if array.size:
                     cache.driver.upload(cache.part(layer, part), array.reshape(-1), cache.stream)
         cache.driver.synchronize(cache.stream)
-    return found[0], hadamard(found[1], layout.cache.rotations[1])  # queries come to the kernel as they are rotated
-
-
-def _of_head(x: NDArray[np.float32], head: int, pages: int, length: int) -> NDArray[np.float64]:
-    """What the last sequence has of a key head: [length, head]."""
-    return x[-pages:, head].reshape(-1, x.shape[-1])[:length].astype(np.float64)
-
-
-def _attended(q: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> NDArray[Any]:
-    scores = keys[:, : len(q)] @ q.astype(np.float64)
-    weights = np.exp(scores - scores.max())
-    return (weights / weights.sum()) @ values[:, : len(q)]
+    return found[0], hadamard(found[1], layout.cache.rotations[1])  # queries reach the kernel rotated

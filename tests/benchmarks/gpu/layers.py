@@ -1,4 +1,4 @@
-"""Layers of the kinds that the model of the other sections has not: where their time goes."""
+"""Layers that the model of the other sections lacks: the time of each call."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from tests.helpers.weights import f32, random
 if TYPE_CHECKING:
     from tests.benchmarks.gpu.machine import Machine
 
-#: Records a layer over rows of x.
+#: Adds a layer over rows of x to a graph.
 Layer = Callable[[Graph, g.Tensor], g.Tensor]
-#: Layers that are timed at once: caches do not hold the weights of all.
+#: Layers that are timed at once, so that their weights exceed the caches.
 N_LAYERS = 4
 #: Rows of random weights; larger matrices repeat them.
 _POOL = 512
 
 
 def layers(machine: Machine) -> Iterator[Row]:
-    """Each kind of layer for each batch."""
+    """Measure each kind of layer with each batch."""
     for name, (width, layer) in machine.sizes.layers.items():
         for batch in machine.sizes.batches:
             for row in _layer(machine, width, layer, *batch):
                 yield {"layer": name, **row}
-            gc.collect()  # gives the device's memory back
+            gc.collect()  # frees memory of the device
 
 
 def _layer(machine: Machine, width: int, layer: Layer, n_sequences: int, n: int, length: int) -> Iterator[Row]:
-    """A row for each kind of call: microseconds of one layer's."""
+    """Yield a row per kind of call, with the microseconds of one layer."""
     graph, backend, n_tokens = Graph(), machine.make_backend(machine.driver, 0), n * n_sequences
     x = graph.add(ops.Input(g.Tensor(g.Rows.TOKENS, width)))
     for graph.layer in range(N_LAYERS):
@@ -81,7 +81,7 @@ def _layer(machine: Machine, width: int, layer: Layer, n_sequences: int, n: int,
 def latent_attention(
     graph: Graph, x: g.Tensor, *, n_heads: int, key_dim: int, value_dim: int, n_rotated: int, latent: int
 ) -> g.Tensor:
-    """DeepSeek's, of which keys and values are latents; ``key_dim`` of a head are not rotated."""
+    """DeepSeek's latent attention; ``key_dim`` values of a head are not rotated."""
     of_all = latent + n_rotated
     cache = graph.kv_cache(1, of_all, latent, values_in_keys=True)
     q, k = graph.add(ops.Linears(x, (_matrix(n_heads * (key_dim + n_rotated), x.width), _matrix(of_all, x.width))))
@@ -92,7 +92,7 @@ def latent_attention(
 
 
 def attention(graph: Graph, x: g.Tensor, *, n_heads: int, n_kv_heads: int, dim: int, window: int) -> g.Tensor:
-    """With a window and sinks, as gpt-oss has it."""
+    """Attention with a window and sinks, as in gpt-oss."""
     cache = graph.kv_cache(n_kv_heads, dim, window=window)
     q, k, v = graph.add(ops.Linears(x, tuple(_matrix(n * dim, x.width) for n in (n_heads, n_kv_heads, n_kv_heads))))
     q = graph.add(ops.RopeAppend(q, k, v, cache, Rope(_frequencies(dim), interleaved=False)))
@@ -100,7 +100,7 @@ def attention(graph: Graph, x: g.Tensor, *, n_heads: int, n_kv_heads: int, dim: 
 
 
 def delta_net(graph: Graph, x: g.Tensor, *, n_key_heads: int, n_heads: int, dim: int) -> g.Tensor:
-    """Qwen 3 Next's, with its convolution."""
+    """Qwen 3 Next's delta net with its convolution."""
     width = (2 * n_key_heads + n_heads) * dim
     qkv, decay, beta = graph.add(ops.Linears(x, tuple(_matrix(n, x.width) for n in (width, n_heads, n_heads))))
     qkv = graph.add(ops.CausalConv(qkv, f32(random(width, 4)), graph.state("conv", 3, width), silu=True))
@@ -110,7 +110,7 @@ def delta_net(graph: Graph, x: g.Tensor, *, n_key_heads: int, n_heads: int, dim:
 
 
 def scan(graph: Graph, x: g.Tensor, *, n_heads: int, dim: int, state_dim: int) -> g.Tensor:
-    """Mamba 2's, with its convolution."""
+    """Mamba 2's scan with its convolution."""
     width = n_heads * dim + 2 * state_dim
     xbc, dt = graph.add(ops.Linears(x, (_matrix(width, x.width), _matrix(n_heads, x.width))))
     xbc = graph.add(ops.CausalConv(xbc, f32(random(width, 4)), graph.state("conv", 3, width), silu=True))
@@ -136,7 +136,7 @@ def _matrix(n_out: int, n_in: int) -> Matrix:
 
 
 def _weight(*shape: int) -> weights.Tensor:
-    """One of its own, though several have the same values."""
+    """Return a separate tensor for each call, although tensors of one shape have the same values."""
     return weights.Tensor(GGMLType.Q4_0, shape, _rows(shape), name=" x ".join(map(str, shape)))
 
 

@@ -1,4 +1,4 @@
-"""The devices of a run, real ones or emulated ones, and what is measured on them."""
+"""The devices of a run, real or emulated, and measurements of their limits."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ if TYPE_CHECKING:
     from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 
 T = GGMLType
-#: Launches of a forward pass of 32 layers.
+#: Launches of a forward pass with 32 layers.
 _GAPS = 356
-#: Device memory that a process takes before it has asked for any, at most, and what is said where there is less.
-_OWN_BYTES, _OTHERS = 2 << 30, "; others use it: times mean little, stop what else runs there"
+#: Device memory that a new process uses at most, and the warning if less is free.
+_OWN_BYTES, _OTHERS = 2 << 30, "; other programs use it, so times are unreliable: stop them"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
+    """Sizes of the measurements.
 
     Attributes:
-        formats: of products.
+        formats: formats of products.
         products: name, rows of each matrix of a launch, and columns.
         rows: tokens of products.
-        copied: bytes of weights that products take turns with: several times what caches hold.
-        heads: query heads, key heads, and values of each.
-        decode: sequences and their length, of attention.
-        prefill: tokens of a prompt, of attention.
+        copied: bytes of weights that products use in turn, several times the size of the caches.
+        heads: query heads, key heads, and head size.
+        decode: number and length of sequences for decoding attention.
+        prefill: tokens of a prompt for attention.
         chunks: tokens at the end of a sequence, and its length.
-        layers: other kinds of layers: the width of their input, and what records one.
-        batches: sequences, tokens of each, and their length, for those.
-        model, file_types: of whole models.
-        prompts, generated, depth, long, sequences, replays: what whole models do.
-        transferred: bytes of a copy between devices, or over the bus.
+        layers: other kinds of layers: the width of the input, and a function that adds one to a graph.
+        batches: number of sequences, tokens of each, and their length, for these layers.
+        model, file_types: shape and file types of whole models.
+        prompts, generated, depth, long, sequences, replays: sizes for whole models.
+        transferred: bytes of a copy between devices or over the bus.
     """
 
     formats: tuple[GGMLType, ...]
@@ -84,7 +84,7 @@ class Sizes:
     transferred: int
 
 
-#: A model of 8B parameters, as Llama 3's.
+#: A model with 8B parameters, with the shape of Llama 3.
 FULL = Sizes(
     formats=(T.Q4_0, T.Q4_K, T.Q8_0, T.F16, T.Q6_K, T.Q5_K, T.Q4_1, T.Q5_0, T.Q5_1, T.MXFP4, T.BF16),
     products=(
@@ -123,7 +123,7 @@ FULL = Sizes(
     replays=1000,
     transferred=1 << 28,
 )
-#: For emulated devices, whose kernels are slow.
+#: Sizes for emulated devices, whose kernels are slow.
 TINY = Sizes(
     formats=(T.Q4_0,),
     products=(("qkv", (64, 32, 32), 64),),
@@ -149,13 +149,13 @@ TINY = Sizes(
 
 @dataclass
 class Machine:
-    """The devices, and how models come to lie on them.
+    """The devices, and how models are loaded on them.
 
     Attributes:
-        make_backend: the backend of a device.
+        make_backend: creates the backend of a device.
         scratch: a folder for models.
-        repetitions: how often a piece of work is timed.
-        least_launches: of one kernel, that are timed at once.
+        repetitions: number of timings of a piece of work.
+        least_launches: launches of one kernel that are timed at once.
     """
 
     driver: Driver
@@ -172,13 +172,13 @@ class Machine:
         return self.driver.device_count
 
     def ceilings(self, device: int) -> DeviceCeilings:
-        """Those of a device, measured when they are first asked for."""
+        """Return the ceilings of a device, measured on the first call."""
         if device not in self._ceilings:
             self._ceilings[device] = self.measure_ceilings(device)
         return self._ceilings[device]
 
     def measure_ceilings(self, device: int) -> DeviceCeilings:
-        """The same, measured now."""
+        """Measure the ceilings of a device."""
         most = roofline.CUDARoofline(self.driver, device)
         rates = {kind: most.rate(kind) for kind in most.kinds}
         return DeviceCeilings(most.copy_bandwidth(), most.read_bandwidth(), rates)
@@ -191,14 +191,14 @@ class Machine:
 
 @contextmanager
 def real(scratch: Path) -> Iterator[Machine]:
-    """This machine's GPUs.  DeviceError where there is none."""
+    """Yield the GPUs of this machine.  Raises DeviceError if it has no GPU."""
     driver = open_driver()
     yield Machine(driver, FULL, scratch, CUDABackend)
 
 
 @contextmanager
 def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Machine]:
-    """Emulated GPUs, two unless others are given, and little to do for them: to try the run out."""
+    """Yield emulated GPUs (by default two) with small sizes, to try a run."""
     from tests.cuda_on_cpu import emulated_driver
     from tests.helpers.backends import emulated_cuda
 
@@ -230,7 +230,7 @@ def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Ma
 
 
 def environment(machine: Machine) -> Iterator[Row]:
-    """Hardware and software."""
+    """Return hardware and software."""
     yield {"what": "processor", "value": f"{cpu_model()}, {usable_cpus()} usable"}
     yield {"what": "Python, localllm", "value": f"{platform.python_version()}, {localllm.__version__}"}
     for device in range(machine.count):
@@ -250,7 +250,7 @@ def environment(machine: Machine) -> Iterator[Row]:
         yield {"what": "NVRTC", "value": ".".join(map(str, cupy.cuda.nvrtc.getVersion()))}
         yield {"what": "CUDA runtime", "value": str(cupy.cuda.runtime.runtimeGetVersion())}
     except (ImportError, RuntimeError, OSError) as error:
-        yield {"what": "CuPy", "value": f"not there: {error}"}
+        yield {"what": "CuPy", "value": f"not available: {error}"}
 
 
 def _driver_version() -> str:
@@ -267,7 +267,7 @@ def _driver_version() -> str:
 
 
 def ceilings(machine: Machine) -> Iterator[Row]:
-    """What each device does at most; what a library's matrix product does, where there is one; and the bus."""
+    """Measure the limits of each device, of a library's matrix product if installed, and of the bus."""
     for device in range(machine.count):
         most = machine.ceilings(device)
         name = f"cuda:{device}"
@@ -286,7 +286,7 @@ def ceilings(machine: Machine) -> Iterator[Row]:
 
 
 def _graph(machine: Machine, device: int) -> Iterator[Row]:
-    """The time from one kernel of a graph to the next, where they have next to nothing to do, and their memory."""
+    """Measure the time between nearly empty kernels of a graph, and the memory of a node."""
     driver, name = machine.driver, f"cuda:{device}"
     stream, memory = driver.stream(device), driver.allocate(device, 1 << 10)
     module = driver.load_module(device, "elementwise")

@@ -1,9 +1,8 @@
-"""Whole models of random weights: tokens a second, where the time goes, and whether the text is right."""
+"""Whole models with random weights: tokens per second, profiles, and checks of the output."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,20 +27,21 @@ from tests.benchmarks.gpu import early
 from tests.benchmarks.gpu.kernels import DECODE, FLOAT_DECODE, PREFILL
 from tests.benchmarks.gpu.machine import Machine, Sizes
 from tests.benchmarks.gpu.sections import Row
+from tests.benchmarks.ours import seconds_together
 from tests.benchmarks.results import QUANTISED_TOLERANCE
 from tests.helpers.synthetic import gguf_bytes, random_gguf
 
-#: Tokens of the prompt whose outputs are checked.
+#: Tokens of the prompt for checks of the output.
 CHECKED = 40
 
 
 def largest_file(sizes: Sizes) -> int:
-    """Bytes of the largest model that is written."""
+    """Return the bytes of the largest model."""
     return max(gguf_bytes(sizes.model, file_type) for file_type in sizes.file_types)
 
 
 def models(machine: Machine) -> Iterator[Row]:
-    """A model in each file type; at last the first one against the CPU, whose kernels take long to compile."""
+    """Measure a model in each file type, then compare the first one with the CPU, whose kernels compile slowly."""
     for file_type in machine.sizes.file_types:
         path, begin = machine.scratch / f"{file_type}.gguf", time.monotonic()
         try:
@@ -50,17 +50,15 @@ def models(machine: Machine) -> Iterator[Row]:
             yield from _model(machine, path, file_type)
             if file_type == machine.sizes.file_types[0]:
                 yield from _long_context(machine, path, file_type)
-        except (
-            NotEnoughMemoryError
-        ) as error:  # of a small card, a part of one, or one that others use: the next may fit
-            yield {"model": file_type, "test": f"left out: {error}"}
+        except NotEnoughMemoryError as error:  # a small or shared GPU; the next model may fit
+            yield {"model": file_type, "test": f"skipped: {error}"}
         finally:
             path.unlink(missing_ok=True)
     yield _against_the_cpu(machine, machine.sizes.file_types[0])
 
 
 def _against_the_cpu(machine: Machine, file_type: str) -> Row:
-    """One layer of the model, on the GPU and on the CPU."""
+    """Compare one layer of the model on the GPU and on the CPU."""
     path = machine.scratch / "layer.gguf"
     try:
         random_gguf(path, replace(machine.sizes.model, n_layers=1), file_type)
@@ -104,7 +102,7 @@ def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
 
 
 def _long_context(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
-    """The whole model far into a cache."""
+    """Measure the whole model with a long context."""
     n, long = machine.sizes.generated, machine.sizes.long
     with machine.load(path, "cuda:0", context=long + n + 2) as llm:
         yield _check_text(llm, file_type, n, long)
@@ -112,26 +110,26 @@ def _long_context(machine: Machine, path: Path, file_type: str) -> Iterator[Row]
 
 
 def _check_text(llm: LLM, file_type: str, n: int, n_prompt: int = CHECKED) -> Row:
-    """Tokens one by one, in replays of a graph, are those that a prefill of them all finds the likeliest."""
+    """Check that tokens decoded in replays of a graph are the most likely tokens of a prefill."""
     prompt = _ids(llm, n_prompt)
     text = list(llm.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True).ids)
     logits = llm.logits(prompt + text, last=n + 1)[:-1]
     is_same = logits.argmax(axis=1).tolist() == text and bool(np.isfinite(logits).all())
     row: Row = {
         "model": file_type,
-        "test": f"{n} tokens behind {n_prompt}, as a prefill has them",
+        "test": f"{n} tokens after {n_prompt}, compared with a prefill",
         "error": "none" if is_same else "yes",
     }
     if not is_same:
-        row["fault"] = f"{file_type}: tokens that are decoded are not those of a prefill"
+        row["fault"] = f"{file_type}: decoded tokens differ from prefilled ones"
     return row
 
 
 def _check_replays(llm: LLM, file_type: str, n: int) -> Row:
-    """One token evaluated again and again, in replays of a graph: the same bits."""
+    """Check that replays of one token always give the same bits."""
     ids = _ids(llm, CHECKED)
     llm.logits(ids, last=1)
-    first = llm.logits(ids, last=1)  # of one token, as those to come
+    first = llm.logits(ids, last=1)  # of one token, as in the loop
     n_other = sum(not np.array_equal(llm.logits(ids, last=1), first) for _ in range(n))
     row: Row = {"model": file_type, "test": f"{n} replays, the same bits", "error": n_other}
     if n_other:
@@ -172,7 +170,7 @@ def _profiled(file_type: str, found: DeviceProfile) -> Iterator[Row]:
 
 
 def _together(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
-    """Sequences decoded at once, against one."""
+    """Measure sequences decoded at once, compared with one sequence."""
     n, n_sequences = machine.sizes.generated, machine.sizes.sequences
     with machine.load(path, "cuda:0", context=n + 8, parallel=n_sequences) as llm:
         for many in (1, n_sequences):
@@ -183,26 +181,12 @@ def _together(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
 
 
 def _rate_together(llm: LLM, n_sequences: int, n: int) -> float:
-    """Tokens a second of as many threads."""
-    llm.forget()
-    ready, prompts = threading.Barrier(n_sequences + 1), _ids(llm, n_sequences)
-
-    def generate(prompt: int) -> None:
-        ready.wait()
-        llm.generate([prompt], max_tokens=n, temperature=0, ignore_eos=True)
-
-    callers = [threading.Thread(target=generate, args=(prompt,)) for prompt in prompts]
-    for caller in callers:
-        caller.start()
-    ready.wait()
-    begin = time.perf_counter()
-    for caller in callers:
-        caller.join()
-    return n_sequences * n / (time.perf_counter() - begin)
+    """Return the tokens per second of ``n_sequences`` threads."""
+    return n_sequences * n / seconds_together(llm, [[id_] for id_ in _ids(llm, n_sequences)], n)
 
 
 def _llama_cpp(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
-    """llama.cpp on the same file, where it is installed for GPUs."""
+    """Measure llama.cpp on the same file, if it is installed with GPU support."""
     from tests.benchmarks import theirs
 
     if not theirs.has_gpu():
@@ -223,22 +207,22 @@ def _llama_cpp(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
     }
 
 
-# -- What makes it fast --------------------------------------------------------------------------------------------
+# -- Optimisations -------------------------------------------------------------------------------------------------
 
 
 def variants(machine: Machine) -> Iterator[Row]:
-    """Decoding with all that makes it fast, before and after it with one thing left out each."""
+    """Measure decoding with all optimisations, with each one removed, and with all again."""
     left_out: tuple[tuple[str, Any, str, Any], ...] = (
         ("all", None, "", None),
         ("without gates in products", matmul, "_GATED", frozenset()),
         ("formats apart", matmul, "_MIXED", frozenset()),
         ("without codes by attention", lowering, "_CODED_HEAD", 1 << 30),
         ("no step ahead", CUDAStep, "chooses_ahead", False),
-        ("weights read beside attention", CUDAStep, "_launch", early.launch_reading_ahead),
+        ("weights read next to attention", CUDAStep, "_launch", early.launch_reading_ahead),
         ("all again", None, "", None),
     )
     if not machine.is_emulated and machine.driver.properties(0).capability >= early.CAPABILITY:
-        left_out += (("products that begin early", CupyDriver, "load_module", early.load_early),)
+        left_out += (("products that start early", CupyDriver, "load_module", early.load_early),)
     for file_type in machine.sizes.file_types[:2]:
         path, test = machine.scratch / f"{file_type}.gguf", Test("tg", machine.sizes.generated, machine.sizes.depth)
         try:
@@ -259,9 +243,9 @@ def variants(machine: Machine) -> Iterator[Row]:
 
 
 def several(machine: Machine) -> Iterator[Row]:
-    """Copies between devices, and a model on one and, split in both ways, on two of them."""
+    """Measure copies between devices, and a model on one device and, split in both ways, on two."""
     if machine.count < 2:
-        yield {"what": "only one GPU is here"}
+        yield {"what": "there is only one GPU"}
         return
     yield from _peer_copies(machine)
     file_type = machine.sizes.file_types[0]
@@ -278,7 +262,7 @@ def _peer_copies(machine: Machine) -> Iterator[Row]:
     for source, target in ((0, 1), (1, 0)):
         what = f"copy from cuda:{source} to cuda:{target}"
         if not driver.can_access_peer(target, source):
-            yield {"what": f"{what}: there is no access, hidden states go through the host"}
+            yield {"what": f"{what}: no peer access, so hidden states pass through the host"}
             continue
         driver.enable_peer_access(target, source)
         a, b, stream = driver.allocate(source, n), driver.allocate(target, n), driver.stream(target)
@@ -298,7 +282,7 @@ def _peer_copies(machine: Machine) -> Iterator[Row]:
 
 
 def _split(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
-    """Layers on two GPUs give the same bits as on one, halves of each layer the same but for the order of sums."""
+    """Check that a split by layers gives the bits of one GPU, and a split by rows nearly the same values."""
     sizes, logits = machine.sizes, []
     n_prompt = max(sizes.prompts)
     context = max(n_prompt, CHECKED) + sizes.generated + 2
@@ -322,9 +306,9 @@ def _split(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
 
 
 def _at_work(llm: LLM, test: Test) -> Row:
-    """Tokens a second, and how many GPUs were at work, on average."""
+    """Return tokens per second, and the mean number of busy GPUs."""
     ids = _ids(llm, test.n if test.kind == "pp" else 1)
-    for _ in range(3):  # single launches first, then a capture, then what is measured
+    for _ in range(3):  # launch, then capture, then measure
         llm.forget()
         busy = BusyTime()
         with watching(busy):

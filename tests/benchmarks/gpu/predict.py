@@ -1,14 +1,14 @@
-"""What the CUDA backend should do on GPUs that are not at hand: a model of what each launch costs at least.
+"""Predict the speed of the CUDA backend on unavailable GPUs, with a lower bound for the time of each launch.
 
-    python -m tests.benchmarks.gpu.predict            tokens a second, and the share of what the GPU could do
-    python -m tests.benchmarks.gpu.predict --calls    a decoded token and a prompt by call, and a mixture's token:
+    python -m tests.benchmarks.gpu.predict            tokens per second, and the used share of the GPU
+    python -m tests.benchmarks.gpu.predict --calls    a decoded token, a prompt and a token of a mixture by call:
                                                       launches, bytes, times
 
-The launches are those that the backend lowers Llama 3 8B in Q4_K_M to; only their times are a model.  A launch takes
-the gap before it, a latency of memory, and the longest of three: its bytes at the speed of copies, its products at
-the tensor cores' rate, its instructions at the schedulers' rate.  What it leaves out makes all of it too good: the
-blocks of the last wave but for prompts' products, weights and keys that are read again (from the second cache),
-attention's exponentials, and that schedulers wait.
+The launches are from Llama 3 8B in Q4_K_M after lowering; only their times are modelled.  A launch takes the gap
+before it, a latency of memory, and the longest of three times: its bytes at the speed of copies, its products at the
+rate of the tensor cores, its instructions at the rate of the schedulers.  The prediction is too optimistic, because
+it omits the last wave of blocks (except for products of prompts), weights and keys that are read again from the
+second-level cache, the exponentials of attention, and stalls of the schedulers.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ MAX_TOKENS = CUDABackend.step_tokens
 #: Seconds between two kernels of a graph.  Kernels of 2.9 us took 3.4 us each in a graph on a V100 (A. Gray, "Getting
 #: Started with CUDA Graphs", NVIDIA, 2019); `tests.benchmarks.gpu` measures it, in the section ceilings.
 GAP = 0.5e-6
-#: Seconds that a load takes which no cache answers, as matvec.cu has it; to be measured.
+#: Latency of a load that no cache serves, as in matvec.cu; still to be measured.
 LATENCY = 0.7e-6
-#: Seconds that hidden states take to another GPU over PCIe; a guess: an event, a copy and a wait.
+#: Estimated seconds to move hidden states to another GPU over PCIe: an event, a copy and a wait.
 HANDOVER = 15e-6
-#: Seconds that a device waits beside the slowest one's work where all of them meet, in a graph over several; a guess.
+#: Estimated seconds that synchronising all devices takes in a graph over several devices.
 MEET = 5e-6
-#: Instructions of a warp for 32 rows and 32 columns of weights: of matvec (its head) for a token and for the weights,
-#: and of the others for 8 tokens, with all that their loops do, counted in their SASS for sm_90 (by nvdisasm): matmul
-#: in tiles of 128 tokens of Q4_K and 64 of Q6_K, matmul_few in tiles of 8.
+#: Warp instructions for 32 rows and 32 columns of weights: in matvec per token and per unpacking, in other kernels
+#: per 8 tokens.  They include loops and were counted in the SASS for sm_90 (by nvdisasm): matmul in tiles of 128
+#: tokens for Q4_K and 64 for Q6_K, matmul_few in tiles of 8.
 TOKEN, UNPACK = 8 + 3 + 3, {"Q4_K": 12, "Q6_K": 24}
 EIGHT_TOKENS = {"matmul": {"Q4_K": 46, "Q6_K": 85}, "matmul_few": {"Q4_K": 106, "Q6_K": 153}}
-#: Operations of attention that a multiprocessor does in a clock at most: 4 * 128 * 64 of each of 16 rows in 1,100
-#: instructions of a warp (SASS for sm_90, heads of 128 values in F16, merges and masks counted as often as they are).
+#: Largest number of operations of attention per clock and multiprocessor: 4 * 128 * 64 for each of 16 rows in 1,100
+#: warp instructions (SASS for sm_90, heads of 128 values in F16, including merges and masks).
 ATTENTION = 4 * 4 * 128 * 64 * 16 / 1100
-#: Qwen3 30B A3B, but with half of its query heads; its experts, those that a token goes to, and their width.
+#: Qwen3 30B A3B with half of its query heads; number of experts, experts per token, and their width.
 SPARSE = replace(SHAPES["llama-8b"], n_layers=48, n_embd=2048, n_heads=16, n_kv_heads=4, n_vocab=151_936)
 MIXTURE = 128, 8, 768
-#: Share of the peak that prompts should have; and of the memory that weights and caches may take.
+#: Goal for prompts, as a share of the peak; and the share of the memory for weights and caches.
 PREFILL, ROOM = 0.45, 0.95
 
 
@@ -74,12 +74,12 @@ class Card:
     """A GPU.
 
     Attributes:
-        copy: bytes a second, read and written.
-        clock: of multiprocessors, which begin four instructions of warps in each period.
-        rates: operations a second by mma.sync.
-        peak: that of the tensor cores for int8, dense, by the data sheet.
-        link: bytes a second to another GPU, one way.
-        decode_aim: share of the speed of copies that one sequence should have.
+        copy: speed of copies in bytes per second, read and written.
+        clock: frequency of the multiprocessors, which start four warp instructions per period.
+        rates: operations per second of mma.sync.
+        peak: int8 operations per second of the tensor cores, dense, from the data sheet.
+        link: bytes per second to another GPU, in one direction.
+        decode_aim: goal for one sequence, as a share of the speed of copies.
     """
 
     properties: DeviceProperties
@@ -111,7 +111,7 @@ CARDS = (
 
 
 def llama(name: str = "llama-8b", file_type: str = "q4_k_m", *, mixture: bool = False) -> g.Graph:
-    """Its graph, perhaps with experts; weights have sizes and no bytes."""
+    """Return the graph of a model, optionally with experts; weights have sizes and no bytes."""
     shape, kind, graph = SPARSE if mixture else SHAPES[name], FILE_TYPES[file_type], g.Graph()
     weights = {
         name: Tensor(tensor_type(name, size, shape, kind), size, np.empty(0, np.uint8), name)
@@ -143,14 +143,14 @@ def llama(name: str = "llama-8b", file_type: str = "q4_k_m", *, mixture: bool = 
 
 
 def _weight(*shape: int) -> Tensor:
-    """Of a router, or of experts."""
+    """Return a weight of a router or of experts."""
     type, name = (GGMLType.Q4_K, "experts") if len(shape) > 2 else (GGMLType.F32, "router")
     return Tensor(type, shape, np.empty(0, np.uint8), name)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What calls take; of the seconds, ``waits`` are gaps and latencies."""
+    """Cost of calls; ``waits`` is the part of the seconds for gaps and latencies."""
 
     n_launches: int = 0
     n_bytes: float = 0.0
@@ -170,10 +170,10 @@ def total(calls: Mapping[str, Taken]) -> Taken:
 
 
 class Model:
-    """The 8B model on a card, without memory: steps of up to so many sequences of a length.
+    """The 8B model on a card, for steps of up to ``n_sequences`` sequences of a length.
 
     Args:
-        n_rows: GPUs that it is split over by rows; it is the first one's part then.
+        n_rows: number of GPUs for a split by rows; the model is the first GPU's part.
     """
 
     def __init__(self, card: Card, n_sequences: int, length: int, *, mixture: bool = False, n_rows: int = 1) -> None:
@@ -191,13 +191,13 @@ class Model:
             Lowering(graph, weights, steps) if n_rows == 1 else ShardLowering(graph, weights, steps, exchanges, 0, ())
         )
         self.lowered: Lowered = lowering.lower()
-        self.step = CUDAStep.__new__(CUDAStep)  # it knows extents; nothing is launched
+        self.step = CUDAStep.__new__(CUDAStep)  # launches no kernel, only extents are used
         self.step.limits, self.step.cache = self.lowered.limits, cache
-        token = BatchSizes(1, 1, ((1, 1),))  # reads all weights
+        token = BatchSizes(1, 1, ((1, 1),))  # one token reads all weights
         self.n_bytes = cache.n_bytes + sum(call.cost(token).n_bytes for call in self.lowered.calls)
 
     def predict(self, n_sequences: int, n: int, length: int) -> dict[str, Taken]:
-        """A step of ``n`` tokens of each sequence, whose length is then ``length``."""
+        """Return the cost of a step with ``n`` tokens per sequence, at the end of ``length`` tokens."""
         past, n_tokens = np.arange(length - n, length, dtype=np.int32), n * n_sequences
         batch = Batch(
             ids=np.zeros(n_tokens, np.int32),
@@ -217,11 +217,11 @@ class Model:
         return found
 
     def _calls(self, extent: Extent, sizes: BatchSizes) -> Iterator[tuple[str, int, float, float]]:
-        """Of each call its name, launches, bytes, and the seconds that these take beside gaps and latencies."""
+        """Yield name, launches, bytes, and seconds without gaps and latencies of each call."""
         card, lowered = self.card, self.lowered
         for call in lowered.calls:
             launches, cost = list(call.launches(extent)), call.cost(sizes)
-            if isinstance(call, Barrier):  # what it waits for is then read by the launches behind it
+            if isinstance(call, Barrier):  # the following launches read the exchanged sums
                 yield call.name, 0, 0.0, MEET + cost.n_bytes / card.link
             if not (kernels := [launch.kernel for launch in launches]):
                 continue
@@ -232,22 +232,20 @@ class Model:
                 rate = min(rate, ATTENTION * clocks) if call.name == "attention" else rate
                 seconds = max(seconds, cost.n_operations / rate)
             if cost.kind == "int8":
-                format = call.name.removesuffix(" + add").split()[-1].split("+")[0]  # of the most
+                format = call.name.removesuffix(" + add").split()[-1].split("+")[0]  # the format with the most rows
                 n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
                 few = "matmul_few" if "few" in kernels[0] else "matmul"
                 each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[few][format]
                 instructions = cost.n_operations / (2 * n * 32 * 32) * each
                 seconds = max(seconds, instructions / (4 * clocks))
-            if (
-                kernels[0] == "matmul"
-            ):  # a multiprocessor has one block at a time, and some have none in the last wave
+            if kernels[0] == "matmul":  # a multiprocessor runs one block at a time; in the last wave, some are idle
                 blocks, n = [math.prod(launch.grid) for launch in launches], card.properties.n_multiprocessors
                 seconds *= sum(-(-each // n) * n for each in blocks) / sum(blocks)
             yield call.name, len(kernels), cost.n_bytes, seconds
 
 
 def decode(card: Card, n_sequences: int, depth: int, n_gpus: int, *, rows: bool = False) -> Row:
-    """Of sequences that are so long already."""
+    """Predict decoding with caches of ``depth`` tokens."""
     row = _row(card, f"tg @ {depth}", n_sequences, n_gpus, rows=rows)
     model = Model(card, n_sequences, depth + 1, n_rows=n_gpus if rows else 1)
     if model.n_bytes > ROOM * (1 if rows else n_gpus) * card.properties.total_bytes:
@@ -260,13 +258,13 @@ def decode(card: Card, n_sequences: int, depth: int, n_gpus: int, *, rows: bool 
 
 
 def prefill(card: Card, n: int, n_gpus: int, *, rows: bool = False) -> Row:
-    """A prompt, in steps; on two GPUs each has half of the layers, and works on a micro-batch, or half of each."""
-    n_parts = 1 if rows else n_gpus  # that follow each other
+    """Predict a prompt in steps.  Two GPUs have half of the layers each, or half of each layer."""
+    n_parts = 1 if rows else n_gpus  # stages of the pipeline
     model = Model(card, 1, n, n_rows=n_gpus if rows else 1)
     size = min(n, MAX_TOKENS if n_parts == 1 else MICRO_BATCH)
     steps = [total(model.predict(1, size, end)) for end in range(size, n + 1, size)]
     seconds = sum(step.seconds / n_parts + (n_parts - 1) * HANDOVER for step in steps)
-    seconds += (n_parts - 1) * steps[-1].seconds / n_parts  # the second begins later, and ends so
+    seconds += (n_parts - 1) * steps[-1].seconds / n_parts  # the second GPU starts and ends later
     matrices = (size for name, size in tensor_shapes(SHAPES["llama-8b"]) if name.startswith("blk.") and len(size) > 1)
     share = sum(2.0 * n * rows * columns for rows, columns in matrices) / seconds / card.peak / n_gpus
     n_launches = sum(step.n_launches for step in steps)
@@ -285,7 +283,7 @@ def _found(rate: float, n_launches: int, share: float, of: str, aim: float | Non
 
 
 def predictions() -> Iterator[Row]:
-    """Every row of the table."""
+    """Return every row of the table."""
     for card in CARDS:
         for n_gpus, rows in ((1, False), (2, False), (2, True)):
             yield from (decode(card, n, depth, n_gpus, rows=rows) for depth in (512, 32768) for n in (1, 8, 32))
@@ -294,7 +292,7 @@ def predictions() -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", action="store_true", help="the calls of one token, and of a prompt")
+    parser.add_argument("--calls", action="store_true", help="list the calls of one token and of a prompt")
     if not parser.parse_args().calls:
         print(table(list(predictions())))
         return

@@ -1,4 +1,4 @@
-"""A run's results as Markdown tables, and as JSON."""
+"""The results of a run as Markdown tables and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.benchmarks.gpu.sections import Found, Row, escape_controls
 
 
 def markdown(head: dict[str, str], results: Sequence[Found]) -> str:
-    """Everything for people: what was run where, then a table for each section."""
+    """Format a run: its description, then a table per section."""
     parts = ["# localllm on a GPU", "\n".join(f"- {name}: {value}" for name, value in head.items())]
     for found in results:
         parts.append(f"## {found.title} ({found.seconds:.0f} s)")
@@ -26,7 +26,7 @@ def markdown(head: dict[str, str], results: Sequence[Found]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as Markdown."""
+    """Format rows as Markdown."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [["" if row.get(name) is None else escape_controls(row[name]) for name in columns] for row in rows]
@@ -34,7 +34,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(folder: Path, head: dict[str, str], results: Sequence[Found]) -> None:
-    """Writes both files."""
+    """Write both files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.md").write_text(markdown(head, results), encoding="utf-8")
     content: dict[str, Any] = {**head, "sections": [asdict(found) for found in results]}

@@ -1,30 +1,30 @@
-"""Everything that is to be measured on a GPU, and checked, in runs of less than ten minutes.
+"""Measure and check everything on a GPU, in runs of less than ten minutes.
 
     python -m tests.benchmarks.gpu --out 1 --sections environment,sanitizer,tests,processes
     python -m tests.benchmarks.gpu --out 2 --sections environment,ceilings,products,attention,layers,ncu
     python -m tests.benchmarks.gpu --out 3 --sections environment,models,variants,several
     python -m tests.benchmarks.gpu --emulated
 
-| section | what is found |
+| section | result |
 |---|---|
 | environment | card, driver, CuPy, NVRTC |
-| sanitizer | the tests under the tools of compute-sanitizer that --sanitizer names |
-| ceilings | what the card does at most: copies, reads, products, launches, and the bus |
-| products, attention | kernels one by one: the floor, what is hoped for, what came out, the error |
-| layers | where the time goes in layers of latents, recurrences, experts |
-| ncu | what it counts of matvec, matmul and attention in the sections products and attention |
-| models | models of 8B parameters with random weights: tokens a second, profiles, llama.cpp where it is there |
-| variants | decoding with each of what makes it fast left out |
+| sanitizer | the tests under the tools of compute-sanitizer in --sanitizer |
+| ceilings | limits of the card: copies, reads, products, launches, and the bus |
+| products, attention | single kernels: the floor, the goal, the time, the error |
+| layers | the time of calls in layers with latents, recurrences and experts |
+| ncu | its counters of matvec, matmul and attention in the sections products and attention |
+| models | models of 8B parameters with random weights: tokens per second, profiles, llama.cpp if installed |
+| variants | decoding with each optimisation removed |
 | several | with two GPUs: copies between them, and a model split by layers and by rows |
-| tests | whether the CUDA tests pass on the card |
-| processes | some of them in two processes at a time |
+| tests | the CUDA tests on the card |
+| processes | some tests in two processes at a time |
 
-First it says what is not installed that the project or its tests need.  Sections share the time: --minutes, and what
-is at hand then.
+The run first lists packages that are not installed.  Sections share the time of --minutes; each finishes its last
+row.
 
-The tables are in gpu.md and gpu.json in the folder that --out names, after each row.  Models are written to the
-folder for temporary files, one at a time.  The exit code is 1 if an output is wrong, a test or a section fails, 2 if
-nothing can be measured, and 130 after Ctrl-C.
+The tables are in gpu.md and gpu.json in the folder --out, updated after each row.  Models are written to the folder
+for temporary files, one at a time.  The exit code is 1 if an output is wrong or a test or section fails, 2 if no
+device can be measured, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ SHARES = {
     "tests": 12.0,
     "processes": 4.0,
 }
-#: What stands for the tests in two processes.
+#: The suite that runs in two processes.
 _OF_TWO = ("models", ("tests/kernels/cuda/test_models.py", "-k", "real"))
-#: A quick test, for emulated devices.
+#: A quick suite for emulated devices.
 _EMULATED_SUITES = (("profile", ("tests/kernels/cuda/test_profile.py", "-k", "floor")),)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     given = _arguments(arguments)
     try:
         _check(given)
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UsageError as error:
         said = str(error)
     except OSError as error:
-        said = f"the results cannot be written: {error}; make room, or choose another folder with --out"
+        said = f"the results cannot be written: {error}; free space, or choose another folder with --out"
     except KeyboardInterrupt:
         print("stopped by Ctrl-C before anything was measured", file=sys.stderr)
         return INTERRUPTED
@@ -92,21 +92,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Makes sure that the arguments make sense, and that results can be written.
+    """Check the arguments, and that results can be written.
 
     Raises:
-        UsageError, OSError: they do not, or cannot.
+        UsageError: an argument is invalid.
+        OSError: the folder of the results is not writable.
     """
     for what, names, known in (
         ("section", given.sections, tuple(SHARES)),
         ("tool of compute-sanitizer", given.sanitizer, correctness.TOOLS),
     ):
         if unknown := [name for name in names.split(",") if name not in known]:
-            raise UsageError(f"there is no {what} {', '.join(map(repr, unknown))}: choose of {', '.join(known)}")
+            raise UsageError(f"unknown {what} {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
     if not 0 < given.minutes < math.inf:
         raise UsageError(f"--minutes is {given.minutes:g}, but must be a number above 0")
     if given.emulated and (reason := no_harness()):
-        raise UsageError(f"kernels cannot be tried out on emulated GPUs here: {reason}")
+        raise UsageError(f"kernels cannot run on emulated GPUs on this machine: {reason}")
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=given.out):
@@ -114,16 +115,15 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _check_room(given: argparse.Namespace, devices: Machine) -> None:
-    """Raises:
-    UsageError: there is no room on the disk for the largest model.
-    """
+    """Raise UsageError if the disk has no space for the largest model."""
     if not {"models", "variants", "several"} & set(given.sections.split(",")):
         return
     needed, free = models.largest_file(devices.sizes), shutil.disk_usage(devices.scratch).free
     if free < needed:
         raise UsageError(
             f"the models take up to {needed / 1e9:.1f} GB on the disk, but {devices.scratch.parent} has "
-            f"{free / 1e9:.1f} GB free: set TMPDIR to another folder, or leave models, variants and several out"
+            f"{free / 1e9:.1f} GB free: set TMPDIR to another folder, or omit the sections "
+            "models, variants and several"
         )
 
 
@@ -182,12 +182,10 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     )
     most = ",".join(name for name in SHARES if name != "sanitizer")
     parser.add_argument("--out", type=Path, help="folder for the results (default: a temporary one)")
-    parser.add_argument("--sections", default=most, help=f"with commas (default: {most})")
-    parser.add_argument("--sanitizer", default="memcheck", help="its tools, with commas (default: memcheck)")
-    parser.add_argument("--minutes", type=float, default=7.8, help="for all of it (default: 7.8)")
-    parser.add_argument(
-        "--emulated", action="store_true", help="try the run out on emulated GPUs; times mean nothing"
-    )
+    parser.add_argument("--sections", default=most, help=f"comma-separated (default: {most})")
+    parser.add_argument("--sanitizer", default="memcheck", help="its tools, comma-separated (default: memcheck)")
+    parser.add_argument("--minutes", type=float, default=7.8, help="for the whole run (default: 7.8)")
+    parser.add_argument("--emulated", action="store_true", help="try the run on emulated GPUs; times are meaningless")
     given = parser.parse_args(words)
     given.words = sys.argv[1:] if words is None else words
     return given

@@ -1,4 +1,4 @@
-"""Sections of a run: each finds rows of a table within its time, and none takes the others down with it."""
+"""Sections of a run.  Each yields rows of a table within its time, and its failure does not stop other sections."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: A row of a section's table: what stands in which column.  "fault" is what is wrong with what was computed.
+#: A row of a section's table: value by column.  "fault" describes a wrong result.
 Row = dict[str, Any]
 
 
 @dataclass
 class Found:
-    """What a section found.
+    """Results of a section.
 
     Attributes:
-        seconds: that it took.
-        faults: outputs that are wrong, and tests that fail.
-        note: why something is missing, if it is.
-        is_interrupted: whether that is Ctrl-C: nothing comes after it.
+        seconds: duration.
+        faults: wrong outputs and failed tests.
+        note: why rows are missing, or empty.
+        is_interrupted: whether Ctrl-C stopped the section, and so the run.
     """
 
     title: str
@@ -35,8 +35,8 @@ class Section:
     """A part of the run.
 
     Attributes:
-        find: yields rows; called with the seconds that it may take.
-        share: how much of the time is its, beside those of the sections behind it, which get what it leaves.
+        find: yields rows; takes the available seconds.
+        share: its share of the remaining time, relative to the following sections.
     """
 
     title: str
@@ -45,10 +45,10 @@ class Section:
 
 
 def run(section: Section, seconds: float, show: Callable[[Found], None]) -> Found:
-    """Runs a section for so long: the row at hand is finished, then the rest is left out."""
+    """Run a section for at most ``seconds``, and finish its current row."""
     found, begin = Found(section.title), time.monotonic()
     if seconds <= 0:
-        found.note = "left out: the time of the whole run was over"
+        found.note = "skipped: the time of the run was over"
         return found
     try:
         for row in section.find(seconds):
@@ -57,11 +57,11 @@ def run(section: Section, seconds: float, show: Callable[[Found], None]) -> Foun
             found.rows.append(row)
             show(found)
             if time.monotonic() - begin > seconds:
-                found.note = f"stopped after {seconds:.0f} s: the rest was left out"
+                found.note = f"stopped after {seconds:.0f} s: the rest was skipped"
                 break
     except KeyboardInterrupt:
-        found.note, found.is_interrupted = "stopped by Ctrl-C: the rest was left out", True
-    except Exception as error:  # whatever it is, the other sections are of use
+        found.note, found.is_interrupted = "stopped by Ctrl-C: the rest was skipped", True
+    except Exception as error:  # other sections can still run
         found.note = f"failed: {type(error).__name__}: {error}"
         found.faults.append(f"{section.title}: {found.note}")
     found.seconds = time.monotonic() - begin
@@ -74,7 +74,7 @@ def run_all(
     show: Callable[[str], None],
     save: Callable[[Sequence[Found]], None],
 ) -> list[Found]:
-    """Runs them one after the other, in so many seconds in all; saves what was found after each row."""
+    """Run sections in order, in ``seconds`` in total; save the results after each row."""
     end, results = time.monotonic() + seconds, list[Found]()
 
     def found_more(found: Found) -> None:
@@ -94,12 +94,12 @@ def run_all(
 
 
 def line(row: Row) -> str:
-    """A row for the terminal."""
+    """Format a row for the terminal."""
     return "  ".join(f"{name} {escape_controls(value)}" for name, value in row.items() if value not in (None, ""))
 
 
 def escape_controls(value: Any) -> str:
-    """A value in a table."""
+    """Format a value for a table."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)

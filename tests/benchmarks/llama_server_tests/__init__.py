@@ -1,1 +1,1 @@
-"""llama.cpp's own tests of its server, run against ``localllm serve``."""
+"""llama.cpp's tests of its server, run against ``localllm serve``."""

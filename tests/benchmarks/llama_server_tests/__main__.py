@@ -1,10 +1,10 @@
-"""Runs llama.cpp's tests of its server against ``localllm serve``, and says how many pass and why others do not.
+"""Run llama.cpp's tests of its server against ``localllm serve``; count passes, and list the reasons of failures.
 
     python -m tests.benchmarks.llama_server_tests llama.cpp/tools/server/tests --models FOLDER
 
-Their folder is in the source of llama-cpp-python, under vendor.  FOLDER has stories260K.gguf, and embeds.gguf, which
-is any model that makes vectors of 384 values.  In place of tinygemma3 and its pictures, which are on the hub, come a
-model of random weights, whose words are not compared, and data URLs of made pictures.  Needs the packages requests,
+The tests are in the source of llama-cpp-python, under vendor.  FOLDER contains stories260K.gguf, and embeds.gguf, any
+model that returns vectors of 384 values.  A model with random weights replaces tinygemma3, and data URLs of made-up
+images replace the images on the hub.  The text of its replies is not compared.  Needs the packages requests,
 filelock, torch and transformers.
 """
 
@@ -27,7 +27,7 @@ from tests.helpers.data import ROOT
 from tests.models.encoders.families import make, picture
 from tests.models.encoders.test_seeing import TEMPLATE
 
-#: In place of their own, which first downloads all models.
+#: Replaces the conftest of the tests, which downloads all models.
 CONFTEST = """
 import base64
 import os
@@ -59,7 +59,7 @@ def stand_in_for_the_hub(request, monkeypatch):
 
 
 def write_models(folder: Path, given: Path) -> None:
-    """Links to the models that are given, and one with random weights that sees, with pictures for it."""
+    """Write links to the given models, and a model with random weights that reads images, with images for it."""
     for path in given.iterdir():
         (folder / path.name).symlink_to(path.resolve())
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("MARKER", "<start_of_image>"))
@@ -74,14 +74,14 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("-k", default="", help="only tests whose names match")
-    parser.add_argument("--keep", type=Path, help="write what the tests print here")
+    parser.add_argument("--keep", type=Path, help="write the output of the tests to this file")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "tools", "server", "tests")
         shutil.copytree(given.folder, folder)
         Path(scratch, "models").symlink_to(given.folder.resolve().parents[2] / "models")  # chat templates
         (folder / "conftest.py").write_text(CONFTEST)
-        (folder / "wget.py").write_text("")  # for downloads, which there are none of
+        (folder / "wget.py").write_text("")  # only downloads need it
         binary = Path(scratch) / "llama-server"
         binary.write_text(f'#!/bin/sh\nexec {sys.executable} -m {server.__name__} "$@"\n')
         binary.chmod(0o755)
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def told(report: Path) -> int:
-    """Prints what became of the tests; 0 if each failure has a known reason."""
+    """Print the outcomes of the tests; return 0 if each failure has a known reason."""
     outcomes: Counter[str] = Counter()
     unknown: list[str] = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
@@ -131,7 +131,7 @@ def told(report: Path) -> int:
         print(f"{n:4} {outcome}")
     n_failed = sum(n for outcome, n in outcomes.items() if outcome != "passed" and outcome not in NOT_HERE)
     n_failed -= outcomes["skipped by llama.cpp's own marks"]
-    print(f"passed of those that could: {outcomes['passed'] / max(1, outcomes['passed'] + n_failed):.1%}")
+    print(f"passed, of tests that can pass: {outcomes['passed'] / max(1, outcomes['passed'] + n_failed):.1%}")
     print(*unknown, sep="\n")
     return bool(unknown)
 

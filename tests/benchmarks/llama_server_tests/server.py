@@ -1,7 +1,6 @@
-"""Stands in for the binary ``llama-server`` in llama.cpp's tests: starts ``localllm serve`` with its flags.
+"""Stand in for the binary ``llama-server`` in llama.cpp's tests: start ``localllm serve`` with the same flags.
 
-Models are named on the hub, where tests do not look: those that are here in the folder of the environment variable
-``MODELS`` take their places.
+Tests name models on the hub.  Files in the folder of the environment variable ``MODELS`` replace them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-#: Files by what tests ask the hub for: ``--hf-repo``, or ``--hf-repo/--hf-file``.
+#: Files by ``--hf-repo``, or ``--hf-repo/--hf-file``.
 MODELS = {
     "ggml-org/test-model-stories260K": "stories260K.gguf",
     "ggml-org/models/tinyllamas/stories260K.gguf": "stories260K.gguf",
@@ -18,12 +17,12 @@ MODELS = {
     "ggml-org/tinygemma3-GGUF:Q8_0": "tinygemma3.gguf",
 }
 
-#: What is said of the others; `localllm.tests` counts tests that end so apart.
-NO_MODEL = "needs a model that is not here"
+#: Error for other models; tests that end with it are counted separately.
+NO_MODEL = "needs a model that is not available"
 
 
 def arguments(given: list[str]) -> list[str]:
-    """The command line of ``localllm serve``."""
+    """Return the command line of ``localllm serve``."""
     names: dict[str, str] = {}
     rest: list[str] = []
     words = iter(given)

@@ -1,4 +1,4 @@
-"""PTX instructions in C++, grouped by family.  Importing this package fills the table."""
+"""PTX instructions in C++, grouped by family.  Importing this package fills the table of instructions."""
 
 from tests.cuda_on_cpu.instructions import (
     control,

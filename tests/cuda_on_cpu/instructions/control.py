@@ -49,7 +49,7 @@ def trap(op: Operation) -> str:
 
 @translates("call")
 def call(op: Operation) -> str:
-    """``call (returned), function, (arguments)``: all are memory, whose addresses are handed over."""
+    """``call (returned), function, (arguments)``: all are variables in memory, passed by address."""
     op.flag("uni")
     name = next((operand for operand in op.operands if not operand.startswith("(")), "")
     if name not in op.names.functions:

@@ -37,7 +37,7 @@ def _from_int(op: Operation, target: str, source: str) -> str:
         return op.result(target, value)
     mode = op.choice(*_ROUND)
     if source[1:] == "64":
-        # a 64-bit integer does not fit into an f64, where the other modes are computed
+        # f64, which the other modes use, does not hold all 64-bit integers
         if mode != "rn" or target not in ("f32", "f64"):
             raise op.refuse("64-bit integers are only rounded to the nearest, to f32 and f64")
         return op.result(target, f"({target}){value}")
@@ -45,7 +45,7 @@ def _from_int(op: Operation, target: str, source: str) -> str:
 
 
 def _narrow(op: Operation, value: str, target: str, mode: str) -> str:
-    """An f64 as a narrower float."""
+    """Convert an f64 to a narrower float."""
     if target == "f64":
         return value
     if target != "f32" and mode not in ("rn", "rz"):
@@ -55,14 +55,14 @@ def _narrow(op: Operation, value: str, target: str, mode: str) -> str:
 
 
 def _number(op: Operation, index: int, source: str, flush: bool) -> str:
-    """A float operand, as f32 or f64."""
+    """Return a float operand as f32 or f64."""
     value = op.read(index, source, flush and source == "f32")
     return {"f16": f"f16_value({value})", "bf16": f"bf16_value({value})"}.get(source, value)
 
 
 def _float_to_int(op: Operation, target: str, source: str) -> str:
     flush = op.flag("ftz")
-    op.flag("sat")  # it is clamped either way
+    op.flag("sat")  # integers are clamped with and without .sat
     whole = _WHOLE[op.choice(*_WHOLE)]
     wide_nan = str(source == "f64" or target[1:] == "64").lower()
     value = f"{whole}((f64){_number(op, 1, source, flush)})"

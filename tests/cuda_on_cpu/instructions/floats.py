@@ -1,6 +1,6 @@
 """Arithmetic on f16, bf16, f32 and f64, and the functions that the device approximates.
 
-The approximate functions are computed exactly and rounded: the device may be off by a few units in the last place.
+Approximate functions are computed exactly and rounded; the device may differ by a few units in the last place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _APPROXIMATE = {"ex2": "exp2", "lg2": "log2", "sin": "sin", "cos": "cos", "tanh"
 
 
 def float_arithmetic(op: Operation) -> str:
-    """add, sub, mul, neg, abs, min, max, div of floats."""
+    """Translate add, sub, mul, neg, abs, min, max and div of floats."""
     type_ = op.type(*FLOAT_TYPES)
     opcode = op.instruction.opcode
     if opcode == "div":
@@ -27,7 +27,7 @@ def float_arithmetic(op: Operation) -> str:
     if opcode in ("min", "max"):
         return _min(op, type_)
     if opcode == "mad":
-        raise op.refuse("mad of floats is not emitted any more: fma")
+        raise op.refuse("mad of floats is obsolete; NVRTC emits fma")
     return _add(op, type_)
 
 
@@ -69,7 +69,7 @@ def fma(op: Operation) -> str:
 
 
 def _half_arithmetic(op: Operation, type_: str) -> str:
-    """On one half or on both of a register; the functions are those of floats.h."""
+    """Operate on one float16 or on both in a register; floats.h has the functions."""
     half = type_.removesuffix("x2")
     op.choice("rn", default="rn")
     function = op.instruction.opcode
@@ -127,7 +127,7 @@ def roots(op: Operation) -> str:
     flush = op.flag("ftz")
     op.choice("rn", "approx")
     value = op.read(1, type_, flush)
-    # rsqrt in f64 is rounded twice; that is within the device's own error
+    # rsqrt in f64 is rounded twice, which is within the error of the device
     one = "1.0f" if type_ == "f32" else "1.0"
     root = f"({'f32' if type_ == 'f32' else 'f64'})std::sqrt((f64){value})"
     formula = {"rcp": f"{one} / {value}", "sqrt": root, "rsqrt": f"1.0 / std::sqrt((f64){value})"}
@@ -154,7 +154,7 @@ def approximate(op: Operation) -> str:
 
 @translates("copysign")
 def copysign(op: Operation) -> str:
-    """The sign of a on the magnitude of b."""
+    """Combine the sign of a with the magnitude of b."""
     type_ = op.type("f32", "f64")
     op.count(3)
     return op.result(type_, f"std::copysign({op.read(2, type_)}, {op.read(1, type_)})")

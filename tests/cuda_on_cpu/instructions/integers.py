@@ -1,4 +1,4 @@
-"""Integer arithmetic, logic, shifts and bit fields.  The floats of the same opcodes are in floats.py."""
+"""Integer arithmetic, logic, shifts and bit fields.  floats.py translates floats of the same opcodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BITS = ("b16", "b32", "b64")
 
 
 def _unsigned(type_: str) -> str:
-    """Signed overflow is defined in PTX but not in C++."""
+    """Compute with unsigned types, because PTX defines signed overflow and C++ does not."""
     return "u" + type_[1:]
 
 
@@ -160,7 +160,7 @@ def funnel_shift(op: Operation) -> str:
 
 @translates("prmt")
 def permute(op: Operation) -> str:
-    op.type("b32")  # the modes .f4e, .b4e, … are left, and so refused
+    op.type("b32")  # the modes .f4e, .b4e, … remain in the list and are refused
     op.count(4)
     return op.result("b32", f"prmt({op.read(1, 'b32')}, {op.read(2, 'b32')}, {op.read(3, 'b32')})")
 

@@ -1,4 +1,4 @@
-"""ld, st, atomics, cp.async, and what has no effect on values: prefetches and fences."""
+"""ld, st, atomics, cp.async, and instructions without effect on values: prefetches and fences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCOPES = ("cta", "cluster", "gpu", "sys")
 
 
 def _space(op: Operation) -> str:
-    """The state space, ``generic`` if none is named."""
+    """Return the state space; ``generic`` if the instruction names none."""
     return op.choice(*_SPACES, default="generic").split("::")[0]
 
 
@@ -26,14 +26,14 @@ def _bits(type_: str) -> str:
 
 
 def _check(op: Operation, space: str, access: str, n_bytes: int) -> str:
-    """The judgement before an access, or nothing where a thread is alone with its memory."""
+    """Return the check before an access, or an empty string for memory of one thread."""
     if space in ("param", "const", "local"):
         return ""
     return f"before_access(Space::{space}, Access::{access}, address, {n_bytes}, {op.site}); "
 
 
 def _hints(op: Operation, n_operands: int) -> None:
-    """Takes off the cache hints, and the operand of ``.L2::cache_hint``."""
+    """Remove the cache hints, and the operand of ``.L2::cache_hint``."""
     op.ignore(*_CACHE_HINTS)
     if op.flag("L2::cache_hint"):
         op.operands.pop()
@@ -51,7 +51,7 @@ def load(op: Operation) -> str:
     _hints(op, 2)
     targets = op.vector(op.operands[0])
     size = TYPE_BYTES[type_]
-    value_type = type_ if type_[0] == "s" else _bits(type_)  # a signed value is extended into a wider register
+    value_type = type_ if type_[0] == "s" else _bits(type_)  # a wider register gets a signed value with its sign
     reads = [
         f"const {C_TYPES[value_type]} value_{i} = load<{C_TYPES[value_type]}>(address + {i * size});"
         for i in range(len(targets))
@@ -154,7 +154,7 @@ def async_copy(op: Operation) -> str:
 
 @translates("prefetch", "prefetchu", "membar", "fence", "griddepcontrol", "nanosleep")
 def without_effect(op: Operation) -> str:
-    """Blocks run one after the other and threads see memory in order: these change nothing that a kernel can see."""
+    """Fences have no effect: blocks run in order, and threads see memory in order."""
     op.ignore(
         "global",
         "local",
@@ -176,6 +176,6 @@ def without_effect(op: Operation) -> str:
 
 @translates("createpolicy")
 def create_policy(op: Operation) -> str:
-    """A cache policy: its value is only ever given to a ``.L2::cache_hint``."""
+    """A cache policy, whose value is only used by ``.L2::cache_hint``."""
     op.modifiers.clear()
     return op.write(op.operands[0], "b64", "0")

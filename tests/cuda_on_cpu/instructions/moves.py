@@ -63,7 +63,7 @@ def select(op: Operation) -> str:
 
 @translates("slct")
 def select_by_sign(op: Operation) -> str:
-    """a if c >= 0, else b"""
+    """Return a if c >= 0, else b."""
     sign_type = op.type("s32", "f32")
     type_ = op.type(*_BITS, *_INTS, "f32", "f64")
     op.count(4)
@@ -72,7 +72,7 @@ def select_by_sign(op: Operation) -> str:
 
 
 def _comparison(op: Operation, type_: str) -> tuple[str, str]:
-    """The C++ operator or word for a comparison, and whether it is ``unordered`` (true for NaN)."""
+    """Return the C++ operator or word of a comparison, and whether it is ``unordered`` (true for NaN)."""
     allowed = [*_ORDERED] if type_[0] != "b" or type_ == "bf16" else ["eq", "ne"]
     if type_ in (*_FLOATS, "f16x2", "bf16x2"):
         allowed = [name for name in allowed if name not in ("lo", "ls", "hi", "hs")] + [*_UNORDERED, "num", "nan"]
@@ -89,7 +89,7 @@ def _compare(name: str, a: str, b: str, is_float: bool) -> str:
         return f"({a} {_ORDERED[name]} {b})"
     if name in ("num", "nan"):
         return f"{'!' if name == 'num' else ''}std::isunordered({a}, {b})"
-    # Comparisons of C++ are false for NaN, but for !=.
+    # In C++, comparisons with NaN are false, except for !=.
     if name == "ne":
         return f"({a} < {b} || {a} > {b})"
     if name in _UNORDERED and name != "neu":
@@ -117,7 +117,7 @@ def set_predicate(op: Operation) -> str:
 
 
 def _set_predicate_pair(op: Operation, type_: str) -> str:
-    """``p|q``: the low half and the high half."""
+    """``p|q``: results of the low and of the high half."""
     name, _ = _comparison(op, type_)
     op.flag("ftz")
     op.count(3)
@@ -134,7 +134,7 @@ def _set_predicate_pair(op: Operation, type_: str) -> str:
 
 @translates("set")
 def set_value(op: Operation) -> str:
-    """A comparison whose answer is all ones, or 1.0, or zero."""
+    """A comparison whose result is all ones, 1.0 or zero."""
     type_ = op.type(*_BITS, *_INTS, *_FLOATS, "f16x2", "bf16x2")
     result = op.type("u32", "s32", "f32", "f16", "bf16", "f16x2", "bf16x2", "u16", "s16")
     flush = op.flag("ftz") and type_ == "f32"
@@ -156,7 +156,7 @@ def set_value(op: Operation) -> str:
 
 @translates("cvta")
 def convert_address(op: Operation) -> str:
-    """Generic addresses are the host's; those of shared memory count from its start."""
+    """Generic addresses are addresses of the host; addresses of shared memory count from its start."""
     type_ = op.type("u64")
     op.count(2)
     to_space = op.flag("to")

@@ -1,7 +1,7 @@
-"""What every translation of an instruction uses: the table, and the instruction taken apart.
+"""The table of instructions, and the parts of an instruction that its translation uses.
 
-A handler takes the modifiers that it knows off the instruction, one by one; the translator refuses the instruction if
-any is left.  So a variant that nobody thought of is an error, never a wrong answer.
+A handler removes each modifier that it supports from the instruction.  The translator refuses an instruction with
+modifiers left, so an unknown variant is an error and never a wrong result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tests.cuda_on_cpu.errors import UnsupportedInstruction
 from tests.cuda_on_cpu.ptx import NAME, TYPE_BYTES, Instruction, split_operands
 
-# The C++ type that a value of a PTX type is computed in.  Halves stay bits: rounding.h computes with them.
+# C++ types of computations with a PTX type.  16-bit floats stay bits, which rounding.h computes with.
 C_TYPES = {
     "pred": "bool",
     **{f"{kind}{bits}": f"{'s' if kind == 's' else 'u'}{bits}" for kind in "bus" for bits in (8, 16, 32, 64)},
@@ -45,7 +45,7 @@ _SPECIAL_VECTORS = {"tid": "current->id", "ntid": "block_size", "ctaid": "block_
 
 @dataclass
 class Names:
-    """What the names in a function stand for in C++."""
+    """The C++ counterparts of the names in a function."""
 
     registers: dict[str, str]  # name -> PTX type
     shared: dict[str, str] = field(default_factory=dict)  # name -> offset in shared memory
@@ -57,12 +57,12 @@ class Names:
 
 
 def mangle(name: str) -> str:
-    """A C++ identifier that no other name in the generated code can be."""
+    """Return a C++ identifier that is unique in the generated code."""
     return "v_" + re.sub(r"\W", lambda match: f"_{ord(match[0]):x}_", name.lstrip("%"))
 
 
 def register_type(type_: str) -> str:
-    """The C++ type of a register; "" of what is none."""
+    """Return the C++ type of a register; "" for other names."""
     return "bool" if type_ == "pred" else f"u{max(16, 8 * TYPE_BYTES[type_])}" if type_ else ""
 
 
@@ -71,7 +71,7 @@ def _float_bits(number: float, type_: str) -> int:
 
 
 class Operation:
-    """One instruction on its way to C++."""
+    """One instruction during its translation to C++."""
 
     def __init__(self, instruction: Instruction, names: Names, site: int, is_backward: Callable[[str], bool]) -> None:
         self.instruction = instruction
@@ -79,7 +79,7 @@ class Operation:
         self.site = site
         self.modifiers = list(instruction.modifiers)
         self.operands = list(instruction.operands)
-        self.is_backward = is_backward  # whether a label stands before this instruction
+        self.is_backward = is_backward  # whether a label precedes this instruction
 
     def refuse(self, why: str) -> UnsupportedInstruction:
         place = f" ({self.instruction.location})" if self.instruction.location else ""
@@ -87,14 +87,14 @@ class Operation:
 
     # ---- modifiers
     def flag(self, name: str) -> bool:
-        """Whether a modifier is there; takes it off."""
+        """Remove a modifier; return whether it was present."""
         if name not in self.modifiers:
             return False
         self.modifiers.remove(name)
         return True
 
     def choice(self, *names: str, default: str | None = None) -> str:
-        """Takes off the one of several modifiers that is there."""
+        """Remove the modifier that is present, of several; return it."""
         for name in names:
             if self.flag(name):
                 return name
@@ -103,12 +103,12 @@ class Operation:
         return default
 
     def ignore(self, *names: str) -> None:
-        """Takes off modifiers that make no difference here: cache hints, scopes, …"""
+        """Remove modifiers without effect here, such as cache hints and scopes."""
         for name in names:
             self.flag(name)
 
     def type(self, *allowed: str) -> str:
-        """Takes off the last modifier, which must be one of these types."""
+        """Remove and return the last modifier, which must be one of these types."""
         if not self.modifiers or self.modifiers[-1] not in allowed:
             raise self.refuse(f"the type is none of {', '.join(allowed)}")
         return self.modifiers.pop()
@@ -123,7 +123,7 @@ class Operation:
 
     # ---- operands
     def value(self, operand: str, type_: str) -> str:
-        """A C++ expression for what an operand holds, as ``type_``."""
+        """Return a C++ expression for the value of an operand as ``type_``."""
         if operand.startswith("!"):
             return f"(!{self.value(operand[1:], 'pred')})"
         if re.match(r"-?[\d.]|0[xXfFdD]", operand):
@@ -142,7 +142,7 @@ class Operation:
         return f"flush({value})" if flush and operand not in self.names.flushed else value
 
     def number(self, index: int) -> int | None:
-        """An integer that is written out, or None."""
+        """Return the value of an integer literal, or None."""
         match = _INTEGER.fullmatch(self.operands[index])
         return int(match[1], 0) if match else None
 
@@ -176,7 +176,7 @@ class Operation:
         return f"(({C_TYPES[type_]})0x{bits & ((1 << width) - 1):x}{'ull' if width == 64 else 'u'})"
 
     def write(self, operand: str, type_: str, value: str) -> str:
-        """A C++ statement that puts a value of ``type_`` into a register; into a wider one, extended by its sign."""
+        """Return a C++ statement that stores a value of ``type_`` in a register, extended by its sign if wider."""
         if operand == "_":
             return f"(void)({value});"
         if operand not in self.names.registers:
@@ -186,15 +186,15 @@ class Operation:
         return f"{mangle(operand)} = ({C_TYPES[type_]})({value});"
 
     def result(self, type_: str, value: str, flush: bool = False) -> str:
-        """Writes the first operand."""
+        """Return a C++ statement that writes the first operand."""
         return self.write(self.operands[0], type_, f"flush({value})" if flush else value)
 
     def vector(self, operand: str) -> list[str]:
-        """``{a, b}`` or one register."""
+        """Return the elements of ``{a, b}``, or one register."""
         return split_operands(operand[1:-1]) if operand.startswith("{") else [operand]
 
     def address(self, operand: str, space: str) -> str:
-        """A C++ expression for the generic address of ``[base + offset]``."""
+        """Return a C++ expression for the generic address of ``[base + offset]``."""
         match = re.fullmatch(rf"\[\s*({NAME}|\d\w*)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
         if match is None:
             raise self.refuse(f"address {operand} not understood")
@@ -209,7 +209,7 @@ HANDLERS: dict[str, Handler] = {}
 
 
 def translates(*opcodes: str) -> Callable[[Handler], Handler]:
-    """Enters a function into the table: it gives the C++ statement for instructions of these opcodes."""
+    """Register a function that returns the C++ statement for instructions of these opcodes."""
 
     def enter(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(opcodes, handler))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.cuda_on_cpu.instructions.table import Operation, translates
 
 _ELEMENTS = {"f16": "F16", "bf16": "BF16", "tf32": "TF32", "s8": "S8", "u8": "U8"}
-# (M, K) of the shapes with 8 columns that are known for each type of elements
+# (M, K) of the supported shapes with 8 columns, by element type
 _SHAPES = {
     "f16": {"m16n8k16": (16, 16), "m16n8k8": (16, 8)},
     "bf16": {"m16n8k16": (16, 16), "m16n8k8": (16, 8)},
@@ -36,7 +36,7 @@ def mma(op: Operation) -> str:
     d, a, b, c = (op.vector(operand) for operand in op.operands)
     if tuple(map(len, (d, a, b, c))) != counts:
         raise op.refuse(f"the fragments should have {counts} registers")
-    # an accumulator may be given as a number
+    # an accumulator can be a literal
     lists = [[op.value(item, "u32") for item in a], [op.value(item, "u32") for item in b]]
     lists.append([f"bits_of({op.value(item, 'f32')})" if c_type == "f32" else op.value(item, "u32") for item in c])
     fragments = ", ".join("{" + ", ".join(items) + "}" for items in lists)

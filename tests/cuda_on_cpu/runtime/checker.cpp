@@ -9,18 +9,18 @@
 using check::Access;
 using check::Space;
 
-// ---------------------------------------------------------------- what is known of a byte
-static constexpr u16 SEVERAL = 0xffff;  // readers
+// ---------------------------------------------------------------- state of a byte
+static constexpr u16 SEVERAL = 0xffff;  // several threads have read the byte
 
-struct WarpReads {  // the lanes of a warp that have read a byte, and when the last of them did
+struct WarpReads {  // lanes of a warp that have read a byte, and the time of the last read
   u32 lanes, time;
 };
 struct Cell {
-  u32 write_block, write_time;  // blocks are counted from 1 in the order they run; 0: never
+  u32 write_block, write_time;  // blocks are numbered from 1 in the order they run; 0: never written
   u32 read_block, read_time;
-  u32 readers;  // where several readers are listed
+  u32 readers;  // index of the list of readers, if there are several
   u16 writer, reader;
-  bool by_atomic, several_blocks, under_way;  // under way: a cp.async into it has not been waited for
+  bool by_atomic, several_blocks, under_way;  // under_way: no thread has waited yet for a cp.async to the byte
 };
 
 struct Range {
@@ -35,8 +35,8 @@ static size_t last_range;
 static std::vector<Cell> shared_cells;
 static std::vector<WarpReads> reader_lists;  // n_warps entries for each byte with several readers
 static u32 n_threads, n_warps, block_number, now;
-static std::vector<u32> clocks;  // of each thread: the time its accesses carry
-static std::vector<u32> known;   // [thread][other]: accesses of `other` up to this time come before those of `thread`
+static std::vector<u32> clocks;  // per thread: the time of its accesses
+static std::vector<u32> known;   // [thread][other]: accesses of `other` up to this time precede those of `thread`
 static bool counting;
 
 static std::vector<MemoryRange>& module_ranges() {
@@ -71,7 +71,7 @@ static void report_race(const char* what, u32 other, bool other_block, const cha
 
 static WarpReads* reader_list(const Cell& cell) { return &reader_lists[(size_t)cell.readers * n_warps]; }
 
-// Thread `reader`, the only one so far, is joined by others: from now on they are listed.
+// Start a list of readers, because `reader`, the only one before, is joined by others.
 static void list_readers(Cell& cell) {
   if (cell.readers == 0) {
     cell.readers = (u32)(reader_lists.size() / n_warps);
@@ -96,7 +96,7 @@ static void note_read(Cell& cell) {
     return;
   }
   if (cell.reader == me || (cell.reader != SEVERAL && is_before(cell.reader, cell.read_time))) {
-    cell.reader = (u16)me, cell.read_time = time;  // what came before me is covered by me
+    cell.reader = (u16)me, cell.read_time = time;  // the access of this thread covers earlier ones
     return;
   }
   if (cell.reader != SEVERAL) list_readers(cell);
@@ -138,7 +138,7 @@ static void judge(Cell& cell, Access access, const char* where, int site) {
   check_readers(cell, where, site);
   cell.write_block = block_number, cell.write_time = clocks[current->index], cell.writer = (u16)current->index;
   cell.by_atomic = access == Access::atomic;
-  cell.read_block = 0, cell.several_blocks = false;  // covered by the write
+  cell.read_block = 0, cell.several_blocks = false;  // the write covers the reads
 }
 
 // ---------------------------------------------------------------- spaces
@@ -149,7 +149,7 @@ static Cell* shared_cell(u64 address, u32 n_bytes, int site) {
   if (offset >= shared_bytes || offset + n_bytes > shared_bytes)
     fail("out of bounds", "%u bytes at offset %ld of %lu bytes of shared memory, at <site %d>", n_bytes, (long)offset, shared_bytes, site);
   Cell* cells = &shared_cells[offset];
-  for (u32 i = 0; i < n_bytes; i++)  // what earlier blocks did is forgotten
+  for (u32 i = 0; i < n_bytes; i++)  // forget accesses of earlier blocks
     if (cells[i].write_block != block_number && cells[i].read_block != block_number) {
       const u32 readers = cells[i].readers;
       cells[i] = Cell{};
@@ -212,7 +212,7 @@ void check::access(Space space, Access access, u64 address, u32 n_bytes, int sit
   in_shared ? check_shared(access, address, n_bytes, site) : check_global(access, address, n_bytes, site);
 }
 
-// ---------------------------------------------------------------- cp.async: a write at any time from its issue to the wait
+// ---------------------------------------------------------------- cp.async: a write at an unknown time between its issue and the wait
 void check::issue_copy(u64 to, u64 from, u32 n_bytes, u32 n_from, int site) {
   if (n_from) check::access(Space::global, Access::read, from, n_from, site);
   if (counting) traffic::record(-1 - site, current->index, to, n_bytes, true, true);
@@ -227,7 +227,7 @@ void check::finish_copy(const AsyncCopy& copy) {
 }
 
 // ---------------------------------------------------------------- launches and blocks
-static Cell* new_cells(u64 n) {  // all zero; memory is taken only where it is touched
+static Cell* new_cells(u64 n) {  // zeros; the system allocates pages when they are used
   void* memory = mmap(nullptr, n * sizeof(Cell), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) fail("crash", "no memory to check %lu bytes", n);
   return (Cell*)memory;
@@ -246,7 +246,7 @@ void check::begin_launch(const Launch& launch, int threads) {
   for (u64 i = 0; i < launch.n_ranges; i++) add_range(launch.ranges[i]);
   for (const MemoryRange& range : module_ranges()) add_range(range);
   shared_cells.assign(shared_bytes, Cell{});
-  reader_lists.assign(n_warps, WarpReads{0, 0});  // list 0 means: none yet
+  reader_lists.assign(n_warps, WarpReads{0, 0});  // list 0: no reader
   if (counting) traffic::begin_launch(threads);
 }
 

@@ -1,8 +1,8 @@
-// Check mode: every access to shared and global memory is judged before it is made.
+// Check mode: every access to shared and global memory is checked before it is made.
 //
-// Races are found by happens-before: each thread has a clock and knows, of each other thread, up to which time that one's
-// accesses come before its own (a vector clock).  Barriers exchange this knowledge; shuffles and votes do not.  Two accesses
-// of one byte, at least one a write, neither before the other, are a race, whatever order this run took.
+// Races are found by happens-before.  Each thread has a clock, and stores for each other thread the time up to which the
+// other thread's accesses precede its own (a vector clock).  Barriers exchange clocks; shuffles and votes do not.  Two
+// accesses of one byte are a race if at least one writes and neither precedes the other, in whatever order they ran.
 #pragma once
 #include <vector>
 
@@ -11,7 +11,7 @@
 
 struct AsyncCopy {
   u64 to, from;
-  u32 n_bytes, n_from;  // bytes beyond n_from are filled with zeros
+  u32 n_bytes, n_from;  // bytes after n_from become zero
   bool landed;
   int site;
 };

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <sys/mman.h>
 
-// System V calling convention: rbx, rbp and r12-r15 belong to the caller.  `ret` takes the address on top of the new stack:
-// where it last called switch_stack, or the entry that prepare() put there.
+// System V calling convention: rbx, rbp and r12-r15 belong to the caller.  `ret` jumps to the address on top of the new
+// stack, which switch_stack or prepare() stored there.
 asm(R"(
 .text
 .globl switch_stack
@@ -47,8 +47,8 @@ void Stacks::release_beyond(size_t most) {
 }
 
 void* Stacks::prepare(size_t index, void (*entry)()) {
-  // As at a function's first instruction: 8 bytes off a multiple of 16.  Tops are staggered by a cache line or so, or those of
-  // all threads would fall into the same cache sets.
+  // The alignment at the first instruction of a function: 8 bytes off a multiple of 16.  Staggered by about a cache line,
+  // so that the stacks of all threads do not use the same cache sets.
   const uintptr_t end = (uintptr_t)(memory_ + (index + 1) * SIZE) - 64 - index % 32 * 128;
   void** top = (void**)(end & ~(uintptr_t)15) - 1;
   *top = nullptr;  // the entry's return address, never used

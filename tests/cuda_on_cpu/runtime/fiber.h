@@ -1,4 +1,4 @@
-// Stacks that are switched by hand: each CUDA thread runs on one, and gives way only where it has to wait.
+// Stacks that are switched by hand.  Each CUDA thread has one, and yields only when it must wait.
 #pragma once
 #include <cstddef>
 
@@ -6,19 +6,19 @@
 #error "the fiber switch is written for x86-64"
 #endif
 
-// Saves the registers that a call must preserve on the running stack, stores its place in *from and goes on at `to`.
+// Save the registers that a call must preserve on the running stack, store its position in *from and continue at `to`.
 extern "C" void switch_stack(void** from, void* to);
 
 class Stacks {
  public:
-  // Of one stack; memory is taken only as it is touched.  An odd number of pages: with a power of two, the stacks of all
-  // threads would compete for a few entries of the processor's TLB.
+  // Bytes of one stack; pages are allocated on first use.  The number of pages is odd, because with a power of two all
+  // stacks would compete for a few entries of the processor's TLB.
   static constexpr size_t PAGE = 4096, SIZE = 65 * PAGE;
-  // Makes room for at least `count` stacks, each with a page below it that traps.
+  // Allocate at least `count` stacks, each above a page that traps.
   void reserve(size_t count);
-  // Gives them back if they are more than `most`: each is two mappings, of which a process has 65,530, and modules stay.
+  // Free all stacks if there are more than `most`: each is two mappings, and a process is limited to 65,530.
   void release_beyond(size_t most);
-  // A fresh stack that starts `entry` when it is first switched to; `entry` must never return.
+  // Return a fresh stack that calls `entry` when it is first switched to; `entry` must never return.
   void* prepare(size_t index, void (*entry)());
   bool contains(size_t index, const void* address, size_t n_bytes) const;
 

@@ -16,7 +16,7 @@ inline f32 fma_f32(f32 a, f32 b, f32 c) {
   return mode == Round::nearest ? fmaf(a, b, c) : f32_from<mode>(add_to_odd((f64)a * b, c));
 }
 
-// A quiet NaN loses to a number; .NaN lets it win.  -0 is below +0.
+// A number wins over a quiet NaN; with .NaN, NaN wins.  -0 is below +0.
 template <class T>
 [[gnu::noinline]] inline T min_float(T a, T b) {
   if (a != a) return b;
@@ -46,7 +46,7 @@ inline T relu(T value) {  // .relu: negatives become 0, NaN stays
   return value < 0 ? (T)0 : value;
 }
 
-// ---- f16 and bf16, on their bits.  A product of two is exact in f64, and so is rounded once.
+// ---- f16 and bf16, stored as bits.  Products are exact in f64, and so are rounded once.
 [[gnu::noinline]] inline u16 fma_f16(u16 a, u16 b, u16 c) { return f16_from(add_to_odd((f64)f16_value(a) * f16_value(b), f16_value(c))); }
 [[gnu::noinline]] inline u16 add_f16(u16 a, u16 b) { return f16_from(f16_value(a) + f16_value(b)); }
 [[gnu::noinline]] inline u16 sub_f16(u16 a, u16 b) { return f16_from(f16_value(a) - f16_value(b)); }

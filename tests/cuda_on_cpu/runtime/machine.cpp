@@ -19,7 +19,7 @@ Dim grid_size, block_size, block_id;
 u8* shared_memory;
 u64 shared_bytes, static_shared_bytes;
 
-static constexpr u32 SLICE = 4096;  // backward jumps a thread may make before others get their turn
+static constexpr u32 SLICE = 4096;  // backward jumps of a thread before other threads run
 static constexpr int N_BARRIERS = 16;
 static constexpr int N_MEETINGS = 8;
 
@@ -80,14 +80,14 @@ void fail(const char* kind, const char* format, ...) {
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
   write_error(kind, text);
-  to_scheduler();  // which never comes back to this thread
+  to_scheduler();  // never returns
   __builtin_unreachable();
 }
 
 void give_way(int site) {
   if (current->slices_left-- == 0) fail("endless loop", "a thread jumped back more than %lu times, last at <site %d>", launch.step_limit, site);
   current->steps_left = launch.schedule == Schedule::random ? 1 + random_number() % 64 : SLICE;
-  gave_way = true;  // perhaps it waits for another warp
+  gave_way = true;  // it may wait for another warp
   to_scheduler();
 }
 
@@ -248,7 +248,7 @@ void async_wait(u32 groups_left) {
 }
 
 // ---------------------------------------------------------------- the life of a thread
-static void leave_copies() {  // a block's end lands what is under way; a correct kernel has waited for it
+static void leave_copies() {  // copies complete at the end of a block; correct kernels have waited before
   if (current->copies->open.empty() && current->copies->groups.empty()) return;
   async_commit();
   for (auto& group : current->copies->groups)
@@ -256,7 +256,7 @@ static void leave_copies() {  // a block's end lands what is under way; a correc
   async_wait(0);
 }
 
-static void leave_warp() {  // those who wait for this lane go on without it
+static void leave_warp() {  // threads that wait for this lane continue without it
   Warp& warp = warps[current->warp];
   warp.exited |= 1u << current->lane;
   for (u32 open = warp.open; open; open &= open - 1) {
@@ -284,7 +284,7 @@ static void thread_entry() {
 static void start_block() {
   n_done = 0;
   for (Barrier& barrier : barriers) barrier.arrived = 0;
-  memset(shared_memory, 0xff, shared_bytes);  // NaN and -1: what nobody wrote should not look right
+  memset(shared_memory, 0xff, shared_bytes);  // NaN and -1, so that uninitialised memory gives wrong results
   for (size_t i = 0; i < warps.size(); i++) {
     const int n_lanes = std::min(WARP_SIZE, n_threads - (int)i * WARP_SIZE);
     warps[i].live = n_lanes == WARP_SIZE ? FULL_MASK : (1u << n_lanes) - 1;
@@ -298,7 +298,7 @@ static void start_block() {
     thread.state = State::ready;
     thread.site = -1;
     thread.steps_left = launch.schedule == Schedule::random ? 1 + random_number() % 64 : SLICE;
-    // random slices are short: they are counted as if they were full ones of 64
+    // random slices are short, but count as full slices of 64
     thread.slices_left = launch.step_limit / (launch.schedule == Schedule::random ? 64 : SLICE);
     thread.copies = &copies[i];
     copies[i].open.clear();
@@ -312,7 +312,7 @@ static void shuffle(std::vector<int>& order) {
   for (size_t i = order.size() - 1; i > 0; i--) std::swap(order[i], order[random_number() % (i + 1)]);
 }
 
-// Runs each ready lane of a warp once, up to where it must wait.  Returns whether there was any.
+// Run each ready lane of a warp until it must wait.  Returns whether any lane was ready.
 static bool run_lanes(int warp, const std::vector<int>& lanes) {
   bool any = false;
   for (int lane : lanes) {
@@ -338,7 +338,7 @@ static void report_deadlock() {
   write_error("deadlock", text.c_str());
 }
 
-// Forward: warps and lanes in order, each warp as far as it gets.  Reverse: the opposite.  Random: bursts of warps, lanes shuffled.
+// Forward: warps and lanes in order, each warp until it waits.  Reverse: the opposite.  Random: short runs of shuffled lanes.
 static void run_block() {
   static std::vector<int> warp_order, lane_order;
   start_block();
@@ -368,7 +368,7 @@ static void run_block() {
 }
 
 // ---------------------------------------------------------------- shared memory
-// Between two regions that trap, its end as near to the second as its alignment allows.
+// Between two regions that trap, with its end as close to the second as the alignment permits.
 static u8* place_shared_memory(u64 n_bytes) {
   static constexpr u64 CAPACITY = 256 << 10, GUARD = 1 << 20, ALIGN = 1024;
   static u8* pages;
@@ -381,7 +381,7 @@ static u8* place_shared_memory(u64 n_bytes) {
 }
 
 // ---------------------------------------------------------------- crashes
-// A wild pointer or a stack that overflows ends the launch, not the process.
+// An invalid pointer or a stack overflow ends the launch, not the process.
 static sigjmp_buf crash_return;
 static void on_crash(int signal, siginfo_t*, void*) { siglongjmp(crash_return, signal); }
 
@@ -431,7 +431,7 @@ bool check::is_local(u64 address, u64 n_bytes) { return stacks.contains(current-
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Runs a launch to its end.  Returns 0, or 1 with an error that launch_error() tells.
+// Run a launch to its end.  Returns 0, or 1 with an error that launch_error() returns.
 EXPORT int run_launch(const Launch* wanted) {
   launch = *wanted;
   mutation = launch.mutation;

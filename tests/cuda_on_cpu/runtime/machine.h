@@ -9,11 +9,11 @@ struct Dim {
   u32 x, y, z;
 };
 
-// ---- what the caller hands over (module.py has the same structures)
+// ---- arguments of the caller (module.py has the same structures)
 struct MemoryRange {
   u64 address, n_bytes;
   u64 writable;
-  u8* valid;  // one byte a byte, 1 where it was written; null: all of it holds values
+  u8* valid;  // one byte per byte of memory, 1 if it was written; null: all bytes were written
 };
 typedef void (*KernelFunction)(const u8* parameters);
 enum class Schedule : u32 { forward, reverse, random };
@@ -29,7 +29,7 @@ struct Launch {
   const MemoryRange* ranges;
   u64 n_ranges;
   u32 checking, counting;
-  u32 mutation;  // the number of the planted mistake to make (mutate.py); 0: none
+  u32 mutation;  // number of the active planted mistake (mutate.py); 0: none
 };
 
 // ---- threads
@@ -41,9 +41,9 @@ struct Thread {
   State state;
   int site;           // where it waits
   u32 steps_left;     // backward jumps until it gives way
-  u64 slices_left;    // how often it may give way before it is held to run for ever
+  u64 slices_left;    // slices left until the thread counts as endless
   bool must_combine;  // woken to finish a meeting whose last lane exited
-  struct AsyncCopies* copies;  // those it has under way
+  struct AsyncCopies* copies;  // copies in progress
 };
 extern Thread* current;
 extern u32 mutation;
@@ -51,7 +51,7 @@ extern Dim grid_size, block_size, block_id;
 extern u8* shared_memory;  // of the running block; shared addresses count from here
 extern u64 shared_bytes, static_shared_bytes;  // the first counts dynamic ones too, which come last
 
-// Ends the launch with an error.  `kind` is a KernelFault's; "<site 12>" in the text becomes the place of instruction 12.
+// End the launch with an error of a KernelFault's `kind`.  "<site 12>" in the text becomes the location of instruction 12.
 [[noreturn]] void fail(const char* kind, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // ---- jumps backward: a kernel that never ends must not hang its test
@@ -60,15 +60,15 @@ inline void step(int site) {
   if (__builtin_expect(--current->steps_left == 0, 0)) give_way(site);
 }
 
-// ---- meetings: instructions that the lanes of a warp carry out together (shfl, vote, mma, bar.warp.sync, …)
-// Lanes wait until all that the mask names have come; the last one computes the results of all.
+// ---- meetings: instructions that the lanes of a warp run together (shfl, vote, mma, bar.warp.sync, …)
+// Lanes wait for all lanes of the mask; the last one computes the results of all.
 struct Meeting {
   u32 mask, arrived;
   int site;
   const void* inputs[WARP_SIZE];
   void* outputs[WARP_SIZE];
 };
-// Enters the current lane.  Returns the meeting if it is the one to combine, null if others have done so.
+// Add the current lane.  Returns the meeting if this lane must combine the inputs, null if another lane has done it.
 Meeting* enter_meeting(u32 mask, int site, const void* input, void* output);
 void close_meeting(Meeting& meeting);
 
@@ -102,6 +102,6 @@ u32 block_reduce(Reduce kind, u32 id, u32 count, bool value, int site);
 // ---- cp.async
 void async_copy(u64 to, u64 from, u32 n_bytes, u32 n_from, int site);
 void async_commit();
-void async_wait(u32 groups_left);  // until at most so many groups of this thread are under way
+void async_wait(u32 groups_left);  // until at most `groups_left` groups of this thread are in progress
 
 u64 random_number();

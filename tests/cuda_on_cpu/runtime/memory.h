@@ -8,7 +8,7 @@ using check::Space;
 
 inline u64 shared_address(u64 offset) { return (u64)shared_memory + (u32)offset; }
 
-// Functions that are not inlined, here and in other headers, are so because g++ would be long over all their copies.
+// Here and in other headers, some functions are not inlined, because g++ takes long to compile many copies.
 [[gnu::noinline, noreturn]] inline void misaligned(Access access, u32 n_bytes, int site) {
   fail("misaligned", "%s of %u bytes at an address that is no multiple of that, at <site %d>",
        access == Access::read || access == Access::atomic_read ? "read" : "write", n_bytes, site);
@@ -34,7 +34,7 @@ inline void store(u64 address, T value) {
   memcpy((void*)address, &value, sizeof value);
 }
 
-// Reads, computes and writes as one; returns what was there.
+// Read, compute and write as one operation; returns the old value.
 template <class T, class Update>
 inline T atomic_update(Space space, u64 address, int site, Update update) {
   before_access(space, Access::atomic, address, sizeof(T), site);

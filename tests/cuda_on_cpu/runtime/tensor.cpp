@@ -1,8 +1,8 @@
 // The products of mma, for all types and shapes that the translator knows (instructions/tensor.py).
 #include "tensor.h"
 
-// Sums: integers wrap; floats are added exactly (in f64) and rounded to f32 once.  The device cuts bits off in ways that
-// Nvidia does not document, so a test of float results needs a tolerance there anyway.
+// Sums: integers wrap; floats are added exactly (in f64) and rounded to f32 once.  Nvidia does not document how the device
+// truncates, so tests of float results need a tolerance on a GPU anyway.
 static s32 add_product(s32 sum, s32 a, s32 b) { return (s32)((u32)sum + (u32)(a * b)); }
 static f64 add_product(f64 sum, f64 a, f64 b) { return sum + a * b; }
 static u32 sum_bits(s32 sum) { return (u32)sum; }

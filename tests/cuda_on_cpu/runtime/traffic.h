@@ -1,5 +1,5 @@
-// Counts what the memory system would be asked for: sectors of global memory and passes over the banks of shared memory, per
-// instruction, against the least that would do.
+// Count memory traffic per instruction: sectors of global memory and passes over the banks of shared memory, and the least
+// number possible.
 #pragma once
 #include "types.h"
 

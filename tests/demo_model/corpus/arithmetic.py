@@ -1,4 +1,4 @@
-"""Sums small enough for a very small model to know by heart."""
+"""Sums that are small enough for a very small model to memorise."""
 
 import random
 
@@ -7,7 +7,7 @@ QUESTIONS = ("What is {0}?", "How much is {0}?", "{0} = ?", "{0}?", "Calculate {
 
 
 def arithmetic_turn(rng: random.Random) -> tuple[str, str]:
-    """A question and its answer: a sum or a difference of numbers up to five."""
+    """Return a question and its answer: a sum or a difference of numbers up to five."""
     operator = rng.choice("+-")
     a, b = rng.randint(0, 5), rng.randint(0, 5)
     if operator == "-":

@@ -1,8 +1,8 @@
-"""Stories to learn from, made of small plots written for the model, and requests that fit them.
+"""Training stories from small plots written for the model, and matching requests.
 
-`plots.txt` holds plots: `# name`, then one paragraph a line, in the pattern language of topics.py, and lists
-of words.  Names in braces are bound once for each story: the hero ({hero}, {Name}, {he}, {him}, {his}), the
-friend ({friend}, {Pal}, {he2}, {him2}, {his2}) and props ({toy}, {colour}, {place}, {food}, {skill}, {rope}).
+`plots.txt` contains plots and lists of words.  A plot is `# name` and one paragraph per line, in the pattern language
+of topics.py.  Names in braces get one value per story: the hero ({hero}, {Name}, {he}, {him}, {his}), the friend
+({friend}, {Pal}, {he2}, {him2}, {his2}) and props ({toy}, {colour}, {place}, {food}, {skill}, {rope}).
 """
 
 import random
@@ -17,7 +17,7 @@ ANIMALS, PEOPLE, THINGS = _LISTS["animals"], _LISTS["people"], _LISTS["things"]
 GIRLS, BOYS = _LISTS["girls"], _LISTS["boys"]
 FEMALE, MALE = frozenset(_LISTS["female"]), frozenset(_LISTS["male"])
 PROPS = {name: _LISTS[name] for name in ("toy", "colour", "place", "food", "skill", "rope")}
-# The words that differ from one story to the next and must stay the same within one.
+# Words that differ between stories and stay the same within a story.
 BOUND_WORDS = frozenset((*ANIMALS, *PEOPLE, *THINGS, *GIRLS, *BOYS, *PROPS["toy"], *PROPS["food"], *PROPS["colour"]))
 
 OPENINGS = (
@@ -55,12 +55,12 @@ PLAIN_REQUESTS = (
 
 
 def article(noun: str) -> str:
-    """The noun with `a` or `an`."""
+    """Return the noun with `a` or `an`."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def request_for(subjects: list[str], rng: random.Random) -> str:
-    """A way to ask for a story about the subjects ("a dog", "a cat named Tom"); any story for none."""
+    """Return a request for a story about the subjects ("a dog", "a cat named Tom"), or for any story."""
     if not subjects:
         return sample_pattern(rng.choice(PLAIN_REQUESTS), {}, rng)
     wanted = " and ".join(subjects)
@@ -68,7 +68,7 @@ def request_for(subjects: list[str], rng: random.Random) -> str:
 
 
 def read_plots() -> list[str]:
-    """The plots, each as one pattern whose paragraphs are lines."""
+    """Return the plots as patterns whose paragraphs are lines."""
     plots: list[list[str]] = []
     for line in PLOTS.read_text(encoding="utf-8").splitlines():
         if re.fullmatch(r"# \w+", line):
@@ -79,7 +79,7 @@ def read_plots() -> list[str]:
 
 
 def _pronouns(noun: str, rng: random.Random) -> tuple[dict[str, str], list[str]]:
-    """Pronouns for a character and the names that go with them."""
+    """Return pronouns for a character and matching names."""
     female = noun in FEMALE or (noun not in MALE and rng.random() < 0.5)
     if female:
         return {"he": "she", "him": "her", "his": "her"}, GIRLS
@@ -87,7 +87,7 @@ def _pronouns(noun: str, rng: random.Random) -> tuple[dict[str, str], list[str]]
 
 
 def written_story(plots: list[str], rng: random.Random) -> tuple[list[str], str]:
-    """A story from a plot, with the subjects a request for it may name."""
+    """Return a story from a plot, with the subjects that a request for it may name."""
     group = rng.choices((ANIMALS, PEOPLE, THINGS), weights=(6, 2, 2))[0]
     hero, friend = rng.choice(group), rng.choice(ANIMALS)
     while friend == hero:
@@ -95,7 +95,7 @@ def written_story(plots: list[str], rng: random.Random) -> tuple[list[str], str]
     words = {name: [rng.choice(choices)] for name, choices in PROPS.items()}
     hero_pronouns, hero_names = _pronouns(hero, rng)
     pal_pronouns, pal_names = _pronouns(friend, rng)
-    # Heroes and friends have names of their own, so that the likeliest story does not call both the same.
+    # Heroes and friends have different names, so that the most likely story does not give both the same name.
     name = rng.choice(hero_names[: len(hero_names) // 2])
     pal = rng.choice(pal_names[len(pal_names) // 2 :])
     words |= {

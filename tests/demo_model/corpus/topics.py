@@ -1,13 +1,13 @@
-"""Questions and answers from the text files beside this one, expanded into phrasings.
+"""Questions and answers from the text files in this folder, expanded into phrasings.
 
 A file is a list of topics.  The lines of a topic:
 
-    # name          starts a topic; a comment if it is not one lower-case word
-    ? pattern       a way to ask; (a|b|) is one of the alternatives, {name} one word of a list, nested at will
-    ?? question     a way to ask that is never trained on: it measures whether paraphrases are understood
+    # name          starts a topic, or a comment if it is not one lower-case word
+    ? pattern       a phrasing of the question; (a|b|) is one of the alternatives, {name} one word of a list; nestable
+    ?? question     a phrasing held out from training, which measures whether paraphrases are understood
     ! answer        one of the good answers
-    = a | b         what a right answer contains (all of them; for `alternatives` below, any)
-    {name} = a | b  a list for {name} in this file's patterns
+    = a | b         contents of a right answer (all; for `alternatives` below, any)
+    {name} = a | b  a list for {name} in patterns of this file
 """
 
 import random
@@ -18,7 +18,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 FILES = ("about.txt", "smalltalk.txt", "unknown.txt")
 
-# Topics whose `=` line lists alternatives: one of them is enough.
+# Topics whose `=` line lists alternatives; a right answer needs one.
 ALTERNATIVES = frozenset({"joke", "how_are_you", "what_can_you_do"})
 
 _GROUP = re.compile(r"\(([^()]*\|[^()]*)\)")
@@ -27,7 +27,7 @@ _LIST = re.compile(r"\{(\w+)\}")
 
 @dataclass
 class Topic:
-    """One thing to know: ways to ask it, ways to answer it, and what a right answer contains."""
+    """A fact: phrasings of the question, answers, and the contents of a right answer."""
 
     name: str
     patterns: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Topic:
     lists: dict[str, list[str]] = field(default_factory=dict)
 
     def sample_question(self, rng: random.Random) -> str:
-        """One phrasing, each choice of its pattern drawn at random; never a held-out one."""
+        """Return a random phrasing, never a held-out one."""
         held_out = {normalise(question) for question in self.held_out}
         while True:
             question = sample_pattern(rng.choice(self.patterns), self.lists, rng)
@@ -45,13 +45,13 @@ class Topic:
                 return question
 
     def accepts(self, answer: str) -> bool:
-        """Whether an answer holds the key facts."""
+        """Return whether an answer contains the key facts."""
         found = [fact in answer.lower() for fact in self.key_facts]
         return any(found) if self.name in ALTERNATIVES else all(found)
 
 
 def normalise(question: str) -> str:
-    """A question without case and punctuation, for comparing."""
+    """Return a question without case and punctuation, for comparisons."""
     return re.sub(r"[^a-z0-9 ]", "", question.lower()).strip()
 
 
@@ -66,7 +66,7 @@ def sample_pattern(pattern: str, lists: dict[str, list[str]], rng: random.Random
 
 
 def read_lists(path: Path) -> dict[str, list[str]]:
-    """The lists `{name} = a | b` of a file."""
+    """Return the lists `{name} = a | b` of a file."""
     lines = (line.partition(" = ") for line in path.read_text(encoding="utf-8").splitlines())
     return {
         name[1:-1]: [word.strip() for word in words.split(" | ")] for name, _, words in lines if _LIST.fullmatch(name)
@@ -74,7 +74,7 @@ def read_lists(path: Path) -> dict[str, list[str]]:
 
 
 def read_topics(path: Path) -> list[Topic]:
-    """The topics of one file, checked for completeness."""
+    """Return the topics of one file; raise ValueError if one is incomplete."""
     topics: list[Topic] = []
     lists = read_lists(path)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -91,7 +91,7 @@ def read_topics(path: Path) -> list[Topic]:
         elif mark == "=":
             topics[-1].key_facts.extend(fact.strip().lower() for fact in rest.split(" | "))
         elif line and not _LIST.fullmatch(mark):
-            raise ValueError(f"{path.name}, line {number}: not a line of a topic: {line!r}")
+            raise ValueError(f"{path.name}, line {number}: this is no line of a topic: {line!r}")
     for topic in topics:
         if not (topic.patterns and topic.held_out and topic.answers and topic.key_facts):
             raise ValueError(f"{path.name}: topic {topic.name} is incomplete")
@@ -102,5 +102,5 @@ def read_topics(path: Path) -> list[Topic]:
 
 
 def all_topics() -> list[Topic]:
-    """Every topic of every file."""
+    """Return every topic of every file."""
     return [topic for name in FILES for topic in read_topics(FOLDER / name)]

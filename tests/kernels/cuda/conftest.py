@@ -1,4 +1,4 @@
-"""The devices that tests of CUDA code run on: emulated ones always, real ones where there are any."""
+"""Devices for tests of CUDA code: emulated devices, and real ones if there are any."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.driver import Driver
 from localllm.llm import LLM
 from localllm.loading import devices
-from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.fake_cupy import FakeCupy
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.helpers.data import ROOT
 from tests.helpers.recorder import CPUOps, backend_of
 from tests.kernels.cuda.device import Device
 from tests.kernels.cuda.python_kernels import KERNELS
 
-#: CUDA sources of the tests' own.
+#: CUDA sources that only tests use.
 SOURCES = ROOT / "tests" / "kernels" / "cuda" / "sources"
 PLENTY = 1 << 40
 
@@ -33,15 +33,14 @@ PLENTY = 1 << 40
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Devices with the kernels of ``sources``.
 
-    Two emulated ones, whose work runs in one order or another and whose kernels are in Python, or translated; two
-    that `CupyDriver` takes for real; and the machine's own.
+    Emulated devices with different orders of work and with Python or translated kernels, simulated devices for
+    `CupyDriver`, and the devices of this machine.
     """
     kind = request.param
     if kind in ("lazy", "eager", "random"):
         return EmulatedDriver(2, order=kind, kernels=KERNELS)
     if kind == "translated":
-        if reason := nvrtc.missing():
-            pytest.skip(reason)
+        skip_without_tools()
         return EmulatedDriver(2, folder=SOURCES, mode="check")
     if kind == "cupy without CUDA":
         monkeypatch.setattr(cupy_driver, "import_cupy", lambda: FakeCupy([1 << 30] * 2, KERNELS))
@@ -54,10 +53,9 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 @pytest.fixture(params=["emulated", "real"])
 def device(request: pytest.FixtureRequest) -> Device:
-    """A device with the project's kernels."""
+    """A device with the kernels of localllm."""
     if request.param == "emulated":
-        if reason := nvrtc.missing() or build.missing():
-            pytest.skip(reason)
+        skip_without_tools()
         return Device(EmulatedDriver(), tile_rows=(16,))
     try:
         return Device(CupyDriver())
@@ -72,7 +70,7 @@ def cpu() -> CPUOps:
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """Loads a model on the CPU and other backends."""
+    """Load a model on the CPU and on other backends."""
     opened: list[LLM] = []
 
     def load_on(path: Path, *backends: Any, **options: Any) -> LLM:

@@ -1,4 +1,4 @@
-"""One device, and matrices on it: what the tests of kernels for matrix products share."""
+"""A device, and packed matrices on it, for tests of kernels of matrix products."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Device:
     """Device 0 of a driver, and a stream.
 
     Args:
-        tile_rows: what matmul may take at once; on emulated devices little, because g++ is long over more.
+        tile_rows: numbers of rows per tile of matmul; g++ compiles large tiles slowly for emulated devices.
     """
 
     def __init__(self, driver: Driver, tile_rows: Sequence[int] = matmul.TILE_ROWS) -> None:
@@ -35,7 +35,7 @@ class Device:
     def upload(self, array: NDArray[Any]) -> DeviceMemory:
         memory, contiguous = self.empty(array.nbytes), np.ascontiguousarray(array)
         self.driver.upload(memory, contiguous, self.stream)
-        self.driver.synchronize(self.stream)  # until then the array must live
+        self.driver.synchronize(self.stream)  # the array must live until the copy ends
         return memory
 
     def empty(self, n_bytes: int) -> DeviceMemory:
@@ -52,7 +52,7 @@ class Device:
         self.driver.launch(
             module, launch.kernel, launch.grid, launch.block, arguments, self.stream, launch.shared_bytes
         )
-        self.driver.synchronize(self.stream)  # until then the arguments must live
+        self.driver.synchronize(self.stream)  # the arguments must live until the kernel ends
 
     def count(self, n: int) -> DeviceMemory:
         return self.upload(np.array([n], np.int32))
@@ -69,7 +69,7 @@ class Weights:
 
 
 def load(device: Device, rows: NDArray[np.uint8], type: KernelType, n_in: int) -> Weights:
-    """Packs rows of blocks."""
+    """Pack rows of blocks."""
     format = matmul.packed_format(type, device.capability)
     packed = device.empty(format.packed_bytes(len(rows), n_in))
     sizes = np.int32(len(rows)), np.int64(rows.shape[1]), np.int32(n_in), np.int32(format.n_tiles(n_in))
@@ -78,7 +78,7 @@ def load(device: Device, rows: NDArray[np.uint8], type: KernelType, n_in: int) -
 
 
 def padded(x: Floats) -> Floats:
-    """Rows whose length is a multiple of 4, with NaN where there is nothing."""
+    """Pad rows with NaN to a multiple of 4 columns."""
     wide = np.full((len(x), -(-x.shape[1] // 4) * 4), np.nan, np.float32)
     wide[:, : x.shape[1]] = x
     return wide
@@ -87,7 +87,7 @@ def padded(x: Floats) -> Floats:
 def quantise(
     device: Device, x: Floats, format: PackedFormat, n_rows: int = 0
 ) -> tuple[DeviceMemory, DeviceMemory, int]:
-    """Units and scales of activations, and for how many rows they are laid out."""
+    """Return units and scales of activations, and the number of rows of their layout."""
     n_rows = n_rows or format.input_rows(len(x))
     wide = padded(x)
     units = device.empty(format.unit_bytes(x.shape[1], n_rows))
@@ -108,7 +108,7 @@ def multiply(
     residual: Floats | None = None,
     n_rows: int = 0,
 ) -> list[Floats]:
-    """x @ W.T (+ bias) (+ residual) of several matrices in one launch."""
+    """Compute x @ W.T (+ bias) (+ residual) of several matrices in one launch."""
     format, n_in = weights[0].format, x.shape[1]
     units, scales, n_rows = quantise(device, x, format, n_rows)
     launch = matmul.product_launch(

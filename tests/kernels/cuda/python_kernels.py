@@ -1,4 +1,4 @@
-"""``sources/arithmetic.cu`` in Python, for emulated devices."""
+"""The kernels of ``sources/arithmetic.cu`` in Python, for emulated devices."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Registers of all kernels: what ptxas says, and the budget kept in registers.json.
+"""Registers of all kernels as ptxas reports them, compared with the budgets in registers.json.
 
-python -m tests.kernels.cuda.registers          compiles all variants for all architectures; fails where one spills or
-                                                takes more registers than its budget
-python -m tests.kernels.cuda.registers 75 90    for these only
-python -m tests.kernels.cuda.registers --write  keeps what they take as the budget, for each architecture its own
+python -m tests.kernels.cuda.registers          compile all variants for all architectures; fail if a kernel spills or
+                                                exceeds its budget
+python -m tests.kernels.cuda.registers 75 90    compile for these architectures only
+python -m tests.kernels.cuda.registers --write  store the numbers of registers as the new budgets
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from tests.cuda_on_cpu.nvrtc import Resources
 Budgets = dict[str, dict[str, dict[str, int]]]
 
 BUDGETS = Path(__file__).with_name("registers.json")
-#: Shared memory that a block may have, by architecture.
+#: Shared memory of a block, by architecture.
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-#: Rows of activations: one for each variant of a kernel.
+#: Rows of activations: one number per variant of a kernel.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 512)
 
 
 def one_key(key_dim: int, value_dim: int | None = None, **more: bool) -> KVCache:
-    """A cache of one key a token, which has its value."""
+    """Return a cache with one key head that also holds the values."""
     graph = Graph()
     graph.layer = 0
     return graph.kv_cache(1, key_dim, value_dim, values_in_keys=True, **more)
 
 
-#: Of Qwen 3.5, Kimi Linear, Mamba 2 and Mamba.
+#: Shapes of Qwen 3.5, Kimi Linear, Mamba 2 and Mamba.
 RECURRENCES: dict[str, Defines] = {
     "gated delta": {"ROWS": 128, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": 0},
     "gated delta by channel": {"ROWS": 128, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": 1},
@@ -53,7 +53,7 @@ RECURRENCES: dict[str, Defines] = {
     "scan 256": {"ROWS": 256, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
     "channel scan": {"STATES": 16},
 }
-#: Of DeepSeek V3.2 and V4, with runs as GLM-5.3 has them, and of each head's own as in MiniMax-M3.
+#: Indexers of DeepSeek V3.2 and V4, with runs as in GLM-5.3 and with scores per head as in MiniMax-M3.
 SELECTIONS: dict[str, Defines] = {
     "selection": index_defines(one_key(128, is_index=True), 2048, 64, 128),
     "selection of runs": index_defines(one_key(384, is_index=True), 256, 32, 128, run=8),
@@ -63,7 +63,7 @@ SELECTIONS: dict[str, Defines] = {
     "compression": selection_defines(one_key(512), 0) | {"RUN": 4, "SERIES": 2},
     "attention to a selection of heads": selection_defines(KVCache(0, 4, 128, 128), 2048, by_head=True),
 }
-#: The bytes that variants spill at most, and their stack's, on some architecture: nobody has mended them yet.
+#: Known exceptions: the largest spills and stacks, in bytes, of variants that still spill on some architecture.
 KNOWN_SPILLS = {
     "append q8_0 256 by axes": (16, 8),
     "attention to a selection": (64, 32),
@@ -76,7 +76,7 @@ HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
 @dataclass(frozen=True)
 class Case:
-    """A module as a device uses it; ``name`` is that of the variant."""
+    """A module as a device uses it; ``name`` identifies the variant."""
 
     name: str
     module: str
@@ -89,12 +89,12 @@ class Case:
 
 
 def everything() -> list[Case]:
-    """Each variant of each module that the product asks for, for each architecture."""
+    """Return each variant of each module that localllm loads, for each architecture."""
     cases: dict[tuple[str, int], Case] = {}
     for architecture in SHARED_BYTES:
         for type in PACKED_FORMATS:
             cases |= {(case.name, architecture): case for case in _of_format(type, architecture)}
-        for cache_type in ("f16", "q8_0"):  # fewer bits are unpacked by a few more instructions
+        for cache_type in ("f16", "q8_0"):  # types of fewer bits need a few more instructions for unpacking
             for head_dim in HEAD_DIMS:
                 cases |= {(case.name, architecture): case for case in _of_heads(head_dim, cache_type, architecture)}
         for module in ("elementwise", "experts", "ceilings"):
@@ -110,7 +110,7 @@ def everything() -> list[Case]:
 
 
 def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
-    """Tables differ in numbers only: formats that have one share variants."""
+    """Yield the variants of a format.  Look-up tables differ in numbers only, so their formats share variants."""
     capability = divmod(architecture, 10)
     format = matmul.packed_format(type, capability)
     launches = [
@@ -139,13 +139,13 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
 
 
 def _name(launch: Launch) -> str:
-    """Stages of shared memory take no registers."""
+    """The number of stages in shared memory does not change the registers."""
     parts = (launch.kernel, *(launch.defines.get(key) for key in ("FORMAT", "LAST_FORMAT", "TOKENS", "ROWS")))
     return " ".join(str(part) for part in parts if part is not None) + " of heads" * ("HEADS" in launch.defines)
 
 
 def _of_heads(head_dim: int, cache_type: CacheType, architecture: int) -> Iterator[Case]:
-    """Capped: with soft-cap and sinks."""
+    """Yield the variants of attention; ``capped`` ones have a soft-cap and sinks."""
     name = f"{cache_type} {head_dim}"
     kept = KVCache(0, 1, head_dim, head_dim, cache_type)
     for axes in (False, True):
@@ -158,7 +158,7 @@ def _of_heads(head_dim: int, cache_type: CacheType, architecture: int) -> Iterat
 
 
 def problems(case: Case, budgets: Budgets, found: dict[str, Resources]) -> list[str]:
-    """What is wrong with a case's kernels."""
+    """Return the problems of a case's kernels."""
     wrong = []
     for kernel, taken in found.items():
         where = f"{kernel} of {case.name} for sm_{case.architecture}"
@@ -181,7 +181,7 @@ def main() -> int:
     if given.write and given.architectures:
         parser.error("budgets are written for all architectures")
     cases = [case for case in everything() if case.architecture in (given.architectures or SHARED_BYTES)]
-    with ProcessPoolExecutor() as pool:  # older NVRTC compiles one module at a time in a process
+    with ProcessPoolExecutor() as pool:  # older versions of NVRTC compile one module per process at a time
         all_found = list(pool.map(Case.resources, cases, chunksize=8))
     if given.write:
         taken: Budgets = {}

@@ -1,4 +1,4 @@
-"""The functions that all kernels share: conversions, bit for bit, and collectives of a warp."""
+"""Functions that all kernels share: conversions, to the bit, and collectives of a warp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels.cuda.module import compile_source, flat_source, options
-from tests.cuda_on_cpu import nvrtc
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.cuda_on_cpu.module import EmulatedModule, MemoryRange
 from tests.helpers.data import ROOT
 
@@ -38,9 +38,8 @@ Run = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a kernel, one thread for each value of the first array."""
-    if reason := nvrtc.missing():
-        pytest.skip(reason)
+    """Run a kernel with one thread for each value of the first array."""
+    skip_without_tools()
     from cupy.cuda import nvrtc as binding
 
     folder = tmp_path_factory.mktemp("sources")
@@ -58,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def bits(values: NDArray[Any]) -> NDArray[Any]:
-    """For comparison: bits, with one pattern for all NaNs."""
+    """Return bits, with the same pattern for all NaNs."""
     words = values.view(np.uint16 if values.itemsize == 2 else np.uint32).copy()
     words[np.isnan(values)] = 0xFFFF
     return words
@@ -73,14 +72,14 @@ def test_widening(run: Run) -> None:
 
 
 def test_narrowing(run: Run) -> None:
-    """To nearest, ties to even: halfway between neighbours, beside that, subnormal, too large, and NaN."""
+    """Rounds to nearest even: ties, values close to ties, subnormals, values out of range, and NaN."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     between = (halves[1:] + halves[:-1]) / 2
     some = np.concatenate(
         [halves, between, np.nextafter(between, np.float32(0)), np.nextafter(between, np.float32(9e9))]
     )
     special = np.array([np.nan, np.inf, 65519.996, 65520, 1e38, 3.3e38, 1e-38, 6e-8, 2.9e-8], np.float32)
-    ties = (np.arange(0x3F80, 0x4080, dtype=np.uint32) << 16 | 0x8000).view(np.float32)  # of bfloat16
+    ties = (np.arange(0x3F80, 0x4080, dtype=np.uint32) << 16 | 0x8000).view(np.float32)  # for bfloat16
     values = np.concatenate([some, special, ties])
     values = np.concatenate([values, -values])
     values = np.concatenate([values, np.zeros(-len(values) % 128, np.float32)])
@@ -89,7 +88,7 @@ def test_narrowing(run: Run) -> None:
     with np.errstate(over="ignore"):
         expected = values.astype(np.float16)
     np.testing.assert_array_equal(bits(got_halves.view(np.float16)), bits(expected))
-    # bfloat16 is the upper half of a float: the nearer of the two around it, the even one of two as near.
+    # bfloat16 is the upper half of a float; ties round to the even neighbour.
     below = values.view(np.uint32) >> 16
     rest = values.view(np.uint32) & 0xFFFF
     nearest = below + ((rest > 0x8000) | ((rest == 0x8000) & (below % 2 == 1)))

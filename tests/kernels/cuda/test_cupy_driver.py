@@ -1,4 +1,4 @@
-"""What only CuPy's driver has: its errors, what it leaves as it was, and that CuPy has what it calls."""
+"""CuPy's driver: its errors, the state of the calling program, and the functions that CuPy must have."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -50,8 +51,8 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("fake_class", "path"), [(FakeRuntime, "runtime"), (FakeNVRTC, "nvrtc")], ids=["runtime", "nvrtc"]
 )
-def test_cupy_has_these_functions(fake_class: type, path: str) -> None:
-    """With the same parameters, by their names in CuPy's own words: "memcpyAsync(intptr_t dst, …)"."""
+def test_cupy_has_the_functions_of_the_fake(fake_class: type, path: str) -> None:
+    """Parameters must have the names of CuPy's docstrings, such as "memcpyAsync(intptr_t dst, …)"."""
     module = getattr(pytest.importorskip("cupy").cuda, path)
     names = [name for name in vars(fake_class) if not name.startswith("_") and name != "view"]
     assert len(names) >= 7
@@ -63,14 +64,16 @@ def test_cupy_has_these_functions(fake_class: type, path: str) -> None:
             assert hasattr(module, name), name
 
 
-def test_cupy_has_the_rest() -> None:
+def test_cupy_has_the_other_functions() -> None:
     cuda = pytest.importorskip("cupy").cuda
-    for name in ("Module.load", "Module.get_function", "Stream.begin_capture", "Stream.end_capture"):
-        owner, _, method = name.partition(".")
-        assert callable(getattr(getattr(cuda, owner), method)), name
-    for name in ("Stream.wait_event", "Stream.synchronize", "Event.record", "Event.synchronize", "Graph.launch"):
-        owner, _, method = name.partition(".")
-        assert callable(getattr(getattr(cuda, owner), method)), name
+    for owner, methods in {
+        "Module": ("load", "get_function"),
+        "Stream": ("begin_capture", "end_capture", "wait_event", "synchronize"),
+        "Event": ("record", "synchronize"),
+        "Graph": ("launch",),
+    }.items():
+        for method in methods:
+            assert callable(getattr(getattr(cuda, owner), method)), (owner, method)
     assert isinstance(cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, int)
     assert callable(cuda.driver.funcSetAttribute)
     assert callable(cuda.get_elapsed_time)
@@ -79,7 +82,7 @@ def test_cupy_has_the_rest() -> None:
 def test_cupys_errors_have_a_status() -> None:
     cuda = pytest.importorskip("cupy").cuda
     errors: list[Any] = [cuda.runtime.CUDARuntimeError(700)]
-    if installation.driver_cuda() is not None:  # that of the driver asks it for the words
+    if installation.driver_cuda() is not None:  # this error requests its text from the driver
         errors.append(cuda.driver.CUDADriverError(700))
     for error in errors:
         assert error.status == 700
@@ -87,7 +90,7 @@ def test_cupys_errors_have_a_status() -> None:
     assert issubclass(cuda.driver.CUDADriverError, RuntimeError)
 
 
-def test_all_can_be_imported_without_cupy() -> None:
+def test_cuda_modules_can_be_imported_without_cupy() -> None:
     code = (
         "import sys; sys.modules['cupy'] = None\n"
         "import localllm, localllm.kernels.cuda.cupy_driver as d\n"
@@ -100,30 +103,26 @@ def test_all_can_be_imported_without_cupy() -> None:
     assert 'CuPy is not installed; pip install "localllm[cuda12]"' in done.stdout
 
 
-# -- What is installed ---------------------------------------------------------------------------------------------
+# -- Installation --------------------------------------------------------------------------------------------------
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int] | None) -> None:
     monkeypatch.setattr(installation, "driver_cuda", lambda: cuda)
 
 
-def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, None)
-    with pytest.raises(DeviceError, match="NVIDIA's driver is not installed here"):
-        cupy_driver.open_driver()
-
-
-def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, (11, 8))
-    with pytest.raises(DeviceError, match=r"runs CUDA up to 11\.8, but localllm needs 12\.0: install a newer driver"):
-        cupy_driver.open_driver()
-
-
-@pytest.mark.parametrize(("cuda", "extra"), [((12, 9), "cuda12"), ((13, 0), "cuda13")])
-def test_no_cupy(monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int], extra: str) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "says"),
+    [
+        (None, "NVIDIA's driver is not installed here"),
+        ((11, 8), r"runs CUDA up to 11\.8, but localllm needs 12\.0: install a newer driver"),
+        ((12, 9), r'CuPy is not installed; pip install "localllm\[cuda12\]"'),
+        ((13, 0), r'CuPy is not installed; pip install "localllm\[cuda13\]"'),
+    ],
+)
+def test_missing_software(monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int] | None, says: str) -> None:
     installed(monkeypatch, cuda)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(DeviceError, match=rf'CuPy is not installed; pip install "localllm\[{extra}\]"'):
+    with pytest.raises(DeviceError, match=says):
         cupy_driver.open_driver()
 
 
@@ -131,20 +130,10 @@ def test_no_cupy(monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int], extra: 
     "error", [ModuleNotFoundError("No module named 'fastrlock'", name="fastrlock"), OSError("no ~/.cupy")]
 )
 def test_a_broken_cupy(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fail(name: str) -> None:
-        raise error
-
     installed(monkeypatch, (13, 0))
-    monkeypatch.setattr("importlib.import_module", fail)
+    monkeypatch.setattr("importlib.import_module", mock.Mock(side_effect=error))
     with pytest.raises(DeviceError, match=f"CuPy is installed but does not work.*{error}"):
         cupy_driver.open_driver()
-
-
-def counting(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, status: int) -> None:
-    def count() -> int:
-        raise FakeError(status)
-
-    monkeypatch.setattr(runtime, "getDeviceCount", count)
 
 
 @pytest.mark.parametrize(
@@ -159,22 +148,20 @@ def test_no_devices(
     monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, cuda: tuple[int, int], status: int, says: str
 ) -> None:
     installed(monkeypatch, cuda)
-    counting(monkeypatch, runtime, status)
+    monkeypatch.setattr(runtime, "getDeviceCount", mock.Mock(side_effect=FakeError(status)))
     with pytest.raises(DeviceError, match=f"no CUDA device can be used: .*{says}"):
         cupy_driver.open_driver()
 
 
-def test_no_nvrtc(monkeypatch: pytest.MonkeyPatch, fake: FakeCupy) -> None:
-    def missing() -> None:
-        raise RuntimeError("libnvrtc.so.13 not found")
-
+def test_nvrtc_is_missing(monkeypatch: pytest.MonkeyPatch, fake: FakeCupy) -> None:
+    missing = mock.Mock(side_effect=RuntimeError("libnvrtc.so.13 not found"))
     monkeypatch.setattr(fake.cuda.nvrtc, "getVersion", missing)
     with pytest.raises(DeviceError, match=r'NVRTC is missing; pip install "localllm\[cuda13\]" \(libnvrtc'):
         cupy_driver.open_driver()
 
 
 def test_cupy_without_its_nvrtc() -> None:
-    """What the real CuPy does where the library is not there."""
+    """The real CuPy raises this error if the library is missing."""
     if reason := nvrtc.missing():
         pytest.skip(reason)
     code = (
@@ -191,7 +178,7 @@ def test_cupy_without_its_nvrtc() -> None:
     assert "NVRTC is missing; pip install" in done.stdout
 
 
-# -- What goes wrong -----------------------------------------------------------------------------------------------
+# -- Errors --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -208,7 +195,7 @@ def test_cupy_without_its_nvrtc() -> None:
         (1, DeviceError, "CUDA device 0 could not finish its work: CUDA error 1"),
     ],
 )
-def test_cudas_errors(driver: CupyDriver, runtime: FakeRuntime, status: int, kind: type, says: str) -> None:
+def test_cuda_errors(driver: CupyDriver, runtime: FakeRuntime, status: int, kind: type, says: str) -> None:
     stream = driver.stream(0)
     runtime.fail_next = status
     with pytest.raises(kind, match=says) as caught:
@@ -231,7 +218,7 @@ def test_no_memory_to_lock(driver: CupyDriver, runtime: FakeRuntime) -> None:
     assert not isinstance(caught.value, DeviceMemoryError)
 
 
-def test_a_lost_device_frees_nothing_and_says_nothing(driver: CupyDriver, runtime: FakeRuntime) -> None:
+def test_memory_of_a_lost_device_is_freed_silently(driver: CupyDriver, runtime: FakeRuntime) -> None:
     memory = driver.allocate(1, 100)
     runtime.fail_next = 700
     del memory
@@ -242,7 +229,7 @@ def test_a_lost_device_frees_nothing_and_says_nothing(driver: CupyDriver, runtim
 # -- The calling program -------------------------------------------------------------------------------------------
 
 
-def test_the_current_device_stays(driver: CupyDriver, runtime: FakeRuntime) -> None:
+def test_the_current_device_does_not_change(driver: CupyDriver, runtime: FakeRuntime) -> None:
     runtime.current = 0
     stream, memory, host = driver.stream(1), driver.allocate(1, 8), driver.pinned(8)
     module = driver.load_module(1, "arithmetic")
@@ -259,7 +246,7 @@ def test_the_current_device_stays(driver: CupyDriver, runtime: FakeRuntime) -> N
     assert runtime.current == 0
 
 
-def test_access_that_another_library_has_already(driver: CupyDriver, runtime: FakeRuntime) -> None:
+def test_peer_access_that_another_library_enabled(driver: CupyDriver, runtime: FakeRuntime) -> None:
     runtime.peers.add((0, 1))
     driver.enable_peer_access(0, 1)
     driver.copy(driver.allocate(1, 8), driver.allocate(0, 8), driver.stream(0))

@@ -1,4 +1,4 @@
-"""What every driver does the same: emulated ones, CuPy's with CUDA's functions replaced, and on a real device."""
+"""Behaviour that all drivers share: emulated devices, `CupyDriver` on a fake CuPy, and real devices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_properties(driver: Driver) -> None:
         assert 0 < driver.memory_info(device).free <= driver.memory_info(device).total <= properties.total_bytes
 
 
-def test_there_are_no_other_devices(driver: Driver) -> None:
+def test_unknown_devices_are_refused(driver: Driver) -> None:
     for wrong in (driver.device_count, -1):
         for use in (driver.properties, driver.memory_info, driver.stream, driver.event):
             with pytest.raises(DeviceError, match=f"there is no CUDA device {wrong}: there (is only|are) "):
@@ -63,7 +63,7 @@ def test_there_are_no_other_devices(driver: Driver) -> None:
             driver.allocate(wrong, 1)
 
 
-def test_memory_comes_back(driver: Driver) -> None:
+def test_memory_is_freed(driver: Driver) -> None:
     before = driver.memory_info(0).free
     memory = driver.allocate(0, 64 << 20)
     part = memory.at(1 << 20, 4096)
@@ -73,10 +73,10 @@ def test_memory_comes_back(driver: Driver) -> None:
     assert driver.memory_info(0).free <= before - (64 << 20)
     del memory
     gc.collect()
-    assert driver.memory_info(0).free <= before - (64 << 20)  # the part keeps the whole
+    assert driver.memory_info(0).free <= before - (64 << 20)  # a slice keeps the allocation
     del part
     gc.collect()
-    assert driver.memory_info(0).free >= before - (16 << 20)  # other programs may run here
+    assert driver.memory_info(0).free >= before - (16 << 20)  # other programs may use the device
 
 
 def test_slices_stay_inside(driver: Driver) -> None:
@@ -87,18 +87,18 @@ def test_slices_stay_inside(driver: Driver) -> None:
             memory.at(offset, n_bytes)
 
 
-def test_too_much_memory(driver: Driver) -> None:
+def test_allocations_larger_than_the_device_are_refused(driver: Driver) -> None:
     total = driver.memory_info(0).total
     with pytest.raises(DeviceMemoryError, match=f"device 0 has no room for {total + 1:,} bytes") as caught:
         driver.allocate(0, total + 1)
     assert caught.value.device == 0
     assert caught.value.n_bytes == total + 1
     assert 0 < caught.value.free_bytes <= total
-    driver.allocate(0, 1000)  # and it goes on
+    driver.allocate(0, 1000)  # the device still works
 
 
 @pytest.mark.parametrize("n_bytes", [0, -1])
-def test_no_memory_is_none(driver: Driver, n_bytes: int) -> None:
+def test_allocations_of_no_bytes_are_refused(driver: Driver, n_bytes: int) -> None:
     for take in (lambda: driver.allocate(0, n_bytes), lambda: driver.pinned(n_bytes)):
         with pytest.raises(UsageError, match="at least 1 byte"):
             take()
@@ -107,7 +107,7 @@ def test_no_memory_is_none(driver: Driver, n_bytes: int) -> None:
 # -- Copies --------------------------------------------------------------------------------------------------------
 
 
-def test_up_across_and_down(driver: Driver, values: NDArray[np.float32], stream: Stream) -> None:
+def test_uploads_copies_and_downloads(driver: Driver, values: NDArray[np.float32], stream: Stream) -> None:
     first, second = upload(driver, values, stream), driver.allocate(0, values.nbytes)
     driver.copy(second.at(0, 400), first.at(400, 400), stream)
     driver.copy(second.at(400, 3600), first.at(0, 3600), stream)
@@ -130,7 +130,7 @@ def test_pinned_memory(driver: Driver, stream: Stream) -> None:
     view = source[10:20]
     del source
     gc.collect()
-    np.testing.assert_array_equal(view, np.arange(10, 20))  # a view keeps it
+    np.testing.assert_array_equal(view, np.arange(10, 20))  # a view keeps the memory
 
 
 def test_copies_are_checked(driver: Driver, values: NDArray[np.float32], stream: Stream) -> None:
@@ -169,7 +169,7 @@ def test_peers(driver: Driver, values: NDArray[np.float32], stream: Stream) -> N
     np.testing.assert_array_equal(download(driver, here, stream), values + 1)
     if isinstance(driver, EmulatedDriver):
         with pytest.raises(DeviceError, match="stream of CUDA device 1 was given memory of device 0"):
-            driver.copy(there, here, driver.stream(1))  # access goes one way
+            driver.copy(there, here, driver.stream(1))  # access works in one direction only
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_macros(driver: Driver, values: NDArray[np.float32], stream: Stream) -> 
         np.testing.assert_array_equal(download(driver, destination, stream), values + step)
 
 
-@pytest.mark.parametrize("n", [1000, 15 << 10])  # 60 KiB have to be asked for
+@pytest.mark.parametrize("n", [1000, 15 << 10])  # 60 KiB must be requested
 def test_shared_memory(driver: Driver, stream: Stream, n: int) -> None:
     values = np.arange(n, dtype=np.float32)
     source, destination = upload(driver, values, stream), driver.allocate(0, values.nbytes)
@@ -206,9 +206,9 @@ def test_shared_memory(driver: Driver, stream: Stream, n: int) -> None:
 
 
 def test_launches_are_checked(driver: Driver, values: NDArray[np.float32], stream: Stream) -> None:
-    """By emulated devices: CUDA finds some of these itself, and others too late."""
+    """Only emulated devices check launches; CUDA finds some of these errors later or not at all."""
     if not isinstance(driver, EmulatedDriver):
-        pytest.skip("only emulated devices look")
+        pytest.skip("only emulated devices check this")
     memory = upload(driver, values, stream)
     module = driver.load_module(0, "arithmetic")
     arguments = (memory, memory, np.int32(N))
@@ -278,9 +278,9 @@ def test_time_between_events(driver: Driver, values: NDArray[np.float32], stream
             driver.elapsed_seconds(begin, driver.event(0))
 
 
-def test_an_event_is_of_its_device(driver: Driver, stream: Stream) -> None:
+def test_an_event_of_another_device_is_refused(driver: Driver, stream: Stream) -> None:
     if not isinstance(driver, EmulatedDriver):
-        pytest.skip("only emulated devices look")
+        pytest.skip("only emulated devices check this")
     with pytest.raises(UsageError, match="an event of device 1 recorded in a stream of device 0"):
         driver.record(driver.event(1), stream)
 
@@ -298,9 +298,9 @@ def test_capture_and_replay(driver: Driver, values: NDArray[np.float32], stream:
         driver.launch(module, "add_step", GRID, BLOCK, (memory, memory, np.int32(N)), stream)
     graph = driver.end_capture(stream)
     assert graph.device == 0
-    np.testing.assert_array_equal(download(driver, memory, stream), values)  # what is captured is not done
+    np.testing.assert_array_equal(download(driver, memory, stream), values)  # captured work does not run
     for turn in range(3):
-        host.view(np.float32)[:] = values * turn  # read at each replay
+        host.view(np.float32)[:] = values * turn  # each replay reads the host's memory
         driver.replay(graph, stream)
         driver.launch(module, "add_step", GRID, BLOCK, (memory, memory, np.int32(N)), stream)
         np.testing.assert_array_equal(download(driver, memory, stream), values * turn + 4)
@@ -321,10 +321,10 @@ def test_a_capture_that_forks(driver: Driver, values: NDArray[np.float32], strea
     for _ in range(2):
         driver.replay(graph, stream)
     np.testing.assert_array_equal(download(driver, first, stream), values + 4)
-    np.testing.assert_array_equal(download(driver, second, branch), values + 3)  # the branch is free again
+    np.testing.assert_array_equal(download(driver, second, branch), values + 3)  # the branch has left the capture
 
 
-def test_what_a_capture_refuses(driver: Driver, values: NDArray[np.float32], stream: Stream) -> None:
+def test_calls_that_a_capture_refuses(driver: Driver, values: NDArray[np.float32], stream: Stream) -> None:
     memory = upload(driver, values, stream)
     driver.begin_capture(stream)
     for what in (
@@ -335,14 +335,14 @@ def test_what_a_capture_refuses(driver: Driver, values: NDArray[np.float32], str
         with pytest.raises(KernelError, match=r"capture: .* in the thread that captures"):
             what()
     driver.fill(memory, 0, stream)
-    driver.replay(driver.end_capture(stream), stream)  # which leaves it whole
+    driver.replay(driver.end_capture(stream), stream)  # the capture is still valid
     assert not download(driver, memory, stream).any()
     with pytest.raises(KernelError, match="capture"):
         driver.end_capture(stream)
 
 
-def test_memory_that_is_garbage_while_a_capture_is_on(driver: Driver, stream: Stream) -> None:
-    """A capture must not break because of it."""
+def test_memory_released_during_a_capture(driver: Driver, stream: Stream) -> None:
+    """Releasing memory must not invalidate the capture."""
     memory, garbage = driver.allocate(0, 400), driver.allocate(0, 64 << 20)
     before = driver.memory_info(0).free
     driver.begin_capture(stream)

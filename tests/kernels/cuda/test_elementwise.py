@@ -1,4 +1,4 @@
-"""Norms, gates and the choice of tokens, against the formulas in float64 and numpy's order."""
+"""Norms, gates and the choice of tokens, compared with formulas in float64 and with numpy's order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from localllm.kernels.cuda.driver import DeviceMemory
 from localllm.kernels.operations.dense import ACTIVATIONS
 from localllm.quant.types import GGMLType
 from localllm.sampling import Sampling, make_sampler
-from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.cuda_on_cpu.module import ORDERS, Order
 from tests.helpers.weights import random
 from tests.kernels.cuda.device import NULL, Device, padded, quantise
@@ -23,17 +23,16 @@ from tests.kernels.cuda.device import NULL, Device, padded, quantise
 Array = NDArray[Any]
 T = GGMLType
 ROW_THREADS, SORTED = 512, 2048
-#: Of a norm of whole rows: its weight has no other group's behind it.
+#: Stride between the weights of groups, for norms of whole rows.
 NO_STEP = np.int32(0)
-#: Beyond what exp can hold on either side.
+#: Values outside the range of exp.
 LARGE = np.array([0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 89, -89, 104, -104, 1e4, -1e4], np.float32)
 
 
 @pytest.fixture(params=[None, *ORDERS], ids=str)
 def checked(request: pytest.FixtureRequest) -> Device:
-    """In every order of threads, and with every access to memory judged; and without."""
-    if reason := nvrtc.missing() or build.missing():
-        pytest.skip(reason)
+    """A device in fast mode, and in check mode with every order of threads."""
+    skip_without_tools()
     order: Order | None = request.param
     return Device(EmulatedDriver() if order is None else EmulatedDriver(mode="check", kernel_order=order))
 
@@ -49,7 +48,7 @@ def header(device: Device, n_tokens: int = 0, n_outputs: int = 0) -> DeviceMemor
 
 
 def row_launch(device: Device, kernel: str, n_rows: int, width: int, inputs: list[Any], is_norm: bool) -> Array:
-    """What a kernel makes of rows, of which the last is not in the batch: it stays NaN."""
+    """Return the rows that a kernel writes.  The last row is not in the batch and must stay NaN."""
     grid = (n_rows,) if is_norm else (-(-width // 512), n_rows)
     stride = -(-width // 4) * 4
     y = device.upload(np.full((n_rows, stride), np.nan, np.float32))
@@ -64,7 +63,7 @@ def row_launch(device: Device, kernel: str, n_rows: int, width: int, inputs: lis
 def quantised_launch(
     device: Device, kernel: str, x: Array, width: int, inputs: list[Any], is_norm: bool
 ) -> tuple[Array, Array]:
-    """The codes and scales that a kernel leaves, and those that `quantise` makes of the rows ``x``."""
+    """Return the codes and scales that a kernel writes, and the results of `quantise` for the rows ``x``."""
     format = matmul.PACKED_FORMATS[T.Q4_0]
     n_rows = format.input_rows(len(x))
     sizes = format.unit_bytes(width, n_rows), format.input_scale_bytes(width, n_rows)
@@ -100,7 +99,7 @@ def test_rms_norm(checked: Device, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [32, 173, 2176])
-def test_a_norm_is_quantised_as_by_itself(device: Device, width: int) -> None:
+def test_a_norm_writes_the_codes_of_quantise(device: Device, width: int) -> None:
     x, weight = random(3, width), random(width, seed=1)
     inputs = norm_inputs(device, np.concatenate([x, x[:1]]), weight, 1e-6)
     y = row_launch(device, "rms_norm", 4, width, [*inputs, NO_STEP], True)
@@ -141,7 +140,7 @@ def test_gated(checked: Device, activation: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_gate_is_quantised_as_by_itself(device: Device, activation: str) -> None:
+def test_a_gate_writes_the_codes_of_quantise(device: Device, activation: str) -> None:
     gate, up = 3 * random(4, 653), random(4, 653, seed=1)
     inputs = gate_inputs(device, activation, gate, up)
     y = row_launch(device, "gated", 4, 653, inputs, False)
@@ -149,7 +148,7 @@ def test_a_gate_is_quantised_as_by_itself(device: Device, activation: str) -> No
 
 
 def gathered(device: Device, x: Array, rows: Array) -> Array:
-    """float32 [4, 532], of which three rows of 530 are wanted."""
+    """Gather three of four rows of 530 values, as float32 [4, 532]."""
     y = device.upload(np.full((4, 532), np.nan, np.float32))
     inputs = [device.upload(rows), device.upload(padded(x)), np.int32(532), np.int32(530)]
     launch(device, "gather_rows", (2, 4), 128, [header(device, 5, 3), *inputs, y, np.int32(532)])
@@ -157,7 +156,7 @@ def gathered(device: Device, x: Array, rows: Array) -> Array:
 
 
 def joined(device: Device, x: Array, rows: Array, *, is_mean: bool) -> Array:
-    """float32 [3, 2 * 532], of which two rows are wanted, each made of two neighbouring ones of 530."""
+    """Join two pairs of neighbouring rows of 530 values, as float32 [3, 2 * 532]."""
     y = device.upload(np.full((3, 2 * 532), np.nan, np.float32))
     inputs = [device.upload(rows), np.int32(2), np.int32(is_mean), device.upload(padded(x))]
     values = [header(device, len(x), 2), *inputs, np.int32(532), np.int32(530), y, np.int32(2 * 532)]
@@ -185,7 +184,7 @@ def test_rows_are_gathered(checked: Device) -> None:
 
 
 def logits(n: int) -> Array:
-    """Rows with many ties; a largest at the end; zeros of both signs; NaN and infinities."""
+    """Rows with ties, with the largest value at the end, with zeros of both signs, NaN and infinities."""
     x = np.random.default_rng(n).integers(-20, 20, (6, n)).astype(np.float32)
     x[1, -1] = 1e30
     x[2], x[2, n // 2] = -0.0, 0.0
@@ -196,13 +195,13 @@ def logits(n: int) -> Array:
 
 
 def best(x: Array, k: int) -> Array:
-    """The first k of each row by Python's sort; NaN first."""
+    """Return the first k ids of each row in Python's order, with NaN first."""
     rows = [sorted(range(x.shape[1]), key=lambda i, r=row: (not np.isnan(r[i]), -r[i], i)) for row in x]
     return np.array(rows)[:, :k]
 
 
 def largest(device: Device, x: Array) -> tuple[Array, Array]:
-    """Ids and values of the best; behind them nothing is written."""
+    """Return ids and values of the largest logits, and check that the kernel writes nothing after them."""
     n_rows, n = x.shape
     found = device.upload(np.full(2 * n_rows + 2, -7, np.int32))
     wide = padded(np.concatenate([x, x[:1]]))
@@ -224,7 +223,7 @@ def test_argmax(checked: Device, n: int) -> None:
 
 
 def top(device: Device, x: Array, k: int, draws: Array | None = None) -> tuple[Array, Array, Array]:
-    """Ids and values of the largest, [rows, k], and what rows go on with."""
+    """Return ids and values of the largest logits, [rows, k], and the next token of each row."""
     n_rows, n = x.shape
     wide, chunks = padded(x), -(-n // SORTED)
     head, rows, stride = header(device, 0, n_rows), device.upload(wide), np.int32(wide.shape[1])
@@ -260,8 +259,8 @@ WITHOUT = {"top_p": 1.0, "min_p": 0.0, "temperature": 2.0}
 
 
 @pytest.mark.parametrize("settings", [{}, WITHOUT, {"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.5}], ids=str)
-def test_what_is_drawn_is_what_a_sampler_draws(checked: Device, settings: dict[str, float]) -> None:
-    """By the random numbers that it will use, of the logits that it will be given; another row takes its best."""
+def test_the_device_draws_the_tokens_of_a_sampler(checked: Device, settings: dict[str, float]) -> None:
+    """With the sampler's random numbers and logits.  The last row takes its largest logit."""
     sampling, x = Sampling(**({"top_k": 40, "seed": 5} | settings)), 3 * random(8, 3000)
     sampler = make_sampler(sampling, 3000)
     draws = np.array([*sampler.draws(7), (0.0,) * 5], np.float32)

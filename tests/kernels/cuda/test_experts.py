@@ -1,6 +1,6 @@
-"""Mixtures of experts on CUDA devices: where pairs go, and every access judged.
+"""Mixtures of experts on CUDA devices: the places of (token, expert) pairs, and every memory access.
 
-What they compute is tested with all other backends in ``tests/kernels/test_experts.py``.
+`tests.kernels.test_operation_formulas` and `tests.kernels.test_routing` test the values on all backends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from localllm.kernels.cuda.lowering import MAX_CHOSEN, MAX_EXPERTS
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.cuda_on_cpu.module import ORDERS, Order
-from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.backends import emulated_cuda
 from tests.helpers.blocks import random_rows
 from tests.helpers.recorder import Ops
 from tests.helpers.weights import Tensor, f32, one_sequence, run
@@ -34,15 +35,14 @@ ALIGNMENT = 8
 
 @pytest.fixture(autouse=True)
 def harness() -> None:
-    if reason := no_harness():
-        pytest.skip(reason)
+    skip_without_tools()
 
 
 # -- Grouping ------------------------------------------------------------------------------------------------------
 
 
 def group(driver: EmulatedDriver, ids: NDArray[np.int32], mixture: Mixture, product_rows: int) -> None:
-    """Runs the kernel on ids [T, k], and checks all that it writes."""
+    """Run the kernel on ids [T, k], and check all of its outputs."""
     device, n_tokens = Device(driver), len(ids)
     n_places, n_products = mixture.n_places(n_tokens), mixture.n_products(n_tokens, product_rows)
     header = device.upload(np.array([n_tokens, 0, 0, -1], np.int32))
@@ -58,20 +58,20 @@ def group(driver: EmulatedDriver, ids: NDArray[np.int32], mixture: Mixture, prod
     assert used <= n_places
     assert used % ALIGNMENT == 0
     at, of = device.download(places, np.int32, ids.size), device.download(rows, np.int32, n_places)[:used]
-    assert len(set(at.tolist())) == ids.size  # each pair has a place of its own,
-    np.testing.assert_array_equal(of[at], np.arange(ids.size) // mixture.k)  # which knows its token,
-    assert (of == -1).sum() == used - ids.size  # and the others are nobody's
+    assert len(set(at.tolist())) == ids.size  # the pairs have distinct places
+    np.testing.assert_array_equal(of[at], np.arange(ids.size) // mixture.k)  # a place stores its token
+    assert (of == -1).sum() == used - ids.size  # the other places are empty
     cut = device.download(products, np.int32, n_products, 4)[: int(device.download(count, np.int32, 1)[0])]
     covered = {place: expert for expert, first, stop, _ in cut.tolist() for place in range(first, stop)}
     assert covered == dict(zip(at.tolist(), ids.reshape(-1).tolist(), strict=True))
-    assert sum(stop - first for _, first, stop, _ in cut.tolist()) == ids.size  # none is covered twice
+    assert sum(stop - first for _, first, stop, _ in cut.tolist()) == ids.size  # no place is covered twice
     for _, first, stop, _ in cut.tolist():
         assert first % ALIGNMENT == 0
         assert 0 < stop - first <= product_rows
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_pairs_of_one_expert_lie_side_by_side(order: Order) -> None:
+def test_pairs_of_one_expert_have_adjacent_places(order: Order) -> None:
     driver = EmulatedDriver(mode="check", kernel_order=order)
     rng = np.random.default_rng(0)
     cases = ((1, 4, 2, 8), (1, 1, 1, 8), (37, 40, 3, 8), (200, 33, 2, 16), (9, 1024, 32, 8))
@@ -80,12 +80,12 @@ def test_pairs_of_one_expert_lie_side_by_side(order: Order) -> None:
         group(driver, ids, Mixture(n, k), product_rows)
 
 
-def test_pairs_that_all_go_to_one_expert() -> None:
+def test_all_pairs_of_one_expert() -> None:
     group(EmulatedDriver(mode="check"), np.full((50, 1), 3, np.int32), Mixture(7, 1), 16)
 
 
-def test_no_more_places_and_products_are_needed_than_there_is_room_for() -> None:
-    """Where each expert has one row more than whole products have."""
+def test_places_and_products_fit_their_buffers() -> None:
+    """The worst case: each expert's rows are one more than a product's."""
     for product_rows in (8, 64):
         for n in (1, 5, 128):
             counts = np.full(n, product_rows + 1)
@@ -95,7 +95,7 @@ def test_no_more_places_and_products_are_needed_than_there_is_room_for() -> None
 
 
 @pytest.mark.parametrize(("n", "k"), [(MAX_EXPERTS + 1, 1), (64, MAX_CHOSEN + 1)])
-def test_more_experts_than_kernels_know_are_refused(n: int, k: int) -> None:
+def test_more_experts_than_kernels_support_are_refused(n: int, k: int) -> None:
     ops = Ops(emulated_cuda())
     table = ops.load_embedding(f32(np.zeros((1, n))))
 
@@ -108,15 +108,15 @@ def test_more_experts_than_kernels_know_are_refused(n: int, k: int) -> None:
         run(ops, forward, one_sequence(1))
 
 
-# -- Whole mixtures, every access judged ---------------------------------------------------------------------------
+# -- Whole mixtures in check mode ----------------------------------------------------------------------------------
 
 N_EXPERTS, N_FF, D, K = 3, 64, 256, 2
-#: Tokens that take each of the kernels for products.
+#: Numbers of tokens that use each kernel for products.
 BATCHES = {"matvec_experts": 2, "matmul_few_experts": 7, "matmul_experts": 20}
 
 
 def mixed(ops: Ops, type: GGMLType, n: int, n_ff: int = N_FF) -> NDArray[np.float32]:
-    """What ``n`` tokens become."""
+    """Return the outputs of a mixture for ``n`` tokens."""
     rng = np.random.default_rng(1)
 
     def experts(type: GGMLType, n_out: int, n_in: int) -> Any:
@@ -148,13 +148,13 @@ def ops_of(driver: EmulatedDriver) -> Ops:
 
 @pytest.mark.parametrize("n", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("order", [Order(), Order("reverse", "early")], ids=str)
-def test_no_access_is_wrong(n: int, order: Order) -> None:
+def test_every_memory_access_is_valid(n: int, order: Order) -> None:
     found = mixed(ops_of(EmulatedDriver(mode="check", kernel_order=order)), T.Q4_0, n)
     np.testing.assert_array_equal(found, expected(n))
 
 
-def test_of_few_tokens_products_read_their_rows_and_add_up() -> None:
-    """Nothing is gathered; chunks of more experts than a block has room for are summed apart."""
+def test_products_of_few_tokens_read_and_add_rows_directly() -> None:
+    """Rows are not gathered.  A kernel does not sum more experts than fit into a block."""
     driver = WatchedDriver(mode="check")
     mixed(ops_of(driver), T.Q4_0, 4)
     for kernel in ("group_by_expert", "quantise", "add_experts"):
@@ -163,8 +163,8 @@ def test_of_few_tokens_products_read_their_rows_and_add_up() -> None:
     assert matmul.summed_launch(PACKED_FORMATS[T.Q4_0], 64, 4096, 1, 9) is None
 
 
-def test_products_that_end_with_their_gate() -> None:
-    """They have the bits of those of more tokens, whose gate is a launch of its own."""
+def test_products_compute_their_gate() -> None:
+    """More tokens, whose gate is a separate launch, give the same bits."""
     driver = WatchedDriver(mode="check")
     found = mixed(ops_of(driver), T.Q4_K, 2, n_ff=256)
     assert (driver.kernels["matvec_experts_gated"], driver.kernels["gated"]) == (1, 0)
@@ -173,10 +173,10 @@ def test_products_that_end_with_their_gate() -> None:
 
 @pytest.mark.parametrize("type", [T.Q4_0, T.F16], ids=lambda t: t.name)
 def test_before_sm_80(type: GGMLType) -> None:
-    """The same, row by row, or of F16 with the few tokens that its tensor cores take."""
+    """Rows are multiplied one by one, or in small tiles on the tensor cores for F16."""
     old = mixed(ops_of(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10)), type, 20)
     new = mixed(ops_of(EmulatedDriver()), type, 20)
-    if type is T.F16:  # whose tensor cores add up half as many products at once
+    if type is T.F16:  # the older tensor cores add half as many products at once
         np.testing.assert_allclose(old, new, rtol=1e-3, atol=1e-3 * np.abs(new).max())
     else:
         np.testing.assert_array_equal(old, new)
@@ -184,7 +184,7 @@ def test_before_sm_80(type: GGMLType) -> None:
 
 @pytest.mark.parametrize("type", [t for t in PACKED_FORMATS if isinstance(t, GGMLType)], ids=lambda t: t.name)
 def test_a_format_has_a_kernel_for_any_number_of_tokens(type: GGMLType) -> None:
-    """And it is one that reads it."""
+    """The kernel reads the format."""
     format = PACKED_FORMATS[type]
     for n_tokens, product_rows in ((1, 8), (4, 8), (5, 8), (100, 8), (500, 64), (4, 64)):
         launch = matmul.expert_launch(

@@ -1,7 +1,7 @@
-"""Mistakes planted in every kernel: each must be caught, by another result or in check mode.
+"""Mistakes planted in every kernel must change the result or fail in check mode.
 
-Each barrier and each wait of the sources is dropped; the inputs of an instruction are swapped, and registers of
-tensor cores too.  What is right is what a kernel gives without a mistake: other tests compare that with references.
+The tests drop each barrier and each wait of the sources, and swap inputs of instructions and registers of tensor
+cores. Expected results come from the kernel without a mistake; other tests compare those results with references.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from localllm.kernels.cuda.module import FOLDER
 from localllm.kernels.cuda.roofline import KINDS, CUDARoofline, Kind
 from localllm.kernels.graph import KVCache, Rope
 from localllm.quant.types import GGMLType
-from tests.cuda_on_cpu import build, mutate, nvrtc
+from tests.cuda_on_cpu import mutate
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.errors import KernelFault
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.cuda_on_cpu.module import EmulatedModule, Order
 from tests.cuda_on_cpu.mutate import Mutation
 from tests.cuda_on_cpu.ptx import Location
 from tests.helpers.blocks import random_rows
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import random
-from tests.kernels import test_operations as operations
+from tests.kernels import test_operation_formulas as operations
 from tests.kernels.cuda.device import Device, load, multiply, quantise
 from tests.kernels.cuda.registers import one_key
 from tests.kernels.cuda.test_append import Written, heads_of
@@ -62,12 +63,11 @@ from tests.kernels.cuda.test_pack import decoded
 T = GGMLType
 Array = NDArray[Any]
 ORDERS = (Order(), Order("reverse", "early"))
-#: Rows, columns, and tokens that a block of matmul takes.
+#: Rows, columns, and tokens per block of matmul.
 N_OUT, N_IN, TILE_ROWS = 37, 768, 16
-#: Instructions of a kernel whose inputs are swapped, from all over it: one must be caught.  Some change nothing, as
-#: where a number that is never negative is rounded towards zero.
+#: Swapped instructions per kernel, spread over its code.  One must be caught, because some swaps change nothing.
 N_SWAPPED = 5
-#: Bytes that a ceiling's kernel reads: the last load of a thread is beyond them.
+#: Bytes that a kernel of the ceilings reads; the last load of a thread is out of bounds.
 N_READ = 4 * 256 * 16 * 3 + 16 * 5
 ON_TENSOR_CORES = (
     *("matmul_few", "matmul", "matmul_few_experts", "matmul_experts", "attention_split", "attention_prefill"),
@@ -75,14 +75,13 @@ ON_TENSOR_CORES = (
 )
 
 
-#: Of the kinds of mistakes, those of which one must be caught: the sum of a whole product is what it is in whatever
-#: order its rows are.
+#: Kinds of mistakes that need to be caught once only.  The order of rows does not change the sum of a product.
 MAY_BE_EQUIVALENT = defaultdict(lambda: {"operands"}, ceilings={"operands", "fragments"})
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, its module and the macros, and a run whose results are all that it leaves."""
+    """A kernel with its module and macros, and a run that returns all of its outputs."""
 
     kernel: str
     module: str
@@ -118,7 +117,7 @@ def product(type: GGMLType, n_tokens: int) -> Case:
 
 
 def attention(kernel: str, variant: Variant) -> Case:
-    """Rows enough for two tiles of two warps."""
+    """Use enough rows for two tiles of two warps."""
 
     def run(device: Device) -> Array:
         talk = Talk(device, variant, ((20, 330), (1, 70)), Heads(1, 2, 300))
@@ -134,7 +133,7 @@ def append(device: Device) -> Array:
 
 
 def rows(kernel: str) -> Case:
-    """Of norms and gates."""
+    """Return a case of norms and gates."""
     is_norm, is_quantised = kernel.startswith("rms_norm"), kernel.endswith("quantised")
     kernel = kernel.removesuffix(" quantised")
 
@@ -155,7 +154,7 @@ def elementwise(kernel: str, run: Callable[[Device], Array]) -> Case:
 
 
 def operation(kernel: str, module: str, defines: Defines, case: Callable[[], operations.Case]) -> Case:
-    """Of the table of operations: two sequences, one of which goes on."""
+    """Return a case of the table of operations, with a new sequence and one that continues."""
 
     def run(device: Device) -> Array:
         own = case()
@@ -179,7 +178,7 @@ def recurrence(is_per_channel: bool) -> Case:
 
 
 def grouped(device: Device) -> Array:
-    """Of more experts than a warp has lanes; the order within an expert is left open, so each place is judged."""
+    """Group more experts than a warp has lanes.  The order within an expert is undefined, so places are checked."""
     ids = np.random.default_rng(0).permuted(np.tile(np.arange(70, dtype=np.int32), (20, 1)), axis=1)
     group(device.driver, np.ascontiguousarray(ids[:, :3]), Mixture(70, 3), 8)
     return np.zeros(0)
@@ -227,7 +226,7 @@ Q8_0 = replace(choose_variant(Variant(8, 8, "q8_0"), 99 << 10), warps=2)
 
 
 def of_index(kernel: str, dim: int, k: int, run: int) -> Case:
-    """Of an indexer of five heads that chooses k positions, or runs of so many."""
+    """Return a case of an indexer with five heads that selects k positions, or runs of positions."""
     kept = one_key(3 * dim if run > 1 else dim, is_index=True, is_exact=run > 1)
     defines: Defines = index_defines(kept, k // run, 5, dim, run=run)
     made = (
@@ -249,7 +248,7 @@ CASES = {
     "attention_split": attention("attention_split", F16),
     "attention_merge": attention("attention_merge", F16),
     "attention_prefill": attention("attention_prefill", F16),
-    # Which fetch nothing ahead, as where shared memory is short.
+    # Variants that do not prefetch, which devices with little shared memory use.
     "attention_split, small": attention("attention_split", smallest(F16)),
     "attention_split Q8_0, small": attention("attention_split", smallest(Q8_0)),
     "attention_prefill, small": attention("attention_prefill", smallest(F16)),
@@ -329,7 +328,7 @@ CASES = {
         "quantise", "quantise", quantised(T.Q4_0).defines, lambda: operations.head_linear(T.Q4_0, 32)
     ),
     "copy_heads": operation("copy_heads", "elementwise", {}, lambda: operations.head_linear(T.F32, 32)),
-    "add_rows": operation("add_rows", "elementwise", {}, lambda: operations.embeddings_of_pictures(100)),
+    "add_rows": operation("add_rows", "elementwise", {}, lambda: operations.media_embeddings(100)),
     **{
         f"join_rows{' to a mean' * is_mean}": elementwise("join_rows", partial(joined_rows, is_mean))
         for is_mean in (False, True)
@@ -358,7 +357,7 @@ class PlantedModule:
 
 @functools.cache
 def planted(ptx: str) -> PlantedModule:
-    """A module with the mistakes of all its kernels."""
+    """Return a module with the mistakes of all its kernels."""
     found = mutate.mutations(ptx)
     mutations: list[Mutation] = []
     for kernel in dict.fromkeys(m.kernel for m in found):
@@ -367,7 +366,7 @@ def planted(ptx: str) -> PlantedModule:
 
 
 def chosen(mutations: list[Mutation]) -> Iterator[Mutation]:
-    """Of a kernel's: barriers and waits, where a loop is unrolled the first and the last; and some others."""
+    """Choose mistakes of a kernel: all barriers and waits (of unrolled loops the first and last), and some others."""
     places: dict[tuple[str, Location | None], list[Mutation]] = {}
     for m in mutations:
         if m.kind in ("barrier", "wait"):
@@ -380,7 +379,7 @@ def chosen(mutations: list[Mutation]) -> Iterator[Mutation]:
 
 
 class PlantedDriver(EmulatedDriver):
-    """With mistakes in one module."""
+    """A driver with mistakes in one module."""
 
     def __init__(self, ptx: str, order: Order) -> None:
         super().__init__(mode="check", kernel_order=order)
@@ -409,7 +408,7 @@ def run(name: str, order: Order) -> bytes:
 
 
 def is_caught(name: str, number: int) -> bool:
-    """Whether a planted mistake is; no mistake has the number 0."""
+    """Return whether a planted mistake is caught; number 0 is the kernel without a mistake."""
     module = module_of(name).module
     for order in ORDERS:
         expected = right(name)
@@ -426,11 +425,10 @@ def is_caught(name: str, number: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def harness() -> None:
-    if reason := nvrtc.missing() or build.missing():
-        pytest.skip(reason)
+    skip_without_tools()
 
 
-# A device whose kernel went wrong says so again when what was on it is let go.
+# A device whose kernel failed reports the error again when its memory is freed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_mistakes_are_caught(name: str) -> None:
@@ -443,7 +441,7 @@ def test_mistakes_are_caught(name: str) -> None:
     assert any(is_caught(name, number) for number in swapped)
 
 
-def test_every_kernel_has_mistakes() -> None:
+def test_mistakes_are_planted_in_every_kernel() -> None:
     kinds: dict[str, set[str]] = {kernel: set() for name in CASES for kernel in module_of(name).module.kernels}
     assert set(kinds) == {case.kernel for case in CASES.values()}
     assert {case.module for case in CASES.values()} == {path.stem for path in FOLDER.glob("*.cu")}

@@ -1,7 +1,7 @@
 """Matrix products on CUDA devices.
 
-What is expected of integer formats is computed in numpy with the kernels' order of additions, and must agree bit for
-bit; that in turn is compared with the product in float64 of the gguf package's values.
+Expected results of integer formats are computed in numpy with the kernels' order of additions, and must agree bit for
+bit.  They are also compared with products of the gguf package's values in float64.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits, product_launch
 from localllm.quant.lut import LUT_E2M1_16, LUT_E2M1_32, LUT_IQ1_16, LUT_IQ2_32, KernelType, LUTType
 from localllm.quant.types import BLOCK_SIZES, GGMLType
-from tests.cuda_on_cpu import build, nvrtc
+from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.cuda_on_cpu.module import ORDERS, Order
 from tests.helpers.blocks import UNITS, random_rows, set_scales, values_of
 from tests.helpers.cuda_sums import float_product, product, quantised
@@ -31,7 +32,7 @@ from tests.kernels.cuda.device import Device, load, multiply
 T = GGMLType
 Floats = NDArray[np.float32]
 
-#: Tables of 16 values and of 8 differ in numbers only: those with a scale for 32 columns, and with one for 16.
+#: Tables of 16 and of 8 values differ in numbers only, so each kind runs with 32 and with 16 columns per scale.
 INTEGERS: list[KernelType] = [
     *(t for t in PACKED_FORMATS if not PACKED_FORMATS[t].is_float and not isinstance(t, LUTType)),
     LUT_E2M1_32,
@@ -39,10 +40,10 @@ INTEGERS: list[KernelType] = [
     LUT_IQ2_32,
     LUT_IQ1_16,
 ]
-#: One for each way in which tensor cores read codes and scales.
+#: One format per way of reading codes and scales for tensor cores.
 TENSOR_INTEGERS = [T.Q4_0, T.Q8_0, T.Q4_K, T.Q5_K, T.Q2_K, T.Q6_K]
 HALVES = [T.F16, T.BF16]
-#: No multiple of a group's rows.
+#: No multiples of the rows of a group.
 N_OUT, N_IN = 37, 768
 #: Tokens for matvec, matmul_few and matmul.
 BATCHES = (1, 11, 45)
@@ -57,7 +58,7 @@ def activations(n: int, k: int = N_IN, seed: int = 5) -> Floats:
 
 
 def assert_near(y: Floats, x: NDArray[Any], w: NDArray[np.float64], added: Any = 0.0, rounding: float = 0.0) -> None:
-    """Compares y with x @ w.T + added, in units of the sum of magnitudes, as rounding errors are."""
+    """Compare y with x @ w.T + added; the bound is relative to the sum of magnitudes, as rounding errors are."""
     bound = (1e-6 + rounding) * (np.abs(x) @ np.abs(w).T + np.abs(added)) + 1e-30
     assert (np.abs(y - (x @ w.T + added)) < bound).all()
 
@@ -85,7 +86,7 @@ def test_a_token_has_the_same_bits_in_any_batch(device: Device, type: KernelType
 
 
 @pytest.mark.parametrize("n_tokens", [2, 3])
-def test_more_tokens_than_one_in_lanes(device: Device, n_tokens: int) -> None:
+def test_several_tokens_in_matvec(device: Device, n_tokens: int) -> None:
     for type in (T.Q4_K, T.F32):
         rows, x = random_rows(type, N_OUT, 512), activations(n_tokens, 512)
         y = multiply(device, x, [load(device, rows, type, 512)])[0]
@@ -99,7 +100,7 @@ def test_halves(device: Device, type: KernelType) -> None:
     x[1] *= 1e-30
     weights, w = load(device, rows, type, 333), values_of(rows, type)
     found = [multiply(device, x[-n:], [weights])[0] for n in BATCHES]
-    # A fused sum of products is rounded in ways that are not documented, but always the same.
+    # The rounding of fused sums of products is not documented, but it is always the same.
     for few, many in pairwise(found):
         assert_same_bits(few, many[-len(few) :])
     assert_near(found[-1], x.astype(np.float64), w, rounding=2.0**-11 if type is T.F16 else 2.0**-8)
@@ -126,7 +127,7 @@ def test_bias_and_residual(device: Device, n_tokens: int) -> None:
 
 @pytest.mark.parametrize("n_tokens", BATCHES)
 def test_several_matrices_over_one_input(device: Device, n_tokens: int) -> None:
-    """Of matmul, blocks of 128 rows: two of the first matrix, and one of each other."""
+    """In matmul, the first matrix takes two blocks of 128 rows, and each other matrix one."""
     x = activations(n_tokens)
     matrices = [random_rows(T.Q4_0, n, N_IN, seed=n) for n in (130, 5, 33)]
     for count in (2, 3):
@@ -138,7 +139,7 @@ def test_several_matrices_over_one_input(device: Device, n_tokens: int) -> None:
 @pytest.mark.parametrize("n_in", [32, 96, 2080, 4000])
 @pytest.mark.parametrize("n_out", [1, 31, 64, 130])
 def test_any_shape(device: Device, n_in: int, n_out: int) -> None:
-    """As many chunks as tiles, and fewer; rows for one block of matmul, and for two."""
+    """Fewer chunks than tiles and as many, and rows for one block of matmul and for two."""
     rows, x = random_rows(T.Q4_0, n_out, n_in), activations(max(BATCHES), n_in)
     weights, expected = load(device, rows, T.Q4_0, n_in), product(rows, T.Q4_0, x)
     for n in BATCHES:
@@ -147,7 +148,7 @@ def test_any_shape(device: Device, n_in: int, n_out: int) -> None:
 
 @pytest.mark.parametrize("type", [t for t in INTEGERS if t in UNITS], ids=name)
 def test_extreme_codes_times_extreme_activations(device: Device, type: GGMLType) -> None:
-    """Nothing overflows on the way: the largest products of all, with and without changing signs."""
+    """The largest products of all, with equal and with alternating signs, do not overflow."""
     fills = (0x00, 0xFF, 0x80, 0x7F, 0x0F, 0xF0, 0x55, 0xAA)
     size = BLOCK_SIZES[type]
     rows = np.repeat(np.array(fills, np.uint8), 256 // size.length * size.n_bytes).reshape(len(fills), -1)
@@ -165,7 +166,7 @@ def test_extreme_codes_times_extreme_activations(device: Device, type: GGMLType)
 
 @pytest.mark.parametrize("n_tokens", BATCHES)
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00], ids=["inf", "-inf", "nan"])
-def test_a_scale_that_is_no_number_spoils_its_own_row_only(device: Device, n_tokens: int, bits: int) -> None:
+def test_a_non_finite_scale_affects_only_its_row(device: Device, n_tokens: int, bits: int) -> None:
     rows, x = random_rows(T.Q4_0, N_OUT, 160), activations(n_tokens, 160)
     expected = product(rows, T.Q4_0, x)
     rows[20, 18:20] = bits & 255, bits >> 8
@@ -176,9 +177,7 @@ def test_a_scale_that_is_no_number_spoils_its_own_row_only(device: Device, n_tok
 
 @pytest.mark.parametrize("n_tokens", [3, *BATCHES[1:]])
 @pytest.mark.parametrize("type", [T.Q4_0, T.F16], ids=name)
-def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
-    device: Device, n_tokens: int, type: GGMLType
-) -> None:
+def test_a_non_finite_activation_affects_only_its_token(device: Device, n_tokens: int, type: GGMLType) -> None:
     rows, x = random_rows(type, N_OUT, 160), activations(n_tokens, 160)
     weights = load(device, rows, type, 160)
     clean = multiply(device, x, [weights])[0]
@@ -191,9 +190,8 @@ def test_an_activation_that_is_no_number_is_seen_in_its_own_token_only(
 
 @pytest.mark.parametrize("type", [T.Q4_0, T.F32, T.F16], ids=name)
 def test_before_sm_80(type: GGMLType) -> None:
-    """Integers in lanes, two tokens at a time."""
-    if reason := nvrtc.missing() or build.missing():
-        pytest.skip(reason)
+    """These devices multiply integers without tensor cores, two tokens at a time."""
+    skip_without_tools()
     device = Device(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10))
     rows, x = random_rows(type, N_OUT, 256), activations(19, 256)
     y = multiply(device, x, [load(device, rows, type, 256)])[0]
@@ -203,15 +201,14 @@ def test_before_sm_80(type: GGMLType) -> None:
         assert_same_bits(y, product(rows, type, x) if type is T.Q4_0 else float_product(rows.view("<f4"), x))
 
 
-# -- In check mode, where every access to memory is judged --------------------------------------------------------
+# -- In check mode -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda o: f"{o.schedule}-{o.copies}-{o.seed}")
 @pytest.mark.parametrize("type", [T.Q6_K, T.F16], ids=name)
-def test_no_access_goes_astray(type: GGMLType, order: Order) -> None:
-    """No bounds crossed, no race, nothing read that was never written; however threads and copies are ordered."""
-    if reason := nvrtc.missing() or build.missing():
-        pytest.skip(reason)
+def test_every_memory_access_is_valid(type: GGMLType, order: Order) -> None:
+    """Checks bounds, races and uninitialised memory, with several orders of threads and copies."""
+    skip_without_tools()
     device = Device(EmulatedDriver(mode="check", kernel_order=order), tile_rows=(16,))
     rows, x = random_rows(type, N_OUT, 768), activations(max(BATCHES), 768)
     weights = load(device, rows, type, 768)
@@ -232,7 +229,7 @@ def launch_of(type: KernelType, n_outs: Sequence[int], n_rows: int, **device: An
     return product_launch(PACKED_FORMATS[type], n_outs, 4096, n_rows, ProductLimits(**(H100 | device)))
 
 
-def test_which_kernel_multiplies() -> None:
+def test_the_kernel_of_each_number_of_tokens() -> None:
     rows = (1, 4, 8, 32, 40, 4096)
     of = {t: [launch_of(t, [64], n).kernel for n in rows] for t in (T.Q4_0, T.F32)}
     assert of[T.Q4_0] == ["matvec", "matvec", "matmul_few", "matmul_few", "matmul", "matmul"]
@@ -254,7 +251,7 @@ def test_too_many_matrices_are_refused() -> None:
             launch_of(T.Q4_0, [64] * 4, n_rows)
 
 
-def test_tiles_are_small_where_large_ones_leave_multiprocessors_idle() -> None:
+def test_tiles_are_small_if_large_ones_leave_multiprocessors_idle() -> None:
     def tile(n_rows: int, **device: Any) -> Any:
         return launch_of(T.Q4_K, [4096, 1024], n_rows, **device).defines["TOKENS"]
 
@@ -273,7 +270,7 @@ def test_stages_fit_into_shared_memory(type: KernelType, shared_bytes: int) -> N
         assert launch.grid == (-(-n_rows // tokens), 1)
 
 
-def test_activations_are_laid_out_for_as_many_rows_as_kernels_take() -> None:
+def test_activations_are_padded_to_the_rows_of_kernels() -> None:
     q4, f16 = PACKED_FORMATS[T.Q4_0], PACKED_FORMATS[T.F16]
     assert [q4.input_rows(n) for n in (1, 2, 3, 4, 5, 9, 33)] == [1, 2, 4, 4, 8, 16, 40]
     assert [f16.input_rows(n) for n in (1, 2, 9)] == [8, 8, 16]
@@ -283,8 +280,8 @@ def test_activations_are_laid_out_for_as_many_rows_as_kernels_take() -> None:
 
 
 @pytest.mark.parametrize("type", [T.Q4_0, T.Q4_K, T.Q6_K, T.F32], ids=lambda t: t.name)
-def test_only_weights_are_read_before_the_kernel_in_front_has_ended(type: T) -> None:
-    """And the number of tokens, which no kernel writes; on every way through the code."""
+def test_only_weights_are_read_before_the_previous_kernel_has_ended(type: T) -> None:
+    """On every path through the code.  The number of tokens may be read too, because no kernel writes it."""
     if reason := nvrtc.missing():
         pytest.skip(reason)
     format, limits = PACKED_FORMATS[type], ProductLimits((9, 0), 227 << 10)

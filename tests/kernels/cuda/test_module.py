@@ -1,4 +1,4 @@
-"""From CUDA sources to code: flat sources, options, errors, and the cache on disk."""
+"""The compilation of CUDA sources: flat sources, options, errors, and the cache on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONSTANT = 'extern "C" __global__ void constant(int* x) { *x = VALUE; }\n'
 
 
 def write(folder: Path, **files: str) -> Path:
-    """Writes sources; ``name_cu`` is the file name.cu."""
+    """Write sources; the keyword ``name_cu`` is the file name.cu."""
     folder.mkdir(exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("_", ".")).write_text(text)
@@ -102,7 +102,7 @@ def test_options() -> None:
     ("capability", "supported", "expected"),
     [
         ((8, 6), (75, 80, 86, 90), "sm_86"),
-        ((12, 1), (75, 80, 90, 120), "compute_120"),  # a driver translates PTX for what came later
+        ((12, 1), (75, 80, 90, 120), "compute_120"),  # drivers compile PTX for newer devices
         ((8, 9), (75, 80, 90), "compute_80"),
     ],
 )
@@ -112,7 +112,7 @@ def test_the_architecture_for_a_device(
     assert architecture(capability, supported) == expected
 
 
-def test_a_device_that_nvrtc_has_forgotten() -> None:
+def test_a_device_that_nvrtc_no_longer_supports() -> None:
     with pytest.raises(DeviceError, match=r"for compute capability 8\.0 and above, but the device has 7\.5"):
         architecture((7, 5), (80, 90))
 
@@ -127,7 +127,7 @@ def test_every_source_of_ours_is_flat() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
-def test_it_compiles(binding: Any, architecture: str) -> None:
+def test_every_source_compiles(binding: Any, architecture: str) -> None:
     source = flat_source("arithmetic", SOURCES)
     compiled = compile_source(source, "arithmetic", options({}, architecture), binding)
     assert compiled.binary.startswith(b"\x7fELF")
@@ -135,7 +135,7 @@ def test_it_compiles(binding: Any, architecture: str) -> None:
 
 
 def test_common_compiles_alone(binding: Any) -> None:
-    """And is all that a source needs, whose functions nobody has to use."""
+    """A source may include common.cuh without using its functions."""
     source = "".join(loader._flatten("common.cuh", FOLDER, set()))
     compiled = compile_source(source + CONSTANT, "common", options({"VALUE": 1}, "sm_75"), binding)
     assert compiled.log == ""
@@ -145,7 +145,7 @@ def test_ptx_and_the_log(binding: Any) -> None:
     source = flat_source("arithmetic", SOURCES)
     ptx = compile_source(source, "arithmetic", options({"STEP": 3}, "compute_80"), binding).binary.decode()
     assert ".target sm_80" in ptx
-    assert 'sources/arithmetic.cu"' in ptx  # lines of the real file
+    assert 'sources/arithmetic.cu"' in ptx  # line numbers of the real file
     log = compile_source(source, "a", (*options({}, "sm_80"), "--ptxas-options=-v"), binding).log
     assert "Compiling entry function 'reverse' for 'sm_80'" in log
 
@@ -166,7 +166,7 @@ def test_errors_name_the_real_file(sources: Path, binding: Any) -> None:
 
 
 class CountingNVRTC(FakeNVRTC):
-    """Counts what it compiles."""
+    """A compiler that counts its calls."""
 
     def __init__(self, version: int = 0) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "cuda"
 
 
-def test_code_is_kept(sources: Path, cache: Path) -> None:
+def test_code_is_cached(sources: Path, cache: Path) -> None:
     write(sources, a_cu='#include "b.cuh"\n' + CONSTANT, b_cuh="")
     code = {}
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_code_is_kept(sources: Path, cache: Path) -> None:
     again, binding = compiler(sources)
     again.binary("a", {"VALUE": 1}, "sm_80")
     assert not binding.programs
-    # All that the code depends on counts: an included file, the architecture, the compiler.
+    # The key contains all that the code depends on: included files, the architecture and the compiler.
     write(sources, b_cuh="// changed")
     again.binary("a", {"VALUE": 1}, "sm_80")
     again.binary("a", {"VALUE": 1}, "sm_90")
@@ -210,7 +210,7 @@ def test_code_is_kept(sources: Path, cache: Path) -> None:
     assert len(list(cache.iterdir())) == 5
 
 
-def test_damaged_code_is_compiled_anew(sources: Path, cache: Path) -> None:
+def test_damaged_code_is_compiled_again(sources: Path, cache: Path) -> None:
     write(sources, a_cu=CONSTANT)
     compiler(sources)[0].binary("a", {"VALUE": 1}, "sm_80")
     (file,) = cache.iterdir()
@@ -220,7 +220,9 @@ def test_damaged_code_is_compiled_anew(sources: Path, cache: Path) -> None:
         assert file.read_bytes().endswith(b"a VALUE=1")
 
 
-def test_without_a_cache_all_is_compiled_once(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_compiled_once_without_a_cache(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file"))
     write(sources, a_cu=CONSTANT)
@@ -244,7 +246,7 @@ def test_progress(sources: Path, cache: Path) -> None:
     assert len(steps) == 5
 
 
-def test_what_was_not_used_for_a_month_is_removed(sources: Path, cache: Path) -> None:
+def test_code_unused_for_a_month_is_removed(sources: Path, cache: Path) -> None:
     write(sources, a_cu=CONSTANT)
     for value in (1, 2):
         compiler(sources)[0].binary("a", {"VALUE": value}, "sm_80")

@@ -1,4 +1,4 @@
-"""Packed weights: the layout against one made in numpy, and rows read back from it."""
+"""Packed weights: the layout, compared with a layout made in numpy, and rows decoded from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernels.cuda.device import Device, load
 
 T = GGMLType
 
-#: Tables differ in numbers only: one with a scale for 32 columns, and one for 16.
+#: Tables differ in numbers only, so one with 32 columns per scale and one with 16 are tested.
 TYPES: list[KernelType] = [
     *(t for t in matmul.PACKED_FORMATS if not isinstance(t, LUTType)),
     *LUT_TYPES[1:3],
@@ -29,7 +29,7 @@ every_type = pytest.mark.parametrize("type", TYPES, ids=lambda type: type.name)
 
 
 def columns(type: KernelType) -> int:
-    """Of a row that ends within a tile, where a format's blocks allow it."""
+    """Return a number of columns that ends within a tile, if the block size of the format permits it."""
     length = block_size(type).length
     return {1: 141, 32: 160, 256: 512}[length]
 
@@ -47,9 +47,9 @@ def test_packing(device: Device, type: KernelType) -> None:
 def decoded(
     device: Device, rows: NDArray[np.uint8], type: KernelType, n_in: int, ids: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Some rows, packed and read, times 2.5: [ids, n_in + 4], NaN where nothing was written.
+    """Pack rows, and return the rows of ids times 2.5: [ids, n_in + 4], NaN in columns that were not written.
 
-    The first id is given, the others are those that the batch before chose.
+    The first id is an input, the others were chosen by the previous batch.
     """
     weights = load(device, rows, type, n_in)
     y = device.upload(np.full((len(ids), n_in + 4), np.nan, np.float32))
@@ -64,7 +64,6 @@ def decoded(
 
 @every_type
 def test_rows_are_decoded_as_from_the_file(device: Device, type: KernelType) -> None:
-    """With the same bits."""
     n_out, n_in = 70, columns(type)
     rows = random_rows(type, n_out, n_in)
     ids = [0, 69, 33, 33, 31, 5]
@@ -75,12 +74,12 @@ def test_rows_are_decoded_as_from_the_file(device: Device, type: KernelType) -> 
 
 
 @pytest.mark.parametrize("type", matmul.PACKED_FORMATS, ids=lambda type: type.name)
-def test_a_format_takes_the_bits_that_it_has_in_files(type: KernelType) -> None:
+def test_a_packed_matrix_has_the_size_of_the_file(type: KernelType) -> None:
     size = block_size(type)
     n_out, n_in = 64, 512
     assert matmul.PACKED_FORMATS[type].packed_bytes(n_out, n_in) == n_out * size.row_bytes(n_in)
 
 
-def test_what_pads_is_counted() -> None:
+def test_padding_is_counted() -> None:
     format = matmul.PACKED_FORMATS[T.Q4_0]
     assert format.packed_bytes(33, 160) == 64 * 256 // 32 * 18

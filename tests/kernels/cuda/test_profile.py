@@ -1,4 +1,4 @@
-"""Where the time of forward passes goes: what is counted, and that looking changes nothing."""
+"""Profiles of forward passes: the counted work, and that profiling does not change results."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from localllm.kernels.cuda.calls import BatchSizes, Cost
 from localllm.kernels.cuda.profile import BusyTime, Profiler, watching
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.helpers import tiny_models
-from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.backends import emulated_cuda
 from tests.helpers.recorder import CacheShape, Ops, SplitOps
 from tests.helpers.run_model import Runner, make_batch
 from tests.helpers.weights import f32
 from tests.kernels.cuda.watched import KernellessDriver
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 70)]
-# The tiny model: 3 layers of width 64, 4 query and 2 key heads of 16, a gate of 192, 300 tokens; of Q4_0, whose
-# blocks of 32 values have 18 bytes.
+# The tiny model: 3 layers of width 64, 4 query heads and 2 key heads of 16 values, a feed-forward width of 192, and
+# 300 tokens.  Its weights are Q4_0, with 18 bytes per block of 32 values.
 N_LAYERS, WIDTH, GATE, N_VOCAB = 3, 64, 192, 300
 
 
@@ -31,12 +32,12 @@ def small(path: Path, kind: str = "llama") -> Path:
 
 
 def packed(n_out: int, n_in: int) -> int:
-    """Bytes of a matrix of Q4_0: rows in groups of 32, columns in tiles of 128."""
+    """Return the bytes of a matrix of Q4_0, padded to groups of 32 rows and tiles of 128 columns."""
     return -(-n_out // 32) * 32 * -(-n_in // 128) * 128 // 32 * 18
 
 
 def inputs(n_in: int) -> int:
-    """Of a row in eight bits: codes, and two floats for each 32."""
+    """Return the bytes of a row in eight bits: codes, and two floats per 32 values."""
     return -(-n_in // 128) * (128 + 4 * 8)
 
 
@@ -85,7 +86,7 @@ def test_the_shares_of_a_token(tmp_path: Path) -> None:
 
 
 def test_the_shares_of_a_mixture(tmp_path: Path) -> None:
-    """Of 4 experts, tokens go to 2: one token to half of them, and three that go anywhere to 7 of 8 halves."""
+    """Tokens use 2 of 4 experts: one token reads half of the experts, and three tokens read 7 / 8 on average."""
     runner = Runner(small(tmp_path, "mixtral"), CUDABackend(KernellessDriver(), 0, compiles_ahead=False))
     row, gate, experts = 4 * WIDTH, 4 * GATE, 4 * packed(GATE, WIDTH)
     for n, used in ((1, 1 / 2), (3, 7 / 8)):
@@ -128,8 +129,8 @@ def test_capped_logits_are_read_and_written(tmp_path: Path) -> None:
     assert profiler.profiles[0].shares["softcap"].cost == Cost(2 * 2 * 4 * N_VOCAB)
 
 
-def test_what_tokens_of_a_prompt_see() -> None:
-    """Tokens at 3, 4, 5 of one sequence, and the first of another."""
+def test_the_positions_that_tokens_of_a_prompt_see() -> None:
+    """Tokens at positions 3, 4 and 5 of one sequence, and the first token of another."""
     sizes = BatchSizes(4, 1, ((3, 6), (1, 1)))
     assert sizes.seen(1 << 30) == (4 + 5 + 6 + 1, 6 + 1)
     assert sizes.seen(2) == (2 + 2 + 2 + 1, 4 + 1)
@@ -147,10 +148,9 @@ def test_the_floor_is_the_longer_of_two_times() -> None:
 
 
 @pytest.mark.parametrize("watch", [BusyTime, lambda: Profiler(repetitions=1, least_launches=2)], ids=["busy", "all"])
-def test_looking_changes_no_bits(tmp_path: Path, watch: type[BusyTime]) -> None:
-    """On two devices; the second one begins with hidden states, which its operations change in their place."""
-    if reason := no_harness():
-        pytest.skip(reason)
+def test_profiling_changes_no_bits(tmp_path: Path, watch: type[BusyTime]) -> None:
+    """On two devices; the second one changes its hidden states in place."""
+    skip_without_tools()
     driver, path = EmulatedDriver(2), small(tmp_path)
 
     def runner() -> Runner:

@@ -1,4 +1,4 @@
-"""Activations as matrix products read them."""
+"""Activations in the format that matrix products read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Floats = NDArray[np.float32]
 
 
 def rows_of(n_in: int) -> Floats:
-    """Ordinary rows; large, tiny and vanishing ones; halves, which round to even; zeros and an outlier."""
+    """Rows with ordinary, large, tiny and subnormal values, ties, zeros and an outlier."""
     x = np.random.default_rng(0).standard_normal((7, n_in), np.float32)
     x[1] *= 1e30
     x[2] *= 1e-30
@@ -28,7 +28,7 @@ def rows_of(n_in: int) -> Floats:
 
 
 def run(device: Device, type: GGMLType, x: Floats, n_rows: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """Units [units, n_rows, 16] and scales, as words [.., n_rows, words]."""
+    """Return units [units, n_rows, 16] and scales as words [.., n_rows, words]."""
     format = matmul.PACKED_FORMATS[type]
     units, scales, n_rows = quantise(device, x, format, n_rows)
     words = 1 if format.is_float else 2
@@ -39,7 +39,7 @@ def run(device: Device, type: GGMLType, x: Floats, n_rows: int) -> tuple[NDArray
 
 
 def whole_runs(x: Floats, n_rows: int) -> Floats:
-    """Padded with zeros, columns to a multiple of 128 and rows to ``n_rows``."""
+    """Pad with zeros: columns to a multiple of 128, rows to ``n_rows``."""
     wide = np.zeros((n_rows, -(-x.shape[1] // 128) * 128), np.float32)
     wide[: len(x), : x.shape[1]] = x
     return wide
@@ -54,7 +54,7 @@ def test_eight_bits(device: Device, n_in: int, n_rows: int) -> None:
     codes = units.transpose(1, 0, 2).reshape(n_rows, -1, 32).view(np.int8)
     np.testing.assert_array_equal(codes, expected.codes)
     d = expected.d.copy()
-    d[np.abs(d) < np.finfo(np.float32).tiny] = 0  # numbers below the normal ones are zero on the device
+    d[np.abs(d) < np.finfo(np.float32).tiny] = 0  # the device flushes subnormal numbers
     found = scales.view(np.float32)
     np.testing.assert_allclose(found[..., 0].T, d, rtol=0, atol=1.2e-38)
     sums = expected.d * expected.codes.sum(axis=2).astype(np.float32)
@@ -62,7 +62,7 @@ def test_eight_bits(device: Device, n_in: int, n_rows: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_is_no_number_is_seen_in_its_own_block_only(device: Device, value: float) -> None:
+def test_a_non_finite_value_affects_only_its_block(device: Device, value: float) -> None:
     x = rows_of(256)
     clean, clean_scales = run(device, T.Q4_0, x, 8)
     x[2, 77] = value
@@ -84,17 +84,17 @@ def test_float16_is_scaled_so_that_nothing_overflows(device: Device, n_in: int) 
     values = units.transpose(1, 0, 2).reshape(8, -1).view("<f2")
     factor = scales.view(np.float32)[0]
     assert np.isfinite(values).all()
-    np.testing.assert_array_equal(np.frexp(factor)[0], 0.5)  # a power of two: it rounds nothing
+    np.testing.assert_array_equal(np.frexp(factor)[0], 0.5)  # a power of two rounds no value
     wide = whole_runs(x, 8)
     largest = np.abs(wide).max(axis=1, keepdims=True)
     error = np.abs(values.astype(np.float64) * factor - wide)
-    is_denormal = np.abs(wide) < np.finfo(np.float32).tiny  # which is zero on the device
+    is_denormal = np.abs(wide) < np.finfo(np.float32).tiny  # the device flushes them to zero
     assert (is_denormal | (error <= np.maximum(2.0**-11 * np.abs(wide), 2.0**-24 * largest))).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("type", [T.F16, T.BF16, T.F32], ids=lambda type: type.name)
-def test_floats_that_are_no_numbers_stay_so(device: Device, type: GGMLType, value: float) -> None:
+def test_non_finite_floats_stay_non_finite(device: Device, type: GGMLType, value: float) -> None:
     x = rows_of(128)
     x[2, 77] = value
     units, _ = run(device, type, x, 8)
@@ -116,8 +116,8 @@ def test_bfloat16_is_rounded_to_nearest_even(device: Device) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_float32_stays_as_it_is(device: Device) -> None:
+def test_float32_does_not_change(device: Device) -> None:
     x = rows_of(173)
-    x[3] = 0  # numbers below the normal ones may become zero
+    x[3] = 0  # the device may flush subnormal numbers
     units, _ = run(device, T.F32, x, 7)
     np.testing.assert_array_equal(units.transpose(1, 0, 2).reshape(7, -1).view("<f4"), whole_runs(x, 7))

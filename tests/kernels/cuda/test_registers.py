@@ -1,6 +1,6 @@
-"""Kernels keep to their budget of registers and spill none.
+"""Kernels stay within their budgets of registers and spill no registers.
 
-One variant of each module here, of each on another architecture; `registers` compiles all of them for all.
+These tests compile one variant of each module, each for another architecture; `registers` compiles all variants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.cuda_on_cpu.nvrtc import Resources
 from tests.kernels.cuda.registers import BUDGETS, Budgets, Case, everything, problems
 
 CASES = everything()
-#: Modules, with and without the matrices of experts.
+#: Modules, with and without the variants for matrices of experts.
 MODULES = sorted({(case.module, "EXPERTS" in case.defines) for case in CASES})
 
 
@@ -28,7 +28,7 @@ def test_registers(module: tuple[str, bool]) -> None:
     if reason := nvrtc.missing():
         pytest.skip(reason)
     cases = [c for c in CASES if (c.module, "EXPERTS" in c.defines) == module]
-    architectures = sorted({c.architecture for c in cases})  # some begin with sm_80
+    architectures = sorted({c.architecture for c in cases})  # some modules start with sm_80
     architecture = architectures[MODULES.index(module) % len(architectures)]
     case = max((c for c in cases if c.architecture == architecture), key=lambda c: c.name)
     budgets: Budgets = json.loads(BUDGETS.read_text())
@@ -47,7 +47,7 @@ def test_every_variant_has_a_budget() -> None:
     ("registers", "spilled", "words"),
     [(40, 0, ()), (41, 0, ("takes 41 registers, and its budget is 40",)), (40, 8, ("spills 8 bytes",))],
 )
-def test_problems_are_seen(registers: int, spilled: int, words: tuple[str, ...]) -> None:
+def test_problems_are_reported(registers: int, spilled: int, words: tuple[str, ...]) -> None:
     case, found = Case("some variant", "some", 80, {}), {"kernel": Resources(registers, spilled, 0, 0)}
     seen = problems(case, {"some variant": {"kernel": {"80": 40, "90": 99}}}, found)
     assert len(seen) == len(words)

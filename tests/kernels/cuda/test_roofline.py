@@ -1,4 +1,4 @@
-"""The kernels of a device's ceilings do the work that they are timed for: their sums are those that numpy gets."""
+"""Kernels of a device's ceilings do the work that is timed: their sums equal numpy's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.module import flat_source
 from localllm.kernels.cuda.roofline import CHAINS, KINDS, PERIOD, CUDARoofline, Kind, Stopwatch, operands
-from tests.cuda_on_cpu import build, nvrtc
+from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.cuda_on_cpu.kernels import skip_without_tools
 
-#: Bytes: the last load of a thread is beyond them.
+#: Bytes to read; the last load of a thread is out of bounds.
 N_BYTES = 4 * 256 * 16 * 3 + 16 * 5
 ROUNDS = 3
 
@@ -21,8 +22,7 @@ ROUNDS = 3
 @pytest.fixture(params=["emulated", "real"], scope="module")
 def roofline(request: pytest.FixtureRequest) -> CUDARoofline:
     if request.param == "emulated":
-        if reason := nvrtc.missing() or build.missing():
-            pytest.skip(reason)
+        skip_without_tools()
         return CUDARoofline(EmulatedDriver(mode="check"), 0, n_bytes=N_BYTES, rounds=ROUNDS)
     try:
         return CUDARoofline(open_driver(), 0, n_bytes=N_BYTES, rounds=ROUNDS)
@@ -47,9 +47,9 @@ def test_all_bytes_are_copied(roofline: CUDARoofline) -> None:
 
 
 def matrices(kind: Kind) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The operands as matrices, [CHAINS, 16, K] and [PERIOD, K, 8], by the PTX manual's drawing of fragments.
+    """Return the operands as matrices, [CHAINS, 16, K] and [PERIOD, K, 8], in the layout of the PTX manual.
 
-    A lane is a row g and a place t; a word holds neighbours along K.
+    A lane is (row g, position t); a word holds neighbours along K.
     """
     words = operands(kind)
     if kind == "int8":
@@ -60,7 +60,7 @@ def matrices(kind: Kind) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         values = (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     per_word = len(values) // len(words)
     left, right = np.split(values, [CHAINS * 32 * 4 * per_word])
-    # [chain, g, t, half of K, rows g or g + 8, neighbour]
+    # Axes: chain, g, t, half of K, row g or g + 8, neighbour.
     a = left.reshape(CHAINS, 8, 4, 2, 2, per_word).transpose(0, 4, 1, 3, 2, 5).reshape(CHAINS, 16, -1)
     b = right.reshape(PERIOD, 8, 4, 2, per_word).transpose(0, 3, 2, 4, 1).reshape(PERIOD, -1, 8)
     return a, b
@@ -83,12 +83,11 @@ def test_all_numbers_are_multiplied(roofline: CUDARoofline, kind: Kind) -> None:
 
 
 def test_turing() -> None:
-    """It multiplies bytes without tensor cores, and knows no bfloat16."""
-    if reason := nvrtc.missing() or build.missing():
-        pytest.skip(reason)
+    """Turing multiplies bytes without tensor cores, and does not support bfloat16."""
+    skip_without_tools()
     roofline = CUDARoofline(EmulatedDriver(capability=(7, 5)), 0, n_bytes=N_BYTES, rounds=ROUNDS)
     left, right = np.split(operands("int8"), [CHAINS * 32 * 4])
-    a = left.view(np.int8).astype(np.int64).reshape(CHAINS, 32, 2, 2, 4)  # words 0, 1 meet the first, 2, 3 the other
+    a = left.view(np.int8).astype(np.int64).reshape(CHAINS, 32, 2, 2, 4)  # words 0 and 1 go with the first operand
     b = right.view(np.int8).astype(np.int64).reshape(PERIOD, 32, 2, 4)
     expected = ROUNDS * np.einsum("clhwb,plhb->", a, b)
     np.testing.assert_array_equal(roofline.sums("int8"), expected % (1 << 32))
@@ -98,16 +97,16 @@ def test_turing() -> None:
 
 @pytest.mark.parametrize("architecture", [75, 80, 90, 120])
 def test_products_stay_in_registers(architecture: int) -> None:
-    """Anything else would time memory."""
+    """A spill would time memory instead of products."""
     if reason := nvrtc.missing():
         pytest.skip(reason)
     for name, found in nvrtc.resources(flat_source("ceilings"), architecture, ["--std=c++17"]).items():
         assert found.spill_bytes == found.stack_bytes == 0, name
-        assert found.registers <= 128, name  # two blocks of 256 threads a multiprocessor
+        assert found.registers <= 128, name  # two blocks of 256 threads per multiprocessor
 
 
 def test_a_stopwatch_takes_the_median() -> None:
-    """Emulated work takes a microsecond, and so does the event behind it."""
+    """Emulated work takes a microsecond, and so does the event after it."""
     driver = EmulatedDriver()
     stream, memory = driver.stream(0), driver.allocate(0, 16)
     lengths = iter([9, 1, 2, 3, 4, 50])

@@ -1,4 +1,4 @@
-"""Models split by rows over emulated devices, each of which computes a part of every layer."""
+"""Models split by rows over emulated devices: each device computes a part of every layer."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.emulated_streams import StreamOrder
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.helpers.backends import emulated_cuda
 from tests.helpers.run_model import Runner, make_batch
 from tests.kernels.cuda.conftest import cpu
 from tests.kernels.cuda.test_models import (
     IDS,
-    LARGER,
     LONG,
     SHORT,
     assert_near,
     assert_same_text,
     conversation,
-    harness,
     small,
 )
+from tests.kernels.cuda.test_planned_memory import LARGER
 from tests.kernels.cuda.watched import KernellessDriver
 from tests.models import tiny
 
 T = GGMLType
-#: Sizes of which four devices have a part each.
+#: Sizes that four devices can share.
 WIDE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 160}
 
 
@@ -58,7 +58,7 @@ def over(n: int, **options: Any) -> RowSplitBackend:
 def test_the_text_is_the_cpus(
     load: Callable[..., LLM], tmp_path: Path, kind: str, type: GGMLType, n: int, peers: bool, order: StreamOrder
 ) -> None:
-    harness()
+    skip_without_tools()
     path = small(tmp_path, kind, type, num_hidden_layers=2, **WIDE)
     llm = load(path, over(n, peers=peers, order=order, seed=n))
     assert_same_text(llm, load(path), SHORT)
@@ -66,8 +66,8 @@ def test_the_text_is_the_cpus(
 
 @pytest.mark.parametrize("name", ["gemma2", "command-r", "gpt2", "phi3"])
 def test_architectures(tmp_path: Path, name: str) -> None:
-    """Norms behind blocks, soft-caps and windows; one residual for both blocks; biases; fused matrices."""
-    harness()
+    """Norms after blocks, soft-caps, windows, parallel blocks, biases and fused matrices."""
+    skip_without_tools()
     pytest.importorskip("transformers")
     path = tiny.write(tmp_path / "model.gguf", tiny.TINY[name], tiny.make_model(tiny.TINY[name]))
     split, on_cpu = (Runner(path, backend, 8).run((IDS[:20], 0, [3])) for backend in (over(2), cpu()))
@@ -76,8 +76,8 @@ def test_architectures(tmp_path: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
-    """A model, and its `conversation` on two devices."""
-    harness()
+    """Return a model and its `conversation` on two devices."""
+    skip_without_tools()
     path = small(tmp_path_factory.mktemp("rows"), num_hidden_layers=2)
     return path, conversation(Runner(path, over(2), 8))
 
@@ -86,7 +86,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndar
 def test_the_bits_are_the_same_in_every_run(
     peers: bool, order: StreamOrder, seed: int, on_two: tuple[Path, list[np.ndarray]]
 ) -> None:
-    """However streams run, and whether sums are read from other devices or come through the host."""
+    """In any order of streams, with sums from peers or through the host."""
     path, expected = on_two
     again = conversation(Runner(path, over(2, peers=peers, order=order, seed=seed), 8))
     for a, b in zip(again, expected, strict=True):
@@ -101,7 +101,7 @@ def test_logits_are_near_those_of_one_device(on_two: tuple[Path, list[np.ndarray
 
 
 def test_decoded_tokens_have_the_bits_of_prefilled_ones(on_two: tuple[Path, list[np.ndarray]]) -> None:
-    """One by one, first by launches and then by the graph of all devices."""
+    """The first tokens are launched, the others replay the graph of all devices."""
     path, _ = on_two
     runner = Runner(path, over(2, order="random"), 8)
     at_once = runner.run((IDS[:12], 0, [3]))
@@ -110,8 +110,8 @@ def test_decoded_tokens_have_the_bits_of_prefilled_ones(on_two: tuple[Path, list
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_steps_follow_each_other_unread(seed: int, on_two: tuple[Path, list[np.ndarray]]) -> None:
-    """Nothing waits on the host, so that the next batch may not be there before all devices are through the last."""
+def test_steps_start_before_results_are_read(seed: int, on_two: tuple[Path, list[np.ndarray]]) -> None:
+    """The host does not wait, so the next batch must not overwrite inputs that a device still reads."""
     path, _ = on_two
     batches = [make_batch([(IDS[i : i + 1], i, [5])]) for i in range(6)]
     read, unread = (Runner(path, over(2, order="random", seed=seed), 8).step for _ in range(2))
@@ -131,8 +131,8 @@ def test_pages_hold_the_heads_of_all_devices(on_two: tuple[Path, list[np.ndarray
         np.testing.assert_array_equal(runner.run((IDS[60:61], 60, [page])), expected)
 
 
-def test_a_batch_as_large_as_may_be(on_two: tuple[Path, list[np.ndarray]]) -> None:
-    """Of no whole number of eight tokens, to which launches are rounded up."""
+def test_the_largest_batch(on_two: tuple[Path, list[np.ndarray]]) -> None:
+    """Launches are rounded up to eight tokens; the size is no multiple of eight."""
     path, _ = on_two
     expected, through_host = (
         Runner(path, over(2, peers=peers), 8, max_tokens=75).run((IDS, 0, [0, 1])) for peers in (True, False)
@@ -142,7 +142,7 @@ def test_a_batch_as_large_as_may_be(on_two: tuple[Path, list[np.ndarray]]) -> No
 
 @pytest.mark.parametrize("peers", [True, False])
 def test_the_first_part_of_a_long_prompt_has_no_outputs(peers: bool, on_two: tuple[Path, list[np.ndarray]]) -> None:
-    """Launched one by one, and then from a graph."""
+    """Both as single launches and from a graph."""
     path, _ = on_two
     runner = Runner(path, over(2, peers=peers), 8)
     expected = runner.run((IDS, 0, [0, 1]))[70:]
@@ -152,15 +152,15 @@ def test_the_first_part_of_a_long_prompt_has_no_outputs(peers: bool, on_two: tup
 
 
 def test_the_first_layers_on_the_cpu(load: Callable[..., LLM], tmp_path: Path) -> None:
-    harness()
+    skip_without_tools()
     path = small(tmp_path, num_hidden_layers=3)
     llm = load(path, over(2), n_gpu_layers=2)
     assert {d: llm.info.placement.layers_on(d) for d in llm.info.placement.devices} == {"cpu": 1, "cuda:0": 2}
     assert_same_text(llm, load(path), LONG)
 
 
-def test_the_option(load: Callable[..., LLM], tmp_path: Path) -> None:
-    harness()
+def test_the_option_split_mode(load: Callable[..., LLM], tmp_path: Path) -> None:
+    skip_without_tools()
     path, driver = small(tmp_path, num_hidden_layers=1), EmulatedDriver(2)
     gpus = [emulated_cuda(driver, i) for i in range(2)]
     assert load(path, *gpus, split_mode="layer").info.device == "cuda:0"
@@ -175,8 +175,8 @@ def test_the_option(load: Callable[..., LLM], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("peers", [True, False])
-def test_a_model_takes_the_memory_that_was_planned(load: Callable[..., LLM], tmp_path: Path, peers: bool) -> None:
-    """The device that takes most, as often as there are devices."""
+def test_a_model_takes_the_planned_memory(load: Callable[..., LLM], tmp_path: Path, peers: bool) -> None:
+    """The plan is the memory of the device that takes most, times the number of devices."""
     path = small(tmp_path, max_position_embeddings=512, **LARGER)
     on_one = load(path, CUDABackend(KernellessDriver(1, memory=1 << 32), 0), context=256)
     driver = KernellessDriver(2, memory=1 << 32, peers=peers)
@@ -185,14 +185,14 @@ def test_a_model_takes_the_memory_that_was_planned(load: Callable[..., LLM], tmp
     llm.generate(IDS[:60], max_tokens=2, temperature=0)
     used = [info.total - info.free for info in map(driver.memory_info, range(2))]
     assert 2 * max(used) == llm.info.placement.on("cuda:0").total
-    assert max(used) < 0.75 * on_one.info.placement.on("cuda:0").total  # each has its part
+    assert max(used) < 0.75 * on_one.info.placement.on("cuda:0").total
 
 
 @pytest.mark.parametrize(
     ("kind", "n", "message"),
     [("mixtral", 2, "mixtures of experts cannot be split by rows"), ("llama", 4, "2 .* each of 4 devices")],
 )
-def test_what_cannot_be_split_is_refused(tmp_path: Path, kind: str, n: int, message: str) -> None:
+def test_models_that_cannot_be_split_are_refused(tmp_path: Path, kind: str, n: int, message: str) -> None:
     backend = RowSplitBackend([CUDABackend(KernellessDriver(n), i) for i in range(n)])
     with pytest.raises(KernelError, match=f"{message}.*leave split_mode out"):
         Runner(small(tmp_path, kind), backend, 8)

@@ -1,4 +1,4 @@
-"""Tokens chosen on the device: the text that all logits give, though only ids and a few logits cross the bus."""
+"""Tokens chosen on the device: the text is the one of full logits, but only ids and a few logits are downloaded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.kernels.cuda.watched import WatchedDriver
 
 pytestmark = pytest.mark.skipif(no_harness() is not None, reason="the CUDA harness does not run here")
 
-#: Tokens that are written; fewer where there are many settings.
+#: Vocabulary, and generated tokens; fewer tokens for tests with many settings.
 N_VOCAB, N_WRITTEN, N_FEW = 3000, 8, 4
 PROMPT = [int(i) for i in np.random.default_rng(5).integers(3, N_VOCAB, 9)]
-#: Settings, and the bytes that come from the device for a token.
+#: Options, and the downloaded bytes per token.
 SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "greedy": ({"temperature": 0}, 8),
     "greedy without an end": ({"temperature": 0, "ignore_eos": True}, 8 * 64 + 4),
@@ -46,7 +46,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def full(load: Callable[..., LLM], path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """The model on a device that gives all logits."""
+    """The model on a device that downloads all logits."""
     with monkeypatch.context() as patched:
         patched.setattr("localllm.kernels.cuda.step.MAX_TOP_K", 0)
         return load(path, emulated_cuda())
@@ -56,24 +56,24 @@ def write(llm: LLM, options: dict[str, Any], n: int = N_WRITTEN) -> tuple[int, .
     return llm.generate(PROMPT, max_tokens=n, seed=3, **options).ids
 
 
-def test_the_text_is_that_of_all_logits(load: Callable[..., LLM], path: Path, full: LLM) -> None:
+def test_the_text_is_that_of_full_logits(load: Callable[..., LLM], path: Path, full: LLM) -> None:
     driver = WatchedDriver()
     llm = load(path, emulated_cuda(driver))
     for name, (options, n_bytes) in SETTINGS.items():
         llm.forget()
         driver.forget()
         expected = write(full, options, N_FEW)
-        assert len(expected) == N_FEW, "the model ended its text, so that little was compared"
+        assert len(expected) == N_FEW, "the text ended too early for the comparison"
         assert write(llm, options, N_FEW) == expected, name
         assert driver.downloaded_bytes == N_FEW * n_bytes, name
         assert driver.calls["download"] == N_FEW
 
 
 @pytest.mark.parametrize("name", ["greedy", "defaults", "a high temperature"])
-def test_the_next_token_is_begun_with_the_one_that_the_device_draws(
+def test_the_next_step_starts_with_the_token_that_the_device_draws(
     load: Callable[..., LLM], path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """And none is begun in vain: it draws what the sampler will."""
+    """No step is wasted, because the device draws the same token as the sampler."""
     run, begun = CUDAStep.run, list[int]()
 
     def watched(step: CUDAStep, batch: Batch, hidden: Output | None = None) -> CUDAOutput:
@@ -109,10 +109,10 @@ def test_on_the_last_of_several_devices(
         assert driver.downloaded_bytes == N_WRITTEN * n_bytes
 
 
-def test_drafts_are_checked_with_a_choice_for_each(
+def test_the_device_chooses_a_token_for_each_draft(
     load: Callable[..., LLM], path: Path, full: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of which two are right and one is not."""
+    """Two of three drafts are right."""
     driver = WatchedDriver()
     llm = load(path, emulated_cuda(driver))
     for options, n_bytes in (SETTINGS["greedy"], SETTINGS["defaults"]):
@@ -132,7 +132,7 @@ def test_drafts_are_checked_with_a_choice_for_each(
 def test_a_draft_model_on_a_device(
     load: Callable[..., LLM], path: Path, full: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It brings a few logits as well, for how sure it is of its drafts."""
+    """The draft model also downloads a few logits, to compute the probability of its drafts."""
     monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: min(most, 3))
     monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0)
     driver = WatchedDriver()

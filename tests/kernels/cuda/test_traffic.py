@@ -1,18 +1,17 @@
-"""What kernels ask of memory."""
+"""Counts of the memory traffic of kernels."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.cuda_on_cpu import build, nvrtc
+from tests.cuda_on_cpu.kernels import skip_without_tools
 from tests.kernels.cuda import traffic
 from tests.kernels.cuda.test_kernel_mutations import CASES
 
 
-def test_rows_are_gathered_as_they_lie(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gathered_rows_take_no_more_sectors_than_needed(capsys: pytest.CaptureFixture[str]) -> None:
     """Three rows of 530 values."""
-    if reason := nvrtc.missing() or build.missing():
-        pytest.skip(reason)
+    skip_without_tools()
     writes = [row for row in traffic.counts_of("gather_rows") if row.is_write]
     assert [(row.space, row.bytes_per_lane, row.ideal) for row in writes] == [("global", 16, 3 * -(-4 * 530 // 32))]
     assert traffic.main(["gather_rows"]) == 0

@@ -1,10 +1,11 @@
-"""What a kernel asks of memory, counted in the harness: no GPU is needed.
+"""Count the memory traffic of a kernel in the emulator, without a GPU.
 
-python -m tests.kernels.cuda.traffic           lists the runs that there are: the cases of test_kernel_mutations.py
-python -m tests.kernels.cuda.traffic matvec    runs one, and shows each load and store, the most wasteful first
+python -m tests.kernels.cuda.traffic           list the available runs, which are the cases of
+test_kernel_mutations.py
+python -m tests.kernels.cuda.traffic matvec    run one, and list loads and stores, the most wasteful first
 
-Of global memory sectors of 32 bytes are counted, of shared memory passes over the banks; ``ideal`` is what as many
-bytes need at least.
+For global memory, the table counts sectors of 32 bytes; for shared memory, passes over the banks.  ``ideal`` is the
+least number for the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.kernels.cuda.test_kernel_mutations import CASES, TILE_ROWS, ptx_of
 
 
 class _CountedModule(EmulatedModule):
-    """Keeps the counts of one kernel's last launch."""
+    """A module that keeps the counts of the last launch of one kernel."""
 
     def __init__(self, ptx: str, kernel: str) -> None:
         super().__init__(ptx, "check")
@@ -36,7 +37,7 @@ class _CountedModule(EmulatedModule):
 
 
 class _CountedDriver(EmulatedDriver):
-    """With one module whose launches are counted."""
+    """A driver that counts the launches of one module."""
 
     def __init__(self, ptx: str, kernel: str) -> None:
         super().__init__(mode="check")
@@ -48,7 +49,7 @@ class _CountedDriver(EmulatedDriver):
 
 
 def counts_of(name: str) -> list[Traffic]:
-    """The counts of a case's kernel, the most wasteful instruction first."""
+    """Return the counts of a case's kernel, the most wasteful instruction first."""
     driver = _CountedDriver(ptx_of(name), CASES[name].kernel)
     CASES[name].run(Device(driver, tile_rows=(TILE_ROWS,)))
     return driver.module.counts

@@ -1,4 +1,4 @@
-"""Emulated devices that note what they are asked for."""
+"""Emulated devices that record calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver, EmulatedModule, check_arguments, launch_shape
 from tests.cuda_on_cpu.emulated_kernels import Kernels, PythonKernels
 
-#: A module: its name, and macros.
+#: A module: its name and macros.
 Key = tuple[str, frozenset[tuple[str, int | str]]]
 
 
@@ -22,10 +22,10 @@ class WatchedDriver(EmulatedDriver):
     """Counts calls.
 
     Attributes:
-        calls: by method.
-        kernels: of launches, by name.
-        pinned_bytes: what was asked for.
-        downloaded_bytes: what came from devices.
+        calls: number of calls by method.
+        kernels: number of launches by kernel.
+        pinned_bytes: allocated pinned memory.
+        downloaded_bytes: bytes copied from devices.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -72,7 +72,7 @@ class WatchedDriver(EmulatedDriver):
 
 
 class KernellessDriver(WatchedDriver):
-    """Devices whose kernels do nothing, and are not built.
+    """Devices whose kernels do nothing and are not compiled.
 
     Attributes:
         compiled, loaded: modules.
@@ -93,7 +93,7 @@ class KernellessDriver(WatchedDriver):
         return EmulatedModule(device, name, _NOTHING)
 
     def download(self, destination: NDArray[Any], source: DeviceMemory, stream: interface.Stream) -> None:
-        destination[...] = 0  # what is on the device means nothing
+        destination[...] = 0  # memory of the device has no meaning
 
     def launch(
         self,

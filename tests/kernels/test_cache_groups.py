@@ -1,4 +1,4 @@
-"""Caches with windows: their pages behind the window hold something else, and nobody sees it."""
+"""Groups of caches with windows: pages before the window are reused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.run_model import make_batch
 from tests.helpers.weights import f32, random
 
 N_VOCAB, D, HEAD = 40, 32, 16
-#: Of layers; with other heads.
+#: Windows of the layers.
 WINDOWS = (7, None, 70, 7)
 
 
@@ -53,7 +53,7 @@ def with_tables(batch: Batch, tables: list[list[int]]) -> Batch:
 
 
 @pytest.mark.parametrize("cuts", [[64, 128, 140, 191, 192, 193, 200], [100, 199], range(190, 201)])
-def test_pages_behind_a_window_can_be_used_again(ops: Ops, cuts: list[int]) -> None:
+def test_pages_before_a_window_can_be_reused(ops: Ops, cuts: list[int]) -> None:
     bounds = [0, *cuts, 210]
     n_tokens = max(b - a for a, b in pairwise(bounds))
     n_blocks, page = -(-bounds[-1] // ops.page_size), ops.page_size
@@ -61,7 +61,7 @@ def test_pages_behind_a_window_can_be_used_again(ops: Ops, cuts: list[int]) -> N
     step = compiled(ops, (n_blocks,) * 3, n_tokens)
     whole = [range(n_blocks)] * 3
     expected = [step(with_tables(make_batch([(ids[a:b], a, [0])]), whole)).copy() for a, b in pairwise(bounds)]
-    # As few pages as hold a window and a batch, in turn.
+    # Use the pages of a window and a batch in turn.
     n_pages = (n_blocks, *(-(-(w - 1) // page) + 1 + -(-n_tokens // page) for w in (7, 70)))
     step = compiled(ops, n_pages, n_tokens)
     for (a, b), logits in zip(pairwise(bounds), expected, strict=True):
@@ -84,7 +84,7 @@ def test_a_page_is_copied_in_the_layers_of_its_group(ops: Ops) -> None:
     np.testing.assert_array_equal(step(with_tables(last, [[0], [0], [0]])), expected)
 
 
-def test_a_batch_names_pages_of_each_group(ops: Ops) -> None:
+def test_a_batch_must_name_pages_of_each_group(ops: Ops) -> None:
     step, batch = compiled(ops, (2, 1, 1), 4), make_batch([([1, 2, 3], 0, [0])])
     step(with_tables(batch, [[1], [0], [0]]))
     for tables in ([[0], [1], [0]], [[0], [0], [-1]], [[0], [0]]):
@@ -92,13 +92,13 @@ def test_a_batch_names_pages_of_each_group(ops: Ops) -> None:
             step(with_tables(batch, tables))
 
 
-def test_a_part_of_a_graph_keeps_the_numbers_of_the_whole(ops: Ops) -> None:
+def test_a_part_of_a_graph_keeps_the_group_numbers(ops: Ops) -> None:
     part = graph_part(windowed_model(), range(2, 4))
     assert part.windows == [None, 7, 70]
     assert {layer: part.group(cache) for layer, cache in part.caches.items()} == {2: 2, 3: 1}
 
 
-def test_attention_looks_no_further_back_than_its_cache() -> None:
+def test_attention_with_a_window_larger_than_its_cache_is_refused() -> None:
     graph = Graph(layer=0)
     cache = graph.kv_cache(1, HEAD, window=7)
     q = graph.add(operations.Input(g.Tensor(g.Rows.TOKENS, HEAD)))

@@ -1,7 +1,7 @@
-"""What operations do at the edges of what numbers and batches can be, on every backend.
+"""Operations at the limits of numbers and batches, on every backend.
 
-Their formulas are tested in test_operations.py.
-Inputs come in as embedding tables, whose rows a batch's ids name; so a test sees what a model sees: the protocol.
+test_operation_formulas.py tests the operations with ordinary inputs.  Inputs are rows of embedding tables, selected
+by the token ids of a batch, as in a model.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tests.helpers.blocks import random_rows
 from tests.helpers.recorder import CacheShape, CPUOps, Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import blocks, f32, one_sequence, random, run
+from tests.kernels.formulas import attended, normed, rotated
 
 Array = NDArray[Any]
 T = GGMLType
 
 
 def halves(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    """Random values that float16 holds."""
     return random(*shape, seed=seed).astype(np.float16).astype(np.float32)
 
 
 def scaled_codes(n: int, n_heads: int, head_dim: int, seed: int, cache_type: CacheType) -> NDArray[np.float32]:
-    """Random heads, side by side, that such a cache holds: codes, of each 32 the largest among them, and their scale.
+    """Random heads [n, n_heads * head_dim] that a cache of codes stores exactly.
 
-    The heads are of a size of which nothing is rotated.
+    Each group of 32 values contains the largest code.  A cache does not rotate heads of these sizes.
     """
     assert head_dim % 16
     rng, most = np.random.default_rng([seed, n, head_dim]), {"q8_0": 127, "q5_0": 15, "q4_0": 7}[cache_type]
@@ -48,26 +48,16 @@ def scaled_codes(n: int, n_heads: int, head_dim: int, seed: int, cache_type: Cac
 
 
 def apply(ops: Ops, operation: Callable[..., Any], *inputs: Array) -> NDArray[np.float32]:
-    """The result of an operation on matrices [T, width], which it is given as tensors."""
+    """Return the result of an operation on matrices [T, width]."""
     tables = [ops.load_embedding(f32(x)) for x in inputs]
     return run(ops, lambda: ops.outputs(operation(*(ops.embed(t) for t in tables))), one_sequence(len(inputs[0])))
 
 
-# -- Embedding, outputs --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("type", [T.F32, T.F16, T.BF16, T.Q8_0, T.Q4_K, T.IQ2_XS], ids=lambda t: t.name)
-def test_embed_takes_rows(backend: Backend, ops: Ops, type: GGMLType) -> None:
-    rows = random_rows(type, 10, 256)
-    table = ops.load_embedding(blocks(rows, type, 256))
-    ids = [3, 9, 3, 0]
-    out = run(ops, lambda: ops.outputs(ops.embed(table, 2.5)), make_batch([(ids, 0, [0])]))
-    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(type))
-    np.testing.assert_allclose(out, 2.5 * values[ids], rtol=backend.table_error if type is T.IQ2_XS else 1e-6)
+# -- Outputs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [1, 5, 32, 100])
-def test_outputs_are_the_wanted_rows_in_their_order(ops: Ops, width: int) -> None:
+def test_outputs_are_the_requested_rows_in_order(ops: Ops, width: int) -> None:
     x = random(7, width)
     table = ops.load_embedding(f32(x))
     step = ops.compile(
@@ -120,21 +110,9 @@ def test_linears_are_linear_of_each(ops: Ops, type: GGMLType) -> None:
         np.testing.assert_array_equal(apply(ops, lambda t, i=i: ops.linears(t, linears)[i], x), alone)
 
 
-def test_linears_of_several_formats(backend: Backend, ops: Ops) -> None:
-    x, types = random(2, 256), (T.Q6_K, T.F16, T.Q4_0)
-    rows = [random_rows(t, 8, 256) for t in types]
-    linears = [ops.load_linear(blocks(r, t, 256)) for r, t in zip(rows, types, strict=True)]
-    for i, (r, t) in enumerate(zip(rows, types, strict=True)):
-        values = gguf.quants.dequantize(r, gguf.GGMLQuantizationType(t)).astype(np.float64)
-        out = apply(ops, lambda x, i=i: ops.linears(x, linears)[i], x)
-        error = backend.half_error if t is T.F16 else 1e-6 if backend.is_exact else 1e-2
-        bound = error * (np.abs(x) @ np.abs(values).T)
-        assert (np.abs(out - x @ values.T) < bound).all()
-
-
 @pytest.mark.parametrize("type", [T.F32, T.Q8_0], ids=lambda t: t.name)
-def test_a_sum_is_read_anew_after_it_was_added_to(ops: Ops, type: GGMLType) -> None:
-    """A tensor is multiplied, then used up as a residual, and what takes its place is multiplied again."""
+def test_a_residual_that_is_overwritten_is_read_again(ops: Ops, type: GGMLType) -> None:
+    """A tensor is multiplied, then becomes the residual, and the sum in its memory is multiplied again."""
     first, second = (ops.load_linear(blocks(random_rows(type, 64, 64, seed=s), type, 64)) for s in (1, 2))
     x = random(3, 64)
 
@@ -155,27 +133,11 @@ def test_a_tensor_can_be_its_own_residual(ops: Ops) -> None:
 
 # -- Rope ----------------------------------------------------------------------------------------------------------
 
-HEADS, GROUPS, DIM = 6, 2, 16
+DIM = 16
 
 
-def rotated(x: Array, positions: Array, rope: Rope) -> Array:
-    """Heads [T, n, head_dim], pairs turned as complex numbers."""
-    n = len(rope.frequencies)
-    out = x.astype(np.float64)
-    a, b = (slice(0, 2 * n, 2), slice(1, 2 * n, 2)) if rope.interleaved else (slice(0, n), slice(n, 2 * n))
-    angles = positions[:, None, None] * rope.frequencies.astype(np.float64)
-    turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
-    out[..., a], out[..., b] = turned.real, turned.imag
-    return out
-
-
-def normed(x: Array, weight: Array, eps: float) -> Array:
-    wide = x.astype(np.float64)
-    return wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True) + eps) * weight
-
-
-def test_far_positions_turn_precisely(ops: Ops) -> None:
-    """At position 100,000 an angle in float32 would be off by 0.004."""
+def test_rotation_at_large_positions_is_precise(ops: Ops) -> None:
+    """At position 100,000, an angle in float32 would be off by 0.004."""
     rope = Rope(np.array([1.0, 0.9999], np.float32), interleaved=False)
     x = random(2, DIM)
     table = ops.load_embedding(f32(x))
@@ -193,30 +155,12 @@ def test_far_positions_turn_precisely(ops: Ops) -> None:
 # -- Attention -----------------------------------------------------------------------------------------------------
 
 
-def plain_attention(
-    q: Array, keys: Array, values: Array, scale: float, softcap: float | None = None, sinks: Array | None = None
-) -> Array:
-    """One token: q [H, head_dim], keys and values [L, G, head_dim], all visible."""
-    group_size = len(q) // keys.shape[1]
-    out = np.empty(q.shape)
-    for head, query in enumerate(q.astype(np.float64)):
-        group = head // group_size
-        scores = keys[:, group].astype(np.float64) @ query * scale
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
-        largest = scores.max() if sinks is None else max(scores.max(), sinks[head])
-        shares = np.exp(scores - largest)
-        total = shares.sum() + (0 if sinks is None else np.exp(sinks[head] - largest))
-        out[head] = shares / total @ values[:, group].astype(np.float64)
-    return out
-
-
 @dataclass
 class Conversation:
-    """Sequences whose tokens' queries, keys and values are rows of tables, over pages in a random order.
+    """Sequences of random queries, keys and values, in pages in random order.
 
     Attributes:
-        powers: of two, in turn, that the tokens' queries are multiplied with.
+        powers: exponents of two; the queries of the tokens are multiplied by them in turn.
     """
 
     ops: Ops
@@ -265,24 +209,21 @@ class Conversation:
         self.step = self.ops.compile(forward, self.cache, max_tokens=total, max_outputs=total)
 
     def run(self, *parts: tuple[int, int, int]) -> Array:
-        """Runs tokens first … stop of sequences, given as (sequence, first, stop), in one batch."""
+        """Run tokens first … stop - 1 of sequences (sequence, first, stop) in one batch."""
         batch = make_batch([(range(self.starts[s] + a, self.starts[s] + b), a, self.pages[s]) for s, a, b in parts])
         return self.step(batch).copy().reshape(len(batch.ids), self.n_heads, self.head_dim)
 
     def expected(self, sequence: int, first: int, stop: int) -> Array:
-        """What tokens first … stop of a sequence should give; only without rope."""
+        """Expected rows of tokens first … stop - 1 of a sequence; only without rope."""
         rows = slice(self.starts[sequence], self.starts[sequence + 1])
         q, k, v = (x[rows].reshape(self.lengths[sequence], -1, self.head_dim) for x in (self.q, self.k, self.v))
-        out = []
-        for t in range(first, stop):
-            begin = max(0, t + 1 - (self.window or t + 1))
-            seen = slice(begin, t + 1)
-            sinks = None if self.sinks is None else np.array(self.sinks, np.float64)
-            out.append(plain_attention(q[t], k[seen], v[seen], self.scale, self.softcap, sinks))
-        return np.array(out)
+        sinks = None if self.sinks is None else np.array(self.sinks, np.float64)
+        options: dict[str, Any] = {"window": self.window, "softcap": self.softcap, "sinks": sinks}
+        out = attended(q[first:stop], k[:stop], v[:stop], self.scale, **options)
+        return out.reshape(-1, self.n_heads, self.head_dim)
 
 
-#: What the CPU's rounding of queries to bytes changes, of values below 4.
+#: Error from rounding queries to bytes on the CPU, for values below 4.
 ROUNDED_QUERY = 2e-2
 
 
@@ -291,32 +232,32 @@ def assert_close(out: Array, expected: Array, error: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("sink", [-math.inf, -1e30, -100.0])
-def test_a_sink_far_below_the_scores_takes_nothing(backend: Backend, ops: Ops, sink: float) -> None:
+def test_a_sink_far_below_the_scores_changes_nothing(backend: Backend, ops: Ops, sink: float) -> None:
     talk = Conversation(ops, [80], 2, 2, 16, sinks=(sink, sink))
     assert_close(talk.run((0, 0, 80)), replace(talk, sinks=None).expected(0, 0, 80), backend.attention_error)
 
 
 @pytest.mark.parametrize("sink", [200.0, 1e30])
-def test_a_sink_far_above_the_scores_takes_all(backend: Backend, ops: Ops, sink: float) -> None:
+def test_a_sink_far_above_the_scores_takes_all_weight(backend: Backend, ops: Ops, sink: float) -> None:
     talk = Conversation(ops, [80], 2, 2, 16, sinks=(sink, 0))
     out = talk.run((0, 0, 80))
     assert np.abs(out[:, 0]).max() < 1e-30
     assert_close(out[:, 1], talk.expected(0, 0, 80)[:, 1], backend.attention_error)
 
 
-#: For two query heads, so low that they take nothing: kernels with both are there for other tests.
+#: Sinks of two query heads that get no weight.  Other tests already compile the kernels with cap and sinks.
 NO_SINKS = (-1e30, -1e30)
 
 
 @pytest.mark.parametrize("softcap", [1e-6, 1e-3])
-def test_a_tiny_soft_cap_makes_all_alike(ops: Ops, softcap: float) -> None:
+def test_a_tiny_soft_cap_gives_equal_weights(ops: Ops, softcap: float) -> None:
     talk = Conversation(ops, [80], 2, 2, 16, scale=100.0, softcap=softcap, sinks=NO_SINKS)
     means = np.cumsum(talk.v.reshape(80, 2, 16).astype(np.float64), axis=0) / np.arange(1, 81)[:, None, None]
     np.testing.assert_allclose(talk.run((0, 0, 80)), means, rtol=2e-3, atol=5e-3)
 
 
 def test_a_large_soft_cap_changes_nothing(backend: Backend, ops: Ops) -> None:
-    """Nor may it cost the scores digits."""
+    """The scores also keep their precision."""
     talk = Conversation(ops, [80], 2, 2, 16, softcap=1e6, sinks=NO_SINKS)
     assert_close(
         talk.run((0, 0, 80)), replace(talk, softcap=None, sinks=None).expected(0, 0, 80), backend.attention_error
@@ -332,7 +273,7 @@ def test_a_soft_cap_out_of_range_is_refused(ops: Ops, softcap: float) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_sinks_that_are_not_one_a_query_head_are_refused(ops: Ops, n: int) -> None:
+def test_a_number_of_sinks_other_than_query_heads_is_refused(ops: Ops, n: int) -> None:
     with pytest.raises(KernelError, match=rf"the shape \[{n}\], but \[4\] is needed"):
         Conversation(ops, [3], 4, 2, 16, sinks=(0,) * n).run((0, 0, 3))
 
@@ -343,7 +284,7 @@ def test_sinks_that_are_not_one_a_query_head_are_refused(ops: Ops, n: int) -> No
 def test_many_threads_share_a_long_cache(
     window: int | None, cache_type: CacheType, softcap: float | None, sinks: Sequence[float] | None
 ) -> None:
-    """Splits of it are summed up apart, which changes no bit."""
+    """Each thread sums a part of the cache, which must not change a bit."""
     outputs = []
     more: dict[str, Any] = {"window": window, "cache_type": cache_type, "softcap": softcap, "sinks": sinks}
     for threads in (1, 8):
@@ -356,32 +297,32 @@ def test_many_threads_share_a_long_cache(
     np.testing.assert_array_equal(*outputs)
 
 
-def test_scores_beyond_the_range_of_exp(ops: Ops) -> None:
-    """Scores in the thousands, of which float32 keeps three decimals."""
+def test_scores_outside_the_range_of_exp(ops: Ops) -> None:
+    """Scores in the thousands, whose float32 values keep three decimals."""
     talk = Conversation(ops, [80], 2, 2, 16, scale=300.0)
     np.testing.assert_allclose(talk.run((0, 0, 80)), talk.expected(0, 0, 80), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_queries_of_any_size(backend: Backend, ops: Ops, cache_type: CacheType) -> None:
-    """Also beyond the range of float16, in one batch; of those far below it, all positions are alike."""
+    """Queries above the range of float16, and queries so small that all positions get the same weight."""
     talk = Conversation(ops, [80], 2, 2, 24, cache_type=cache_type, powers=(0, 17, -20, 60, -120, 90))
     out, expected = talk.run((0, 0, 80)), talk.expected(0, 0, 80)
     if cache_type == "f16":
         assert_close(out, expected, backend.attention_error)
-    else:  # where queries are rounded, positions that are nearly equal may change places for the largest
+    else:  # rounded queries may swap nearly equal positions of large queries
         small = np.resize(talk.powers, 80) <= 0
         assert_close(out[small], expected[small], ROUNDED_QUERY)
         assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops, cache_type: CacheType) -> None:
+def test_a_copied_page_gives_the_same_bits(backend: Backend, ops: Ops, cache_type: CacheType) -> None:
     talk = Conversation(ops, [100], 4, 2, 24, n_layers=2, cache_type=cache_type)
     backend.spoil(talk.cache)
     talk.run((0, 0, 90))
     before = talk.run((0, 90, 100))
-    # The last page moves to the spare one, and its old place is overwritten by the first.
+    # Move the last page to the spare page, and overwrite it with the first page.
     first, *_, last = talk.pages[0].tolist()
     talk.cache.copy(0, last, talk.spare)
     talk.cache.copy(0, first, last)
@@ -390,8 +331,8 @@ def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops, cache_type: Ca
 
 
 @pytest.mark.parametrize(("cache_type", "largest"), [("f16", 65504.0), ("q8_0", 127 * 65504.0)])
-def test_keys_and_values_beyond_the_range_become_the_largest(ops: Ops, cache_type: CacheType, largest: float) -> None:
-    big = np.full((2, 8), 1e9, np.float32)  # heads too small to be rotated
+def test_keys_and_values_above_the_range_are_clamped(ops: Ops, cache_type: CacheType, largest: float) -> None:
+    big = np.array([[1e9] * 8, [np.inf] * 8], np.float32)  # a cache does not rotate heads this small
     tables = [ops.load_embedding(f32(x)) for x in (np.zeros((2, 8)), big, -big)]
 
     def forward() -> Any:
@@ -404,8 +345,8 @@ def test_keys_and_values_beyond_the_range_become_the_largest(ops: Ops, cache_typ
 
 @pytest.mark.parametrize(("cache_type", "steps_to_largest"), [("q8_0", 127), ("q5_0", 16), ("q4_0", 8)])
 def test_a_cache_of_codes_rounds_as_ggml_does(ops: Ops, cache_type: CacheType, steps_to_largest: int) -> None:
-    """One token sees its own value: as gguf-py rounds it, but for ties and the last bit of 127 / largest."""
-    n_heads, dim = 3, 72  # of which nothing is rotated
+    """A token that sees only itself gets its value as gguf-py rounds it, except for ties and the last bit."""
+    n_heads, dim = 3, 72  # a cache does not rotate heads of 72 values
     v = random(9, n_heads * dim, seed=5) * np.float32(10) ** np.linspace(-2, 4, 9, dtype=np.float32)[:, None]
     tables = [ops.load_embedding(f32(x)) for x in (random(9, n_heads * dim), random(9, n_heads * dim), v)]
 
@@ -426,7 +367,7 @@ def test_a_cache_of_codes_rounds_as_ggml_does(ops: Ops, cache_type: CacheType, s
 
 @pytest.mark.parametrize("n_heads", [1, 3])
 def test_a_norm_after_attention_sees_heads_only(backend: Backend, ops: Ops, n_heads: int) -> None:
-    """A width that is no multiple of a vector, in memory that other operations used before."""
+    """The width is no multiple of a vector, and other operations used the memory before."""
     n, width = 5, n_heads * 8
     q, kv, junk = random(n, width), random(n, 8), random(n, 32)
     tables = [ops.load_embedding(f32(x)) for x in (q, kv, kv, junk)]
@@ -445,39 +386,46 @@ def test_a_norm_after_attention_sees_heads_only(backend: Backend, ops: Ops, n_he
     np.testing.assert_allclose(result(True), normed(result(False), np.ones(width), 1e-6), rtol=1e-5)
 
 
-# -- Steps ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_serves_batches_of_any_size(ops: Ops) -> None:
-    x, linear = random(40, 64), ops.load_linear(blocks(random_rows(T.Q4_0, 48, 64), T.Q4_0, 64))
-    table = ops.load_embedding(f32(x))
-    cache = ops.new_cache(CacheShape(1, 1, 16), 3)
-    step = ops.compile(
-        lambda: ops.outputs(ops.linear(ops.embed(table), linear)), cache, max_tokens=40, max_outputs=40
-    )
-    whole = step(make_batch([(range(40), 0, range(3))])).copy()
-    for ids in ([5], [39, 0, 7], range(8), range(3, 40), [5]):
-        np.testing.assert_array_equal(step(make_batch([(ids, 0, range(3))])), whole[list(ids)])
-
-
 @pytest.mark.parametrize(
     ("cache_type", "head_dim", "most"),
     [("f16", 64, 1.0), ("f16", 8, 2.0), ("f16", 40, 1.2), ("q8_0", 64, 4.0), ("q8_0", 40, 4.0)],
 )
-def test_a_cache_takes_the_bytes_that_were_foretold(
-    ops: Ops, cache_type: CacheType, head_dim: int, most: float
-) -> None:
-    """A backend may pad heads, to the ``most`` of their size; the reference keeps scaled bytes in float32."""
+def test_a_cache_takes_the_planned_bytes(ops: Ops, cache_type: CacheType, head_dim: int, most: float) -> None:
+    """A backend may pad heads to ``most`` times their size; the reference stores codes as float32."""
     kv = ops.new_cache(CacheShape(3, 2, head_dim, cache_type), 500)
-    ops.compile(lambda: ops.embed(f32(random(2, 16))), kv, max_tokens=1, max_outputs=1)  # checks what was foretold
+    # Compiling compares the cache with its footprint.
+    ops.compile(lambda: ops.embed(f32(random(2, 16))), kv, max_tokens=1, max_outputs=1)
     assert (kv.made.n_pages, kv.made.page_size) == ((500,), ops.page_size)
     plain = 3 * 500 * ops.page_size * KVCache(0, 2, head_dim, head_dim, cache_type).bytes_per_token()
     assert plain <= kv.n_bytes <= most * plain
 
 
-def test_scaled_bytes_take_about_half_the_memory() -> None:
+def test_a_q8_0_cache_takes_about_half_the_memory() -> None:
     ops = CPUOps(threads=1)
     for cache_type, n_bytes in (("f16", 4 * 64 * 64 * 2 * 2), ("q8_0", 4 * 64 * (64 + 4) * 2)):
         graph = ops.record(lambda: ops.embed(f32(random(2, 16))), CacheShape(22, 4, 64, cache_type))
         footprint = ops.footprint(graph, n_pages=(128,), max_tokens=1, max_outputs=1)
         assert footprint.caches == dict.fromkeys(range(22), 128 * n_bytes)
+
+
+# -- Batches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "page", "outputs", "words"),
+    [
+        (range(9), 0, [0], "9 tokens and 1 outputs .* compiled for, 8 and 3"),
+        (range(8), 0, [0, 1, 2, 3], "8 tokens and 4 outputs .* compiled for, 8 and 3"),
+        ([40], 0, [0], "outside the vocabulary of 40"),
+        ([-1], 0, [0], "outside the vocabulary of 40"),
+        ([1], 1, [0], "page outside a cache of 1"),
+    ],
+)
+def test_invalid_batches_are_refused(ops: Ops, ids: Sequence[int], page: int, outputs: list[int], words: str) -> None:
+    table, twice = ops.load_embedding(f32(np.eye(40))), ops.load_linear(f32(2 * np.eye(40)))
+    cache = ops.new_cache(CacheShape(1, 1, 16), 1)
+    step = ops.compile(lambda: ops.outputs(ops.linear(ops.embed(table), twice)), cache, max_tokens=8, max_outputs=3)
+    with pytest.raises(KernelError, match=words):
+        step(make_batch([(ids, 0, [page])], outputs=outputs))
+    rows = step(make_batch([(range(8), 0, [0])], outputs=[7, 6, 5]))  # the step still works
+    np.testing.assert_array_equal(rows, 2 * np.eye(40)[[7, 6, 5]])

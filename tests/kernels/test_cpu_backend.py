@@ -1,4 +1,4 @@
-"""What is the CPU backend's own: what it refuses, what it keeps, how it shares memory."""
+"""The CPU backend: batches that it refuses, memory that it keeps, and the threads that it uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.errors import DeviceError, KernelError, UsageError
+from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cpu import host, weights
 from localllm.kernels.cpu.backend import FEW_TOKENS, SHORT_STEP
 from localllm.kernels.cpu.batch import BatchTables
@@ -37,22 +37,13 @@ def random(*shape: int) -> np.ndarray:
 
 
 def doubled(ops: CPUOps, width: int = 32) -> Callable[[], Any]:
-    """A forward pass that needs a kernel: it doubles rows."""
+    """Return a forward pass with one kernel: it doubles rows."""
     table, twice = ops.load_embedding(f32(np.eye(64, width))), ops.load_linear(f32(2 * np.eye(width)))
     return lambda: ops.outputs(ops.linear(ops.embed(table), twice))
 
 
-@pytest.mark.parametrize(("n", "outputs"), [(9, [0]), (8, [0, 1, 2, 3]), (40, range(40))])
-def test_a_batch_larger_than_compiled_for_is_refused(ops: CPUOps, n: int, outputs: list[int]) -> None:
-    step = ops.compile(doubled(ops), ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=8, max_outputs=3)
-    with pytest.raises(KernelError, match=rf"{n} tokens and {len(outputs)} outputs .* compiled for, 8 and 3"):
-        step(make_batch([(range(n), 0, [0])], outputs=outputs))
-    out = step(make_batch([(range(8), 0, [0])], outputs=[7, 6, 5]))  # and the step still serves
-    np.testing.assert_array_equal(out, 2 * np.eye(64, 32)[[7, 6, 5]])
-
-
-def test_a_step_waits_for_one_whose_wait_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two interrupts in a row can end a step while threads still compute it."""
+def test_a_step_waits_for_an_interrupted_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two interrupts in a row can end `step` while threads still compute it."""
     ops = CPUOps(threads=2)
     table, wide = ops.load_embedding(f32(np.eye(64, 1024))), ops.load_linear(f32(2 * np.eye(1024)))
     cache = ops.new_cache(CacheShape(1, 1, 16), 1)
@@ -64,7 +55,7 @@ def test_a_step_waits_for_one_whose_wait_was_cut_short(monkeypatch: pytest.Monke
         return ops.outputs(x)
 
     step = ops.compile(forward, cache, max_tokens=64, max_outputs=64)
-    step(make_batch([(range(64), 0, [0])]))  # the threads are there
+    step(make_batch([(range(64), 0, [0])]))  # starts the threads
 
     def cut_short(workers: Workers, job: Job) -> None:
         workers._inboxes[0].jobs.put(job)
@@ -84,7 +75,7 @@ def test_a_step_waits_for_one_whose_wait_was_cut_short(monkeypatch: pytest.Monke
     np.testing.assert_array_equal(out, 2.0**20 * np.eye(64, 1024)[[3]])
 
 
-def test_a_small_step_is_not_handed_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_step_runs_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, handed = CPUOps(threads=2), []
     step = ops.compile(doubled(ops), ops.new_cache(CacheShape(1, 1, 16), 1), max_tokens=8, max_outputs=8)
     run = ops.workers.run
@@ -96,8 +87,8 @@ def test_a_small_step_is_not_handed_to_threads(monkeypatch: pytest.MonkeyPatch) 
     assert len(handed) == 1
 
 
-def test_what_a_step_needs_lives_as_long_as_the_step(ops: CPUOps) -> None:
-    """Weights that nothing else refers to any more."""
+def test_a_step_keeps_its_weights_alive(ops: CPUOps) -> None:
+    """Only the step refers to the weights after `forward` has returned."""
     x, matrix, weight = random(3, 64), random(64, 64), random(64)
 
     def forward() -> Any:
@@ -112,12 +103,12 @@ def test_what_a_step_needs_lives_as_long_as_the_step(ops: CPUOps) -> None:
 
 
 def test_a_lookup_after_other_operations_keeps_its_rows(ops: CPUOps) -> None:
-    """Rows are looked up before the program runs: what the program writes must lie elsewhere."""
+    """Rows are looked up before the program runs, so the program must not overwrite them."""
     first, second = random(8, 64), random(8, 64)
     tables, linear = [ops.load_embedding(f32(x)) for x in (first, second)], ops.load_linear(f32(np.eye(64)))
 
     def forward() -> Any:
-        # Buffers that are free again by the time of the second lookup, and are written when the program runs.
+        # These buffers are free before the second lookup, and the program writes to them.
         scratch = ops.linear(ops.rms_norm(ops.embed(tables[0]), ops.load_vector(f32(np.ones(64))), 0.0), linear)
         del scratch
         return ops.outputs(ops.embed(tables[1]))
@@ -143,7 +134,7 @@ def test_a_deep_pass_takes_no_more_memory_than_a_shallow_one(ops: CPUOps) -> Non
     assert 0 < n_bytes(2) == n_bytes(30)
 
 
-def test_keys_and_values_lie_in_pages_as_their_layout_says(ops: CPUOps) -> None:
+def test_pages_hold_transposed_keys_and_rows_of_values(ops: CPUOps) -> None:
     x = random(64, 16)
     table, cache = ops.load_embedding(f32(x)), ops.new_cache(CacheShape(1, 1, 16), 2)
 
@@ -159,11 +150,11 @@ def test_keys_and_values_lie_in_pages_as_their_layout_says(ops: CPUOps) -> None:
     assert not values[0].any()
 
 
-def test_steps_of_few_tokens_run_on_the_threads_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_few_tokens_use_the_threads_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     own = CPUOps(threads=3)
     own.backend.small_step = 0
     own.backend.limit = ThreadLimit(2)
-    monkeypatch.setattr(ThreadLimit, "record", lambda *_: None)  # however busy the machine is
+    monkeypatch.setattr(ThreadLimit, "record", lambda *_: None)  # independent of other load on the machine
     taken: list[int | None] = []
     original = Workers.run
 
@@ -198,8 +189,8 @@ def test_pages_of_large_matrices_are_dropped_while_they_are_packed(
     np.testing.assert_array_equal(unpacked.view(np.float32), matrix)
 
 
-def test_a_scale_that_does_not_fit_stops_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one thread finds makes the work of the others useless."""
+def test_a_scale_out_of_range_stops_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is useless after one thread found the scale, so the other threads stop."""
     repacked: list[None] = []
 
     def repack(rows: NDArray[np.uint8], *_: object) -> NDArray[np.uint8]:
@@ -215,15 +206,6 @@ def test_a_scale_that_does_not_fit_stops_all_threads(monkeypatch: pytest.MonkeyP
     with pytest.raises(ScaleRangeError):
         ops._loader._pack(f32(random(100 * weights.PACKED_ROWS, 32)), GGMLType.F32)
     assert len(repacked) < 20
-
-
-def test_a_closed_backend_starts_again(ops: CPUOps) -> None:
-    own = CPUOps(threads=2)
-    forward = doubled(own)
-    first = run(own, forward, one_sequence(5))
-    own.workers.close()
-    np.testing.assert_array_equal(run(own, forward, one_sequence(5)), first)
-    own.workers.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -245,7 +227,7 @@ def test_a_number_of_threads_out_of_range_is_refused(threads: int) -> None:
         CPUOps(threads=threads)
 
 
-def test_threads_that_cannot_be_started_are_said_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_starting_threads_is_raised_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

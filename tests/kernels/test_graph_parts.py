@@ -1,4 +1,4 @@
-"""Parts of a graph, on every backend: what `localllm.kernels.split` puts together."""
+"""Parts of a graph on every backend, as `localllm.kernels.split` uses them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def compiled(ops: Ops, graph: Graph, n: int = 8) -> Step:
 
 
 @pytest.mark.parametrize("width", [1, 5, 32, 100])
-def test_a_part_goes_from_hidden_states_to_hidden_states(ops: Ops, width: int) -> None:
-    """Three parts together give the bits of the whole, for fewer tokens than before too; each embeds again."""
+def test_parts_pass_hidden_states_on(ops: Ops, width: int) -> None:
+    """Three parts give the bits of the whole graph, also for fewer tokens.  Each part embeds the ids again."""
     x, weight = random(7, width), Matrix(f32(random(width, width, seed=1)))
     norm = f32(random(width, seed=2))
     g = Graph()
@@ -55,7 +55,7 @@ def test_hidden_states_that_do_not_fit_are_refused(ops: Ops) -> None:
     np.testing.assert_array_equal(part.run(batch, HostOutput(random(3, 5))).rows(), random(3, 5))
 
 
-def test_tensors_come_side_by_side(ops: Ops) -> None:
+def test_inputs_are_columns_of_the_hidden_states(ops: Ops) -> None:
     tensors = [Tensor(Rows.TOKENS, n) for n in (33, 5)]
     x, y, graph = random(3, 33), random(3, 5, seed=1), Graph()
     for tensor, first in zip(tensors, (0, 33), strict=True):
@@ -66,7 +66,7 @@ def test_tensors_come_side_by_side(ops: Ops) -> None:
 
 
 def test_the_largest_logits(ops: Ops) -> None:
-    """Of equals the lowest id, and NaN before all numbers."""
+    """NaN comes first, and among equal logits the lowest id."""
     logits = random(4, 3000)
     logits[1] = np.round(logits[1])
     logits[2, [700, 30]], logits[2, 5] = np.nan, np.inf

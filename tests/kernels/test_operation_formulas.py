@@ -1,9 +1,9 @@
-"""Every operation on every backend, against a formula in float64 that shares nothing with the code under test.
+"""Every operation on every backend, compared with an independent formula in float64.
 
-A case records operations over inputs of made-up numbers, and says what each row should come to.  `test_operation`
-then computes two sequences at once, and again in chunks of all sizes: the same bits, whatever is in the batch.
+A case records operations over made-up inputs and computes the expected rows.  `test_operation` then runs two
+sequences in one batch, and again in chunks of many sizes, which must give the same bits.
 
-A new operation is one more function marked `cases`.
+To test a new operation, add a function with the decorator `cases`.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ from tests.helpers.blocks import random_rows, values_of
 from tests.helpers.recorder import Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import Tensor, blocks, f32, random
+from tests.kernels import formulas
+from tests.kernels.formulas import attended, heads, normed
 
 Array = NDArray[Any]
 
-#: Tokens of the two sequences; the first goes over two pages.
+#: Tokens of the two sequences.  The first sequence covers two pages.
 LENGTHS = (100, 20)
-#: How they go through the step the second time: tokens of the first and of the second sequence in each batch.
+#: Tokens of the first and of the second sequence in each batch of the second run.
 CHUNKS = ((3, 0), (61, 5), (1, 1), (0, 9), (30, 3), (4, 0), (1, 2))
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Operations, and what they compute.
+    """Operations and their expected result.
 
     Attributes:
-        build: records them in a graph; is given the inputs as tensors, and gives the tensor whose rows are compared.
-        inputs: [rows of both sequences, width] each.
-        expected: the formula, of one sequence's rows of the inputs in float64.
-        rtol, atol: what the result may differ by.
-        error: the same in units of the largest value, for what backends compute with rounded activations.
-        only: the beginning of the names of the backends that compute it.
-        slow: whether CUDA's kernels take g++ too long to be emulated.
-        every_cpu: whether other instruction sets than the best may compute it otherwise.
-        chunk_error: what may differ where sequences come in other chunks, in units of the largest value; 0: no bit.
-        in_parts: whether sequences may come in chunks at all.
-        attends: whether a backend's `attention_error` counts.
-        has_near: whether another case has nearly the same kernel, which takes seconds to compile.
-        completed: a batch with what it has beside ids.
+        build: records the operations over the inputs and returns the tensor whose rows are compared.
+        inputs: arrays [sum(LENGTHS), width], the rows of both sequences.
+        expected: computes the rows of one sequence in float64.
+        rtol, atol: tolerances of `numpy.testing.assert_allclose`.
+        error: tolerance relative to the largest value, for backends that round activations.
+        only: prefixes of the names of the backends that support the operation.
+        slow: skip emulated CUDA, because g++ needs too long for the kernel.
+        every_cpu: also run on the other instruction sets.
+        chunk_error: tolerance between chunks and the full run, relative to the largest value; 0 requires equal bits.
+        in_parts: whether sequences may be split into chunks.
+        attends: add the backend's `attention_error` to the tolerance.
+        has_near: another case compiles nearly the same kernel, so only CI runs this case on the CPU.
+        completed: adds media, spans or axes to a batch.
     """
 
     build: Callable[..., g.Tensor]
@@ -77,12 +79,12 @@ class Case:
     has_near: bool = False
 
 
-#: Of each name, what makes the case.
+#: Factories of the cases by name.
 CASES: dict[str, Callable[[], Case]] = {}
 
 
 def cases(**options: Sequence[Any]) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
-    """Enters a function's cases: one for each choice of its arguments."""
+    """Register one case per combination of the arguments."""
 
     def enter(make: Callable[..., Case]) -> Callable[..., Case]:
         for chosen in itertools.product(*options.values()):
@@ -109,7 +111,7 @@ def _runs_on(case: Case, backend: Backend) -> bool:
 
 
 def _marks(case: Case, backend: Backend) -> list[Any]:
-    """Only CI compiles kernels of other instruction sets, and all that are nearly the same."""
+    """Mark cases that only CI runs: other instruction sets, and kernels that are nearly the same as another."""
     is_rare = backend in OTHER_CPUS or (case.has_near and backend.name.startswith("cpu"))
     return [pytest.mark.ci] if is_rare else []
 
@@ -170,7 +172,7 @@ def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
 
 # -- Rows ----------------------------------------------------------------------------------------------------------
 
-#: Beyond what exp can hold on either side, and about where kernels clamp it.
+#: Values outside the range of exp, and values near the limits at which kernels clamp.
 LARGE = np.array([0, -0.0, 1e-30, -1e-30, 20, -20, 87, -87, 88, -88, 89, -89, 104, -104, 700, -700, 1e4, -1e4])
 
 
@@ -197,7 +199,7 @@ def embed_columns(columns: range) -> Case:
 
 
 def with_embeddings(rows: Array) -> Callable[[Batch], Batch]:
-    """Every third token has embeddings of its own, those of its position in rows [., k, width]."""
+    """Replace every third token by embeddings: rows [., k, width] at the token's position."""
 
     def completed(batch: Batch) -> Batch:
         is_embedded = batch.positions % 3 == 1
@@ -209,8 +211,8 @@ def with_embeddings(rows: Array) -> Callable[[Batch], Batch]:
 
 
 @cases(width=(5, 100))
-def embeddings_of_pictures(width: int) -> Case:
-    """One in place of a table's row, and one that is added."""
+def media_embeddings(width: int) -> Case:
+    """One embedding replaces the row of the table, and another is added."""
     own, table = random(max(LENGTHS), 3, width, seed=4), f32(rows(width))
 
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:
@@ -318,7 +320,7 @@ def above_deviation(width: int, factor: float) -> Case:
 
 @cases(n=(1, 3), n_made=(1, 4), added=(False, True))
 def mix_streams(n: int, n_made: int, added: bool) -> Case:
-    """Of columns of one tensor; one stream more than the first is added to what is made, side by side."""
+    """Mix columns of one tensor, then mix the result with one more stream."""
     offset, first = (0.5, n_made - 1) if added else (0.0, 0)
 
     def build(graph: Graph, x: g.Tensor, weights: g.Tensor, more: g.Tensor) -> g.Tensor:
@@ -352,7 +354,7 @@ def stream_gate(n: int) -> Case:
 
 @cases(n=(2, 3))
 def ngram_embed(n: int) -> Case:
-    """Of the numbers of rows as ids, of which 37 ends what n-grams are of."""
+    """The ids are the row numbers; id 37 ends an n-gram."""
     sizes, table, factors = [7, 11, 13, 17][: 2 * n - 2], random(60, 48, seed=1), [(1 << 61) - 1, 12345677, 987654323]
     offsets = [10, 17, 28, 41][: len(sizes)]
 
@@ -486,7 +488,7 @@ def xielu() -> Case:
         return np.where(x > 0, 0.8 * x**2, 1.3 * (np.expm1(np.minimum(x, -1e-6)) - x)) + 0.5 * x
 
     x = with_large(3.0)
-    x[np.abs(x) > 1e15] = 0  # whose square is beyond float32
+    x[np.abs(x) > 1e15] = 0  # the square would overflow float32
     return Case(lambda graph, x: graph.add(operations.XIELU(x, 0.8, 1.3, 0.5, -1e-6)), [x], expected, every_cpu=True)
 
 
@@ -519,7 +521,7 @@ def linear(with_bias: bool, with_residual: bool) -> Case:
 
 @cases(type=(GGMLType.F32, GGMLType.Q4_0, GGMLType.Q6_K), which=(0, 1, 2))
 def linears(type: GGMLType, which: int) -> Case:
-    """Matrices of the same input, one of another format."""
+    """Three matrices with one input, the last in another format."""
     types = (type, type, GGMLType.Q8_0)
     packed = [random_rows(t, n, 256, seed=n) for t, n in zip(types, (40, 16, 33), strict=True)]
     own = tuple(Matrix(blocks(r, t, 256)) for r, t in zip(packed, types, strict=True))
@@ -576,7 +578,7 @@ def mixture(norm_topk_prob: bool, k: int) -> Case:
     return Case(build, [x, logits], expected, error=1e-5)
 
 
-#: Kinds of routing, of 12 experts, 3 to a token.
+#: Ways to route a token to 3 of 12 experts.
 ROUTING: dict[str, dict[str, Any]] = {
     "sigmoid": {"gating": "sigmoid"},
     "sqrt_softplus": {"gating": "sqrt_softplus", "scale": 1.5},
@@ -597,7 +599,7 @@ ROUTING: dict[str, dict[str, Any]] = {
 
 @cases(kind=tuple(ROUTING), norm_topk_prob=(False, True))
 def routing(kind: str, norm_topk_prob: bool) -> Case:
-    """A token's row times the sum of its experts' weights, each of which multiplies it with a number of its own."""
+    """Expert i multiplies the row by i + 1, so the result shows the weight of each expert."""
     n, k, d, own = 12, 3, 32, ROUTING[kind]
     logits, x = 2 * rows(n, 5), rows(d, 4)
     bias, scales, numbers = random(n, seed=6) / 4, np.exp(random(n, seed=7)), np.arange(1.0, n + 1)
@@ -629,7 +631,7 @@ def routing(kind: str, norm_topk_prob: bool) -> Case:
 
 @cases(norm_topk_prob=(False, True))
 def routing_by_token(norm_topk_prob: bool) -> Case:
-    """A token's row times the sum of the weights of the experts that are given for it."""
+    """Experts chosen by a table per token id instead of the logits."""
     n, k, d = 12, 3, 32
     logits, x, rng = 2 * rows(n, 5), rows(d, 4), np.random.default_rng(6)
     given = rng.permuted(np.tile(np.arange(n), (len(x), 1)), axis=1)[:, :k].astype(np.float32)
@@ -651,11 +653,24 @@ def routing_by_token(norm_topk_prob: bool) -> Case:
 
 @cases(type=(GGMLType.F32, GGMLType.Q4_0), is_weighted_first=(False, True), with_biases=(False, True))
 def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
-    n, d, f = 5, 64, 96
-    sizes = ((f, d), (f, d), (d, f))
-    packed = [random_rows(type, n * out, n_in, seed=i) for i, (out, n_in) in enumerate(sizes)]
-    gate, up, down = (Tensor(type, (n, *s), p.reshape(n, s[0], -1)) for s, p in zip(sizes, packed, strict=True))
-    wg, wu, wd = (values_of(p, type).reshape(n, *s) for s, p in zip(sizes, packed, strict=True))
+    return experts_case((type, type, type), is_weighted_first, with_biases)
+
+
+@cases(formats=("F16 F16 F16", "Q4_K Q4_K F16", "Q4_0 Q4_K F16", "Q4_0 Q4_0 Q4_K"))
+def experts_of_formats(formats: str) -> Case:
+    """Gate, up and down in several formats, with an output of 40 rows, which is no multiple of a tile."""
+    case = experts_case([GGMLType[name] for name in formats.split()], True, False, d=256, f=256, n_out=40)
+    return replace(case, every_cpu=formats == "Q4_0 Q4_K F16")
+
+
+def experts_case(
+    types: Sequence[GGMLType], is_weighted_first: bool, with_biases: bool, d: int = 64, f: int = 96, n_out: int = 64
+) -> Case:
+    n, sizes = 5, ((f, d), (f, d), (n_out, f))
+    packed = [random_rows(t, n * s[0], s[1], seed=i) for i, (t, s) in enumerate(zip(types, sizes, strict=True))]
+    matrices = list(zip(types, sizes, packed, strict=True))
+    gate, up, down = (Tensor(t, (n, *s), p.reshape(n, s[0], -1)) for t, s, p in matrices)
+    wg, wu, wd = (values_of(p, t).reshape(n, *s) for t, s, p in matrices)
     bg, bu, bd = (with_biases * random(n, out, seed=7 + i) for i, (out, _) in enumerate(sizes))
     has_residual = with_biases or not is_weighted_first
 
@@ -675,9 +690,10 @@ def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
         before, after = (weights, (weights > 0) * 1.0) if is_weighted_first else (np.ones_like(weights), weights)
         rows = before[:, :, None] * x[:, None]
         h = (np.einsum("efd,ted->tef", wg, rows) + bg) * (np.einsum("efd,ted->tef", wu, rows) + bu)
-        return x * has_residual + np.einsum("te,ted->td", after, np.einsum("edf,tef->ted", wd, h) + bd)
+        down_rows = np.einsum("te,ted->td", after, np.einsum("edf,tef->ted", wd, h) + bd)
+        return x + down_rows if has_residual else down_rows
 
-    error = 1e-5 if type is GGMLType.F32 else 2e-2
+    error = 1e-5 if set(types) == {GGMLType.F32} else 2e-2
     return Case(build, [rows(d, 4), 3 * rows(n, 5)], expected, error=error)
 
 
@@ -706,7 +722,7 @@ def causal_conv(kernel: int, silu_after: bool, with_bias: bool) -> Case:
     return Case(build, [rows(50)], expected, every_cpu=kernel == 4, has_near=has_near)
 
 
-#: Heads, heads of keys, and the sides of a head's state.
+#: Heads, key heads, key_dim and value_dim.
 DELTAS = {"small": (4, 2, 16, 16), "wide": (4, 4, 32, 96), "odd": (3, 1, 48, 32), "qwen": (2, 1, 128, 128)}
 
 
@@ -765,7 +781,7 @@ def scan(sizes: tuple[int, int, int, int], in_parts: bool) -> Case:
         x, b, c = inputs[:3] if in_parts else np.split(inputs[0], np.cumsum(widths)[:2], axis=1)
         x, b, c = heads(x, p), heads(b, n), heads(c, n)
         of, step = np.arange(n_heads) // (n_heads // n_groups), softplus(inputs[-1] + bias)
-        # As one sum over all tokens before: Mamba 2's dual form.
+        # The dual form of Mamba 2: one sum over all previous tokens.
         decays = np.cumsum(step * a, axis=0)
         weights = np.exp(np.minimum(decays[:, None] - decays[None], 0)) * np.tri(len(x))[:, :, None]
         scores = np.einsum("thn,shn->tsh", c[:, of], b[:, of]) * weights
@@ -796,34 +812,25 @@ def channel_scan(n: int, n_state: int) -> Case:
 # -- Attention -----------------------------------------------------------------------------------------------------
 
 
-def heads(x: Array, dim: int) -> Array:
-    return x.reshape(len(x), -1, dim)
-
-
-def normed(x: Array, weight: Array | None, eps: float) -> Array:
-    """Over the last axis."""
-    return x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps) * (1 if weight is None else weight)
-
-
 def axes_of(positions: Array) -> Array:
-    """Where tokens are in time, by row and by column: in and behind pictures."""
+    """Positions of tokens on the axes time, row and column, inside images and after them."""
     moved = positions // 3 * 2
     return np.stack([np.where(positions % 9 < 5, moved, positions), moved, moved + (positions % 2 & positions % 3)])
 
 
 def ends_of(positions: Array, length: int) -> Array:
-    """The ends of what tokens see: of each hundred, the 80 from number 13 on see each other."""
+    """End of the span that each token sees: tokens 13 to 92 of every hundred see each other."""
     number = positions % 100
     return np.where((number >= 13) & (number < 93), np.minimum(positions - number + 93, length), positions + 1)
 
 
 def begins_of(positions: Array) -> Array:
-    """Where the spans begin that `ends_of` ends; other tokens are spans of their own."""
+    """Start of the span that `ends_of` ends; every other token is its own span."""
     number = positions % 100
     return np.where((number >= 13) & (number < 93), positions - number + 13, positions)
 
 
-def with_pictures(batch: Batch) -> Batch:
+def with_media(batch: Batch) -> Batch:
     lengths = np.repeat(batch.kv_lengths, np.diff(batch.query_starts))
     places = axes_of(batch.positions), begins_of(batch.positions), ends_of(batch.positions, lengths)
     axes, begins, ends = (x.astype(np.int32) for x in places)
@@ -831,68 +838,13 @@ def with_pictures(batch: Batch) -> Batch:
 
 
 def rotated(x: Array, rope: Rope | None) -> Array:
-    """Heads [T, n, head_dim] at positions 0 … T - 1, pairs turned as complex numbers."""
-    out = x.astype(np.float64)
-    if rope is None:
-        return out
-    n, first = len(rope.frequencies), rope.first
-    steps = (slice(first, first + 2 * n, 2), slice(first + 1, first + 2 * n, 2))
-    a, b = steps if rope.interleaved else (slice(first, first + n), slice(first + n, first + 2 * n))
-    places = axes_of(np.arange(len(x)))[list(rope.axes)].T if rope.axes else np.arange(len(x))[:, None]
-    angles = (places + rope.position_offset)[:, None] * rope.frequencies.astype(np.float64)
-    turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
-    out[..., a], out[..., b] = turned.real, turned.imag
-    return out
-
-
-def attended(
-    q: Array,
-    keys: Array,
-    values: Array,
-    scale: float,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    chunk: int | None = None,
-    causal: bool = True,
-    begins: Array | None = None,
-    ends: Array | None = None,
-    slopes: Array | None = None,
-    biases: Array | None = None,
-) -> Array:
-    """q [T, H, key_dim] over keys [T, G, key_dim] and values [T, G, value_dim]: [T, H * value_dim]."""
-    n_tokens, n_heads = q.shape[:2]
-    keys, values = (np.repeat(x, n_heads // x.shape[1], axis=1) for x in (keys, values))
-    scores = np.einsum("thd,shd->hts", q, keys) * scale
-    if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
-    behind = np.arange(n_tokens)[:, None] - np.arange(n_tokens)
-    if slopes is not None:
-        scores = scores - slopes[:, None, None] * np.abs(behind)
-    if biases is not None:
-        n = biases.shape[1] // 2
-        scores = scores + biases[:, n - np.clip(behind, -n, n)]
-    seen = (behind >= 0) | (not causal)
-    if ends is not None:
-        seen |= np.arange(n_tokens) < ends[:, None]
-        seen &= behind < (window or n_tokens)
-    else:
-        seen &= np.abs(behind) < (window or n_tokens)
-    if begins is not None:
-        seen &= np.arange(n_tokens) >= begins[:, None]
-    if chunk:
-        seen &= np.arange(n_tokens)[:, None] // chunk == np.arange(n_tokens) // chunk
-    scores = np.where(seen, scores, -np.inf)
-    sinks = np.full(n_heads, -np.inf) if sinks is None else sinks
-    scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (n_heads, n_tokens, 1))], axis=2)
-    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-    weights /= weights.sum(axis=2, keepdims=True)
-    return np.einsum("hts,shd->thd", weights[..., :-1], values).reshape(n_tokens, -1)
+    """Rotate heads [T, n, head_dim] at positions 0 … T - 1."""
+    positions = np.arange(len(x))
+    return formulas.rotated(x, axes_of(positions)[list(rope.axes)].T if rope and rope.axes else positions, rope)
 
 
 def turned_together(x: Array, size: int) -> Array:
-    """Each so many neighbours of the last axis times a Hadamard matrix; 0 for none."""
+    """Multiply groups of ``size`` neighbours on the last axis by a Hadamard matrix; size 0 changes nothing."""
     matrix = functools.reduce(
         np.kron, [np.array([[1, 1], [1, -1]]) / math.sqrt(2)] * int(math.log2(size or 1)), np.eye(1)
     )
@@ -900,8 +852,9 @@ def turned_together(x: Array, size: int) -> Array:
 
 
 def stored(x: Array, type: CacheType, together: int) -> Array:
-    """Heads [T, n, dim] as a cache has them: halves; or codes of each 32 values, of which as many as that were turned
-    together by a Hadamard matrix, turned back.
+    """Round heads [T, n, dim] as a cache does: to float16, or to codes with a scale per 32 values.
+
+    ``together``: size of the Hadamard matrix that rotates values before rounding and back afterwards.
     """
     x = x.astype(np.float32)
     if type == "f16":
@@ -926,7 +879,7 @@ ROPES["5 positions behind"] = Rope(0.7 ** np.arange(4, dtype=np.float32), interl
 
 
 def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
-    """Random heads that a cache of this type keeps as they are."""
+    """Random heads that a cache of this type stores without rounding."""
     x = heads(rows(n_heads * dim, seed), dim)
     if type != "q8_0":
         return x.astype(np.float16).astype(np.float32).reshape(len(x), -1)
@@ -938,12 +891,12 @@ def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's attention, as it is declared and as its formula has it.
+    """The attention of a layer: its declaration and its formula.
 
     Attributes:
-        q_norm, k_norm, v_norm: "weights", "ones" or a number of weights, for the first values of each head.
-        shown: whether the rotated queries are the result, not what attention makes of them.
-        shared: whether another layer appended to the cache.
+        q_norm, k_norm, v_norm: "weights", "ones", or the number of leading values of a head that are normed.
+        shown: return the rotated queries instead of the output of attention.
+        shared: another layer appended to the cache.
     """
 
     n_heads: int = 6
@@ -979,18 +932,18 @@ class Heads:
         kept = self.cache
         is_kept = kept.types == ("f16", "f16") or (kept.values_in_keys and not any(kept.rotations))
         is_kept &= not (self.rope or self.k_norm or self.v_norm)
-        # A key that is near the border between two numbers of the cache may become either; and queries are rounded.
+        # Keys close to a rounding boundary may round either way, and backends round queries.
         error = max({"f16": 2e-3, "q8_0": 1e-2, "q5_0": 3e-2, "q4_0": 5e-2}[type] for type in kept.types)
         bounds = {"rtol": 1e-4} if is_kept else {"error": error}
         if self.shown:
             bounds = {"rtol": 1e-5}
-        # Of the largest, only the kernels that only they have.
+        # Of the largest heads, run only kernels that no smaller head uses.
         slow = max(self.key_dim, self.value_dim) > (320 if self.values_in_keys and self.type == "f16" else 96)
         more: dict[str, Any] = {"in_parts": self.causal and not self.has_spans, "attends": not self.shown, **bounds}
         if self.has_spans and not self.causal:
             more["only"] = "reference", "cpu"
         if self.has_spans or (self.rope and self.rope.axes):
-            more["completed"] = with_pictures
+            more["completed"] = with_media
         return Case(self.build, [q, keys, values], self.expected, slow=slow, **more)
 
     @property
@@ -1079,9 +1032,9 @@ def rope_append(rope: str, norm: str) -> Case:
 
 ROPE = ROPES["4-halves-1.3"]
 LAST = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=True, first=8)
-#: Latents: keys of one head, whose first values are the values.
+#: Latent attention: one key head, whose first values are the values.
 LATENT: dict[str, Any] = {"n_kv_heads": 1, "n_heads": 9, "values_in_keys": True, "key_dim": 72, "value_dim": 64}
-#: What queries, keys and values go through, and how they are attended to; each with a cache of either type.
+#: Attention layers.  Each runs with two cache types.
 OPTIONS: dict[str, Heads] = {
     **{f"heads of {dim}": Heads(key_dim=dim, value_dim=dim) for dim in (8, 16, 64, 80, 96, 128, 256)},
     **{f"{h} heads over {n}": Heads(n_heads=h, n_kv_heads=n) for h, n in ((1, 1), (12, 3), (7, 1), (16, 2))},
@@ -1119,8 +1072,8 @@ OPTIONS: dict[str, Heads] = {
     "latents, windowed": Heads(**LATENT, window=30),
 }
 
-#: Those whose kernel is another's with other numbers, or has one thing of what "all" has.  Of the others one type of
-#: cache has nearly the same kernel as the other: the one that is tried everywhere is the one that more of them share.
+#: Layers whose kernel differs from another layer's only in numbers, or that use one option of "all".  For the other
+#: layers, both cache types have nearly the same kernel, so only one type runs outside CI.
 NEAR = {"heads of 64", "heads of 96", "heads of 128", "keys of 192, values of 128", "capped", "sinks"}
 NEAR |= {"latents of 320", "latents of 576"}
 
@@ -1148,7 +1101,7 @@ def attention_to_few_bits(kind: str, type: CacheType) -> Case:
 
 @cases(k=(1, 20, 70), type=("f16", "q8_0"), sinks=(False, True))
 def selected_attention(k: int, type: CacheType, sinks: bool) -> Case:
-    """Attention to the k positions that an indexer of five heads scores highest."""
+    """Attention to the k positions with the highest scores of an indexer with five heads."""
     made = replace(Heads(**LATENT), type=type, sinks=sinks)
 
     def build(graph: Graph, q: g.Tensor, key: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
@@ -1189,7 +1142,7 @@ def selected_attention(k: int, type: CacheType, sinks: bool) -> Case:
 
 @cases(k=(16, 48))
 def attention_to_runs(k: int) -> Case:
-    """Attention to the k / 8 runs of eight positions whose keys an indexer of five heads scores highest."""
+    """Attention to the k / 8 runs of eight positions with the highest scores of an indexer with five heads."""
     made, run, dim = Heads(**LATENT), 8, 32
     pool = random(run, dim, seed=7)
 
@@ -1223,7 +1176,7 @@ def attention_to_runs(k: int) -> Case:
 
 @cases(run=(4, 32), overlaps=(False, True))
 def compress(run: int, overlaps: bool) -> Case:
-    """Runs of tokens as one row each: their values by the softmax of their gates."""
+    """Each run of tokens becomes one row: the mean of its values, weighted by the softmax of its gates."""
     n, dim = 1 + overlaps, 48
     biases = random(run, n * dim, seed=7)
 
@@ -1248,7 +1201,7 @@ def compress(run: int, overlaps: bool) -> Case:
 
 @cases(window=(5, 70), stride=(4, 32), k=(0, 3))
 def attention_to_entries(window: int, stride: int, k: int) -> Case:
-    """Attention to a window, and to what a second cache has of every so many tokens, or to k of those."""
+    """Attention to a window and to the entries of a second cache, or to the k best entries."""
     made, dim = Heads(**LATENT), 32
 
     def build(graph: Graph, q: g.Tensor, key: g.Tensor, entry: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
@@ -1285,7 +1238,7 @@ def attention_to_entries(window: int, stride: int, k: int) -> Case:
 
 
 def attended_at(made: Heads, q: Array, k: Array, v: Array, seen: Callable[[int, int], Array]) -> Array:
-    """Attention of each token, and each of its key/value heads, to the positions that ``seen`` gives."""
+    """Attention of each token and key/value head to the positions that ``seen`` returns."""
     n, types, together = made.n_kv_heads, made.cache.types, made.cache.rotations
     keys = stored(heads(k, made.key_dim), types[0], together[0])
     values = stored(heads(v, made.value_dim), types[1], together[1])
@@ -1299,14 +1252,14 @@ def attended_at(made: Heads, q: Array, k: Array, v: Array, seen: Callable[[int, 
 
 
 def positions_of(scores: Array, run: int, k: int, t: int) -> Array:
-    """Those up to t of the runs with the largest scores, and those behind the last run."""
+    """Positions up to t in the runs with the largest scores, and the positions after the last run."""
     runs = np.sort(np.argsort(-scores, kind="stable")[: k // run])
     chosen = np.append(runs[:, None] * run + np.arange(run), np.arange(len(scores) * run, t + 1))
     return chosen[chosen <= t].astype(np.int64)
 
 
 def of_heads(made: Heads, type: CacheType, index_dim: int, n_index_heads: int) -> dict[str, Any]:
-    """Inputs of attention whose positions an indexer chooses, and what it may differ by."""
+    """Inputs and tolerance of attention to positions that an indexer selects."""
     q = rows(made.n_heads * made.key_dim, 1).astype(np.float16).astype(np.float32)
     kv = rows(made.n_kv_heads * made.key_dim, 2), rows(made.n_kv_heads * made.value_dim, 3)
     index = rows(n_index_heads * index_dim, 4), kept_rows(1, index_dim, "f16", 5)
@@ -1319,7 +1272,7 @@ GROUPED: dict[str, Any] = {"n_heads": 6, "n_kv_heads": 3, "key_dim": 40, "value_
 
 @cases(run=(4, 32), k=(32, 64), type=("f16", "q8_0", "q5_0", "q4_0/f16"))
 def attention_to_largest_runs(run: int, k: int, type: CacheType) -> Case:
-    """Attention of each key/value head to the runs with the largest product of its indexer's head and a key."""
+    """Attention of each key/value head to the runs with the largest product of its index head and a key."""
     made, dim, n_last = Heads(**GROUPED, type=type), 24, k // 32
 
     def build(graph: Graph, q: g.Tensor, keys: g.Tensor, v: g.Tensor, of_index: g.Tensor, key: g.Tensor) -> g.Tensor:
@@ -1351,7 +1304,7 @@ def attention_to_largest_runs(run: int, k: int, type: CacheType) -> Case:
 
 @cases(type=("f16", "q8_0"))
 def attention_to_runs_of_heads(type: CacheType) -> Case:
-    """Attention of all heads to the runs whose last keys an indexer of five heads scores highest."""
+    """Attention of all heads to the runs whose last key has the highest scores of an indexer with five heads."""
     made, dim, run, k = Heads(**GROUPED, type=type), 32, 4, 24
 
     def build(graph: Graph, q: g.Tensor, keys: g.Tensor, v: g.Tensor, of_index: g.Tensor, key: g.Tensor) -> g.Tensor:
@@ -1371,7 +1324,7 @@ def attention_to_runs_of_heads(type: CacheType) -> Case:
 
     def expected(q: Array, keys: Array, v: Array, of_index: Array, index_key: Array) -> Array:
         rope = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=False)
-        padded = np.pad(heads(of_index, dim), ((run - 1, 0), (0, 0), (0, 0)))  # to turn further by as many
+        padded = np.pad(heads(of_index, dim), ((run - 1, 0), (0, 0), (0, 0)))  # shifts positions by run - 1
         turned = rotated(padded, rope)[run - 1 :]
         turned_key = rotated(heads(index_key, dim), rope)[:, 0].astype(np.float16).astype(np.float64)
 
@@ -1390,7 +1343,7 @@ def test_operation(backend: Backend, ops: Ops, case: Case) -> None:
 
 
 def after_outputs(case: Case) -> Graph | None:
-    """A case's operations over rows of `Outputs`; None if one of them is over the rows of all tokens."""
+    """Apply the operations to rows of `Outputs`; None if an operation needs the rows of all tokens."""
     graph = Graph()
     graph.layer = 0
     tables = [graph.add(operations.Embed(f32(x))) for x in case.inputs]
@@ -1413,8 +1366,8 @@ def _after_outputs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("backend", "graph"), _after_outputs(), scope="module")
-def test_operation_without_rows(backend: Backend, ops: Ops, graph: Graph) -> None:
-    """A batch that wants no logits leaves no rows to the operations that follow `Outputs`."""
+def test_operation_on_no_rows(backend: Backend, ops: Ops, graph: Graph) -> None:
+    """A batch that requests no logits has no rows after `Outputs`."""
     step = ops.backend.compile(graph, n_pages=(3,), n_states=0, max_tokens=20, max_outputs=20)
     assert step(make_batch([(np.arange(20), 0, np.arange(3))], outputs=[])).shape == (0, graph.result.width)
 

@@ -1,4 +1,4 @@
-"""Weights on their way to an emulated device, and what goes wrong there."""
+"""The upload of weights to an emulated device, and its errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ needs_harness = pytest.mark.skipif(no_harness() is not None, reason="the CUDA ha
 
 @dataclass(eq=False)
 class Mapped(Tensor):
-    """A tensor whose pages are let go."""
+    """A tensor that counts the calls of `drop_pages`."""
 
     drops: list[int] = field(default_factory=list)
 
@@ -43,8 +43,8 @@ def rows_of(backend: CUDABackend, table: Tensor, ids: list[int]) -> np.ndarray:
 
 @needs_harness
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("eager", 0), *(("random", seed) for seed in range(6))])
-def test_rows_go_up_in_chunks_through_two_buffers(order: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 96 rows and of a part of that; the last group of rows is not whole.  Whenever what was asked for is done."""
+def test_rows_are_uploaded_through_two_buffers(order: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks have 96 rows, the last one fewer, in any order of the device's work."""
     monkeypatch.setattr("localllm.kernels.cuda.weights.KEPT_BYTES", 1 << 15)
     n_rows, n_in = 1000, 256
     rows = random_rows(T.Q4_0, n_rows, n_in)
@@ -61,10 +61,10 @@ def test_rows_go_up_in_chunks_through_two_buffers(order: str, seed: int, monkeyp
 
 
 class OrderedDriver(KernellessDriver):
-    """Notes what must have been done before each upload and each launch: by what it waits for, or the host did.
+    """Records the calls that have ended before each upload and each launch.
 
     Attributes:
-        needs: of "upload 0", "pack 0", …
+        needs: names of these calls, for "upload 0", "pack 0", …
     """
 
     def __init__(self) -> None:
@@ -100,8 +100,8 @@ class OrderedDriver(KernellessDriver):
         self._before[stream] |= {name}
 
 
-def test_what_waits_for_what_while_rows_go_up() -> None:
-    """Packing for its rows, rows for a free buffer on either side; but rows not for the packing of those before."""
+def test_uploads_wait_for_a_free_buffer_only() -> None:
+    """Packing waits for its rows, and an upload for the buffers of two chunks ago, but not for the last packing."""
     driver, n_chunks = OrderedDriver(), 7
     ops = CUDABackend(driver, 0, compiles_ahead=False, chunk_bytes=32 * 4 * 64)
     ops.loader.matrix(f32(np.ones((32 * n_chunks, 64))))
@@ -114,7 +114,7 @@ def test_what_waits_for_what_while_rows_go_up() -> None:
 
 
 @needs_harness
-def test_formats_that_no_kernel_reads_are_repacked_on_the_way() -> None:
+def test_formats_without_a_kernel_are_repacked_during_the_upload() -> None:
     rows = random_rows(T.MXFP4, 40, 256)
     backend, tensor = emulated_cuda(), blocks(rows, T.MXFP4, 256)
     assert backend.loader.matrix(tensor).format == "LUT_E2M1_32"
@@ -122,7 +122,7 @@ def test_formats_that_no_kernel_reads_are_repacked_on_the_way() -> None:
 
 
 @needs_harness
-def test_scales_beyond_float16_are_kept_in_float32() -> None:
+def test_matrices_with_scales_above_float16_become_float32() -> None:
     rows = random_rows(T.MXFP4, 40, 64)
     rows[7, 0], rows[7, 1] = 200, 0x77
     backend, tensor = emulated_cuda(), blocks(rows, T.MXFP4, 64)
@@ -132,14 +132,14 @@ def test_scales_beyond_float16_are_kept_in_float32() -> None:
 
 
 @pytest.mark.parametrize("type", [T.F32, T.F16, T.BF16, T.Q4_0, T.Q6_K, T.IQ2_XXS], ids=lambda t: t.name)
-def test_what_weights_take_is_foretold(type: GGMLType) -> None:
+def test_the_memory_of_weights_is_planned(type: GGMLType) -> None:
     loader = CUDABackend(KernellessDriver(), 0).loader
     for shape in ((1, 256), (33, 512), (64, 1024)):
         tensor = blocks(random_rows(type, *shape), type, shape[1])
         assert loader.matrix(tensor).n_bytes == loader.planned(tensor).n_bytes
 
 
-def test_before_sm_80_bfloat16_is_kept_as_float32() -> None:
+def test_bfloat16_becomes_float32_before_sm_80() -> None:
     loader = CUDABackend(KernellessDriver(capability=(7, 5), shared_bytes=64 << 10), 0).loader
     tensor = blocks(random_rows(T.BF16, 32, 128), T.BF16, 128)
     matrix = loader.matrix(tensor)
@@ -147,11 +147,11 @@ def test_before_sm_80_bfloat16_is_kept_as_float32() -> None:
     assert loader.planned(tensor).n_bytes == matrix.n_bytes
 
 
-# -- Faults --------------------------------------------------------------------------------------------------------
+# -- Errors --------------------------------------------------------------------------------------------------------
 
 
 def load_and_run(driver: EmulatedDriver) -> None:
-    """A little of everything that takes memory."""
+    """Allocate memory in every way that a backend does."""
     ops = Ops(CUDABackend(driver, 0, compiles_ahead=False))
     linear = ops.load_linear(f32(np.ones((32, 32))), f32(np.ones(32)))
     cache = ops.new_cache(CacheShape(1, 1, 16), 2)
@@ -165,7 +165,7 @@ def load_and_run(driver: EmulatedDriver) -> None:
         step(make_batch([([1, 2], 0, [0])]))
 
 
-def test_whenever_memory_runs_out_that_is_said_and_all_is_given_back() -> None:
+def test_a_failed_allocation_is_reported_and_all_memory_is_freed() -> None:
     whole = KernellessDriver()
     whole.memories.fail_allocation = 1000
     load_and_run(whole)
@@ -187,7 +187,7 @@ def test_weights_larger_than_the_device() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 3, 8, 12])
-def test_a_device_that_is_lost_is_said_to_be(after: int) -> None:
+def test_a_lost_device_is_reported(after: int) -> None:
     driver = KernellessDriver()
     driver.lose(0, after)
     with pytest.raises(DeviceLostError, match="emulated CUDA device 0 is lost"):
