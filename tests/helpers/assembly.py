@@ -22,7 +22,7 @@ def triple_of(v: Variant) -> str:
 
 
 def innermost_loops(text: str) -> list[list[str]]:
-    """Return the instructions of each loop that contains no other loop."""
+    """Return the instructions of each innermost loop."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in map(str.strip, text.splitlines()):
@@ -37,7 +37,7 @@ def innermost_loops(text: str) -> list[list[str]]:
 
 
 def loops_of(v: Variant) -> list[list[str]]:
-    """Return the innermost loops of a kernel for its target, whichever processor runs the test."""
+    """Return the innermost loops of a kernel for its target, on any processor."""
     return innermost_loops(assembly(v, triple_of(v)))
 
 

@@ -1,4 +1,4 @@
-"""The JSON schema of exported chats, generated from the types with which the terminal's chat reads them.
+"""The JSON schema of exported chats, generated from the types of the terminal's chat.
 
 ``python -m tests.helpers.chat_schema`` writes it to ``localllm/server/page/chat_schema.js``, for the page.
 """

@@ -141,7 +141,7 @@ def _add_block(acc: Floats, w: Blocks, x: Activations, b: int) -> Floats:
 
 
 def float_product(w: Floats, x: Floats) -> Floats:
-    """The same for float32 weights [n, k], column by column."""
+    """Multiply x [T, k] by float32 weights [n, k], column by column."""
     total = np.zeros((len(x), len(w)), F)
     for tiles in chunks(x.shape[1], 128):
         acc = np.zeros_like(total)

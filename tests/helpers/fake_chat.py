@@ -88,7 +88,7 @@ class FakeModel:
         seconds: delay before every token.
         gate: if set, every token waits for this event.
         ending: end of the rendered prompt.
-        asked: received requests, in order.
+        asked: received requests.
     """
 
     replies: list[Reply] = field(default_factory=list)

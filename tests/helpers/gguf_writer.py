@@ -151,7 +151,7 @@ class RawTensor:
 
 @dataclass
 class RawGGUF:
-    """A GGUF file in which every field can be falsified; None means the correct value.
+    """A GGUF file with fields that can be falsified; None means the correct value.
 
     Attributes:
         keys: results of `key`.

@@ -30,7 +30,7 @@ class Repo:
         small: names of files without LFS.
         refusal: status and error code of the hub for all requests, or only for files.
         refuses_files: whether the refusal applies to files only, as for a gated repository.
-        cuts: numbers of bytes after which the connection of each next answer ends.
+        cuts: lengths of the next truncated answers, in bytes.
         sent: bytes to send instead of a file's contents.
         has_ranges: whether the hub supports range requests.
         tells_length: whether answers state their length.

@@ -117,7 +117,7 @@ class Elsewhere:
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """Attributes, from which monkeypatch reads the value to restore."""
+        """Attributes, including the values that monkeypatch restores."""
         found = {name: value for name, value in vars(self._module).items() if name not in self._missing}
         return found | self._others
 

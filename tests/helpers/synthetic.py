@@ -2,8 +2,8 @@
 
     python -m tests.helpers.synthetic llama-1.1b q4_0 model.gguf
 
-Blocks are random in their quantised form: random codes, and scales that give each matrix a standard deviation with
-which activations keep their magnitude through all layers.  A file mixes formats as llama.cpp's quantiser does, and
+Blocks are random in their quantised form: random codes, and scales that give each matrix a standard deviation that
+keeps the magnitude of activations through all layers.  A file mixes formats as llama.cpp's quantiser does, and
 llama.cpp can load its vocabulary.
 """
 

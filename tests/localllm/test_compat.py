@@ -102,17 +102,6 @@ def test_echo_and_suffix_are_streamed_too(llm: Llama, more: dict[str, Any]) -> N
     assert "".join(each["choices"][0]["text"] for each in llm("Once upon", stream=True, **options)) == whole
 
 
-def test_streamed_chat_is_the_same_text(llm: Llama) -> None:
-    whole = llm.create_chat_completion(QUESTION, temperature=0)["choices"][0]
-    chunks = list(llm.create_chat_completion(QUESTION, temperature=0, stream=True))
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert deltas[0] == {"role": "assistant"}
-    assert deltas[-1] == {}
-    assert "".join(delta["content"] for delta in deltas[1:-1]) == whole["message"]["content"]
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-
-
 def test_a_model_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = []
 

@@ -138,18 +138,6 @@ def test_text_continues_with_its_space(stories: LLM) -> None:
 # Generation on a tiny random model.
 
 
-def test_generate_and_stream_are_the_same(llm: LLM) -> None:
-    options: dict[str, Any] = {"max_tokens": 20, "seed": 5, "temperature": 1.5, "ignore_eos": True}
-    completion = llm.generate("hello", **options)
-    chunks = list(llm.stream("hello", **options))
-    assert "".join(chunk.text for chunk in chunks) == completion.text
-    assert sum((chunk.ids for chunk in chunks), ()) == completion.ids
-    assert len(completion.ids) == 20
-    assert [chunk.finish_reason for chunk in chunks] == [None] * 20 + ["length"]
-    assert chunks[-1].usage == localllm.Usage(prompt_tokens=6, cached_tokens=5, completion_tokens=20)
-    assert str(completion) == completion.text
-
-
 def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.tokenize("the end")
     texts = {

@@ -36,8 +36,8 @@ class Tiny:
         config: changes to `CONFIG`.
         conversion: replaces the conversion of ``localllm convert``.
         auto: transformers class of the model.
-        release: converts a configuration and tensors to those of a released model that transformers lacks, but that
-            computes the same.
+        release: converts a configuration and tensors to a released model that transformers lacks but that computes
+            the same.
         change: changes the transformers model in place to another model, including its weights.
     """
 
@@ -411,7 +411,7 @@ OLD_QWEN3NEXT = Conversion(
     qwen3next.hf_keys,
     lambda name, array, config: qwen35.delta_net_tensor(name, array),
 )
-#: Files of 2024 have one matrix from latents to keys and values.
+#: Files of 2024 store one matrix from latents to keys and values.
 OLD_LATENTS = Conversion(
     deepseek2.HF_NAMES,
     lambda config: (

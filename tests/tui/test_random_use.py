@@ -1,7 +1,7 @@
 """Random actions, faster than the screen updates, compared with a model of the expected state.
 
 Every typed word has a unique number: it must occur exactly once in the editor or in a message, in the order of
-typing, whatever the keys.  LOCALLLM_RANDOM_STEPS and LOCALLLM_RANDOM_SEED allow longer runs.
+typing, for all keys.  LOCALLLM_RANDOM_STEPS and LOCALLLM_RANDOM_SEED allow longer runs.
 """
 
 from __future__ import annotations

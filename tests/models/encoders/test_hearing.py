@@ -55,7 +55,7 @@ def mel_of_whisper(samples: Samples, n_mels: int, **options: Any) -> Any:
 class Voxtral:
     """transformers' model."""
 
-    #: Seconds of audio: less than one chunk, and several chunks of which the last is incomplete.
+    #: Seconds of audio: less than one chunk, and several chunks with an incomplete last one.
     seconds = (0.31, 1.9)
 
     def __init__(self) -> None:

@@ -137,7 +137,7 @@ def by_command(files: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Ask:
 
 
 def by_chat(llm: LLM) -> Ask:
-    """Attach an image, draw it and ask about it."""
+    """Attach an image, draw it and send a question."""
 
     def ask(path: Path) -> str | None:
         assert half_blocks(path.read_bytes()).plain

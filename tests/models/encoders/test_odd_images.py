@@ -1,4 +1,4 @@
-"""Images and audio in unusual formats: pixels and samples match those of other programs."""
+"""Images and audio in unusual formats: pixels and samples match other programs' results."""
 
 from __future__ import annotations
 
