@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from localllm.models.hf_convert import Array
-from localllm.models.encoders.encoder import Checkpoint, Pixels
+from localllm.models.encoders.encoder import Checkpoint, Pixels, require, require_same
 from localllm.models.encoders.images import interpolated
 from localllm.models.encoders.qwen import QwenVision
 from localllm.models.encoders.siglip import ENCODER_NAMES
@@ -20,6 +20,9 @@ HF_NAMES = ENCODER_NAMES | {
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     size = c.processor.get("size") or {}
+    merge = c.vision.get("spatial_merge_size", 2)
+    require(c, "spatial_merge_size", merge, (2,))
+    require_same(c, patch_size=c.vision["patch_size"], merge_size=merge, temporal_patch_size=1)
     return {
         "projector_type": "paddleocr",
         "use_gelu": True,

@@ -12,7 +12,7 @@ import numpy as np
 from localllm.kernels.graph import Linear, Matrix, Rope
 from localllm.models.blocks import norm
 from localllm.models.hf_convert import Array, interleave_pairs
-from localllm.models.encoders.encoder import Checkpoint, Prepared, VisionModel
+from localllm.models.encoders.encoder import Checkpoint, Prepared, VisionModel, require
 from localllm.models.encoders.images import resized
 from localllm.models.encoders.views import ColumnsByPart
 
@@ -38,14 +38,14 @@ HF_MEANT = {"vision_feature_layer": (-1,)}
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     activation = c.vision.get("hidden_act", "gelu")
-    rope = c.vision.get("rope_parameters") or {}
+    require(c, "hidden_act", activation, ("gelu", "silu"))
     return {
         "projector_type": "pixtral",
         "use_silu": activation == "silu" or None,
         "use_gelu": activation == "gelu" or None,
         "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-5),
         "vision.spatial_merge_size": c.values.get("spatial_merge_size"),
-        "vision.rope.freq_base": float(c.vision.get("rope_theta") or rope.get("rope_theta") or 1e4),
+        "vision.rope.freq_base": float(c.vision.get("rope_theta", 1e4)),
     }
 
 

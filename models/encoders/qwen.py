@@ -25,7 +25,7 @@ from localllm.kernels.graph import (
 )
 from localllm.models.blocks import add, norm
 from localllm.models.hf_convert import GELU_TANH, SILU, Array
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, split_qkv
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, require_same, split_qkv
 from localllm.models.encoders.images import bicubic, bilinear, resized, smart_resize
 from localllm.models.encoders.views import ColumnsByPart, SumOf
 from localllm.models.weights import Reshaped
@@ -68,10 +68,13 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     require(c, "hidden_act", activation, (None, *known))
     size = c.processor.get("size") or {}
     n_layers, tapped = vision["depth"], vision.get("deepstack_visual_indexes") or ()
+    merge = vision.get("spatial_merge_size", 2)
+    require(c, "temporal_patch_size", vision.get("temporal_patch_size", 2), (2,))
+    require_same(c, patch_size=vision["patch_size"], merge_size=merge, temporal_patch_size=2)
     keys = {
         "projector_type": "qwen2vl_merger" if is_2 else "qwen3vl_merger",
         "use_gelu": None if is_2 else True,
-        "vision.spatial_merge_size": vision.get("spatial_merge_size", 2),
+        "vision.spatial_merge_size": merge,
         "vision.attention.layer_norm_epsilon": 1e-6,
         "vision.is_deepstack_layers": None if is_2 else [i in tapped for i in range(n_layers)],
         "vision.image_min_pixels": c.processor.get("min_pixels") or size.get("shortest_edge"),
