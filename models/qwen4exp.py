@@ -91,7 +91,9 @@ def _ngram_keys(config: Any) -> dict[str, Any]:
     factors = [2 * (_split_mix(config.seed + _GAMMA * i) % half) + 1 for i in range(1, n + 1)]
     for name, tensor in config.tensors.items():
         if name.endswith(".layer_multipliers") and not np.allclose(floats(tensor.values()), factors):
-            raise ModelError(f"config.json has seed = {config.seed}, but the checkpoint contains factors of another one")
+            raise ModelError(
+                f"config.json has seed = {config.seed}, but the checkpoint contains factors of another one"
+            )
     width = getattr(config, "ple_embed_dim", None) or config.hidden_size
     return {
         "ple.layers": layers,

@@ -48,6 +48,7 @@ COMMON_NAMES = (
     ("torch_dtype", "dtype"),
 )
 
+
 class Config(Settings):
     """``config.json`` of a checkpoint: the settings of its text model, with the defaults of transformers' class.
 
@@ -67,7 +68,9 @@ class Config(Settings):
         defaults = DEFAULTS.get(kind, {})
         outer = {name: value for name, value in values.items() if name not in defaults} if section else {}
         place = f"{section}." if section else ""
-        super().__init__({**outer, **text}, place=place, defaults=defaults, names=(*COMMON_NAMES, *NAMES.get(kind, ())))
+        super().__init__(
+            {**outer, **text}, place=place, defaults=defaults, names=(*COMMON_NAMES, *NAMES.get(kind, ()))
+        )
         self._text, self.has_section = text, section is not None
         self.tensors: Mapping[str, Any] = {}
         self.n_nextn = 0

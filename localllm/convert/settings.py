@@ -159,7 +159,7 @@ class Settings:
         """Raise ModelError for a setting that the converted file would lose.
 
         Args:
-            meant: settings without a key in GGUF files, and the values that a file implies; any value if there is none.
+            meant: settings without a key in GGUF files, and the values that a file implies; empty accepts any value.
             is_irrelevant: whether the setting of a name changes nothing in the converted file.
         """
         for name, values in meant.items():

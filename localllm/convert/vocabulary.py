@@ -60,8 +60,8 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
     for name, harmless in _MEANT.items():
         if (value := settings.get(name)) is not None and value not in harmless:
             raise TokenizerError(
-                f"tokenizer_config.json has {name} = {quoted(value)}, for which GGUF files have no key: remove it from "
-                "tokenizer_config.json if texts are tokenized the same way without it, or report the model"
+                f"tokenizer_config.json has {name} = {quoted(value)}, for which GGUF files have no key: remove it "
+                "from tokenizer_config.json if it changes no tokens, or report the model"
             )
     added = _added_tokens(settings, json, read_json(folder / "added_tokens.json"))
     if (folder / "tokenizer.model").is_file():

@@ -100,8 +100,16 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     "per_bin_mean": (None,),
     "per_bin_stddev": (None,),
 } | dict.fromkeys(
-    ("attention_invalid_logits_value", "gradient_clipping", "output_proj_dims", "preemphasis_htk_flavor")
-    + ("subsampling_conv_channels", "audio_embed_dim", "audio_samples_per_token", "feature_size"),
+    [
+        "attention_invalid_logits_value",
+        "gradient_clipping",
+        "output_proj_dims",
+        "preemphasis_htk_flavor",
+        "subsampling_conv_channels",
+        "audio_embed_dim",
+        "audio_samples_per_token",
+        "feature_size",
+    ],
     (),
 )
 

@@ -15,7 +15,7 @@ from localllm.kernels.graph import Activation, Linear, Matrix, RMSNorm
 from localllm.models.hf_convert import GELU, Array
 from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, require_same
 from localllm.models.encoders.images import interpolated
-from localllm.models.encoders.qwen import QwenVision
+from localllm.models.encoders.qwen import QwenVision, pixel_limits
 from localllm.models.encoders.views import ColumnsByPart, floats
 from localllm.models.weights import Reshaped
 
@@ -42,14 +42,22 @@ HF_NAMES = {
     "v.view_seperator": "perceive.image_sep patch_merger.image_sep",  # llama.cpp's spelling
 }
 HF_MEANT = {"hidden_act": GELU, "interpolate_mode": ("bilinear",)} | dict.fromkeys(
-    ("add_patchemb_bias", "anyres_vit_max_image_size", "anyres_vit_two_views", "cat_extra_token", "img_max_size")
-    + ("im_start_id", "im_end_id", "im_newline_id"),
+    [
+        "add_patchemb_bias",
+        "anyres_vit_max_image_size",
+        "anyres_vit_two_views",
+        "cat_extra_token",
+        "img_max_size",
+        "im_start_id",
+        "im_end_id",
+        "im_newline_id",
+    ],
     (),
 )
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
-    vision, size = c.vision, c.processor.get("size") or {}
+    vision = c.vision
     merge = vision.get("spatial_merge_size", 2)
     require_same(c, patch_size=vision["patch_size"], merge_size=merge, temporal_patch_size=1)
     return {
@@ -58,9 +66,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
         "vision.image_size": vision.get("max_image_size", 2048),
         "vision.spatial_merge_size": merge,
-        "vision.image_min_pixels": c.processor.get("min_pixels") or size.get("shortest_edge"),
-        "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
-    }
+    } | pixel_limits(c)
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:

@@ -51,6 +51,9 @@ def _merge(c: Checkpoint) -> int:
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     slices = c.processor.get("max_slice_nums", MAX_SLICES) if c.processor.get("slice_mode", True) else 1
+    layer, n_layers = c.values.get("insert_layer_id", 6), c.vision["num_hidden_layers"]
+    if _merge(c) == 4 and not 0 <= layer < n_layers:
+        raise ModelError(f"config.json has insert_layer_id = {layer}, but the encoder has {n_layers} layers")
     require_same(c, patch_size=c.vision["patch_size"], downsample_mode=c.values.get("downsample_mode", "16x"))
     return {
         "projector_type": "minicpmv4_6",
@@ -58,7 +61,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-6),
         "vision.image_size": c.processor.get("scale_resolution", 448),
         "vision.projector.scale_factor": _merge(c),
-        "vision.wa_layer_indexes": [c.values.get("insert_layer_id", 6)],
+        "vision.wa_layer_indexes": [layer],
         "vision.preproc_max_tiles": None if slices == MAX_SLICES else slices,
     }
 

@@ -41,7 +41,9 @@ class Projector:
     @property
     def keys(self) -> Callable[[Checkpoint], dict[str, Any]]:
         """Function that returns the family's additional keys, without ``clip.``."""
-        keys: Callable[[Checkpoint], dict[str, Any]] = import_module(f"localllm.models.encoders.{self.module}").hf_keys
+        keys: Callable[[Checkpoint], dict[str, Any]] = import_module(
+            f"localllm.models.encoders.{self.module}"
+        ).hf_keys
         return keys
 
     @property

@@ -41,8 +41,19 @@ _VERSIONS = {
 _HEAD_DIM = 128
 
 HF_MEANT: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    ("batch_3d_resampler", "batch_vision_input", "image_size", "init_audio", "init_tts", "init_vision")
-    + ("resampler_attn_implementation", "slice_config", "slice_mode", "use_image_id", "vision_batch_size"),
+    [
+        "batch_3d_resampler",
+        "batch_vision_input",
+        "image_size",
+        "init_audio",
+        "init_tts",
+        "init_vision",
+        "resampler_attn_implementation",
+        "slice_config",
+        "slice_mode",
+        "use_image_id",
+        "vision_batch_size",
+    ],
     (),
 )
 

@@ -46,10 +46,24 @@ HF_MEANT = {
     "max_pixels_tolerance": (2.0,),
     "vision_feature_layer": (-1,),
 } | dict.fromkeys(
-    ("encoder_patch_size", "max_image_size", "max_image_tokens", "max_tiles", "min_image_tokens", "min_tiles")
-    + ("tile_size", "use_base_siglip", "use_image_special_tokens")
-    + ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
-    + ("max_num_patches", "projector_bias", "projector_hidden_size", "projector_use_layernorm"),
+    [
+        "encoder_patch_size",
+        "max_image_size",
+        "max_image_tokens",
+        "max_tiles",
+        "min_image_tokens",
+        "min_tiles",
+        "tile_size",
+        "use_base_siglip",
+        "use_image_special_tokens",
+        "pan_and_scan_max_num_crops",
+        "pan_and_scan_min_crop_size",
+        "pan_and_scan_min_ratio_to_activate",
+        "max_num_patches",
+        "projector_bias",
+        "projector_hidden_size",
+        "projector_use_layernorm",
+    ],
     (),
 )
 

@@ -63,12 +63,28 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     "max_source_positions": (),
     "feature_size": (),
 } | dict.fromkeys(
-    ("apply_spec_augment", "classifier_proj_size", "median_filter_length", "max_target_positions")
-    + ("use_weighted_layer_sum", "decoder_attention_heads", "decoder_ffn_dim", "decoder_layers")
-    + ("mask_feature_length", "mask_feature_min_masks", "mask_feature_prob", "mask_time_length")
-    + ("mask_time_min_masks", "mask_time_prob")
-    # of Ultravox
-    + ("audio_model_id", "audio_model_lora_config", "norm_init", "text_model_id", "text_model_lora_config"),
+    # the last ones are Ultravox's
+    [
+        "apply_spec_augment",
+        "classifier_proj_size",
+        "median_filter_length",
+        "max_target_positions",
+        "use_weighted_layer_sum",
+        "decoder_attention_heads",
+        "decoder_ffn_dim",
+        "decoder_layers",
+        "mask_feature_length",
+        "mask_feature_min_masks",
+        "mask_feature_prob",
+        "mask_time_length",
+        "mask_time_min_masks",
+        "mask_time_prob",
+        "audio_model_id",
+        "audio_model_lora_config",
+        "norm_init",
+        "text_model_id",
+        "text_model_lora_config",
+    ],
     (),
 )
 

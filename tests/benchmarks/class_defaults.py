@@ -48,7 +48,6 @@ def sections(kind: Any) -> dict[str, Any]:
 def class_defaults(kind: Any) -> dict[str, Any]:
     """Return the settings of a class with their defaults."""
     missing = dataclasses.MISSING
-    fields = {field.name for field in dataclasses.fields(kind)}
     is_left_out = is_irrelevant if is_text(kind) else _is_left_out
     values = {
         field.name: field.default_factory() if field.default_factory is not missing else field.default

@@ -74,7 +74,7 @@ _ROPES: tuple[dict[str, Any], ...] = (
         "truncate": False,
         "beta_fast": 20.0,
     },
-    {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "attention_factor": 0.8},
+    {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "attention_factor": 0.9},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 32},
 )
@@ -269,8 +269,7 @@ class TinyEncoder(TinyCheckpoint):
         self.inputs: list[Any] = [picture(*size) for size in self.family.sizes[:2]]
         processor = json.loads((self.folder / _PROCESSOR).read_text())
         processor["image_processor_type"] = self.family.processor[1].removesuffix("Pil")
-        paths = [path for path in _paths(processor) if path[0] not in _OF_CALLS.get(name.split()[0], ())]
-        self._set_up([Document(_PROCESSOR, processor, paths, self._options)])
+        self._set_up([Document(_PROCESSOR, processor, self._rewritten(processor), self._options)])
 
     def _set_up(self, documents: list[Document]) -> None:
         self.state = {key: value.clone() for key, value in self.model.state_dict().items()}
@@ -287,11 +286,15 @@ class TinyEncoder(TinyCheckpoint):
         kind, inner = type(self.model.config), getattr(self.model.config, self.section)
         values = json.loads(self.model.config.to_json_string(use_diff=False))
         values["architectures"] = released["architectures"]
-        paths = [path for path in _paths(values) if not path[0].endswith("_config") or path[0] == self.section]
+        sections = {key: value for key, value in values.items() if key == self.section or not key.endswith("_config")}
         pairs = [*kind.attribute_map.items()]
         pairs += [(f"{self.section}.{a}", f"{self.section}.{b}") for a, b in type(inner).attribute_map.items()]
         names = (*pairs, *((b, a) for a, b in pairs))
-        return Document("config.json", values, paths, _reader(kind), names, released)
+        return Document("config.json", values, self._rewritten(sections), _reader(kind), names, released)
+
+    def _rewritten(self, values: Mapping[str, Any]) -> list[tuple[str, ...]]:
+        kept = _KEPT.get(self.name.partition(" ")[0], ())
+        return [path for path in _paths(values) if not {*path} & {*kept}]
 
     def _options(self, values: dict[str, Any]) -> Any:
         try:
@@ -398,8 +401,14 @@ class TinySound(TinyEncoder):
 
 
 _PROCESSOR = "preprocessor_config.json"
-#: Settings of image processors that the processors of text and images choose in each call, by family.
-_OF_CALLS = {"internvl": ("crop_to_patches",), "pixtral": ("patch_size",)}
+#: Settings of families that are not rewritten: `MergedPatches` has one, processors of text choose some in each call, and
+#: transformers reorders Kimi's rows by the number of heads when it loads a file, which it does not do here.
+_KEPT = {
+    "gemma4uv": ("max_soft_tokens",),
+    "internvl": ("crop_to_patches",),
+    "kimik25": ("num_attention_heads",),
+    "pixtral": ("patch_size",),
+}
 
 
 def _reader(kind: Any) -> Callable[[dict[str, Any]], Any]:
@@ -417,7 +426,8 @@ def _reader(kind: Any) -> Callable[[dict[str, Any]], Any]:
 def _tie_like(config: Any, other: Any) -> None:
     """Weights that differ are not tied, whatever the configuration says."""
     for one, its in ((config, other), (config.get_text_config(), other.get_text_config())):
-        one.tie_word_embeddings = its.tie_word_embeddings
+        if hasattr(its, "tie_word_embeddings"):
+            one.tie_word_embeddings = its.tie_word_embeddings
 
 
 def _written(checkpoint: Any, folder: Path, type: str | None) -> Path:
@@ -609,7 +619,9 @@ def main() -> None:
                 counts[rewriting.kind][result] += 1
                 rows.append([name, rewriting.kind, rewriting.name, result, why])
                 if result == "wrong" or options.all:
-                    print(f"{name:18} {rewriting.kind:7} {rewriting.file} {rewriting.name}: {result} {why}", flush=True)
+                    print(
+                        f"{name:18} {rewriting.kind:7} {rewriting.file} {rewriting.name}: {result} {why}", flush=True
+                    )
     for kind, counter in counts.items():
         print(kind, dict(sorted(counter.items())))
     if options.json:

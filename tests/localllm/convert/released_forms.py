@@ -4,6 +4,7 @@ Sizes are left out where a tiny model has its own.  Processors' files are comple
 with its own values.  Other files have further keys besides a tiny model's.
 """
 
+# ruff: noqa: E501, RUF005
 from __future__ import annotations
 
 from typing import Any

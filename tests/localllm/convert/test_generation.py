@@ -26,7 +26,8 @@ def test_recommended_sampling_has_llama_cpps_keys(tmp_path: Path) -> None:
     found = {key.removeprefix("general.sampling."): value for key, value in metadata.items() if "sampling" in key}
     expected = {"temp": 1.0, "top_k": 20, "penalty_repeat": np.float32(1.05), "xtc_threshold": np.float32(0.2)}
     assert found == expected | {"mirostat": 2}
-    assert isinstance(found["temp"], float) and type(found["top_k"]) is int
+    assert isinstance(found["temp"], float)
+    assert type(found["top_k"]) is int
 
 
 def test_tokens_that_replies_never_contain_are_written(tmp_path: Path) -> None:

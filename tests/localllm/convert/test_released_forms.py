@@ -8,12 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from localllm.convert import Checkpoint, MmprojCheckpoint
-from localllm.errors import LocalLLMError
-from tests.helpers.checkpoints import write_checkpoint
 from tests.localllm.convert.released_forms import IMAGES, TEXTS
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
@@ -37,9 +34,11 @@ def as_released(folder: Path, keys: dict[str, dict[str, Any]]) -> None:
             continue
         present = read(folder / file)
         if file == "preprocessor_config.json":
-            present |= {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")} if (
-                size := present.get("size")
-            ) and "min_pixels" in values else {}
+            present |= (
+                {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+                if (size := present.get("size")) and "min_pixels" in values
+                else {}
+            )
             present = {name: value for name, value in present.items() if name in values}
             present.pop("image_processor_type", None)
         merged = values | present
