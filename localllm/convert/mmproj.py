@@ -143,6 +143,8 @@ def _processor(folder: Path, kind: str, media: str) -> Settings:
         values = read_json(folder / file)
         section = section if isinstance(values.get(section), dict) else ""
         values = values[section] if section else values
+        if media == "audio" and "feature_extractor_type" not in values:  # a processor of images
+            values = {}
     if section == "media_proc_cfg" or media == "audio":
         defaults = None
     else:

@@ -67,7 +67,7 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
     [
         "apply_spec_augment",
         "classifier_proj_size",
-        "median_filter_length",
+        "median_filter_width",
         "max_target_positions",
         "use_weighted_layer_sum",
         "decoder_attention_heads",

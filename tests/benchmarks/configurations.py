@@ -401,8 +401,8 @@ class TinySound(TinyEncoder):
 
 
 _PROCESSOR = "preprocessor_config.json"
-#: Settings of families that are not rewritten: `MergedPatches` has one, processors of text choose some in each call, and
-#: transformers reorders Kimi's rows by the number of heads when it loads a file, which it does not do here.
+#: Settings of families that are not rewritten: `MergedPatches` has one value, processors of text and images choose
+#: some in each call, and transformers reorders Kimi's rows by the number of heads only when it loads a file.
 _KEPT = {
     "gemma4uv": ("max_soft_tokens",),
     "internvl": ("crop_to_patches",),
