@@ -10,7 +10,8 @@ from localllm.models.hf_convert import GELU_TANH, add_one_to_norms
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
-HF_MEANT = {"hidden_act": GELU_TANH, "hidden_activation": GELU_TANH}
+#: In the configurations of the first release, "gelu" means the tanh form.
+HF_MEANT = {"hidden_act": (*GELU_TANH, "gelu"), "hidden_activation": GELU_TANH}
 hf_tensor = add_one_to_norms
 
 

@@ -21,7 +21,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),  # for all types
         "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
-        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+        # Without "mscale", transformers ignores "mscale_all_dim".
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim") if rope.get("mscale") else None,
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.errors import ModelError
+from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
 from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Rope, Tensor
@@ -23,7 +23,7 @@ from localllm.kernels.operations.recurrent import MAX_CONV
 from localllm.models import qwen35
 from localllm.models.blocks import DeltaNet, Layer, Select, attention, decoder, delta_net, feed_forward
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import Array, floats
 from localllm.models.rope import make_rope
 from localllm.models.weights import ArrayWeight, Dilated
 
@@ -51,7 +51,6 @@ HF_NAMES = qwen35.HF_NAMES | {
 HF_MEANT = {
     "indexer_kv_heads": (1,),
     "norm_topk_prob": (True,),
-    "output_gate_type": ("sigmoid",),
     "number_of_conv_states": (),
 } | dict.fromkeys(("make_ngram_vocab_size_divisible_by", "split_ngram_parts"), ())
 #: Name of the table of n-gram embeddings.
@@ -62,6 +61,9 @@ _MAX_N, _MAX_HEADS = 8, 1 << 8
 
 def hf_keys(config: Any) -> dict[str, Any]:
     ratio = getattr(config, "indexer_compress_ratio", None) or 0
+    gate = config.get("output_gate_type") or config.hidden_act
+    if gate != "sigmoid":
+        raise ModelError(f"config.json has output_gate_type = {quoted(gate)}, but GGUF files mean sigmoid")
     return (
         qwen35.hf_keys(config)
         | {
@@ -90,6 +92,11 @@ def _ngram_keys(config: Any) -> dict[str, Any]:
     sizes = [next(primes) for _ in range((n - 1) * per_n)]
     half = max(1, ((1 << 63) - 1) // config.vocab_size // 2)
     factors = [2 * (_split_mix(config.seed + _GAMMA * i) % half) + 1 for i in range(1, n + 1)]
+    for name, tensor in config.tensors.items():
+        if name.endswith(".layer_multipliers") and not np.allclose(floats(tensor.values()), factors):
+            raise ModelError(
+                f"config.json has seed = {config.seed}, but the checkpoint contains factors of another one"
+            )
     width = getattr(config, "ple_embed_dim", None) or config.hidden_size
     return {
         "ple.layers": layers,

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.convert.config import Config, general_keys, with_floats
+from localllm.convert.generation import generation_keys
 from localllm.convert.safetensors import read_folder
 from localllm.convert.settings import read_json
 from localllm.convert.sources import Source, find_sources
@@ -34,17 +35,13 @@ from localllm.errors import (
 from localllm.gguf.writer import TensorSpec, read_back
 from localllm.models.config import MAX_LAYERS, ModelMetadata, read_general
 from localllm.models.hf_convert import floats, is_classifier
-from localllm.models.registry import ARCHITECTURES, DRAFTERS, Conversion, has_block, read_model
+from localllm.models.registry import ARCHITECTURES, DRAFTERS, Architecture, Conversion, has_block, read_model
 from localllm.models.weights import ModelFile
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize.mixes import is_quantizable
 from localllm.tokenizer import Tokenizer
 
 Array = NDArray[Any]
-
-#: GGUF's names of sampling parameters, by their names in generation_config.json.
-_SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-_SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 #: Tensors of a checkpoint that do not belong to the language model.
 _OTHERS = re.compile(
@@ -132,29 +129,13 @@ class Checkpoint:
 
     def __init__(self, folder: Path, conversion: Conversion | None = None, target: ModelFile | None = None) -> None:
         self.path = folder
-        if folder.is_file():
-            raise ModelError(
-                f"{path_text(folder)} is a file: name the folder of a Hugging Face model "
-                "(localllm quantize changes the type of a GGUF file)"
-            )
-        values = read_json(folder / "config.json")
-        if not values:
-            raise ModelError(
-                f"{path_text(folder)} has no config.json: name the folder of a Hugging Face model, with config.json, "
-                "*.safetensors and its tokenizer"
-            )
+        values = _read_config(folder)
         config = Config(values)
         self.architecture = _architecture(config, values)
         architecture = _KNOWN[self.architecture]
         conversion = conversion or architecture.conversion
-        if target is None and architecture.takes_target:
-            raise UsageError(
-                f"{path_text(folder)} is a drafter, which has no tokenizer: name the model that it drafts for "
-                "(--target), a checkpoint's folder or a GGUF file"
-            )
+        _check_target(folder, architecture, target)
         if target is not None:
-            if not architecture.takes_target:
-                raise UsageError(f"{path_text(folder)} is not an EAGLE-3 or DFlash drafter: leave --target out")
             meta = ModelMetadata(target.metadata, str(target.metadata.get("general.architecture")))
             config.target = read_general(meta, target.tensors)
         files = read_folder(folder)
@@ -165,15 +146,7 @@ class Checkpoint:
                 raise ValueError(f"it has num_hidden_layers = {config.num_hidden_layers}")
             self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
             self.tensors |= (dense := _dense(folder))
-            is_late = "dense_2.weight" in self.tensors and not (folder / "1_Pooling").exists()
-            n_blocks = len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
-            config.n_nextn = max(0, n_blocks - config.num_hidden_layers)
-            keys = with_floats(general_keys(config) | dict(conversion.keys(config)))
-            if is_late:
-                last = self.tensors.get("dense_3.weight") or self.tensors["dense_2.weight"]
-                keys |= {"pooling_type": 0, "embedding_length_out": last.shape[0]}
-            if config.n_nextn:
-                keys |= {"block_count": n_blocks, "nextn_predict_layers": config.n_nextn}
+            keys = _model_keys(folder, config, conversion, self.tensors)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise ModelError(
                 f"config.json and the tensors of {path_text(folder)} do not make a {self.architecture} model "
@@ -181,34 +154,32 @@ class Checkpoint:
             ) from error
         embedding = self.tensors.get("token_embd.weight")
         n_vocab = embedding.shape[0] if embedding else 0
-        values = (
+        metadata = (
             {
                 "general.architecture": self.architecture,
                 "general.type": "model",
                 "general.name": checkpoint_name(folder),
+                "general.size_label": size_label(self.tensors),
             }
-            | {"general.size_label": size_label(self.tensors)}
             | ({} if target is None else _vocabulary_of(target))
-            | _sampling(read_json(folder / "generation_config.json"))
+            | generation_keys(folder, n_vocab)
             | _pooling(folder, self.architecture)  # a classifier's keys replace it
             | {
                 key.removeprefix(".") if key.startswith(".") else f"{self.architecture}.{key}": value
                 for key, value in keys.items()
                 if value is not None
             }
-            | {
-                f"{self.architecture}.{name.partition('.')[0]}_feat_{side}": width
-                for name, tensor in dense.items()
-                if name.endswith("weight")
-                for side, width in zip(("out", "in"), tensor.shape, strict=True)
-            }
+            | _dense_widths(self.architecture, dense)
             | (vocabulary_keys(folder, config, n_vocab) if target is None else {})
         )
-        config.check_all_read(conversion.meant)
+        config.check_lost(conversion.meant)
+        self._read_back(metadata)
+
+    def _read_back(self, metadata: Mapping[str, Any]) -> None:
+        """Set the metadata as a file stores it, and check that localllm can read such a file."""
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
-            # metadata and tensors of the converted GGUF file
-            self.metadata = read_back(folder, values, specs)
+            self.metadata = read_back(self.path, metadata, specs)
             read_model(self)
             if has_block(self):
                 read_model(self, is_block=True)
@@ -216,7 +187,7 @@ class Checkpoint:
         except UnsupportedArchitectureError:
             raise
         except (ModelError, UsageError, OutputError, TokenizerError) as error:
-            raise ModelError(f"{path_text(folder)} cannot be converted: {error}") from error
+            raise ModelError(f"{path_text(self.path)} cannot be converted: {error}") from error
 
     @property
     def parts(self) -> Sequence[Sequence[str]]:
@@ -224,6 +195,48 @@ class Checkpoint:
 
     def check_unchanged(self) -> None:
         """Do nothing: reading a tensor raises ModelError if a file was truncated."""
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the values of config.json. Raises ModelError if the folder is not a Hugging Face model."""
+    if folder.is_file():
+        raise ModelError(
+            f"{path_text(folder)} is a file: name the folder of a Hugging Face model "
+            "(localllm quantize changes the type of a GGUF file)"
+        )
+    values = read_json(folder / "config.json")
+    if not values:
+        raise ModelError(
+            f"{path_text(folder)} has no config.json: name the folder of a Hugging Face model, with config.json, "
+            "*.safetensors and its tokenizer"
+        )
+    return values
+
+
+def _check_target(folder: Path, architecture: Architecture, target: ModelFile | None) -> None:
+    """Raise UsageError unless a target is passed exactly for drafters that need one."""
+    if target is None and architecture.takes_target:
+        raise UsageError(
+            f"{path_text(folder)} is a drafter, which has no tokenizer: name the model that it drafts for "
+            "(--target), a checkpoint's folder or a GGUF file"
+        )
+    if target is not None and not architecture.takes_target:
+        raise UsageError(f"{path_text(folder)} is not an EAGLE-3 or DFlash drafter: leave --target out")
+
+
+def _model_keys(
+    folder: Path, config: Config, conversion: Conversion, tensors: Mapping[str, CheckpointTensor]
+) -> dict[str, Any]:
+    """Return the architecture's keys, without its name. Sets ``config.n_nextn``, which some of them need."""
+    n_blocks = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+    config.n_nextn = max(0, n_blocks - config.num_hidden_layers)
+    keys = with_floats(general_keys(config) | dict(conversion.keys(config)))
+    if "dense_2.weight" in tensors and not (folder / "1_Pooling").exists():  # a model of late interaction
+        last = tensors.get("dense_3.weight") or tensors["dense_2.weight"]
+        keys |= {"pooling_type": 0, "embedding_length_out": last.shape[0]}
+    if config.n_nextn:
+        keys |= {"block_count": n_blocks, "nextn_predict_layers": config.n_nextn}
+    return keys
 
 
 def _vocabulary_of(target: ModelFile) -> dict[str, Any]:
@@ -271,20 +284,18 @@ def size_label(tensors: Mapping[str, CheckpointTensor]) -> str:
     return f"{n:.2g}{unit}" if n < 9.95 else f"{n:.0f}{unit}"
 
 
-def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for theirs, ours in _SAMPLING.items():
-        value = values.get(theirs)
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30:
-            found[f"general.sampling.{ours}"] = int(value) if theirs == "top_k" else float(value)
-    return found
-
-
 def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
-    values = read_json(folder / "1_Pooling" / "config.json")
-    found = [number for name, number in _POOLING.items() if values.get(name)]
-    found += [number for mode, number in _POOLING_MODES.items() if values.get("pooling_mode") == mode]
-    return {f"{architecture}.pooling_type": found[0]} if found else {}
+    path = folder / "1_Pooling" / "config.json"
+    values = read_json(path)
+    modes = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
+    modes += [mode] if (mode := values.get("pooling_mode")) else []
+    types = [(_POOLING | _POOLING_MODES).get(str(mode)) for mode in modes]
+    if None in types or len(types) > 1:
+        raise ModelError(
+            f"{path_text(path)} has the pooling {' and '.join(map(str, modes))}: GGUF files can only describe one of "
+            "the mean, the first token and the last token"
+        )
+    return {f"{architecture}.pooling_type": types[0]} if types else {}
 
 
 def _dense(folder: Path) -> dict[str, CheckpointTensor]:
@@ -312,6 +323,16 @@ def _dense(folder: Path) -> dict[str, CheckpointTensor]:
             type = source.type if len(source.shape) == 2 else GGMLType.F32
             found[ours] = CheckpointTensor(ours, source.shape, type, read)
     return found
+
+
+def _dense_widths(architecture: str, dense: Mapping[str, CheckpointTensor]) -> dict[str, Any]:
+    """Return the keys for the widths of the linear layers after the pooling."""
+    return {
+        f"{architecture}.{name.partition('.')[0]}_feat_{side}": width
+        for name, tensor in dense.items()
+        if name.endswith("weight")
+        for side, width in zip(("out", "in"), tensor.shape, strict=True)
+    }
 
 
 class _Namer:

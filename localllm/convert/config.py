@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from localllm.convert.defaults import DEFAULTS, LIKE, NAMES
+from localllm.convert.irrelevant import is_irrelevant
 from localllm.convert.settings import MissingSetting, Settings
 from localllm.errors import ModelError, quoted
 from localllm.models.config import ModelConfig
@@ -15,10 +16,10 @@ from localllm.models.hf_convert import MEANT, head_dim, window_pattern
 from localllm.models.rope import yarn_mscale
 
 #: Sections of config.json that describe the text model.
-_TEXT = ("text_config", "transformer_layer_config", "llm_config", "language_config", "thinker_config")
+TEXT_SECTIONS = ("text_config", "transformer_layer_config", "llm_config", "language_config", "thinker_config")
 
 #: Names of one setting, in every architecture.
-_NAMES = (
+COMMON_NAMES = (
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"),
     ("hidden_size", "n_embd", "n_embed", "d_model", "model_dim"),
     ("num_attention_heads", "n_head", "n_heads", "num_heads"),
@@ -47,78 +48,12 @@ _NAMES = (
     ("torch_dtype", "dtype"),
 )
 
-#: Settings that change nothing in the converted file, with any value: of training, memory, generation, other
-#: programs, of biases and norms that the tensors show, and of images and audio (`localllm.convert.mmproj`).
-_IRRELEVANT_NAMES = """
-    adapt add_bias_linear add_classification_head add_qkv_bias allow_global_per_layer_attribute_access architectures
-    attention_bias attention_out_bias attention_softmax_in_fp32 attn_bias attn_impl attn_implementation
-    attn_layer_indices attn_type_list audio_config auto_map aux_loss_alpha bad_words_ids base_model batch_size
-    batch_vision_input begin_suppress_tokens bf16 bias bias_dropout_fusion bilinear_pooling block_dim block_norm_eps
-    block_use_xavier_init bos_token cache_implementation calc_logits_for_entire_prompt capacity_factor chunk_size
-    chunk_size_feed_forward cla_share_factor class_num classifier_activation classifier_bias compression_config
-    conv_bias conv_dim conv_dim_out conv_use_xavier_init custom_pipelines d_inner decoder_bias dense_list
-    dense_seq_output deterministic_flash_attn diversity_penalty do_sample downsample_mode drop_vision_last_layer
-    dtype early_stopping emb_pdrop enable_lm_head_fp32 enable_moe_fp32_combine encoder_no_repeat_ngram_size
-    eod_token_id eos_token ep_size exponential_decay_length_penalty finetuning_task flash_attention
-    forced_bos_token_id forced_eos_token_id fp16 fp32 fp32_residual_connection fused_add_norm fused_bias_fc
-    fused_dropout_add_ln fused_qkv gradient_checkpointing gradient_checkpointing_kwargs group_limited_greedy
-    has_no_defaults_at_init hidden_bias hub_model_id id2label ignore_index im_end_id im_newline_id im_start_id
-    image_aspect_ratio image_grid_pinpoints image_newline_id image_seq_length image_size image_sizes
-    inference_runner init_audio init_config init_device init_tts init_vision initial_context_length insert_layer_id
-    is_composition is_encoder_decoder is_llama_config keys_to_ignore_at_inference kv_channels label2id language
-    layer_norm_eps_init layer_norm_type learnable_sink_init length_penalty lm_head_bias load_balance_coeff
-    logits_to_keep low_cpu_mem_usage mamba_chunk_size mamba_conv_bias mamba_dt_init_floor mamba_dt_max mamba_dt_min
-    mamba_num_groups mamba_proj_bias mamba_ssm_cache_dtype mask_init_id mask_token masked_softmax_fusion
-    max_batch_size max_length max_sequence_length max_slice_nums max_trained_positions merge_kernel_size min_length
-    mlp_bias mlp_dropout mlp_expansion_factor mlp_fc1_bias mlp_fc2_bias model_type moe_drop_tokens
-    moe_layer_recompute moe_random_routing_dropped_token moe_router_enable_expert_bias mtp_layer_types
-    mtp_layers_block_type mtp_loss_scaling_factor mtp_mlp_layer_types multimodal_projector_bias mup_denominator
-    n_ctx n_inputs name_or_path no_bias no_repeat_ngram_size norm_before_gate norm_bias num_beam_groups num_beams
-    num_experts_per_group num_key_value_groups num_labels num_logits_to_keep num_media_embeds num_mtp_layers
-    num_mtp_modules num_nextn_predict_layers num_return_sequences num_vocab onnx_safe org_vocab_size
-    output_attentions output_dtype output_hidden_states output_past output_router_logits output_scores pack_qkv
-    pad_id pad_key_length pad_token pad_vocab_size_multiple padded_vocab_size patch_size pool_type pooler_type
-    pre_allocate_kv_cache prefix pretraining_tp problem_type projector_bias projector_hidden_act projectors_bias
-    pruned_heads qk_layernorm qk_norm_type qkv_bias qkv_proj_bias quantization_config query_num reference_compile
-    remove_invalid_values reorder_and_upcast_attn repad_logits_with_grad repetition_penalty rescale_every
-    rescale_prenorm_residual residual_in_fp32 return_dict return_dict_in_generate rms_norm rmsnorm_dtype
-    routed_scaling router_bias router_dtype runner_max_sequence_length scale_attention_softmax_in_fp32
-    scale_resolution sep_token_id seq_aux seq_length shared_moe_mode skip_bias_add skip_bias_add_qkv slice_config
-    slice_mode slow_but_exact softmax_in_fp32 sparse_pred_ignore_index sparse_prediction spatial_merge_size ssm_cfg
-    static_cache suppress_tokens task_specific_params temperature text_end_id text_start_id tf_legacy_loss
-    tie_embedding tie_encoder_decoder tie_word_embeddings time_step_floor time_step_limit time_step_max
-    time_step_min time_step_scale token_classification_bias tokenizer_class tokenizer_name top_k top_p torch_compile
-    torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token unpadded_vocab_size
-    unsloth_fixed unsloth_version use_associative_scan use_bfloat16 use_bias use_cache use_cache_kernel
-    use_cache_quantization use_conv_bias use_dynamic_ntk use_embedding_sharing use_expert_bias use_falcon_mambapy
-    use_flash_attention_2 use_flash_attn use_fused_cross_entropy use_fused_mlp use_fused_rms_norm use_fused_rope
-    use_grouped_mm use_grouped_topk use_image_id use_liger use_logn_attn use_mamba_kernels use_mambapy
-    use_mem_eff_path use_mlp_bias use_mrope use_mtp use_parallel_embedding use_qkv_bias use_return_dict use_rmsnorm
-    use_routing_bias use_unpad use_xentropy validate_runner_input verbose version vision_batch_size vision_config
-    vision_feature_layer vision_feature_select_strategy visual vocab_size vocab_size_per_layer_input
-"""
-_IRRELEVANT = frozenset(_IRRELEVANT_NAMES.split())
-_IRRELEVANT_PATTERN = re.compile(
-    r"_.*|.*dropout.*|.*_pdrop|.*layerdrop|.*initializer.*|.*init_(range|std|scheme|method|value|scale)"
-    r"|init_(std|config|device)|.*_token_(ids?|index)|.*aux_loss.*|.*_loss_(coef|weight|function)|.*jitter.*"
-    r"|(audio|image|mm|video|vision|mtp)_.*|.*_dtype|layernorm_\w+_(alpha|beta)|summary_.*|unsloth_.*|.*flash_attn.*"
-)
-
-
-def is_irrelevant(name: str) -> bool:
-    """Return whether a setting changes nothing in the converted file, with any value."""
-    return name in _IRRELEVANT or _IRRELEVANT_PATTERN.fullmatch(name) is not None
-
-
-def shares_name(one: str, other: str) -> bool:
-    """Return whether two names are names of one setting in every architecture."""
-    return any(one in names and other in names for names in _NAMES)
-
 
 class Config(Settings):
     """``config.json`` of a checkpoint: the settings of its text model, with the defaults of transformers' class.
 
     Attributes:
+        has_section: whether the settings are in a section, next to those of encoders.
         rope_parameters: the rotation, from ``rope_parameters``, ``rope_scaling`` or separate settings.
         tensors: the checkpoint's tensors by name, `localllm.convert.sources.Source`.
         n_nextn: blocks after the last layer, each of which predicts one further token.
@@ -126,15 +61,17 @@ class Config(Settings):
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        section = next((name for name in _TEXT if isinstance(values.get(name), dict)), None)
+        section = next((name for name in TEXT_SECTIONS if isinstance(values.get(name), dict)), None)
         text = values[section] if section else values
         kind = str(text.get("model_type") or values.get("model_type"))
         self.text_type = kind = LIKE.get(kind, kind)
         defaults = DEFAULTS.get(kind, {})
         outer = {name: value for name, value in values.items() if name not in defaults} if section else {}
         place = f"{section}." if section else ""
-        super().__init__({**outer, **text}, place=place, defaults=defaults, names=(*_NAMES, *NAMES.get(kind, ())))
-        self._text = text
+        super().__init__(
+            {**outer, **text}, place=place, defaults=defaults, names=(*COMMON_NAMES, *NAMES.get(kind, ()))
+        )
+        self._text, self.has_section = text, section is not None
         self.tensors: Mapping[str, Any] = {}
         self.n_nextn = 0
         self.target: ModelConfig | None = None
@@ -208,28 +145,26 @@ class Config(Settings):
             | {k: v for k, v in rope.items() if k != "rope_type"}
         )
 
-    def check_all_read(self, meant: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise ModelError for a setting that would be lost.
+    def unread(self) -> Iterator[tuple[str, Any]]:
+        """Yield the unread settings of the text model.
 
-        ``meant``: settings that GGUF files of the architecture have no key for, with the values that these mean; any
-        value if there is none.
+        Settings of a fused model outside the text model's section belong to its encoders (`localllm.convert.mmproj`).
         """
+        return (
+            (full, value)
+            for full, value in super().unread()
+            if full.removeprefix(self._place).partition(".")[0] in self._text
+        )
+
+    def knows(self, name: str) -> bool:
+        """Return whether the text model's class has a setting of this name."""
+        return name in self.defaults or name in self._names or name in ("rope_parameters", "rope_scaling")
+
+    def check_lost(self, meant: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raise ModelError for a setting that the file would lose. ``meant``: as in `Settings.check_all_read`."""
         meant = MEANT | dict(meant)
-        for name, values in meant.items():
-            value = None if self.is_read(name) else self.get(name)
-            if value is not None and values and value not in values:
-                raise ModelError(
-                    f"config.json has {self._place}{name} = {quoted(value)}, but a GGUF file of this architecture "
-                    f"means {' or '.join(str(other) for other in values)}"
-                )
-        for full, value in (*self.unread(), *self.rope_parameters.unread()):
-            names = full.removeprefix(self._place).split(".")
-            is_other = names[0] not in self._text and names[0] != "rope_parameters"
-            if not (is_other or any(name in meant or is_irrelevant(name) for name in names)):
-                raise ModelError(
-                    f"config.json has {full} = {quoted(value)}, which localllm convert does not know for this "
-                    "architecture: remove it if it changes nothing, or report the model"
-                )
+        self.check_all_read(meant, is_irrelevant)
+        self.rope_parameters.check_all_read({}, lambda name: name in meant or is_irrelevant(name))
 
 
 #: Old names of kinds of rotation; for text, the axes of an image are all the position.
@@ -393,15 +328,15 @@ def _rope_keys(config: Config) -> dict[str, Any]:
     local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     if local is not None and local.peek("rope_type") == "default":
         local.skip("rope_type", *_UNSCALED)
-    part = rope.get("partial_rotary_factor")
-    other = local and local.get("partial_rotary_factor")
-    if other not in (None, part) and config.text_type != "laguna":  # whose files have a key for it
-        raise ModelError(
-            f"config.json rotates {other} of a head in layers with a window and {part or 1} in others, "
-            "which localllm does not convert"
-        )
+    kind, part = rope.peek("rope_type"), rope.get("partial_rotary_factor")
+    if local is not None and config.text_type != "laguna":  # whose files have a key for windowed layers
+        other, rotated = local.get("partial_rotary_factor", 1.0), 1.0 if kind == "proportional" else part or 1.0
+        if other != rotated:
+            raise ModelError(
+                f"config.json rotates {other} of a head in layers with a window and {rotated} in others, "
+                "which localllm does not convert"
+            )
     keys = {"rope.freq_base": rope.get("rope_theta"), "rope.freq_base_swa": local and local.get("rope_theta")}
-    kind = rope.peek("rope_type")
     if part not in (None, 1.0) and kind != "proportional":
         keys["rope.dimension_count"] = int(head_dim(config) * part)
     rope.skip("mrope_section", "mrope_interleaved", "xdrope_section", "finetuned")  # for text, all are the position

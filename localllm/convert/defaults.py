@@ -15,11 +15,22 @@ PATH = Path(__file__).with_name("defaults.json")
 #: of the parts of models that also see or hear.
 _TABLES: dict[str, Any] = json.loads(PATH.read_text("utf-8"))
 
-NAMES: dict[str, Any] = _TABLES["names"] | {"mamba2": [["num_heads"], ["num_attention_heads"]],
-                                           "nomic_bert": [["intermediate_size", "n_inner"]]}
+_KIMI_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+NAMES: dict[str, Any] = _TABLES["names"] | {
+    "mamba2": [["num_heads"], ["num_attention_heads"]],
+    "nomic_bert": [["intermediate_size", "n_inner"]],
+    "kimi_k25_vision": [
+        *([name, f"vt_{name}"] for name in _KIMI_SIZES),
+        *([f"pos_emb_{axis}", f"init_pos_emb_{axis}"] for axis in ("height", "width", "time")),
+    ],
+}
 
 #: Types of encoders, by ``model_type`` and section.
 ENCODER_TYPES: dict[str, str] = _TABLES["encoder_types"]
+
+#: Defaults of image processors by class, and classes by the model's ``model_type``.
+PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["processors"]
+PROCESSOR_TYPES: dict[str, str] = _TABLES["processor_types"]
 
 #: Types whose classes are not in transformers, or have other names there.
 LIKE: dict[str, str] = _TABLES["text_types"] | {

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from localllm.convert.checkpoint import Array, CheckpointTensor, checkpoint_name, size_label
-from localllm.convert.config import Config
-from localllm.convert.defaults import DEFAULTS, ENCODER_TYPES, NAMES
+from localllm.convert.config import TEXT_SECTIONS, Config
+from localllm.convert.defaults import DEFAULTS, ENCODER_TYPES, NAMES, PROCESSOR_DEFAULTS, PROCESSOR_TYPES
+from localllm.convert.irrelevant import is_irrelevant_to_encoder, is_irrelevant_to_processor, is_media
 from localllm.convert.safetensors import read_folder
 from localllm.convert.settings import Settings, read_json
 from localllm.convert.sources import Source, find_sources
@@ -28,10 +29,10 @@ from localllm.quantize.mixes import is_quantizable
 _NAMES = {
     "image_size": "image_size",
     "patch_size": "patch_size",
-    "embedding_length": "hidden_size embed_dim vt_hidden_size d_model",
-    "feed_forward_length": "intermediate_size vt_intermediate_size encoder_ffn_dim",
-    "block_count": "num_hidden_layers depth vt_num_hidden_layers encoder_layers",
-    "attention.head_count": "num_attention_heads num_heads vt_num_attention_heads encoder_attention_heads",
+    "embedding_length": "hidden_size embed_dim d_model",
+    "feed_forward_length": "intermediate_size encoder_ffn_dim",
+    "block_count": "num_hidden_layers depth encoder_layers",
+    "attention.head_count": "num_attention_heads num_heads encoder_attention_heads",
     "num_mel_bins": "num_mel_bins",
 }
 
@@ -52,32 +53,7 @@ class MmprojCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         values = read_json(folder / "config.json")
-        kind, processor = values.get("model_type"), _processor(folder)
-        config = Settings(values, defaults=DEFAULTS.get(str(kind)), names=NAMES.get(str(kind), ()))
-        found: dict[str, tuple[Projector, Checkpoint]] = {}  # by kind of media
-        for media, section in (("image", "vision_config"), ("audio", "audio_config")):
-            own = values.get(section)
-            if isinstance(own, dict):
-                names = f"{kind}/{own.get('model_type')}", kind
-                families = [
-                    each
-                    for name in names
-                    for each in PROJECTORS.values()
-                    if each.kind == media and name in each.hf_types.split()
-                ]
-                if families:
-                    own_type = own.get("model_type")
-                    if own_type in (None, kind):
-                        own_type = ENCODER_TYPES.get(f"{kind}/{section}", kind)
-                    options = {"defaults": DEFAULTS.get(str(own_type)), "names": NAMES.get(str(own_type), ())}
-                    encoder = config.inner(section, **options)
-                    found[media] = families[0], Checkpoint(config, encoder, processor, Config(values))
-        if not found:
-            known = ", ".join(sorted({kind for each in PROJECTORS.values() for kind in each.hf_types.split()}))
-            raise UnsupportedArchitectureError(
-                f"config.json has model_type = {quoted(kind)}, whose encoder of pictures or sounds localllm does not "
-                f"convert; it converts those of {known}"
-            )
+        found = _families(folder, values)
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})  # safetensors files
         try:
@@ -90,9 +66,7 @@ class MmprojCheckpoint:
                 f"{next(iter(found.values()))[0].models} "
                 f"({type(error).__name__}: {error!s:.150}): is the folder complete?"
             ) from error
-        for media, (family, checkpoint) in found.items():
-            if media == "image":
-                _check_read(checkpoint, family.meant)
+        _check_lost(found)
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
             # metadata and tensors of the converted GGUF file
@@ -112,32 +86,90 @@ class MmprojCheckpoint:
         """Do nothing: reading a tensor raises ModelError if a file was truncated."""
 
 
-def _processor(folder: Path) -> Settings:
-    """Return the settings of the image processor in preprocessor_config.json or processor_config.json."""
-    values = read_json(folder / "preprocessor_config.json")
-    whole = read_json(folder / "processor_config.json")
-    merged = values | (values.get("media_proc_cfg") or {}) | whole | (whole.get("image_processor") or {})
-    return Settings(merged, file="preprocessor_config.json")
+def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projector, Checkpoint]]:
+    """Return the families of the encoders in config.json, and their configuration, by kind of media.
+
+    Raises UnsupportedArchitectureError if localllm converts none of them.
+    """
+    kind = str(values.get("model_type"))
+    config = Settings(values, defaults=DEFAULTS.get(kind), names=NAMES.get(kind, ()))
+    config.skip("vision_config", "audio_config", *TEXT_SECTIONS)
+    found: dict[str, tuple[Projector, Checkpoint]] = {}
+    for media, section in (("image", "vision_config"), ("audio", "audio_config")):
+        if not isinstance(inner := values.get(section), dict):
+            continue
+        inner_type = inner.get("model_type")
+        names = f"{kind}/{inner_type}", kind
+        families = [
+            family
+            for name in names
+            for family in PROJECTORS.values()
+            if family.kind == media and name in family.hf_types.split()
+        ]
+        if families:
+            if inner_type == kind or inner_type not in DEFAULTS:  # also of classes that come with the checkpoint
+                inner_type = ENCODER_TYPES.get(f"{kind}/{section}", kind)
+            encoder, processor = _encoder(inner, section, inner_type), _processor(folder, kind, media)
+            found[media] = families[0], Checkpoint(config, encoder, processor, Config(values))
+    if not found:
+        known = ", ".join(sorted({kind for family in PROJECTORS.values() for kind in family.hf_types.split()}))
+        raise UnsupportedArchitectureError(
+            f"config.json has model_type = {quoted(values.get('model_type'))}, whose encoder of pictures or sounds "
+            f"localllm does not convert; it converts those of {known}"
+        )
+    return found
 
 
-def _check_read(c: Checkpoint, meant: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ModelError for a setting of the encoder or of its processor that would be lost."""
-    for place, settings in (("vision_config.", c.vision), ("", c.processor), ("", c.values)):
-        for name, values in meant.items():
-            is_of_text = settings is c.values and not name.startswith(("projector", "vision"))
-            value = None if is_of_text or settings.is_read(name) else settings.get(name)
-            if value is not None and values and value not in values:
-                raise ModelError(
-                    f"the checkpoint has {place}{name} = {quoted(value)}, but an mmproj file of this family means "
-                    f"{' or '.join(str(other) for other in values)}"
-                )
-    for full, value in c.vision.unread():
-        names = full.split(".")[1:]
-        if not any(name in meant or "dropout" in name or "initializer" in name for name in names):
-            raise ModelError(
-                f"config.json has {full} = {quoted(value)}, which localllm convert --mmproj does not know for this "
-                "family: remove it if it changes nothing, or report the model"
-            )
+def _encoder(values: Mapping[str, Any], section: str, kind: str) -> Settings:
+    """Return the settings in an encoder's section, with the settings of the rotation next to the others."""
+    names = ("rope_scaling", "rope_parameters")
+    rope = [rope for name in names if isinstance(rope := values.get(name), dict)]
+    flat = {name: value for name, value in values.items() if name not in names}
+    for each in rope:
+        flat |= {"rope_type" if name == "type" else name: value for name, value in each.items()}
+    return Settings(flat, place=f"{section}.", defaults=DEFAULTS.get(kind), names=NAMES.get(kind, ()))
+
+
+def _processor(folder: Path, kind: str, media: str) -> Settings:
+    """Return the settings of the processor of images or audio.
+
+    As in transformers, a section of processor_config.json replaces preprocessor_config.json.
+    """
+    section = "image_processor" if media == "image" else "feature_extractor"
+    file = "processor_config.json"
+    values = read_json(folder / file).get(section)
+    if not isinstance(values, dict):
+        file, section = "preprocessor_config.json", "media_proc_cfg"  # a section of Kimi's
+        values = read_json(folder / file)
+        section = section if isinstance(values.get(section), dict) else ""
+        values = values[section] if section else values
+        if media == "audio" and "feature_extractor_type" not in values:  # a processor of images
+            values = {}
+    if section == "media_proc_cfg" or media == "audio":
+        defaults = None
+    else:
+        name = str(values.get("image_processor_type", PROCESSOR_TYPES.get(kind)))
+        defaults = PROCESSOR_DEFAULTS.get(re.sub("(Fast|Pil)$", "", name))
+    return Settings(values, file=file, place=f"{section}." if section else "", defaults=defaults)
+
+
+def _check_lost(families: Mapping[str, tuple[Projector, Checkpoint]]) -> None:
+    """Raise ModelError for a setting of encoders, processors or the fused model that the file would lose."""
+    meant: dict[str, tuple[Any, ...]] = {}
+    for family, c in families.values():
+        c.vision.check_all_read(family.meant, is_irrelevant_to_encoder)
+        c.processor.check_all_read(family.meant, is_irrelevant_to_processor)
+        meant |= family.meant
+    text = c.text
+
+    def is_fusion(name: str) -> bool:
+        """Return whether a setting of config.json outside of sections concerns the converted encoders."""
+        if text.knows(name) or ("audio" not in families and name.startswith("audio_")):
+            return False
+        return text.has_section or name in c.values.defaults or is_media(name)
+
+    meant = {name: values for name, values in meant.items() if is_fusion(name)}
+    c.values.check_all_read(meant, lambda name: not is_fusion(name) or is_irrelevant_to_encoder(name))
 
 
 def _keys(folder: Path, found: Mapping[str, tuple[Projector, Checkpoint]]) -> dict[str, Any]:
@@ -150,7 +182,7 @@ def _keys(folder: Path, found: Mapping[str, tuple[Projector, Checkpoint]]) -> di
             keys[f"{section}.{key}"] = next((value for value in values if value is not None), None)
         if media == "image":
             for key, other in (("image_mean", "norm_mean"), ("image_std", "norm_std")):
-                keys[f"vision.{key}"] = [float(x) for x in c.processor[key if key in c.processor else other]]
+                keys[f"vision.{key}"] = [float(x) for x in c.processor[other if other in c.processor else key]]
         own = family.keys(c)
         if len(found) > 1 and (projector := own.pop("projector_type", None)):
             own[f"{section}.projector_type"] = projector

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Settings:
         names: Iterable[Sequence[str]] = (),
     ) -> None:
         self._values, self._file, self._place = values, file, place
-        self._defaults = defaults or {}
+        self.defaults = defaults or {}
         self._names = {name: group for group in names for name in group}
         self._read: set[str] = set()
         self._inner: dict[str, Settings] = {}
@@ -85,9 +85,9 @@ class Settings:
         values = {other: self._values[other] for other in names if self._values.get(other) is not None}
         first = next(iter(values), None)
         if first is None:
-            defaults = (None if other in self._values else self._defaults.get(other) for other in names)
+            defaults = (None if other in self._values else self.defaults.get(other) for other in names)
             value = next((default for default in defaults if default is not None), None)
-            if value is None and not any(other in self._values or other in self._defaults for other in names):
+            if value is None and not any(other in self._values or other in self.defaults for other in names):
                 raise MissingSetting(f"{self._file} has no {self._place}{name}, which the model needs")
             return value
         for other, value in values.items():
@@ -154,6 +154,28 @@ class Settings:
                 yield self._place + name, value
         for inner in self._inner.values():
             yield from inner.unread()
+
+    def check_all_read(self, meant: Mapping[str, tuple[Any, ...]], is_irrelevant: Callable[[str], bool]) -> None:
+        """Raise ModelError for a setting that the converted file would lose.
+
+        Args:
+            meant: settings without a key in GGUF files, and the values that a file implies; empty accepts any value.
+            is_irrelevant: whether the setting of a name changes nothing in the converted file.
+        """
+        for name, values in meant.items():
+            value = None if self.is_read(name) else self.get(name)
+            if value is not None and values and value not in values:
+                raise ModelError(
+                    f"{self._file} has {self._place}{name} = {quoted(value)}, but a GGUF file of this model means "
+                    f"{' or '.join(str(other) for other in values)}"
+                )
+        for full, value in self.unread():
+            names = full.removeprefix(self._place).split(".")
+            if not any(name in meant or is_irrelevant(name) for name in names):
+                raise ModelError(
+                    f"{self._file} has {full} = {quoted(value)}, which localllm convert does not know for this "
+                    "model: remove it if it changes nothing, or report the model"
+                )
 
     def raw(self) -> Mapping[str, Any]:
         """Return the object in the file, unchanged."""

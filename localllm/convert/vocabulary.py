@@ -26,6 +26,10 @@ _SPECIAL = {
     "pad": "padding_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
 }  # fmt: skip
 
+#: Settings of tokenizer_config.json that change tokens and have no key in GGUF files, with the values that change
+#: nothing. Other settings change no tokens, or transformers also reads them from the tokenizer's file.
+_MEANT: dict[str, tuple[Any, ...]] = {"split_special_tokens": (False,), "sp_model_kwargs": ({},)}
+
 #: Text that each kind of pre-tokenizer splits differently.
 _PROBE = (
     "Hello  world!\n\n\n   It's we'RE I'll   1234567 x1y22z333 3.14159 \t\ttabs  \r\n  camelCaseWord HTTPServer "
@@ -53,6 +57,12 @@ def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any
 
 def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
     settings, json = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
+    for name, harmless in _MEANT.items():
+        if (value := settings.get(name)) is not None and value not in harmless:
+            raise TokenizerError(
+                f"tokenizer_config.json has {name} = {quoted(value)}, for which GGUF files have no key: remove it "
+                "from tokenizer_config.json if it changes no tokens, or report the model"
+            )
     added = _added_tokens(settings, json, read_json(folder / "added_tokens.json"))
     if (folder / "tokenizer.model").is_file():
         keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
@@ -63,7 +73,9 @@ def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
     elif json["model"]["type"] == "Unigram":
         keys = _unigram(folder / "tokenizer.json", json, added, n_vocab)
     else:
-        keys = _bpe(folder / "tokenizer.json", json, added, n_vocab)
+        # For this setting, transformers replaces the pre-tokenizer of tokenizer.json.
+        pre = "tekken" if settings.get("fix_mistral_regex") else None
+        keys = _bpe(folder / "tokenizer.json", json, added, n_vocab, pre)
     if type(n_types := config.get("type_vocab_size")) is int:
         keys["tokenizer.ggml.token_type_count"] = n_types
     tokens = keys["tokenizer.ggml.tokens"]
@@ -242,7 +254,10 @@ def _read_tokenizer(path: Path) -> Any:
         raise TokenizerError(f"{path_text(path)} cannot be read ({error!s:.100}): download it again") from error
 
 
-def _bpe(path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int) -> dict[str, Any]:
+def _bpe(
+    path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int, pre: str | None
+) -> dict[str, Any]:
+    """Return the keys of a BPE tokenizer. ``pre``: name of its pre-tokenizer, if it is not that of the file."""
     model = json["model"]
     if model["type"] != "BPE":
         raise TokenizerError(
@@ -258,7 +273,7 @@ def _bpe(path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, boo
     tokenizer = _read_tokenizer(path)
     flags = _added_around(tokenizer)
     if _is_byte_level(json):
-        head = {"tokenizer.ggml.model": BPE, "tokenizer.ggml.pre": _pre_tokenizer(path, tokenizer, model)}
+        head = {"tokenizer.ggml.model": BPE, "tokenizer.ggml.pre": pre or _pre_tokenizer(path, tokenizer, model)}
         return head | _with_added(tokens, types, [0.0] * n_vocab, added) | {"tokenizer.ggml.merges": joined} | flags
     ranks = {"".join(merge): rank for rank, merge in reversed(list(enumerate(merges)))}
     scores = [-float(ranks.get(token, len(merges))) for token in tokens]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import ModelError, quoted
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
+from localllm.errors import ModelError
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.encoders.views import floats
@@ -24,18 +24,18 @@ HF_NAMES = ENCODER_NAMES | {
     "mm.2": "multi_modal_projector.linear_2",
     "model.image_newline": "image_newline",
 }
+HF_MEANT = {
+    "aspect_ratio_setting": ("anyres",),
+    "use_image_newline_parameter": (True,),
+    "vision_feature_select_strategy": ("default",),
+}
+#: Sizes of grids of tiles that LLaVA 1.6's class has by default.
+_GRIDS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, processor, layer = c.vision, c.processor, c.values.get("vision_feature_layer", -2)
-    wanted = {
-        "model_type": (vision.get("model_type"), "clip_vision_model"),
-        "vision_feature_select_strategy": (c.values.get("vision_feature_select_strategy", "default"), "default"),
-        "projector_hidden_act": (c.values.get("projector_hidden_act", "gelu"), "gelu"),
-    }
-    for name, (value, known) in wanted.items():
-        if value != known:
-            raise ModelError(f"config.json has {name} = {quoted(value)}; for LLaVA, localllm supports {known}")
+    require(c, "model_type", vision.get("model_type", "clip_vision_model"), ("clip_vision_model",))
     if not isinstance(layer, int):
         raise ModelError("config.json has several vision_feature_layer; localllm supports LLaVA's encoders with one")
     layer += (layer < 0) * (vision["num_hidden_layers"] + 1)
@@ -43,7 +43,11 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     size = crop if crop is None or isinstance(crop, int) else crop.get("height")
     if processor.get("do_center_crop", True) and size not in (None, vision["image_size"]):
         raise ModelError(f"the processor crops images to {size} pixels; the encoder needs {vision['image_size']}")
-    grids = c.values.get("image_grid_pinpoints")
+    edge = processor.get("size", vision["image_size"])
+    edge = edge if isinstance(edge, int) else edge.get("shortest_edge")
+    require(c, "size.shortest_edge", edge, (vision["image_size"],))
+    grids = c.values.get("image_grid_pinpoints") or (_GRIDS if c.values["model_type"] == "llava_next" else None)
+    require_same(c, image_grid_pinpoints=grids)
     require(c, "hidden_act", activation, ("gelu", "quick_gelu"))
     return {
         "projector_type": "mlp",

@@ -418,42 +418,36 @@ class VisionModel(EncoderModel):
 # -- Checkpoints ---------------------------------------------------------------------------------------------------
 
 
-#: Settings of encoders and processors without a key in GGUF files, and the values that a file implies. An empty tuple
-#: accepts any value. A family's ``HF_MEANT`` replaces single settings.
+#: Settings of encoders, processors and fused models without a key in GGUF files, and the values that a file implies.
+#: An empty tuple accepts any value. A family's ``HF_MEANT`` replaces single settings.
 MEANT: dict[str, tuple[Any, ...]] = {
     "hidden_act": GELU_TANH,
     "projector_hidden_act": ("gelu",),
     "num_channels": (3,),
     "in_channels": (3,),
-    "in_chans": (3,),
     "do_resize": (True,),
     "do_rescale": (True,),
     "do_normalize": (True,),
-    "rescale_factor": (1 / 255, 0.00392156862745098),
+    "do_center_crop": (False,),
+    "rescale_factor": (1 / 255,),
     "resample": (3,),  # Pillow's BICUBIC
+    "rope_type": ("default", "axial"),
+    "rope_theta": (10_000.0,),
 } | dict.fromkeys(
     # derived from tensors and other settings, or only for training and videos
     (
-        *("attention_bias", "head_dim", "hidden_dropout_prob", "layer_scale_init_value", "max_position_embeddings"),
-        *("model_type", "norm_type", "num_key_value_heads", "out_hidden_size", "projection_dropout", "standardize"),
-        *("rope_parameters", "rope_theta", "spatial_merge_size", "spatial_patch_size", "temporal_patch_size"),
-        *("tokens_per_second", "use_absolute_position_embeddings", "use_clipped_linears", "use_mask_token"),
-        *("use_mean_pooling", "use_qk_norm", "vision_use_head", "position_embedding_size", "num_patches"),
-        *("img_max_token_num", "max_vit_seq_len", "min_image_size", "text_hidden_size", "pos_emb_time"),
-        *("pos_emb_width", "multi_modal_projector_bias", "projector_input_dim", "projector_output_dim"),
-        *("vision_output_dim", "window_kernel_size", "qkv_bias", "use_bfloat16", "architecture", "projection_dim"),
-        *(
-            "initializer_factor",
-            "torch_dtype",
-            "dtype",
-            "transformers_version",
-            "architectures",
-            "attn_implementation",
-        ),
-        *("layer_norm_eps", "rms_norm_eps", "intermediate_size", "mlp_ratio", "hidden_size", "in_chans", "auto_map"),
-        *("use_flash_attn", "drop_path_rate", "qk_normalization", "vocab_size", "eos_token_id", "bos_token_id"),
-        *("pad_token_id", "output_dim", "logit_scale_init_value", "add_cross_attention", "is_decoder"),
-        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "default_output_length"),
+        *("architecture", "drop_path_rate", "default_output_length", "head_dim", "hidden_size", "image_seq_length"),
+        *("img_max_token_num", "in_chans", "initializer_factor", "intermediate_size", "layer_norm_eps"),
+        *("layer_scale_init_value", "logit_scale_init_value", "max_position_embeddings", "max_vit_seq_len"),
+        *("min_image_size", "mlp_ratio", "multi_modal_projector_bias", "multimodal_projector_bias", "norm_type"),
+        *("num_key_value_heads", "num_patches", "out_hidden_size", "output_dim", "pos_emb_time", "pos_emb_width"),
+        *("position_embedding_size", "projection_dim", "projector_input_dim", "projector_output_dim"),
+        *("qk_normalization", "rms_norm_eps", "spatial_merge_size", "spatial_patch_size", "standardize"),
+        *("temporal_patch_size", "text_hidden_size", "tokens_per_second", "use_absolute_position_embeddings"),
+        *("use_clipped_linears", "use_mask_token", "use_mean_pooling", "use_qk_norm", "vision_output_dim"),
+        *("vision_use_head", "window_kernel_size", "add_cross_attention", "is_decoder"),
+        # of processors
+        *("crop_size", "do_pad", "max_pixels", "merge_size", "min_pixels", "patch_size", "size"),
     ),
     (),
 )
@@ -476,6 +470,12 @@ def require(c: Checkpoint, name: str, value: Any, known: tuple[Any, ...]) -> Non
             f"the checkpoint has {name} = {quoted(value)}, but an mmproj file of {c.values['model_type']} means "
             f"{' or '.join(map(str, known))}"
         )
+
+
+def require_same(c: Checkpoint, **values: Any) -> None:
+    """Raise ModelError for a setting of the processor that differs from the encoder's. ``values``: the encoder's."""
+    for name, value in values.items():
+        require(c, name, c.processor.get(name, value), (value,))
 
 
 def split_qkv(name: str, array: Array, stem: str) -> dict[str, Array]:

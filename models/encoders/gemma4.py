@@ -27,10 +27,10 @@ from localllm.kernels.operations import (
     Scale,
 )
 from localllm.models.blocks import Layer, add, norm
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import resized
 from localllm.models.encoders.views import Diagonal, ProductOf, floats
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import GELU_TANH, Array
 
 _LINEARS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
 _LINEARS |= {"attn_out": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"}
@@ -61,11 +61,19 @@ HF_NAMES = (
         for bound in BOUNDS
     }
 )
-HF_MEANT = {"do_normalize": (False,), "mm_embed_dim": (), "mm_posemb_size": (), "output_proj_dims": ()}
+HF_MEANT = {
+    "do_normalize": (False,),
+    "hidden_activation": GELU_TANH,
+    "rope_theta": (100.0,),
+    "mm_embed_dim": (),
+    "mm_posemb_size": (),
+    "output_proj_dims": (),
+}
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, budget, merge = c.vision, c.processor.get("max_soft_tokens", 280), c.vision.get("pooling_kernel_size", 3)
+    require_same(c, patch_size=vision.get("patch_size", 16), pooling_kernel_size=merge)
     keys = {
         "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-6),
         "vision.image_size": 224,  # unused, but required by llama.cpp
@@ -78,10 +86,6 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         none = dict.fromkeys(("feed_forward_length", "block_count", "attention.head_count"), 0)
         keys |= {f"vision.{key}": value for key, value in none.items()}
         return keys | {"vision.projector_type": "gemma4uv", "vision.embedding_length": width}
-    if vision.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        raise ModelError(
-            "GGUF files of Gemma 4's encoder mean the activation gelu_pytorch_tanh; config.json has another"
-        )
     # Without use_gelu, llama.cpp computes GELU as x * sigmoid(1.702 * x).
     return keys | {"vision.projector_type": "gemma4v", "use_gelu": True}
 

@@ -29,12 +29,12 @@ from localllm.kernels.operations import (
     RopeAppend,
 )
 from localllm.models.blocks import Layer, add, norm
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared
+from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
 from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
 from localllm.models.encoders.views import FloatView, floats
 from localllm.models.encoders.whisper import SoundModel
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import SILU, Array
 
 _NORMS = {"ffn_norm": "feed_forward1.pre_layer_norm", "ffn_post_norm": "feed_forward1.post_layer_norm"}
 _NORMS |= {"ffn_norm_1": "feed_forward2.pre_layer_norm", "ffn_post_norm_1": "feed_forward2.post_layer_norm"}
@@ -71,24 +71,54 @@ _WINDOW = 12
 _FRAME, _FFT, _PIECE = 320, 512, 30 * RATE
 #: Tokens that are computed together without an encoder.
 _TOKENS = 1000
+#: Settings of the encoder, then of its processor.
+HF_MEANT: dict[str, tuple[Any, ...]] = {
+    "hidden_act": SILU,
+    "attention_chunk_size": (_WINDOW,),
+    "attention_context_left": (_WINDOW + 1,),
+    "attention_context_right": (0,),
+    "attention_logit_cap": (50.0,),
+    "conv_kernel_size": (5,),
+    "residual_weight": (0.5,),
+    "sampling_rate": (RATE,),
+    "frame_length": (_FRAME,),
+    "frame_length_ms": (20.0,),
+    "fft_length": (_FFT,),
+    "fft_overdrive": (False,),
+    "hop_length": (HOP,),
+    "hop_length_ms": (10.0,),
+    "min_frequency": (0.0,),
+    "max_frequency": (8000.0,),
+    "preemphasis": (0.0,),
+    "dither": (0.0,),
+    "input_scale_factor": (1.0,),
+    "mel_floor": (1e-3,),
+    "per_bin_mean": (None,),
+    "per_bin_stddev": (None,),
+} | dict.fromkeys(
+    [
+        "attention_invalid_logits_value",
+        "gradient_clipping",
+        "output_proj_dims",
+        "preemphasis_htk_flavor",
+        "subsampling_conv_channels",
+        "audio_embed_dim",
+        "audio_samples_per_token",
+        "feature_size",
+    ],
+    (),
+)
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     sound = c.vision
     if c.values["model_type"] == "gemma4_unified":
         size = sound.get("audio_embed_dim", 640)
+        require_same(c, feature_size=size, audio_samples_per_token=size)
         none = dict.fromkeys(("feed_forward_length", "block_count", "attention.head_count"), 0)
         keys = {**none, "embedding_length": size, "num_mel_bins": size, "projector_type": "gemma4ua"}
     else:
-        wanted = {
-            "hidden_act": "silu",
-            "attention_chunk_size": 12,
-            "attention_context_left": 13,
-            "residual_weight": 0.5,
-        }
-        wanted |= {"attention_context_right": 0, "attention_logit_cap": 50.0, "conv_kernel_size": 5}
-        if any(sound.get(name, value) != value for name, value in wanted.items()):
-            raise ModelError(f"config.json of the audio encoder has other values than {wanted}: not supported")
+        require_same(c, feature_size=128)
         keys = {"feed_forward_length": 4 * sound["hidden_size"], "num_mel_bins": 128, "projector_type": "gemma4a"}
     keys["attention.layer_norm_epsilon"] = sound.get("rms_norm_eps", 1e-6)
     return {f"audio.{key}": value for key, value in keys.items()}

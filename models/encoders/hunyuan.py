@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix
 from localllm.kernels.operations import Activation, Linear, RMSNorm
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, require_same
 from localllm.models.encoders.images import interpolated
-from localllm.models.encoders.qwen import QwenVision
+from localllm.models.encoders.qwen import QwenVision, pixel_limits
 from localllm.models.encoders.views import ColumnsByPart, floats
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import GELU, Array
 from localllm.models.weights import Reshaped
 
 #: Names in checkpoints and names in transformers, separated by a space.
@@ -43,23 +42,32 @@ HF_NAMES = {
     "mm.image_end": "perceive.image_end patch_merger.image_end",
     "v.view_seperator": "perceive.image_sep patch_merger.image_sep",  # llama.cpp's spelling
 }
-HF_MEANT = {"hidden_act": ("gelu", "gelu_pytorch_tanh")}
+HF_MEANT = {"hidden_act": GELU, "interpolate_mode": ("bilinear",)} | dict.fromkeys(
+    [
+        "add_patchemb_bias",
+        "anyres_vit_max_image_size",
+        "anyres_vit_two_views",
+        "cat_extra_token",
+        "img_max_size",
+        "im_start_id",
+        "im_end_id",
+        "im_newline_id",
+    ],
+    (),
+)
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
-    vision, size = c.vision, c.processor.get("size") or {}
-    for name, known in {"hidden_act": "gelu", "interpolate_mode": "bilinear"}.items():
-        if vision.get(name, known) != known:
-            raise ModelError(f"config.json has {name} = {vision[name]}; localllm supports HunyuanVL with {known}")
+    vision = c.vision
+    merge = vision.get("spatial_merge_size", 2)
+    require_same(c, patch_size=vision["patch_size"], merge_size=merge, temporal_patch_size=1)
     return {
         "projector_type": "hunyuanvl",
         "use_gelu": True,
         "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
         "vision.image_size": vision.get("max_image_size", 2048),
-        "vision.spatial_merge_size": vision.get("spatial_merge_size", 2),
-        "vision.image_min_pixels": c.processor.get("min_pixels") or size.get("shortest_edge"),
-        "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
-    }
+        "vision.spatial_merge_size": merge,
+    } | pixel_limits(c)
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:

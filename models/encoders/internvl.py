@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from localllm.errors import ModelError
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import nearest_grid, resized, tiles
 from localllm.models.encoders.views import floats
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import GELU, Array
 
 HF_NAMES = {
     "v.class_embd": "vision_tower.embeddings.cls_token",
@@ -34,26 +33,31 @@ HF_NAMES = {
     "v.blk.*.ffn_up": "vision_tower.encoder.layer.*.mlp.fc1",
     "v.blk.*.ffn_down": "vision_tower.encoder.layer.*.mlp.fc2",
 }
-HF_MEANT = {"hidden_act": ("gelu",), "vision_feature_layer": (-1,), "vision_feature_select_strategy": ("default",)}
+HF_MEANT = {
+    "hidden_act": GELU,
+    "vision_feature_layer": (-1,),
+    "vision_feature_select_strategy": ("default",),
+    "crop_to_patches": (),  # the processor of the text and its images sets it
+}
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision = c.vision
-    if vision.get("hidden_act", "gelu") != "gelu":
-        raise ModelError("GGUF files of InternVL's encoder mean the activation gelu, but config.json has another")
 
     def first(value: Any) -> Any:
         return value[0] if isinstance(value, list | tuple) else value
 
+    side = first(vision["image_size"])
+    require_same(c, size={"height": side, "width": side})
     return {
         "projector_type": "internvl",
         "use_gelu": True,
         "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
         "vision.projector.scale_factor": int(1 / c.values.get("downsample_ratio", 0.5)),
-        "vision.image_size": first(vision["image_size"]),
+        "vision.image_size": side,
         "vision.patch_size": first(vision["patch_size"]),
-        "vision.preproc_min_tiles": c.values.get("min_dynamic_patch"),
-        "vision.preproc_max_tiles": c.values.get("max_dynamic_patch"),
+        "vision.preproc_min_tiles": c.processor.get("min_patches"),
+        "vision.preproc_max_tiles": c.processor.get("max_patches"),
     }
 
 

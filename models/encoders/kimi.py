@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.errors import ModelError
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import bicubic, resized
 from localllm.models.hf_convert import Array
 
@@ -30,23 +29,34 @@ HF_NAMES = {
 
 #: Maximum side of an image in patches.
 _LONGEST = 512
+#: Epsilon of all norms.
+_EPS = 1e-5
+HF_MEANT = {
+    "size": ({"max_height": _LONGEST, "max_width": _LONGEST},),
+    "patch_limit_on_one_side": (_LONGEST,),
+    "fixed_output_tokens": (None,),
+    "merge_type": ("sd2_tpool",),
+    "mm_projector_type": ("patchmerger",),
+    "pos_emb_type": ("divided_fixed",),
+    "projection_layer_norm_eps": (_EPS,),
+    "projector_ln_eps": (_EPS,),
+} | dict.fromkeys(
+    ("mm_hidden_size", "projection_hidden_size", "use_unified_vision_chunk", "video_attn_type"),
+    (),
+)
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, processor = c.vision, c.processor
-    rope, size = vision.get("rope_parameters") or {}, vision["patch_size"]
-    longest = (processor.get("size") or {}).get("max_height", processor.get("patch_limit_on_one_side", _LONGEST))
-    if rope.get("rope_theta", 1e4) != 1e4 or longest != _LONGEST:
-        raise ModelError(
-            f"GGUF files have no key for a rotation's base other than 10,000 or sides above {_LONGEST} patches"
-        )
+    size, merge = vision["patch_size"], vision.get("merge_kernel_size", (2, 2))[0]
+    require_same(c, patch_size=size, merge_size=merge, merge_kernel_size=merge)
     most = processor.get("max_patches", processor.get("in_patch_limit", 1 << 14))
     return {
         "projector_type": "kimik25",
         "use_gelu": True,
-        "vision.attention.layer_norm_epsilon": vision.get("projector_ln_eps", 1e-5),
-        "vision.image_size": vision.get("pos_emb_height", vision.get("init_pos_emb_height", 64)) * size,
-        "vision.projector.scale_factor": vision.get("merge_kernel_size", (2, 2))[0],
+        "vision.attention.layer_norm_epsilon": _EPS,
+        "vision.image_size": vision.get("pos_emb_height", 64) * size,
+        "vision.projector.scale_factor": merge,
         "vision.image_min_pixels": 8 * size**2,
         "vision.image_max_pixels": most * size**2,
     }
@@ -56,7 +66,7 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
     if ".wqkv." not in name:
         return {} if name.endswith("time_weight") else array
     # Rotary pairs of queries and keys alternate between column and row. Reorder to column pairs, then row pairs.
-    n = c.vision.get("num_attention_heads", c.vision.get("vt_num_attention_heads"))
+    n = c.vision["num_attention_heads"]
     q, k, v = np.split(array, 3)
     q, k = (each.reshape(n, -1, 2, 2, *each.shape[1:]).swapaxes(1, 2).reshape(each.shape) for each in (q, k))
     return np.concatenate([q, k, v])

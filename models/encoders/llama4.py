@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import ModelError
 from localllm.kernels.graph import Tensor
 from localllm.kernels.operations import Activation
 from localllm.models.blocks import Layer
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, VisionModel
+from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import cut, normalised, resized
 from localllm.models.encoders.views import floats
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import GELU, Array
 from localllm.quant.floats import bfloat16
 
 HF_NAMES = {
@@ -36,18 +35,21 @@ HF_NAMES = {
     "v.blk.*.ffn_up": "model.layers.*.mlp.fc1",
     "v.blk.*.ffn_down": "model.layers.*.mlp.fc2",
 }
-HF_MEANT = {"hidden_act": ("gelu",), "resample": (2,), "vision_feature_select_strategy": ("default",)}
+HF_MEANT = {
+    "hidden_act": GELU,
+    "resample": (2,),
+    "resize_to_max_canvas": (False,),
+    "vision_feature_layer": (-1,),
+    "vision_feature_select_strategy": ("default",),
+}
 
 #: Default of the maximum number of tiles of an image.
 _TILES = 16
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
-    rope, most = c.vision.get("rope_parameters") or {}, c.processor.get("max_patches", _TILES)
-    if c.processor.get("resize_to_max_canvas") or rope.get("rope_theta", c.vision.get("rope_theta", 1e4)) != 1e4:
-        raise ModelError(
-            "GGUF files have no keys for resize_to_max_canvas or a base of the rotation other than 10,000"
-        )
+    side, most = c.vision["image_size"], c.processor.get("max_patches", _TILES)
+    require_same(c, size={"height": side, "width": side})
     return {
         "projector_type": "llama4",
         "use_gelu": True,

@@ -13,7 +13,15 @@ import numpy as np
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Rows, Tensor
 from localllm.kernels.operations import Activation, Add, Input, Outputs
-from localllm.models.encoders.encoder import Checkpoint, EncoderStage, FrameRows, Pixels, Prepared, VisionModel
+from localllm.models.encoders.encoder import (
+    Checkpoint,
+    EncoderStage,
+    FrameRows,
+    Pixels,
+    Prepared,
+    VisionModel,
+    require_same,
+)
 from localllm.models.encoders.images import block_order, cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.hf_convert import Array
@@ -32,27 +40,37 @@ HF_NAMES = ENCODER_NAMES | {
     "mm.down": "merger.mlp.0.linear_2",
 }
 
+HF_MEANT = {
+    "drop_vision_last_layer": (False,),
+    "merge_kernel_size": ([2, 2],),
+    "merger_times": (1,),
+    "use_image_id": (True,),
+    "insert_layer_id": (),  # of the encoder; that of the model replaces it
+    "image_size": (),
+}
+
 #: Default of the maximum number of slices of an image, without the complete image.
 MAX_SLICES = 9
 
 
 def _merge(c: Checkpoint) -> int:
     """Return the side in patches of the square that becomes one row."""
-    return 2 if c.processor.get("downsample_mode", c.values.get("downsample_mode")) == "4x" else 4
+    return 2 if c.values.get("downsample_mode") == "4x" else 4
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     slices = c.processor.get("max_slice_nums", MAX_SLICES) if c.processor.get("slice_mode", True) else 1
-    for name, known in {"merger_times": 1, "drop_vision_last_layer": False}.items():
-        if c.values.get(name, known) != known:
-            raise ModelError(f"config.json has {name} = {c.values[name]}; localllm knows MiniCPM-V with {known}")
+    layer, n_layers = c.values.get("insert_layer_id", 6), c.vision["num_hidden_layers"]
+    if _merge(c) == 4 and not 0 <= layer < n_layers:
+        raise ModelError(f"config.json has insert_layer_id = {layer}, but the encoder has {n_layers} layers")
+    require_same(c, patch_size=c.vision["patch_size"], downsample_mode=c.values.get("downsample_mode", "16x"))
     return {
         "projector_type": "minicpmv4_6",
         "use_gelu": True,
         "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-6),
         "vision.image_size": c.processor.get("scale_resolution", 448),
         "vision.projector.scale_factor": _merge(c),
-        "vision.wa_layer_indexes": [c.values.get("insert_layer_id", c.vision.get("insert_layer_id", 6))],
+        "vision.wa_layer_indexes": [layer],
         "vision.preproc_max_tiles": None if slices == MAX_SLICES else slices,
     }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.models.encoders.encoder import Checkpoint, Pixels
+from localllm.models.encoders.encoder import Checkpoint, Pixels, require, require_same
 from localllm.models.encoders.images import interpolated
-from localllm.models.encoders.qwen import QwenVision
+from localllm.models.encoders.qwen import QwenVision, pixel_limits
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.hf_convert import Array
 
@@ -19,14 +19,14 @@ HF_NAMES = ENCODER_NAMES | {
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
-    size = c.processor.get("size") or {}
+    merge = c.vision.get("spatial_merge_size", 2)
+    require(c, "spatial_merge_size", merge, (2,))
+    require_same(c, patch_size=c.vision["patch_size"], merge_size=merge, temporal_patch_size=1)
     return {
         "projector_type": "paddleocr",
         "use_gelu": True,
         "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-6),
-        "vision.image_min_pixels": c.processor.get("min_pixels") or size.get("shortest_edge"),
-        "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
-    }
+    } | pixel_limits(c)
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:

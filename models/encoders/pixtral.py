@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix, Rope
 from localllm.kernels.operations import Linear
 from localllm.models.blocks import norm
-from localllm.models.encoders.encoder import Checkpoint, Prepared, VisionModel
+from localllm.models.encoders.encoder import Checkpoint, Prepared, VisionModel, require
 from localllm.models.encoders.images import resized
 from localllm.models.encoders.views import ColumnsByPart
 from localllm.models.hf_convert import Array, interleave_pairs
@@ -39,14 +40,19 @@ HF_MEANT = {"vision_feature_layer": (-1,)}
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     activation = c.vision.get("hidden_act", "gelu")
-    rope = c.vision.get("rope_parameters") or {}
+    require(c, "hidden_act", activation, ("gelu", "silu"))
+    # The processor's limit may differ from the size of the table of positions.
+    edge = (c.processor.get("size") or {}).get("longest_edge", c.vision["image_size"])
+    if edge % (step := c.vision["patch_size"] * c.values.get("spatial_merge_size", 1)):
+        raise ModelError(f"the processor limits images to {edge} pixels, which is not a multiple of {step}")
     return {
         "projector_type": "pixtral",
         "use_silu": activation == "silu" or None,
         "use_gelu": activation == "gelu" or None,
         "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-5),
+        "vision.image_size": edge,
         "vision.spatial_merge_size": c.values.get("spatial_merge_size"),
-        "vision.rope.freq_base": float(c.vision.get("rope_theta") or rope.get("rope_theta") or 1e4),
+        "vision.rope.freq_base": float(c.vision.get("rope_theta", 1e4)),
     }
 
 

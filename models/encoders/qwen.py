@@ -15,7 +15,15 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix, Rows, Tensor, Weight
 from localllm.kernels.operations import Activation, Gated, Input, Linear, Outputs
 from localllm.models.blocks import add, norm
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, split_qkv
+from localllm.models.encoders.encoder import (
+    Checkpoint,
+    Pixels,
+    Prepared,
+    VisionModel,
+    require,
+    require_same,
+    split_qkv,
+)
 from localllm.models.encoders.images import bicubic, bilinear, resized, smart_resize
 from localllm.models.encoders.views import ColumnsByPart, SumOf
 from localllm.models.hf_convert import GELU_TANH, SILU, Array
@@ -57,30 +65,34 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     kind, activation = c.values["model_type"], vision.get("hidden_act")
     known = next((names for start, names in _ACTIVATIONS.items() if kind.startswith(start)), ())
     require(c, "hidden_act", activation, (None, *known))
-    size = c.processor.get("size") or {}
     n_layers, tapped = vision["depth"], vision.get("deepstack_visual_indexes") or ()
+    if len(set(tapped)) < len(tapped):
+        raise ModelError(f"config.json has deepstack_visual_indexes = {[*tapped]}, which names a layer twice")
+    merge = vision.get("spatial_merge_size", 2)
+    require(c, "temporal_patch_size", vision.get("temporal_patch_size", 2), (2,))
+    require_same(c, patch_size=vision["patch_size"], merge_size=merge, temporal_patch_size=2)
     keys = {
         "projector_type": "qwen2vl_merger" if is_2 else "qwen3vl_merger",
         "use_gelu": None if is_2 else True,
-        "vision.spatial_merge_size": vision.get("spatial_merge_size", 2),
+        "vision.spatial_merge_size": merge,
         "vision.attention.layer_norm_epsilon": 1e-6,
         "vision.is_deepstack_layers": None if is_2 else [i in tapped for i in range(n_layers)],
-        "vision.image_min_pixels": c.processor.get("min_pixels") or size.get("shortest_edge"),
-        "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
         "vision.image_size": vision.get("image_size", 560),
-    }
+    } | pixel_limits(c)
     if c.values["model_type"].startswith("glm"):
         # The processor counts the pixels of an image twice, like two frames of a video.
-        limits = [f"vision.image_{key}_pixels" for key in ("min", "max")]
-        keys |= {key: keys[key] and keys[key] // 2 for key in limits}
-        return keys | {
-            "projector_type": "glm4v",
-            "use_gelu": None,
-            "use_silu": True,
-            "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
-            "vision.is_deepstack_layers": None,
-            "vision.image_size": vision["image_size"],
-        }
+        return (
+            keys
+            | pixel_limits(c, n_frames=2)
+            | {
+                "projector_type": "glm4v",
+                "use_gelu": None,
+                "use_silu": True,
+                "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
+                "vision.is_deepstack_layers": None,
+                "vision.image_size": vision["image_size"],
+            }
+        )
     if c.values["model_type"] == "qwen2_5_vl":
         return keys | _keys_of_windows(c)
     if is_2:
@@ -90,6 +102,24 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         }
     n_positions = vision.get("num_position_embeddings", 2304)
     return keys | {"vision.image_size": int(n_positions**0.5 * vision["patch_size"])}
+
+
+def pixel_limits(c: Checkpoint, n_frames: int = 1) -> dict[str, Any]:
+    """Return the keys of the least and the most pixels of an image. ``n_frames``: how often the processor counts it.
+
+    Raises ModelError if they are so close that an enlarged image may have more pixels than the most.
+    """
+    size = c.processor.get("size") or {}
+    low = c.processor.get("min_pixels") or size.get("shortest_edge")
+    high = c.processor.get("max_pixels") or size.get("longest_edge")
+    if low and high and high < 2 * low:
+        raise ModelError(
+            f"the processor limits images to {low} to {high} pixels: localllm needs a factor of 2 or more"
+        )
+    return {
+        "vision.image_min_pixels": low and low // n_frames,
+        "vision.image_max_pixels": high and high // n_frames,
+    }
 
 
 def _keys_of_windows(c: Checkpoint) -> dict[str, Any]:

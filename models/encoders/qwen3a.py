@@ -17,7 +17,8 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Rows, Tensor
 from localllm.kernels.operations import Input, Linear
 from localllm.kernels.reference import gelu_erf
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared
+from localllm.models.encoders import whisper
+from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.sounds import RATE, Samples, convolved, log_mel
 from localllm.models.encoders.views import floats
 from localllm.models.encoders.whisper import ENCODER_NAMES, SoundModel
@@ -36,11 +37,17 @@ HF_NAMES = ENCODER_NAMES | {
 #: Frames of a spectrogram per chunk of the convolutions, tokens per chunk, and length in seconds of a row's window.
 _CHUNK, _TOKENS, _SECONDS = 100, 13, 8
 
+HF_MEANT = whisper.HF_MEANT | {
+    "n_window": (_CHUNK // 2,),
+    "n_window_infer": (_CHUNK * _SECONDS,),
+    "min_length": (RATE // 2,),
+    "conv_chunksize": (),
+    "downsample_hidden_size": (),
+}
+
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
-    wanted = {"n_window": _CHUNK // 2, "n_window_infer": _CHUNK * _SECONDS, "activation_function": "gelu"}
-    if any(c.vision.get(name, value) != value for name, value in wanted.items()):
-        raise ModelError(f"config.json of the audio encoder has other values than {wanted}: not supported")
+    require_same(c, feature_size=c.vision["num_mel_bins"])
     return {"projector_type": "qwen3a", "audio.attention.layer_norm_epsilon": 1e-5}
 
 

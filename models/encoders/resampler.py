@@ -13,7 +13,14 @@ import numpy as np
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
 from localllm.kernels.operations import Add, Attention, Input, Linear, Outputs, RopeAppend
-from localllm.models.encoders.encoder import Checkpoint, EncoderStage, FrameRows, Pixels, Prepared
+from localllm.models.encoders.encoder import (
+    Checkpoint,
+    EncoderStage,
+    FrameRows,
+    Pixels,
+    Prepared,
+    require_same,
+)
 from localllm.models.encoders.minicpm import MAX_SLICES, MiniCPMV
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.encoders.views import floats
@@ -41,6 +48,23 @@ _VERSIONS = {
 #: Width of the resampler's heads.
 _HEAD_DIM = 128
 
+HF_MEANT: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    [
+        "batch_3d_resampler",
+        "batch_vision_input",
+        "image_size",
+        "init_audio",
+        "init_tts",
+        "init_vision",
+        "resampler_attn_implementation",
+        "slice_config",
+        "slice_mode",
+        "use_image_id",
+        "vision_batch_size",
+    ],
+    (),
+)
+
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     version = _VERSIONS.get(f"{c.values['model_type']}/{c.values.get('version')}")
@@ -49,6 +73,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
             f"config.json has version = {c.values.get('version')}; for {c.values['model_type']}, localllm supports "
             f"{', '.join(name.partition('/')[2] for name in _VERSIONS if name.startswith(c.values['model_type']))}"
         )
+    require_same(c, patch_size=c.vision["patch_size"])
     slices = c.processor.get("max_slice_nums", MAX_SLICES) if c.processor.get("slice_mode", True) else 1
     return {
         "projector_type": "resampler",

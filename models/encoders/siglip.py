@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix
 from localllm.kernels.operations import Linear, Outputs, RMSNorm
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require
+from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import interpolated, nearest_grid, resized, tiles
 from localllm.models.encoders.views import Transposed
 from localllm.models.hf_convert import Array, floats
@@ -40,6 +40,34 @@ HF_NAMES = ENCODER_NAMES | {
     "mm.model.fc": "connector.modality_projection.proj",
 }
 
+HF_MEANT = {
+    "do_pan_and_scan": (False,),
+    "do_image_splitting": (True,),
+    "use_thumbnail": (True,),
+    "max_pixels_tolerance": (2.0,),
+    "vision_feature_layer": (-1,),
+} | dict.fromkeys(
+    [
+        "encoder_patch_size",
+        "max_image_size",
+        "max_image_tokens",
+        "max_tiles",
+        "min_image_tokens",
+        "min_tiles",
+        "tile_size",
+        "use_base_siglip",
+        "use_image_special_tokens",
+        "pan_and_scan_max_num_crops",
+        "pan_and_scan_min_crop_size",
+        "pan_and_scan_min_ratio_to_activate",
+        "max_num_patches",
+        "projector_bias",
+        "projector_hidden_size",
+        "projector_use_layernorm",
+    ],
+    (),
+)
+
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, kind = c.vision, c.values["model_type"]
@@ -47,11 +75,13 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     require(c, "resample", c.processor.get("resample", usual), (usual,))
     keys = {"use_gelu": True, "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}
     if kind == "gemma3":
+        require_same(c, size={"height": vision["image_size"], "width": vision["image_size"]})
         side = math.isqrt(c.values.get("mm_tokens_per_image", 256))
         factor = vision["image_size"] // vision["patch_size"] // side
         return keys | {"projector_type": "gemma3", "vision.projector.scale_factor": None if factor == 4 else factor}
     if kind == "lfm2_vl":
         return keys | {"projector_type": "lfm2"} | _lfm2_keys(c)
+    require_same(c, max_image_size={"longest_edge": vision["image_size"]})
     longest = (c.processor.get("size") or {}).get("longest_edge", vision["image_size"])
     factor = c.values.get("scale_factor", 2)
     return keys | {
@@ -64,6 +94,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
 def _lfm2_keys(c: Checkpoint) -> dict[str, Any]:
     """Return the processor's settings that differ from all published models."""
     factor, least = c.values.get("downsample_factor", 2), c.processor.get("min_tiles", 2)
+    require_same(c, encoder_patch_size=c.vision["patch_size"], downsample_factor=factor)
     area = (c.vision["patch_size"] * factor) ** 2
     given = {
         "image_min_pixels": (c.processor.get("min_image_tokens", 64) * area, 64 * area),

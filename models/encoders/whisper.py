@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix, Rows, Tensor
 from localllm.kernels.operations import Activation, Add, Gated, HeadGate, Input, Linear, Linears, RMSNorm, SideBySide
-from localllm.models.encoders.encoder import Checkpoint, EncoderModel, FrameRows, Prepared
+from localllm.models.encoders.encoder import Checkpoint, EncoderModel, FrameRows, Prepared, require_same
 from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_audio
 from localllm.models.encoders.views import ColumnsByPart, WithBias
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import GELU, Array
 from localllm.models.weights import Reshaped
 
 #: Names of the encoder's tensors.
@@ -39,18 +39,54 @@ HF_NAMES = ENCODER_NAMES | {
     "mm.a.mlp.2": "multi_modal_projector.linear_2",
 }
 
+#: Settings of the encoder and the projector, then of the encoder's processor and of Whisper's decoder.
+HF_MEANT: dict[str, tuple[Any, ...]] = {
+    "activation_function": GELU,
+    "scale_embedding": (False,),
+    "projector_act": ("swiglu",),
+    "sampling_rate": (RATE,),
+    "hop_length": (HOP,),
+    "n_fft": (400,),
+    "dither": (0.0,),
+    "max_source_positions": (),
+    "feature_size": (),
+} | dict.fromkeys(
+    # the last ones are Ultravox's
+    [
+        "apply_spec_augment",
+        "classifier_proj_size",
+        "median_filter_width",
+        "max_target_positions",
+        "use_weighted_layer_sum",
+        "decoder_attention_heads",
+        "decoder_ffn_dim",
+        "decoder_layers",
+        "mask_feature_length",
+        "mask_feature_min_masks",
+        "mask_feature_prob",
+        "mask_time_length",
+        "mask_time_min_masks",
+        "mask_time_prob",
+        "audio_model_id",
+        "audio_model_lora_config",
+        "norm_init",
+        "text_model_id",
+        "text_model_lora_config",
+    ],
+    (),
+)
+
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     if c.values["model_type"] == "voxtral":
-        stack, wanted = c.vision["intermediate_size"] // c.vision["hidden_size"], ("projector_hidden_act", "gelu")
+        stack = c.vision["intermediate_size"] // c.vision["hidden_size"]
     else:
-        stack, wanted = c.values.get("stack_factor", 8), ("projector_act", "swiglu")
-    if c.values.get(*wanted) != wanted[1] or c.vision.get("activation_function", "gelu") != "gelu":
-        raise ModelError("config.json has an activation that localllm does not support for this encoder")
+        stack = c.values.get("stack_factor", 8)
     if c.values.get("projector_ln_mid") is False:
         raise ModelError(
             "config.json has projector_ln_mid = false, as in Ultravox up to 0.4: localllm supports 0.5 and later"
         )
+    require_same(c, feature_size=c.vision["num_mel_bins"])
     keys = {"projector_type": c.values["model_type"], "audio.projector.stack_factor": stack}
     return keys | {"audio.attention.layer_norm_epsilon": 1e-5}
 

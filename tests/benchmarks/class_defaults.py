@@ -13,8 +13,9 @@ import json
 import re
 from typing import Any
 
-from localllm.convert.config import is_irrelevant, shares_name
+from localllm.convert.config import COMMON_NAMES
 from localllm.convert.defaults import PATH
+from localllm.convert.irrelevant import is_irrelevant
 from localllm.models.encoders.registry import PROJECTORS
 from localllm.models.registry import ARCHITECTURES, DRAFTERS
 
@@ -32,18 +33,22 @@ def classes() -> dict[str, Any]:
         if name in CONFIG_MAPPING:
             kind = CONFIG_MAPPING[name]
             found[name] = kind
-            for section in _SECTIONS:
-                inner = getattr(kind(), section, None)
-                if inner is not None and dataclasses.is_dataclass(inner):
-                    found[inner.model_type] = type(inner)
+            found |= {inner.model_type: inner for inner in sections(kind).values()}
     return found
+
+
+def sections(kind: Any) -> dict[str, Any]:
+    """Return the classes of the sections of a fused model's class, also of optional sections."""
+    config = kind()
+    inner = {name: type(getattr(config, name, None)) for name in _SECTIONS}
+    inner |= {name: spec for name, spec in kind.sub_configs.items() if not dataclasses.is_dataclass(inner.get(name))}
+    return {name: inner[name] for name in _SECTIONS if dataclasses.is_dataclass(inner.get(name))}
 
 
 def class_defaults(kind: Any) -> dict[str, Any]:
     """Return the settings of a class with their defaults."""
     missing = dataclasses.MISSING
-    fields = {field.name for field in dataclasses.fields(kind)}
-    is_left_out = is_irrelevant if "vocab_size" in fields else _is_left_out
+    is_left_out = is_irrelevant if is_text(kind) else _is_left_out
     values = {
         field.name: field.default_factory() if field.default_factory is not missing else field.default
         for field in dataclasses.fields(kind)
@@ -53,11 +58,17 @@ def class_defaults(kind: Any) -> dict[str, Any]:
     return values | _rope_defaults(kind)
 
 
+def is_text(kind: Any) -> bool:
+    """Return whether a class is that of a text model, not of an encoder or a fused model."""
+    has_vocabulary = "vocab_size" in {field.name for field in dataclasses.fields(kind)}
+    return has_vocabulary and not sections(kind) and re.search("vision|audio|encoder", kind.model_type) is None
+
+
 def _is_left_out(name: str) -> bool:
     from transformers import PreTrainedConfig
 
     base = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    return name in base or re.search("dropout|initializer|_token|tie_word|init_value", name) is not None
+    return name in base or re.search("dropout|initializer|_token_(id|index)|tie_word|init_value", name) is not None
 
 
 def _rope_defaults(kind: Any) -> dict[str, Any]:
@@ -101,7 +112,13 @@ def names() -> dict[str, tuple[tuple[str, str], ...]]:
     found = {}
     for name, kind in classes().items():
         pairs = dict(getattr(kind, "attribute_map", None) or {}).items()
-        own = tuple(sorted(pair for pair in pairs if not (is_irrelevant(pair[0]) or shares_name(*pair))))
+        own = tuple(
+            sorted(
+                (one, other)
+                for one, other in pairs
+                if not is_irrelevant(one) and not any(one in names and other in names for names in COMMON_NAMES)
+            )
+        )
         if own:
             found[name] = own
     return found
@@ -109,29 +126,49 @@ def names() -> dict[str, tuple[tuple[str, str], ...]]:
 
 def text_types() -> dict[str, str]:
     """Return the type of the text model of types that also see or hear."""
-    found = {}
-    for name, kind in classes().items():
-        inner = getattr(kind(), "text_config", None)
-        if inner is not None and dataclasses.is_dataclass(inner):
-            found[name] = inner.model_type
-    return found
+    found = {name: sections(kind).get("text_config") for name, kind in classes().items()}
+    return {name: inner.model_type for name, inner in found.items() if inner is not None}
 
 
 def encoder_types() -> dict[str, str]:
     """Return the types of encoders by the type of the model and the section."""
+    return {
+        f"{name}/{section}": inner.model_type
+        for name, kind in classes().items()
+        for section, inner in sections(kind).items()
+        if section != "text_config"
+    }
+
+
+def processor_types() -> dict[str, str]:
+    """Return the classes of image processors by the type of the model, without "Pil"."""
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    types = sorted({name.partition("/")[0] for each in PROJECTORS.values() for name in each.hf_types.split()})
+    found = {name: IMAGE_PROCESSOR_MAPPING_NAMES.get(name) for name in types}
+    return {name: kinds["torchvision"] for name, kinds in found.items() if kinds}
+
+
+def processors() -> dict[str, dict[str, Any]]:
+    """Return the settings of image processors with their defaults, by class."""
+    from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
+
+    from tests.models.encoders.families import by_pillow
+
     found = {}
-    for name, kind in classes().items():
-        for section in ("vision_config", "audio_config"):
-            inner = getattr(kind(), section, None)
-            if inner is not None and dataclasses.is_dataclass(inner):
-                found[f"{name}/{section}"] = inner.model_type
+    for model, name in [*processor_types().items(), ("", "CLIPImageProcessor"), ("", "SiglipImageProcessor")]:
+        kind = get_image_processor_class_from_name(f"{name}Pil")
+        kind = by_pillow(f"{model}.image_processing_{model}", name) if kind is None else kind
+        values = {key: getattr(kind, key, None) for key in sorted(kind.valid_kwargs.__annotations__)}
+        found[name] = {key: _plain(value) for key, value in values.items() if value is not None}
     return found
 
 
 def tables() -> dict[str, Any]:
     """Return everything that the file has."""
     return {
-        "defaults": table(), "names": names(), "text_types": text_types(), "encoder_types": encoder_types()
+        "defaults": table(), "names": names(), "text_types": text_types(), "encoder_types": encoder_types(),
+        "processors": processors(), "processor_types": processor_types(),
     }  # fmt: skip
 
 

@@ -44,6 +44,39 @@ def test_no_rewriting_gives_a_wrong_model(name: str, tmp_path: Path) -> None:
     assert results["omit", "all defaults"][0] == "equal"
 
 
+@pytest.mark.parametrize(
+    ("name", "rewriting"),
+    [
+        ("gemma", "hidden_act = gelu"),  # which means the tanh form
+        ("mimo2", "rope_parameters.sliding_attention.partial_rotary_factor"),  # all of a head, then
+        ("mistral3", "rope_parameters.mscale"),  # without which mscale_all_dim means nothing
+        ("qwen4exp", "output_gate_type"),  # hidden_act, then
+        ("qwen4exp", "seed = 1235"),  # the factors are in the checkpoint
+    ],
+)
+def test_rewritings_that_once_gave_a_wrong_model(name: str, rewriting: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs the extra 'reference'")
+    pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    from tests.benchmarks.configurations import TinyModel, rewritings
+
+    tiny = TinyModel(name, tmp_path)
+    (found,) = (each for each in rewritings(tiny) if each.name == rewriting)
+    assert tiny.judged(found)[0] in (("equal",) if name == "gemma" else ("transformers", "refused"))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mlp", "qwen2vl_merger"])
+def test_no_rewriting_gives_a_wrong_encoder(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs the extra 'reference'")
+    pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    from tests.benchmarks.configurations import TinyEncoder, rewritings
+
+    tiny = TinyEncoder(name, tmp_path)
+    sample = [each for i, each in enumerate(rewritings(tiny)) if i % 4 == 0 or each.kind == "old"]
+    results = {(each.kind, each.file, each.name): tiny.judged(each) for each in sample}
+    assert {each: why for each, (result, why) in results.items() if result == "wrong"} == {}
+    assert sum(result in ("equal", "transformers") for result, _ in results.values()) > 5
+
+
 def without(folder: Path, *names: str, **changes: Any) -> Path:
     settings = json.loads((folder / "config.json").read_text()) | changes
     settings = {name: value for name, value in settings.items() if name not in names}

@@ -459,7 +459,7 @@ def by_pillow(module: str, kind: str) -> Any:
             if name not in sys.modules:
                 patched.setitem(sys.modules, name, stub)
         functional = stubs[names[-1]].__dict__["functional"] = stubs["torchvision.transforms.v2.functional"]
-        functional.__dict__["pad"] = padded
+        functional.__dict__.update(pad=padded, InterpolationMode=object)  # an annotation
         own = getattr(import_module(f"transformers.models.{module}"), kind)
 
     class Resizing(own.__mro__[1]):  # type: ignore[misc]
@@ -497,14 +497,17 @@ def by_pillow(module: str, kind: str) -> Any:
 
 @functools.cache
 def processor_of(name: str) -> Any:
-    family = FAMILIES[name]
-    module, kind = family.processor
+    return make_processor(name, FAMILIES[name].options)
+
+
+def make_processor(name: str, options: dict[str, Any]) -> Any:
+    """A family's image processor with other options."""
+    module, kind = FAMILIES[name].processor
     if hasattr(minicpmv, kind):
-        return getattr(minicpmv, kind)(**family.options)
+        return getattr(minicpmv, kind)(**options)
     if "_pil_" not in module:
-        return by_pillow(module, kind)(**family.options)
-    imported = __import__(f"transformers.models.{module}", fromlist=[kind])
-    processor = getattr(imported, kind)(**family.options)
+        return by_pillow(module, kind)(**options)
+    processor = getattr(import_module(f"transformers.models.{module}"), kind)(**options)
     return MergedPatches(processor) if name == "gemma4uv" else processor
 
 

@@ -42,10 +42,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
     return cached
 
 
-def features(model: Any, name: str, image: Any) -> tuple[Any, NDArray[np.float32]]:
+def features(model: Any, name: str, image: Any, processor: Any = None) -> tuple[Any, NDArray[np.float32]]:
     """Return the processor's result and the model's rows [n, n_embeddings, width] for it."""
     family = FAMILIES[name]
-    seen = processor_of(name)(images=[image], return_tensors="pt")
+    seen = (processor or processor_of(name))(images=[image], return_tensors="pt")
     inner = getattr(model, "model", model)
     with torch.no_grad():
         out = inner.get_image_features(**{key: seen[key] for key in family.arguments})
