@@ -59,17 +59,6 @@ def test_links_of_the_hubs_cache_lead_to_its_blobs(tmp_path: Path) -> None:
         read_regular(snapshot / "b", 9, folder=snapshot)
 
 
-def test_named_pipes_are_refused_but_not_pipes_that_are_open(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match=r"pipe cannot be read \(it is a named pipe\)"):
-        read_text(tmp_path / "pipe")
-    reading, writing = os.pipe()
-    os.write(writing, b"text")
-    os.close(writing)
-    assert read_text(f"/dev/fd/{reading}") == "text"
-    os.close(reading)
-
-
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
     """A named pipe with a writer that waits for a reader and writes nothing, so that no fault waits forever."""
@@ -82,21 +71,29 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
     writer.join()
 
 
+def test_named_pipes_are_refused_but_not_pipes_that_are_open(pipe: Path) -> None:
+    with pytest.raises(UsageError, match=r"pipe cannot be read \(it is a named pipe\)"):
+        read_text(pipe)
+    reading, writing = os.pipe()
+    os.write(writing, b"text")
+    os.close(writing)
+    assert read_text(f"/dev/fd/{reading}") == "text"
+    os.close(reading)
+
+
 @pytest.mark.parametrize(
     "line",
     [
         "serve --models PIPE",
         "serve -m PIPE",
-        "serve -m demo --mmproj PIPE",
-        "serve -m demo --lora PIPE",
+        "generate -p a --mmproj PIPE",
+        "generate -p a --lora PIPE",
         "serve -m demo --api-key-file PIPE --port 0",
         "serve -m demo --ssl-key-file PIPE --ssl-cert-file PIPE --port 0",
         "serve -m demo --chat-template-file PIPE",
         "generate -f PIPE",
         "generate -p a -jf PIPE",
         "generate -p a --grammar-file PIPE",
-        "generate -p a --image PIPE",
-        "generate -p a --audio PIPE",
         "generate -p a --draft-model PIPE",
         "evaluate -f PIPE",
         "evaluate --base-logits PIPE",
@@ -105,7 +102,6 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
         "imatrix demo -f pyproject.toml --in-file PIPE",
         "quantize demo NEW Q4_0 --imatrix PIPE",
         "embed -f PIPE",
-        "convert PIPE",
         "merge demo NEW --lora PIPE",
     ],
 )

@@ -472,6 +472,7 @@ def test_work_ends_with_the_server(stops: bool, monkeypatch: pytest.MonkeyPatch)
         assert work.begun.wait(60)
         server.server.handle_exit(2, None)
         asking.join(30)
+        assert not asking.is_alive()
     assert replies[0].status_code == 503
     assert "the server is stopping" in replies[0].text
     assert not stops or work.ended.wait(30)

@@ -63,7 +63,6 @@ ATTACKS: dict[str, tuple[bytes, dict[str, str], int]] = {
     "arrays in arrays, but few": (b"[" * 200_000, JSON, 400),
     "white space": (b"[" + b" " * 30_000_000 + b"]", JSON, 413),
     "a number": (b"[" + b"9" * 30_000_000 + b"]", JSON, 400),
-    "numbers of many digits": (b"[" + (b"9" * 4000 + b",") * 2500 + b"1]", JSON, 400),
     "numbers that are slow to read": (b"[" + b"2.2250738585072011e-308," * 400_000 + b"1]", JSON, 400),
     "text after gzip": (gzip.compress(b"x" * 30_000_000) * 2, GZIP, 413),
 }
@@ -102,6 +101,12 @@ def test_values_are_counted_outside_of_strings(body: str, is_refused: bool) -> N
             _decoded(body.encode(), "identity", 1 << 26)
     else:
         assert _decoded(body.encode(), "identity", 1 << 26)[0] == json.loads(body)
+
+
+def test_numbers_of_many_digits_are_refused() -> None:
+    body = b"[" + (b"9" * 4000 + b",") * 2500 + b"1]"
+    with pytest.raises(HTTPError, match="more than 100 digits"):
+        _decoded(body, "identity", 1 << 26)
 
 
 def test_numbers_of_long_bodies_keep_their_values() -> None:
