@@ -241,7 +241,7 @@ def test_a_wrong_number_of_arguments_is_an_error() -> None:
 
 
 def test_line_numbers_are_those_of_the_file() -> None:
-    first = test_lines_are_those_of_the_file.__code__.co_firstlineno
+    first = test_line_numbers_are_those_of_the_file.__code__.co_firstlineno
 
     @template
     def caller(x):
