@@ -251,7 +251,9 @@ def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             if host == "example.org":  # its address may change between two queries
                 patch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 80))])
-            assert result_of(tool, {"url": f"http://{host}/"}, lambda: False).endswith("is not in the Internet")
+            assert result_of(tool, {"url": f"http://{host}/"}, lambda: False).endswith(
+                "is not a public host on the Internet"
+            )
     assert result_of(tool, {"url": "file:///etc/passwd"}, lambda: False).startswith("error: it is not the address")
     monkeypatch.setattr(web, "is_public", lambda address: True)
     page = b"<title>T</title><script>bad()</script><p>Some <b>bold</b> text</p><p>more</p>"

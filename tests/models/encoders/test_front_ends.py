@@ -256,7 +256,7 @@ def test_addresses_of_allowed_hosts_are_fetched(server: Serving, monkeypatch: py
         return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
 
     with pictures_on_the_web(data_of(picture(40, 50))) as url:
-        assert "127.0.0.1 is not in the Internet" in post(f"{url}/cat.png").json()["error"]["message"]
+        assert "127.0.0.1 is not a public host on the Internet" in post(f"{url}/cat.png").json()["error"]["message"]
         monkeypatch.setattr(web, "is_public", lambda address: True)
         assert post(f"{url}/cat.png").status_code == 200
         for path, words in (("/elsewhere", "localhost is not an allowed host"), ("/dog.png", "404")):
