@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from localllm.convert.settings import read_json
 from localllm.errors import ModelError, path_text, quoted
-from localllm.regular_file import open_regular
 from localllm.nesting import parse_json
+from localllm.regular_file import open_regular
 
 #: numpy's types. Types without a numpy type are read as their bits.
 DTYPES = {
