@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from localllm.convert.checkpoint import Array, CheckpointTensor, checkpoint_name, size_label
-from localllm.convert.config import TEXT_SECTIONS, Config
+from localllm.convert.config import COMMON_NAMES, TEXT_SECTIONS, Config
 from localllm.convert.defaults import DEFAULTS, ENCODER_TYPES, NAMES, PROCESSOR_DEFAULTS, PROCESSOR_TYPES
 from localllm.convert.irrelevant import is_irrelevant_to_encoder, is_irrelevant_to_processor, is_media
 from localllm.convert.safetensors import read_folder
@@ -127,7 +127,8 @@ def _encoder(values: Mapping[str, Any], section: str, kind: str) -> Settings:
     flat = {name: value for name, value in values.items() if name not in names}
     for each in rope:
         flat |= {"rope_type" if name == "type" else name: value for name, value in each.items()}
-    return Settings(flat, place=f"{section}.", defaults=DEFAULTS.get(kind), names=NAMES.get(kind, ()))
+    groups = (*COMMON_NAMES, *NAMES.get(kind, ()))
+    return Settings(flat, place=f"{section}.", defaults=DEFAULTS.get(kind), names=groups)
 
 
 def _processor(folder: Path, kind: str, media: str) -> Settings:
