@@ -114,7 +114,7 @@ def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projec
     if not found:
         known = ", ".join(sorted({kind for family in PROJECTORS.values() for kind in family.hf_types.split()}))
         raise UnsupportedArchitectureError(
-            f"config.json has model_type = {quoted(values.get('model_type'))}, whose encoder of pictures or sounds "
+            f"config.json has model_type = {quoted(values.get('model_type'))}, whose encoder of images or audio "
             f"localllm does not convert; it converts those of {known}"
         )
     return found

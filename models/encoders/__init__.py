@@ -1,1 +1,1 @@
-"""Encoders of pictures, as ``mmproj`` files have them: a family a file, over `localllm.models.encoders.encoder`."""
+"""Encoders of images and audio in mmproj files. Each family is a module based on `localllm.models.encoders.encoder`."""

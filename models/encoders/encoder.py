@@ -363,7 +363,7 @@ class VisionModel(EncoderModel):
     @property
     def example(self) -> Image:
         """An image of 1,024 × 768 pixels."""
-        return self.open(np.zeros((768, 1024, 3), np.uint8), "the picture")
+        return self.open(np.zeros((768, 1024, 3), np.uint8), "the image")
 
     def positions(self, rows: int, columns: int) -> Pixels | None:
         """Return position embeddings of a grid of patches, by rows, [rows * columns, n_embd], or None if unused."""

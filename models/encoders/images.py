@@ -36,7 +36,7 @@ _ANIMATED = ("PNG", "WEBP", "GIF", "AVIF")
 _BITS_PER_SAMPLE, _SAMPLE_FORMAT, _SIGNED = 258, 339, 2
 
 
-def open_image(source: Source, label: str = "the picture") -> Image:
+def open_image(source: Source, label: str = "the image") -> Image:
     """Return an image in RGB, turned as its EXIF data specifies.
 
     An animation becomes its first frame, and a TIFF file its first page.  Transparency is dropped, not blended, and
@@ -53,17 +53,17 @@ def open_image(source: Source, label: str = "the picture") -> Image:
     from PIL import Image
 
     if isinstance(source, str | os.PathLike | bytes | bytearray):
-        label = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else label
+        label = f"the image {path_text(source)}" if isinstance(source, str | os.PathLike) else label
         info, data = isolation.decode(decode_image, source, label)
         if info["is_animation"]:
             warn(f"{label} is an animation: the model sees its first frame")
         return Image.frombuffer("RGB", info["size"], data, "raw", "RGB", 0, 1)
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,)):
-            raise UsageError("a picture as an array is uint8 [height, width] or [height, width, 3]")
+            raise UsageError("an image as an array is uint8 [height, width] or [height, width, 3]")
         source = Image.fromarray(source)
     if not isinstance(source, Image.Image):
-        raise UsageError(f"a picture is a path, bytes, an image or an array, not {type(source).__name__}")
+        raise UsageError(f"an image is a path, bytes, a Pillow image or an array, not {type(source).__name__}")
     return _upright(source, label)
 
 
@@ -193,7 +193,7 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
     """
     if max(height, width) > 200 * min(height, width):
         raise UsageError(
-            f"a picture of {width} × {height} pixels is too long for this model, which takes sides up to 200 : 1: "
+            f"an image of {width} × {height} pixels is too long for this model, which takes sides up to 200 : 1: "
             "crop it"
         )
     tall, wide = (round(side / factor) * factor for side in (height, width))

@@ -115,7 +115,7 @@ class _Worker:
             )
         except OSError as error:
             reason = error.strerror or error
-            raise UsageError(f"the process that decodes images and sounds cannot be started ({reason})") from None
+            raise UsageError(f"the process that decodes images and audio cannot be started ({reason})") from None
         self._input: Any = self._process.stdin
         self._output: Any = self._process.stdout
 

@@ -31,7 +31,7 @@ _BLOCK = 1 << 20
 HOP, WINDOW = 160, 400
 
 
-def open_audio(source: Any, label: str = "the sound") -> Samples:
+def open_audio(source: Any, label: str = "the audio") -> Samples:
     """Return the samples of audio, float32 [n] at 16 kHz.
 
     Channels are averaged, then resampled by soxr in high quality, as in transformers' ``load_audio``.
@@ -45,16 +45,16 @@ def open_audio(source: Any, label: str = "the sound") -> Samples:
         UsageError: the source has another type or format, is damaged, empty, or longer than `MAX_SECONDS`; or a
             package is not installed.
     """
-    label = f"the sound {path_text(source)}" if isinstance(source, str | os.PathLike) else label
+    label = f"the audio {path_text(source)}" if isinstance(source, str | os.PathLike) else label
     if isinstance(source, np.ndarray):
         if source.ndim not in (1, 2) or not (source.dtype == np.int16 or source.dtype.kind == "f"):
-            raise UsageError("a sound as an array is floats or int16 at 16 kHz, [n] or [n, channels]")
+            raise UsageError("audio as an array is floats or int16 at 16 kHz, [n] or [n, channels]")
         values = source.astype(np.float32) / (1 << 15 if source.dtype == np.int16 else 1)
         samples = values if values.ndim == 1 else values.mean(axis=1)
     elif isinstance(source, str | os.PathLike | bytes | bytearray):
         samples = np.frombuffer(isolation.decode(decode_audio, source, label).data, np.float32)
     else:
-        raise UsageError(f"a sound is a path, bytes or an array, not {type(source).__name__}")
+        raise UsageError(f"audio is a path, bytes or an array, not {type(source).__name__}")
     if len(samples) > MAX_SECONDS * RATE:
         raise UsageError(f"{label} is longer than {MAX_SECONDS:,} seconds: cut it into parts")
     if not len(samples):
@@ -70,7 +70,7 @@ def decode_audio(source: str | bytes | bytearray, label: str) -> isolation.Decod
         import soundfile
         import soxr
     except (ImportError, OSError):  # OSError: libsndfile is missing
-        raise UsageError('sounds need the packages soundfile and soxr: pip install "localllm[audio]"') from None
+        raise UsageError('audio needs the packages soundfile and soxr: pip install "localllm[audio]"') from None
     try:
         stream = _opened(source)
     except OSError as error:

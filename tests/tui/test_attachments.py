@@ -259,7 +259,7 @@ def test_images_are_refused_if_the_model_cannot_see(folder: Path) -> None:
         open_image(data)
         return 1
 
-    with pytest.raises(UsageError, match=r"bad\.png cannot be attached: the picture is not one that can be read"):
+    with pytest.raises(UsageError, match=r"bad\.png cannot be attached: the image is not one that can be read"):
         attach("@bad.png", count, see=see)
 
 

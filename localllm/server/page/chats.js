@@ -100,13 +100,13 @@ function fenced(text) {
   return `${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-// The beginnings of files of pictures and sounds; what begins otherwise is taken as a PNG.
+// First bytes of image and audio files. A file with other first bytes is treated as a PNG.
 const MEDIA = {
   "image/jpeg": /^\xff\xd8/, "image/gif": /^GIF8/, "image/webp": /^RIFF....WEBP/s, "image/bmp": /^BM/, "image/tiff": /^(II\*|MM)/,
   "audio/wav": /^R(IFF|F64)....WAVE/s, "audio/mpeg": /^(ID3|\xff[\xe0-\xff])/, "audio/flac": /^fLaC/, "audio/ogg": /^OggS/,
 };
 
-// The type of an attached picture or sound, whose `picture` is its file in base64.
+// Returns the type of an attached image or audio file, whose content is `picture` in base64.
 function mediaType({picture}) {
   const beginning = atob(picture.slice(0, 16));
   return Object.keys(MEDIA).find(each => MEDIA[each].test(beginning)) ?? "image/png";

@@ -53,7 +53,7 @@ function showModel() {
   $("model-state").textContent = isLoading ? `loading ${Math.round(100 * (status.progress ?? 0))} %` : "";
   $("load-progress").hidden = !isLoading;
   $("load-progress").value = status.progress ?? 0;
-  $("attach").title = `Attach ${["files", sees(picked) && "pictures", hears(picked) && "sounds"].filter(Boolean).join(", ").replace(/, (?=\w+$)/, " and ")}`;
+  $("attach").title = `Attach ${["files", sees(picked) && "images", hears(picked) && "audio"].filter(Boolean).join(", ").replace(/, (?=\w+$)/, " and ")}`;
   $("file").accept = sees(picked) ? "image/*,text/*,*/*" : "";
   $("record").hidden = !recorder && !(hears(picked) && navigator.mediaDevices);
   if ($("models").open) showModelList();
@@ -84,7 +84,7 @@ function showModelList() {
   const rows = models.filter(each => each.id.toLowerCase().includes(wanted)).map(each => {
     const {meta = {}, status = {}} = each;
     const state = {loaded: "loaded", loading: `loading ${Math.round(100 * (status.progress ?? 0))} %`}[status.value];
-    const facts = [billions(meta.n_params), meta.ftype, bytes(meta.size), sees(each) && "sees pictures", hears(each) && "hears sounds", state].filter(Boolean).join(" · ");
+    const facts = [billions(meta.n_params), meta.ftype, bytes(meta.size), sees(each) && "image input", hears(each) && "audio input", state].filter(Boolean).join(" · ");
     return h("li", {}, h("button", {"aria-current": each.id === model()?.id && "true", onclick: () => pickModel(each.id)},
       h("span", {}, each.id), h("span", {class: "quiet"}, facts)));
   });
@@ -525,7 +525,7 @@ function submit() {
   const text = $("text").value.trim();
   if (!text && !attachments.length) return;
   const media = attachments.filter(file => file.picture);
-  const why = media.some(isSound) && !hears(model()) ? "hears no sounds" : !media.every(isSound) && !sees(model()) ? "sees no pictures" : "";
+  const why = media.some(isSound) && !hears(model()) ? "does not accept audio" : !media.every(isSound) && !sees(model()) ? "does not accept images" : "";
   if (why) return notice(`${model()?.id} ${why}: pick a model that does, or remove them.`);
   notice("");
   chat.add("user", text, attachments.length ? {attachments} : {});
@@ -544,13 +544,13 @@ async function attach(files) {
     try {
       const isPicture = file.type.startsWith("image/") && file.type !== "image/svg+xml";
       if (isPicture || file.type.startsWith("audio/")) {
-        const takes = isPicture ? sees : hears, media = isPicture ? "pictures" : "sounds", name = model()?.id ?? "the model";
+        const takes = isPicture ? sees : hears, media = isPicture ? "images" : "audio", name = model()?.id ?? "the model";
         if (!takes(model())) {
-          notice(`Loading ${name}, to see whether it takes ${media}…`);
+          notice(`Loading ${name}, to see whether it accepts ${media}…`);
           await loadModel();
         }
-        if (!takes(model())) throw new Error(isPicture ? `${name} sees no pictures` : `${name} hears no sounds`);
-        attachments.push({name: file.name || media.slice(0, -1), text: "", n_tokens: 0, picture: await (isPicture ? pictureFile : soundFile)(file)});
+        if (!takes(model())) throw new Error(`${name} does not accept ${media}`);
+        attachments.push({name: file.name || (isPicture ? "image" : "audio"), text: "", n_tokens: 0, picture: await (isPicture ? pictureFile : soundFile)(file)});
       } else {
         if (file.size > MAX_TEXT) throw new Error("it is larger than 4 MiB");
         const text = new TextDecoder("utf-8", {fatal: true}).decode(await file.arrayBuffer());
@@ -559,7 +559,7 @@ async function attach(files) {
       }
       notice("");
     } catch (error) {
-      notice(`${file.name} is not attached: ${error instanceof TypeError ? "it is not a text, a picture or a sound" : error.message}.`);
+      notice(`${file.name} is not attached: ${error instanceof TypeError ? "it is not text, an image or audio" : error.message}.`);
     }
   }
   showComposer();
@@ -569,7 +569,7 @@ async function attach(files) {
 // Returns an image file in base64, encoded again by the browser: upright, and not larger than models use.
 async function pictureFile(file) {
   let bitmap;
-  try { bitmap = await createImageBitmap(file); } catch { throw new Error("it is not a picture that this browser reads"); }
+  try { bitmap = await createImageBitmap(file); } catch { throw new Error("this browser cannot read the image"); }
   const scale = Math.min(1, MAX_PIXELS / Math.max(bitmap.width, bitmap.height));
   const canvas = h("canvas");
   [canvas.width, canvas.height] = [bitmap.width, bitmap.height].map(each => Math.max(1, Math.round(each * scale)));
@@ -598,7 +598,7 @@ async function soundFile(file) {
     samples = (await mixer.startRendering()).getChannelData(0);
   } catch {
     if (isRead) return base64(file);
-    throw new Error("it is not a sound that this browser reads");
+    throw new Error("this browser cannot read the audio");
   }
   const made = new Blob([wavHeader(samples.length), Int16Array.from(samples, each => Math.max(-1, Math.min(1, each)) * 32767)]);
   return base64(isRead && file.size < made.size ? file : made);
@@ -637,7 +637,7 @@ async function record() {
 }
 
 function showRecording() {
-  const label = recorder ? "Stop recording" : "Record a sound";
+  const label = recorder ? "Stop recording" : "Record audio";
   $("record").setAttribute("aria-label", label);
   $("record").title = label;
   $("record").replaceChildren(icon(recorder ? "stop" : "microphone"));

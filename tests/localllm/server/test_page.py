@@ -396,10 +396,10 @@ def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) ->
     file = {"name": "file.jpg", "mimeType": "image/jpeg", "buffer": photo.getvalue()}
     ask(page, "Hi", 1)
     page.set_input_files("#file", file)
-    page.locator("#notice", has_text="file.jpg is not attached: first sees no pictures.").wait_for()
+    page.locator("#notice", has_text="file.jpg is not attached: first does not accept images.").wait_for()
 
     bodies = takes(page, "vision")
-    page.locator("#attach[title='Attach files and pictures']").wait_for()
+    page.locator("#attach[title='Attach files and images']").wait_for()
     page.set_input_files("#file", file)
     for n, kind in enumerate(("paste", "drop"), 2):
         page.locator("#attached img").nth(n - 2).wait_for()
@@ -446,25 +446,25 @@ def test_sounds_come_by_file_drop_and_microphone_where_the_model_hears(page: Any
     file = {"name": "talk.wav", "mimeType": "audio/wav", "buffer": small}
     ask(page, "Hi", 1)
     page.set_input_files("#file", file)
-    page.locator("#notice", has_text="talk.wav is not attached: first hears no sounds.").wait_for()
+    page.locator("#notice", has_text="talk.wav is not attached: first does not accept audio.").wait_for()
     assert not page.locator("#record").is_visible()
 
     bodies = takes(page, "audio")
-    page.locator("#attach[title='Attach files and sounds']").wait_for()
+    page.locator("#attach[title='Attach files and audio']").wait_for()
     page.set_input_files("#file", {**file, "name": "bad.wav", "buffer": b"none"})
-    page.locator("#notice", has_text="bad.wav is not attached: it is not a sound that this browser reads.").wait_for()
+    page.locator("#notice", has_text="bad.wav is not attached: this browser cannot read the audio.").wait_for()
     page.set_input_files("#file", {"name": "red.png", "mimeType": "image/png", "buffer": PNG})
-    page.locator("#notice", has_text="red.png is not attached: first sees no pictures.").wait_for()
+    page.locator("#notice", has_text="red.png is not attached: first does not accept images.").wait_for()
     page.set_input_files("#file", file)
     page.locator("#attached", has_text="talk.wav").wait_for()
     page.evaluate(PUT, ["drop", base64.b64encode(wav(30, 44100, 2)).decode(), "audio/wav"])
     page.locator("#attached", has_text="drop.wav").wait_for()
-    page.get_by_label("Record a sound").click()
+    page.get_by_label("Record audio").click()
     page.get_by_label("Stop recording").wait_for()
     page.wait_for_timeout(1200)  # it beeps once a second
     page.get_by_label("Stop recording").click()
     page.locator("#attached", has_text="recording.wav").wait_for()
-    page.get_by_label("Record a sound").wait_for()
+    page.get_by_label("Record audio").wait_for()
     ask(page, "What is it?", 2)
     first, second, third, text = bodies[0]["messages"][-1]["content"]
     assert text == {"type": "text", "text": "What is it?"}
@@ -482,7 +482,7 @@ def test_sounds_come_by_file_drop_and_microphone_where_the_model_hears(page: Any
     page.locator(".user audio").nth(2).wait_for()
     assert "\n[talk.wav](data:audio/wav;base64,UklGR" in exported(page, "markdown")
     takes(page, "vision")
-    page.locator("#attach[title='Attach files and pictures']").wait_for()
+    page.locator("#attach[title='Attach files and images']").wait_for()
     assert not page.locator("#record").is_visible()
 
 
@@ -498,7 +498,7 @@ def test_texts_are_attached(page: Any) -> None:
     page.set_input_files("#file", [{"name": "a.txt", "mimeType": "text/plain", "buffer": b"some ``` text\n"}])
     page.locator("#attached", has_text="a.txt").wait_for()
     page.set_input_files("#file", [{"name": "b.bin", "mimeType": "", "buffer": b"\xff\0"}])
-    page.locator("#notice", has_text="b.bin is not attached: it is not a text, a picture or a sound.").wait_for()
+    page.locator("#notice", has_text="b.bin is not attached: it is not text, an image or audio.").wait_for()
     ask(page, "Read it", 1)
     assert bodies[0]["messages"][0]["content"] == "File `a.txt`:\n````\nsome ``` text\n````\n\nRead it"
 

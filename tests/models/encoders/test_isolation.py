@@ -101,8 +101,8 @@ def test_hostile_images_are_bounded(make: Callable[[], bytes], pool: isolation._
 @pytest.mark.parametrize("make", [many_scans, many_segments])
 def test_endless_images_name_the_limit(make: Callable[[], bytes], pool: isolation._Pool) -> None:
     data, begin = make(), time.monotonic()
-    with pytest.raises(UsageError, match=r"the picture of message 0 takes more than 4 seconds or \d GiB to decode"):
-        open_image(data, "the picture of message 0")
+    with pytest.raises(UsageError, match=r"the image of message 0 takes more than 4 seconds or \d GiB to decode"):
+        open_image(data, "the image of message 0")
     assert time.monotonic() - begin < BOUND_S
     assert open_image(file_of(Image.new("RGB", (5, 4)), "PNG")).size == (5, 4)  # other files work
 
@@ -117,7 +117,7 @@ def test_large_photos_work() -> None:
 def test_damaged_audio_is_reported_in_a_sentence(pool: isolation._Pool) -> None:
     pytest.importorskip("soundfile")
     for data in (b"fLaC" + bytes(5000), b"OggS" + bytes(5000), b"ID3" + bytes(5000), b"RIFF\xff\xff\xff\xffWAVE"):
-        with pytest.raises(UsageError, match="the sound cannot be read"):
+        with pytest.raises(UsageError, match="the audio cannot be read"):
             open_audio(data)
 
 

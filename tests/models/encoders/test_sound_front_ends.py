@@ -119,7 +119,7 @@ def test_bad_sounds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("localllm.models.encoders.isolation._interpreter", lambda: None)
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(UsageError, match=r'pip install "localllm\[audio\]"'):
-        decode_audio(empty, "the sound")  # in this process, whose modules were changed
+        decode_audio(empty, "the audio")  # in this process, whose modules were changed
 
 
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
@@ -203,7 +203,7 @@ def test_models_and_templates_without_audio_refuse(llm: LLM, files: Path) -> Non
         mute.chat(messages(sound(0.1)))
     with pytest.raises(UsageError, match="audio has 1 audio clips, but the prompt contains 2 times <__media__>"):
         llm.generate("<__media__> <__media__>", audio=[sound(0.1)])
-    with pytest.raises(UnsupportedArchitectureError, match="whose encoder of pictures or sounds localllm does not"):
+    with pytest.raises(UnsupportedArchitectureError, match="whose encoder of images or audio localllm does not"):
         MmprojCheckpoint(_folder_of(files, {"model_type": "llama", "audio_config": {}}))
 
 
