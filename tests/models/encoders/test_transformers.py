@@ -169,7 +169,7 @@ def test_a_picture_too_large_for_memory_is_refused(made: Any, monkeypatch: pytes
     encoder, (host, *_) = MediaEncoder.open(made("pixtral")[2]), open_devices("reference")
     encoder.backend = host.backend
     monkeypatch.setattr("localllm.loading.media_encoder.available_memory", lambda: 1000)
-    with pytest.raises(NotEnoughMemoryError, match="send a smaller picture"):
+    with pytest.raises(NotEnoughMemoryError, match="send a smaller image"):
         encoded(encoder, [encoder.prepare(picture(112, 112))])
     encoder.close()
     host.close()
