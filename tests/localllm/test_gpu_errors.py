@@ -166,7 +166,7 @@ def test_memory_that_runs_out_while_loading(gpus: Callable[..., Any], path: Path
         driver.memories.fail_allocation = number
         said = load_after_failure(driver, path, again=number % 10 == 0)
         assert re.search(
-            r"device 0 has no room for [\d,]+ bytes: [\d,]+ of its 536,870,912 bytes are free; use", said
+            r"device 0 cannot allocate [\d,]+ bytes: [\d,]+ of its 536,870,912 bytes are free; use", said
         )
     assert driver.memory_info(0).free == ROOMY
 

@@ -207,7 +207,7 @@ def test_cuda_errors(driver: CupyDriver, runtime: FakeRuntime, status: int, kind
 def test_no_memory_for_cuda_itself(driver: CupyDriver, runtime: FakeRuntime) -> None:
     stream = driver.stream(0)
     runtime.fail_next = 2
-    with pytest.raises(DeviceMemoryError, match=r"device 0 has no room for memory: 1,048,576 of its"):
+    with pytest.raises(DeviceMemoryError, match=r"device 0 cannot allocate memory: 1,048,576 of its"):
         driver.synchronize(stream)
 
 

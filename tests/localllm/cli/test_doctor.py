@@ -200,7 +200,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(doctor, "cpu_model", fail)
     check = found("check", "processor")
-    assert (check.value, check.broken) == ("failed: OSError: no /proc here", True)
+    assert (check.value, check.broken) == ("failed: OSError: /proc is missing", True)
     assert found("memory", "memory")
 
 

@@ -134,7 +134,7 @@ def test_layers_without_a_window_have_a_rotation_of_their_own() -> None:
     ("kind", "changes", "message"),
     [
         ("llama", {"attention_sink_size": 4}, "has attention_sink_size = 4, which localllm convert does not know"),
-        ("llama", {"hidden_act": "gelu"}, "has hidden_act = 'gelu', but a GGUF file of this architecture means silu"),
+        ("llama", {"hidden_act": "gelu"}, "has hidden_act = 'gelu', but a GGUF file of this model means silu"),
         ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "has rope_parameters.rope_type = 'ntk'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "warmth": 1}}, "rope_parameters.warmth = 1"),
         ("llama", {"n_embd": 96}, "hidden_size = 64 and n_embd = 96, two names of one setting"),

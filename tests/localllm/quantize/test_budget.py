@@ -88,7 +88,7 @@ def test_the_command_needs_a_text_for_a_target(
     for more in (["--target-size", "1MB"], ["Q4_0", "--target-kl", "0.1", "-f", "a"], []):
         outcome = run_main(capfdbinary, "quantize", model, tmp_path / "out.gguf", *more)
         assert outcome.code == 2
-        assert "--target-size or --target-kl, with a text to measure on" in outcome.err
+        assert "--target-size or --target-kl, with -f and text to measure on" in outcome.err
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "README.md").read_text()[:600])
     outcome = run_main(capfdbinary, "quantize", model, tmp_path / "out.gguf", "--target-size", "10B", "-f", text)

@@ -46,7 +46,7 @@ def test_settings_that_are_not_grammars_are_refused() -> None:
         with pytest.raises(UsageError, match=r"^json_schema is .*, but must be a JSON schema: a dict"):
             Sampling(json_schema=schema)  # type: ignore[arg-type]
     for empty in ("", " \n"):
-        with pytest.raises(UsageError, match=r"^regex is .* that is not empty"):
+        with pytest.raises(UsageError, match=r"^regex is .* must be a non-empty regular expression"):
             Sampling(regex=empty)
     assert Sampling().grammar_kind is None
     assert Sampling(json_schema="{}").replace(temperature=0.5).grammar_kind == "json_schema"
