@@ -138,7 +138,7 @@ def test_quantize_reads_the_commands_file(tmp_path: Path, capfdbinary: pytest.Ca
     text, target = tmp_path / "text.txt", tmp_path / "i.gguf"
     text.write_text("abc def " * 60)
     outcome = run_main(capfdbinary, "imatrix", path, "-f", text, "-c", 32, "--chunks", 2, "-o", target, "-t", 1)
-    assert (outcome.code, outcome.out) == (0, f"{target}: 21 tensors, 2 pieces\n")
+    assert (outcome.code, outcome.out) == (0, f"{target}: 21 tensors, 2 chunks\n")
     more = tmp_path / "more.gguf"
     flags = ("-f", text, "-c", 32, "--chunks", 3, "--in-file", target, "-o", more, "-q")
     assert run_main(capfdbinary, "imatrix", path, *flags) == Outcome(0, "", "")
