@@ -29,13 +29,13 @@ from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.expert_pool import ExpertPool
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.lowering import HostRows, Lowered, Lowering
+from localllm.kernels.cpu.lowering import CPULowered, CPULowering, HostRows
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.thread_choice import choose_threads
 from localllm.kernels.cpu.thread_limit import ThreadLimit
-from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
+from localllm.kernels.cpu.weights import CPUPackedWeights, CPUWeightLoader, planned_weight
 from localllm.kernels.embedding import NgramRows
 from localllm.kernels.graph import Graph, Value
 
@@ -76,7 +76,7 @@ class CPUBackend(Backend):
         self.workers, self.caller = Workers(threads), Workers(1)
         self.limit, self.batch_limit = ThreadLimit(self.decode_threads), ThreadLimit(threads)
         self.kernel_progress = progress
-        self._loader = WeightLoader(self.workers, self.target, progress)
+        self._loader = CPUWeightLoader(self.workers, self.target, progress)
         #: Caches of loaded graphs, for graphs that share them.
         self._caches = WeakKeyDictionary[Graph, ref[CPUCache]]()
 
@@ -93,13 +93,13 @@ class CPUBackend(Backend):
         """See `Backend.footprint`.  ``expert_bytes`` is the memory for experts that stay in the file."""
         check_cache(graph, n_pages, n_states)
         pool = None if expert_bytes is None else ExpertPool(expert_bytes, graph, self._loader.packer)
-        weights, uses = PackedWeights(pool), weights_of(graph)
+        weights, uses = CPUPackedWeights(pool), weights_of(graph)
         cache = CPUCache(graph, n_pages, n_states if graph.states else 0, self.workers)
         planned = tuple(planned_weight(use, pooled=pool is not None) for use in uses)
 
-        def lowered() -> Lowered:
+        def lowered() -> CPULowered:
             sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
-            return Lowering(graph, weights, cache, self.target, self.workers.n, **sizes).lower()
+            return CPULowering(graph, weights, cache, self.target, self.workers.n, **sizes).lower()
 
         program = lowered()
 
@@ -137,8 +137,8 @@ class CPUStep(Step):
     def __init__(
         self,
         backend: CPUBackend,
-        lowered: Lowered,
-        weights: PackedWeights,
+        lowered: CPULowered,
+        weights: CPUPackedWeights,
         packed: tuple[PackedWeight, ...],
         cache: CPUCache,
     ) -> None:

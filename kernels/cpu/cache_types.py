@@ -1,8 +1,8 @@
 """Storage formats of keys and values in the KV cache.
 
-A block is the keys or the values of one page and one key/value head: `CacheLayout.block_bytes` bytes.  Half-precision
-blocks are stored in the order that attention multiplies, 16 values at a time: keys of 16 positions, or 16
-values of one position:
+A block is the keys or the values of one page and one key/value head: `CPUCacheLayout.block_bytes` bytes.
+Half-precision blocks are stored in the order that attention multiplies, 16 values at a time: keys of 16 positions, or
+16 values of one position:
 
     f16      keys float16 [head, PAGE], values float16 [PAGE, head]
 
@@ -45,7 +45,7 @@ ZERO = np.float32(0)
 
 
 @dataclass(frozen=True)
-class CacheLayout:
+class CPUCacheLayout:
     """How blocks of keys or of values are written and read."""
 
     bits: int  # bits per value
@@ -197,20 +197,20 @@ def append_latents(x, n, head, bits, block, index):
                     store_i8(to + 8 + i, fifth_bits(half_codes, 8 * i, 1))
 
 
-_KEYS, _VALUES = (CacheLayout(16, append, load_f16x16) for append in (append_f16_keys, append_f16_values))
+_KEYS, _VALUES = (CPUCacheLayout(16, append, load_f16x16) for append in (append_f16_keys, append_f16_values))
 _LOADS = {8: load_s8x16, 5: load_u5x16, 4: load_u4x16}
 
 
-def layouts_of(cache: KVCache) -> tuple[CacheLayout, CacheLayout]:
+def layouts_of(cache: KVCache) -> tuple[CPUCacheLayout, CPUCacheLayout]:
     """Return the layouts of keys and of values; equal if values are part of the keys."""
     for type in cache.types:
         if type not in CACHE_TYPES:
             raise KernelError(f"the cpu backend has no cache of type {type!r}: choose one of {[*CACHE_TYPES]}")
     bits = [CODE_BITS.get(type) for type in cache.types]
     if cache.values_in_keys:
-        latents = _VALUES if bits[0] is None else CacheLayout(bits[0], append_latents, _LOADS[bits[0]])
+        latents = _VALUES if bits[0] is None else CPUCacheLayout(bits[0], append_latents, _LOADS[bits[0]])
         return latents, latents
     return (
-        _KEYS if bits[0] is None else CacheLayout(bits[0], append_key_tiles, None),
-        _VALUES if bits[1] is None else CacheLayout(bits[1], append_value_tiles, None),
+        _KEYS if bits[0] is None else CPUCacheLayout(bits[0], append_key_tiles, None),
+        _VALUES if bits[1] is None else CPUCacheLayout(bits[1], append_value_tiles, None),
     )

@@ -39,7 +39,7 @@ from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.object_code import link
 from localllm.kernels.cpu.target import Target
-from localllm.kernels.cpu.templates import Device, Template
+from localllm.kernels.cpu.templates import DeviceFunction, Template
 
 # Imported only to compile: a start with all kernels on disk does not need it.
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class _Frontend:
         tree.decorator_list, tree.returns = [], None
         scope |= {"load_i64": simd.load_i64, "load_f32": simd.load_f32}
         for name, value in scope.items():
-            if isinstance(value, Device):
+            if isinstance(value, DeviceFunction):
                 scope[name] = self.device(value)
         exec(compile(ast.fix_missing_locations(ast.Module([tree], [])), file, "exec"), scope)
         flags = compiler.Flags()
@@ -160,7 +160,7 @@ class _Frontend:
         return result
 
     @functools.cache  # noqa: B019 - lives as long as one compilation
-    def device(self, device: Device) -> Any:
+    def device(self, device: DeviceFunction) -> Any:
         """Return a numba intrinsic that compiles the device function for its arguments' types and calls it.
 
         numba's normal calls would pass the function to its own linker, which compiles for this machine's processor.

@@ -11,7 +11,7 @@ from llvmlite import ir
 from localllm.kernels.cpu.codes import high_number, low_number
 from localllm.kernels.cpu.instructions import *
 from localllm.kernels.cpu.simd import fma
-from localllm.kernels.cpu.templates import Device
+from localllm.kernels.cpu.templates import DeviceFunction
 
 #: Bytes of a token's record of activations in 32 columns; see `tiles`.
 RECORD = 48
@@ -23,7 +23,7 @@ RECORD = 48
 OF_TOKENS: dict[Any, dict[int, Any]] = {}
 
 
-class SeveralTokens(Device):
+class SeveralTokens(DeviceFunction):
     """A device function for the records of ``n`` tokens; see `OF_TOKENS`."""
 
     def __init__(self, function: Callable[..., Any], n: int) -> None:

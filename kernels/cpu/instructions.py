@@ -74,7 +74,7 @@ literal = Kind("literal")
 
 
 @dataclass(frozen=True)
-class Operation:
+class LLVMOperation:
     """A function ``emit(builder, *values)`` that writes LLVM instructions, and its signature."""
 
     emit: Callable[..., Any]
@@ -83,7 +83,7 @@ class Operation:
 
 
 #: All operations, and the operators of vectors: (operator, vector, emit).
-OPERATIONS: list[Operation] = []
+OPERATIONS: list[LLVMOperation] = []
 OPERATORS: list[tuple[Any, Kind, Callable[[Any, Any, Any], Any]]] = []
 
 
@@ -91,7 +91,7 @@ def op(result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function that writes LLVM instructions as an operation; kernels call it without the builder."""
 
     def decorate(emit: Callable[..., Any]) -> Any:
-        OPERATIONS.append(Operation(emit, result, arguments))
+        OPERATIONS.append(LLVMOperation(emit, result, arguments))
         return emit
 
     return decorate

@@ -41,7 +41,7 @@ from localllm.kernels.cpu.program import Argument, Instruction
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import TILES, TOKENS, x_tile_bytes
-from localllm.kernels.cpu.weights import PackedWeights
+from localllm.kernels.cpu.weights import CPUPackedWeights
 from localllm.kernels.graph import Graph, RecurrentState, Rows, Tensor, Value, Weight
 from localllm.kernels.operations.experts import GATINGS
 from localllm.kernels.operations.recurrent import side_by_side
@@ -119,7 +119,7 @@ class StoredRouting:
 
 
 @dataclass(frozen=True)
-class Lowered:
+class CPULowered:
     """A program whose buffers have offsets."""
 
     instructions: Sequence[Instruction]
@@ -136,13 +136,13 @@ class Lowered:
     n_joined: int  # rows that one output row is made from
 
 
-class Lowering:
+class CPULowering:
     """Builds the program of a graph, for batches of at most ``max_tokens`` tokens and ``max_outputs`` outputs."""
 
     def __init__(
         self,
         graph: Graph,
-        weights: PackedWeights,
+        weights: CPUPackedWeights,
         cache: CPUCache,
         target: Target,
         threads: int,
@@ -150,7 +150,7 @@ class Lowering:
         max_tokens: int,
         max_outputs: int,
     ) -> None:
-        check_operations(graph, Lowering, "cpu")
+        check_operations(graph, CPULowering, "cpu")
         self.graph, self.weights, self.cache, self.target = graph, weights, cache, target
         self.threads = threads
         n_chosen = graph.n_chosen()
@@ -171,7 +171,7 @@ class Lowering:
         self.hidden: list[tuple[ops.Input, HostRows]] = []
         self.n_products = 0
 
-    def lower(self) -> Lowered:
+    def lower(self) -> CPULowered:
         for i, node in enumerate(self.graph.nodes):
             self.node_index = i
             self.stored.update(node.operation.computed_by(self))
@@ -180,7 +180,7 @@ class Lowering:
         filled = [*self.tables.buffers, *(y.buffer for _, y in rows)]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
-        return Lowered(
+        return CPULowered(
             self.instructions,
             self.tables,
             self.embeddings,

@@ -12,7 +12,7 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, ConcreteTemplate, builtin_registry, infer_global
 from numba.extending import lower_builtin, register_model
 
-from localllm.kernels.cpu.instructions import OPERATIONS, OPERATORS, VECTORS, Kind, Operation, literal
+from localllm.kernels.cpu.instructions import OPERATIONS, OPERATORS, VECTORS, Kind, LLVMOperation, literal
 
 
 class Vector(types.Type):
@@ -37,12 +37,12 @@ def numba_type(kind: Kind) -> Any:
     return _TYPES.get(kind) or getattr(types, kind.name)
 
 
-def _register_operation(operation: Operation) -> None:
+def _register_operation(operation: LLVMOperation) -> None:
     # Registered directly, because numba's ``intrinsic`` doubles the compile time of every use.
     emit, result = operation.emit, numba_type(operation.result)
     expected = [None if kind is literal else numba_type(kind) for kind in operation.arguments]
 
-    class Typing(AbstractTemplate):
+    class OperationTyping(AbstractTemplate):
         key = emit
         prefer_literal = True
 
@@ -51,7 +51,7 @@ def _register_operation(operation: Operation) -> None:
                 return None
             return signature(result, *(g if e is None else e for g, e in zip(argument_types, expected, strict=True)))
 
-    builtin_registry.register_global(emit, types.Function(Typing))
+    builtin_registry.register_global(emit, types.Function(OperationTyping))
 
     @lower_builtin(emit, *(e or types.IntegerLiteral for e in expected))
     def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -65,10 +65,10 @@ def _register_operation(operation: Operation) -> None:
 def _register_operator(symbol: Any, kind: Kind, emit: Any) -> None:
     vector = numba_type(kind)
 
-    class Typing(ConcreteTemplate):
+    class OperatorTyping(ConcreteTemplate):
         cases = (signature(vector, vector, vector),)
 
-    infer_global(symbol)(Typing)
+    infer_global(symbol)(OperatorTyping)
 
     @lower_builtin(symbol, vector, vector)
     def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:

@@ -71,7 +71,7 @@ class Template:
         return tree, {**scope, **constants}
 
 
-class Device(Template):
+class DeviceFunction(Template):
     """A template that is compiled once and called, instead of replacing its calls (LLVM inlines it).
 
     It takes and returns values, not register arrays.  Code that is repeated for every register should be a device
@@ -84,9 +84,9 @@ def template(function: Callable[..., Any]) -> Template:
     return Template(function)
 
 
-def device(function: Callable[..., Any]) -> Device:
+def device(function: Callable[..., Any]) -> DeviceFunction:
     """Decorate a function as a device function, which kernels call."""
-    return Device(function)
+    return DeviceFunction(function)
 
 
 class _Specialiser(ast.NodeTransformer):
@@ -159,7 +159,7 @@ class _Specialiser(ast.NodeTransformer):
         """Return the template that an expression calls, or None."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             value = self.constants.get(node.func.id)
-            return value if isinstance(value, Template) and not isinstance(value, Device) else None
+            return value if isinstance(value, Template) and not isinstance(value, DeviceFunction) else None
         return None
 
     def visit_Call(self, node: ast.Call) -> ast.expr:

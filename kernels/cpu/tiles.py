@@ -178,7 +178,7 @@ def add_minima(acc, x, first, second, minima, unit, min_unit, w0, w1, w2, w3, w4
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockKind:
     """A kind of block: the operation that adds its product with a token to a sum, and its number of scale vectors."""
 
     add: Template
@@ -189,8 +189,8 @@ class Block:
         return CODE_BYTES + SCALE_BYTES * self.n_scales
 
 
-CODES, SCALED, SIGNED = Block(add_codes, 2), Block(add_scaled, 3), Block(add_signed, 1)
-HALVES, SIXTEENS, MINIMA = Block(add_halves, 2), Block(add_sixteens, 4), Block(add_minima, 5)
+CODES, SCALED, SIGNED = BlockKind(add_codes, 2), BlockKind(add_scaled, 3), BlockKind(add_signed, 1)
+HALVES, SIXTEENS, MINIMA = BlockKind(add_halves, 2), BlockKind(add_sixteens, 4), BlockKind(add_minima, 5)
 
 # -- Blocks.  ADD, N_SCALES: constants of the format's kind of block -----------------------------------------------
 
@@ -518,7 +518,7 @@ class Tile:
     """Unpacking of a format's tiles."""
 
     unpack: Template  # unpacks a tile
-    block: Block  # kind of the unpacked blocks
+    block: BlockKind  # kind of the unpacked blocks
     bits: int = 8  # bits of a code
     dot: Any = None  # product of a block's codes; None if the kind of block defines it
     offset: int = 0  # offset subtracted from codes, a power of two or 0

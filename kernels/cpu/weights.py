@@ -44,7 +44,7 @@ class LoadedWeight:
     table: EmbeddingTable | None = None  # for looking up rows
 
 
-class WeightLoader:
+class CPUWeightLoader:
     """Packs weights."""
 
     def __init__(self, workers: Workers, target: Target, progress: Callable[[int, int], None] | None) -> None:
@@ -107,7 +107,7 @@ class WeightLoader:
         return self._packers[format]
 
 
-class PackedWeights:
+class CPUPackedWeights:
     """The weights of a graph for kernels; for weights that are not loaded yet, their planned form."""
 
     def __init__(self, pool: ExpertPool | None = None) -> None:
@@ -133,7 +133,7 @@ class PackedWeights:
         """Return a vector, or the rows or columns of a matrix, in zero-padded float32; 0 if None."""
         return 0 if weight is None else self._places[weight]
 
-    def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
+    def load(self, use: WeightUse, loader: CPUWeightLoader, progress: Progress | None) -> PackedWeight:
         """Pack a weight, unless another step already has."""
         weight, shared = use.weight, loader.loaded.get(use)
         if self.pool is not None and (planned := planned_weight(use, pooled=True)).is_in_file:
@@ -161,7 +161,7 @@ class PackedWeights:
         return replace(loaded.packed if is_same else planned_weight(use), is_shared=True)
 
 
-def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:
+def _load(use: WeightUse, loader: CPUWeightLoader) -> LoadedWeight:
     weight, planned = use.weight, planned_weight(use)
     array: NDArray[Any] | None = None
     format: KernelType | None = None

@@ -46,7 +46,7 @@ _STAGED_BYTES, _MAX_AHEAD = 56 << 10, 3
 
 
 @dataclass(frozen=True)
-class Variant:
+class AttentionVariant:
     """The parameters that `attention.cu` is compiled with."""
 
     # key_dim, value_dim, cache_type, values_in_keys: properties of the cache
@@ -160,7 +160,7 @@ class Variant:
         return max(self.prefill_bytes + _ROW_STATIC * self.tile_rows, self.split_bytes + _SPLIT_STATIC)
 
 
-def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
+def choose_variant(variant: AttentionVariant, shared_bytes: int) -> AttentionVariant:
     """Return a variant's fastest launch geometry on devices with ``shared_bytes`` of shared memory per block."""
     if not (1 <= variant.key_dim <= MAX_KEY_DIM and 1 <= variant.value_dim <= MAX_VALUE_DIM):
         raise KernelError(
@@ -188,7 +188,7 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShape:
     """The heads of a model's attention, and its window (`NO_WINDOW`: all previous positions), in both directions if
     not causal.
 
@@ -213,19 +213,21 @@ class Work:
     max_splits: int  # maximum splits that a split tile sees
     partial_rows: int  # maximum rows that are split
 
-    def partial_floats(self, heads: Heads, variant: Variant) -> tuple[int, int]:
+    def partial_floats(self, heads: HeadShape, variant: AttentionVariant) -> tuple[int, int]:
         """Return the sizes of ``partial_sums`` and ``partial_states``, in float32 values."""
         rows = heads.n_kv_heads * self.max_splits * self.partial_rows
         return rows * variant.value_head, rows * 2
 
 
-def work_of_bucket(n_tokens: int, longest: int, heads: Heads) -> Work:
+def work_of_bucket(n_tokens: int, longest: int, heads: HeadShape) -> Work:
     """Return the work of batches of at most ``n_tokens`` tokens, in sequences up to ``longest``; all are split."""
     rows, tiles = n_tokens * heads.group_size, n_tokens * -(-heads.group_size // ROWS)
     return Work(MAX_TOKENS, 0, tiles, _most_splits(n_tokens, longest, heads), rows)
 
 
-def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: Variant, partial_bytes: int) -> Work:
+def work_of_batch(
+    sequences: Iterable[tuple[int, int]], heads: HeadShape, variant: AttentionVariant, partial_bytes: int
+) -> Work:
     """Return the work of a batch; ``sequences`` are (tokens in the batch, length in the cache including them)."""
     tokens = [(n, length) for n, length in sequences]
     # Lower the number of split sequences until their partials fit.
@@ -244,7 +246,7 @@ def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: V
     return work
 
 
-def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
+def _most_splits(n_tokens: int, longest: int, heads: HeadShape) -> int:
     """Return the maximum splits that a tile sees, if its rows belong to at most ``n_tokens`` tokens."""
     n_new = n_tokens if heads.has_spans else min(n_tokens, ROWS)
     n_seen = min(heads.window - 1, longest) * (1 if heads.causal else 2) + n_new
@@ -252,7 +254,7 @@ def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
     return min(n_pages, FINE_PAGES) + -(-max(0, n_pages - FINE_PAGES) // SPLIT_PAGES)
 
 
-def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int) -> list[Launch]:
+def launches(work: Work, heads: HeadShape, variant: AttentionVariant, n_multiprocessors: int) -> list[Launch]:
     """Return the launches for some work, in order: `attention_prefill`, `attention_split` and `attention_merge`."""
     result = []
     if work.prefill_tiles:
@@ -270,7 +272,9 @@ def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int)
     return result
 
 
-def _launch(kernel: str, variant: Variant, grid: tuple[int, ...], warps: int, shared_bytes: int = 0) -> Launch:
+def _launch(
+    kernel: str, variant: AttentionVariant, grid: tuple[int, ...], warps: int, shared_bytes: int = 0
+) -> Launch:
     return Launch("attention", kernel, variant.defines, grid, (32 * warps,), shared_bytes)
 
 

@@ -8,10 +8,10 @@ from localllm.kernels.backend import Backend, Footprint, Progress, check_cache, 
 from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.calls import StepLimits
 from localllm.kernels.cuda.driver import CompileProgress, Driver
-from localllm.kernels.cuda.lowering import Lowered, Lowering
+from localllm.kernels.cuda.lowering import CUDALowered, CUDALowering
 from localllm.kernels.cuda.matmul import TILE_ROWS, ProductLimits
 from localllm.kernels.cuda.step import CUDAStep, graph_bytes
-from localllm.kernels.cuda.weights import CHUNK_BYTES, PackedWeights, WeightLoader
+from localllm.kernels.cuda.weights import CHUNK_BYTES, CUDAPackedWeights, CUDAWeightLoader
 from localllm.kernels.graph import Graph
 
 
@@ -40,13 +40,13 @@ class CUDABackend(Backend):
         self.progress = progress
         self.compiles_ahead = compiles_ahead
         self._tile_rows = tuple(tile_rows)
-        self.loader = WeightLoader(driver, device, chunk_bytes)
+        self.loader = CUDAWeightLoader(driver, device, chunk_bytes)
 
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
         check_cache(graph, n_pages, n_states)
-        weights, cache, uses = PackedWeights(self.loader), CUDACache(graph, n_pages, n_states), weights_of(graph)
+        weights, cache, uses = CUDAPackedWeights(self.loader), CUDACache(graph, n_pages, n_states), weights_of(graph)
         planned = self._lower(graph, weights, cache, max_tokens, max_outputs)
 
         def load(progress: Progress | None) -> CUDAStep:
@@ -64,9 +64,9 @@ class CUDABackend(Backend):
         return Footprint(tuple(map(weights.planned, uses)), cache.layer_bytes(), buffers, load)
 
     def _lower(
-        self, graph: Graph, weights: PackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int
-    ) -> Lowered:
-        return Lowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
+        self, graph: Graph, weights: CUDAPackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int
+    ) -> CUDALowered:
+        return CUDALowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
 
     def limits(self, graph: Graph, cache: CUDACache, max_tokens: int, max_outputs: int) -> StepLimits:
         """Return the limits shared by the calls of a step."""

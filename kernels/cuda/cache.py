@@ -46,7 +46,7 @@ def bits_of(cache: KVCache) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Part:
+class CachePart:
     """A part of a layer's memory, [n_pages, n_heads, …]."""
 
     offset: int  # offset in the layer's memory, in bytes
@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class CacheLayout:
+class CUDACacheLayout:
     """The parts of a layer in a cache of ``n_pages`` pages.  Parts of unused scales are empty."""
 
     cache: KVCache
@@ -86,13 +86,13 @@ class CacheLayout:
         return keys, values
 
     @cached_property
-    def parts(self) -> tuple[Part, Part, Part, Part]:
+    def parts(self) -> tuple[CachePart, CachePart, CachePart, CachePart]:
         """Keys, values, the keys' scales, the values' scales."""
         offset, parts = 0, []
         codes = (n * bits // 8 for n, bits in zip(self.heads, bits_of(self.cache), strict=True))
         for per_head in (*codes, *(2 * n for n in self.groups)):
             page_bytes = self.cache.page_rows(PAGE) * self.cache.n_heads * per_head
-            part = Part(offset, page_bytes, self.n_pages)
+            part = CachePart(offset, page_bytes, self.n_pages)
             offset = -(-(offset + part.n_bytes) // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
         keys, values, key_scales, value_scales = parts
@@ -129,7 +129,7 @@ class CUDACache:
     def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
         self.windows, self.n_pages, self.n_states = graph.windows, n_pages, n_states
         self.groups = {number: graph.group(cache) for number, cache in graph.caches.items()}
-        self.layouts = {n: CacheLayout(cache, n_pages[self.groups[n]]) for n, cache in graph.caches.items()}
+        self.layouts = {n: CUDACacheLayout(cache, n_pages[self.groups[n]]) for n, cache in graph.caches.items()}
         self.offsets: dict[int, int] = {}
         self.n_bytes = 0
         for number, layout in self.layouts.items():
@@ -161,7 +161,7 @@ class CUDACache:
     stream: Stream
 
     def part(self, number: int, which: int) -> DeviceMemory:
-        """Return one of the `CacheLayout.parts` of a layer."""
+        """Return one of the `CUDACacheLayout.parts` of a layer."""
         part = self.layouts[number].parts[which]
         return self.memory.at(self.offsets[number] + part.offset, part.n_bytes)
 

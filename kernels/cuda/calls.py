@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 
 from localllm.kernels.backend import Batch
 from localllm.kernels.buffers import Address, Buffer
-from localllm.kernels.cuda.attention import NO_WINDOW, Heads, Variant, Work, choose_variant, work_of_bucket
+from localllm.kernels.cuda.attention import (
+    NO_WINDOW,
+    AttentionVariant,
+    HeadShape,
+    Work,
+    choose_variant,
+    work_of_bucket,
+)
 from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.driver import DeviceProperties, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
@@ -222,8 +229,8 @@ class Mixture:
 class AttentionKind:
     """Attention with the same launches: its heads, and its compile-time parameters except soft-cap and sinks."""
 
-    heads: Heads
-    variant: Variant
+    heads: HeadShape
+    variant: AttentionVariant
 
     def bucket_bytes(self, n_tokens: int, longest: int) -> int:
         """Return the bytes of the partials of batches up to ``n_tokens`` tokens, in sequences up to ``longest``."""
@@ -312,9 +319,9 @@ class StepLimits:
         """Return how an attention is launched."""
         cache = op.cache
         sees = {"chunked": op.chunk is not None, "causal": op.causal, "has_spans": op.has_spans}
-        variant = Variant(cache.key_dim, cache.value_dim, cache.type, cache.values_in_keys, **sees)
+        variant = AttentionVariant(cache.key_dim, cache.value_dim, cache.type, cache.values_in_keys, **sees)
         window = min(op.window or op.chunk or NO_WINDOW, NO_WINDOW)
-        heads = Heads(cache.n_heads, op.group_size, window, op.causal, op.has_spans)
+        heads = HeadShape(cache.n_heads, op.group_size, window, op.causal, op.has_spans)
         return AttentionKind(heads, choose_variant(variant, self.properties.shared_bytes))
 
     def max_rows(self, slot: int) -> int:
@@ -380,7 +387,7 @@ class Cost:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class KernelCall:
     """Kernels that compute a part of an operation."""
 
     name: str  # name in a profile, shared by all layers

@@ -32,11 +32,11 @@ from localllm.kernels.cuda.calls import (
     N_PLACES,
     N_TOKENS,
     BatchSizes,
-    Call,
     Cost,
     DeviceRows,
     Extent,
     Inputs,
+    KernelCall,
     Mixture,
     StepLimits,
     arguments,
@@ -45,7 +45,7 @@ from localllm.kernels.cuda.calls import (
 from localllm.kernels.cuda.driver import DeviceMemory, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
 from localllm.kernels.cuda.roofline import Kind
-from localllm.kernels.cuda.weights import PackedMatrix, PackedWeights
+from localllm.kernels.cuda.weights import CUDAPackedWeights, PackedMatrix
 from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
 from localllm.kernels.operations.dense import ACTIVATIONS
 from localllm.kernels.operations.experts import GATINGS
@@ -93,11 +93,11 @@ _FEW_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Lowered:
+class CUDALowered:
     """Kernel calls whose buffers have offsets."""
 
     limits: StepLimits  # limits shared by the calls
-    calls: list[Call]
+    calls: list[KernelCall]
     hidden: list[tuple[ops.Input, DeviceRows]]  # input rows of the graph
     result: DeviceRows
     tables: list[tuple[int, bool]]  # rows of each embedding table, and whether it is indexed by position
@@ -125,10 +125,10 @@ class _ExpertChoice:
     rows: Address
 
 
-class Lowering:
+class CUDALowering:
     """Creates the calls of a graph."""
 
-    def __init__(self, graph: Graph, weights: PackedWeights, limits: StepLimits) -> None:
+    def __init__(self, graph: Graph, weights: CUDAPackedWeights, limits: StepLimits) -> None:
         check_operations(graph, type(self), "cuda")
         self.graph, self.weights, self.limits, self.batch = graph, weights, limits, limits.batch
         self.last_uses = graph.last_uses()
@@ -137,7 +137,7 @@ class Lowering:
             for x in node.operation.inputs:
                 self.readers[x].append(node.operation)
         self.node = 0
-        self.calls: list[Call] = []
+        self.calls: list[KernelCall] = []
         self.stored: dict[Value | None, Any] = {None: None}
         #: Rows in the format that matrix products read, by tensor and kind of weight format.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
@@ -150,7 +150,7 @@ class Lowering:
         self.embeddings: dict[int, DeviceRows] = {}
         self.ngrams: list[tuple[ops.NgramEmbed, DeviceRows]] = []
 
-    def lower(self) -> Lowered:
+    def lower(self) -> CUDALowered:
         for i, node in enumerate(self.graph.nodes):
             self.node = i
             self.stored.update(node.operation.computed_by(self))
@@ -164,7 +164,7 @@ class Lowering:
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], permanent)
         calls, self.calls = self.calls, []  # the calls refer to self: a cycle would delay freeing
         given_rows = self.embeddings, self.ngrams
-        return Lowered(self.limits, calls, self.hidden, result, self.tables, *given_rows, largest, n_bytes)
+        return CUDALowered(self.limits, calls, self.hidden, result, self.tables, *given_rows, largest, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Lowering:
             return Cost(sum(x.bytes_of(sizes.rows(x.slot)) for x in rows) + weight_bytes)
 
         buffers = [value for value in (*values, *operands) if isinstance(value, Buffer)]
-        self.calls.append(Call(name, launches, [*rows, *buffers], cost or all_rows))
+        self.calls.append(KernelCall(name, launches, [*rows, *buffers], cost or all_rows))
 
     def elementwise(
         self, name: str, kernel: str, x: DeviceRows, grid: Grid, threads: int, *values: Any, **options: Any
@@ -457,7 +457,7 @@ class Lowering:
                 )
 
         cost = lambda sizes: Cost(logits.bytes_of(sizes.n_outputs))  # noqa: E731
-        self.calls.append(Call("choice", launches, [logits, best, candidates, self.chosen_ids], cost))
+        self.calls.append(KernelCall("choice", launches, [logits, best, candidates, self.chosen_ids], cost))
         return self.chosen_ids, best
 
     # -- Products --------------------------------------------------------------------------------------------------
@@ -576,7 +576,7 @@ class Lowering:
         operands: list[DeviceRows | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
         operands += self._ends_with(gate, launches)
         name = "linear" if inputs.n_heads == 1 else "heads"
-        self.calls.append(Call(f"{name} {_names(packed)}", launches, operands, cost))
+        self.calls.append(KernelCall(f"{name} {_names(packed)}", launches, operands, cost))
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
@@ -657,7 +657,7 @@ class Lowering:
             return Cost(n_bytes, 4 * pairs * q.width, "f16")  # query times key, and weight times value
 
         name = "attention" if heads.window == attention.NO_WINDOW else f"attention, window {heads.window}"
-        self.calls.append(Call(name, launches, [q, y, partials, *([codes] if codes else [])], cost))
+        self.calls.append(KernelCall(name, launches, [q, y, partials, *([codes] if codes else [])], cost))
         if codes is not None:
             self._quantise("quantise", y, codes, when=lambda extent: extent.work(kind).prefill_tiles > 0)
         self._rotate_back(op, y)
@@ -708,7 +708,7 @@ class Lowering:
             return Cost(positions * kv_cache.bytes_per_token(), 2 * pairs * q.width)
 
         operands = [x for x in (q, weights, y, scores) if x]
-        self.calls.append(Call("index", launches, operands, index_cost))
+        self.calls.append(KernelCall("index", launches, operands, index_cost))
         return y
 
     def compress(self, op: ops.Compress) -> DeviceRows:
@@ -887,7 +887,7 @@ class Lowering:
             (1 + 2 * len(scored)) * logits.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4
         )
         operands = [x for x in (logits, memory, self.stored[op.expert_ids], *scored) if x]
-        self.calls.append(Call("route", launches, operands, cost))
+        self.calls.append(KernelCall("route", launches, operands, cost))
         return choice
 
     def expert_linears(self, op: ops.ExpertLinears) -> tuple[DeviceRows, ...]:
@@ -955,7 +955,7 @@ class Lowering:
         def cost_at_once(sizes: BatchSizes) -> Cost:  # products are not stored and read again
             return product.cost(sizes) + cost(sizes) + Cost(-2 * products.bytes_of(sizes.rows(N_PLACES)))
 
-        self.calls.append(Call(f"{product.name} + add", launches, [rows, choice.buffer, y], cost_at_once))
+        self.calls.append(KernelCall(f"{product.name} + add", launches, [rows, choice.buffer, y], cost_at_once))
         return y
 
     def _finish_experts(
@@ -1037,7 +1037,7 @@ class Lowering:
         operands: list[DeviceRows | Inputs | Buffer] = [inputs, choice.buffer, *(y for _, y in pairs)]
         operands += [shared] if shared else []
         operands += self._ends_with(gate, launches)
-        self.calls.append(Call(f"experts {_names(packed)}", launches, operands, cost))
+        self.calls.append(KernelCall(f"experts {_names(packed)}", launches, operands, cost))
 
 
 def _each(n: int) -> tuple[int, ...]:

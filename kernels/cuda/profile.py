@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from localllm.kernels.backend import Batch
-from localllm.kernels.cuda.calls import BatchSizes, Call, Cost, Extent
+from localllm.kernels.cuda.calls import BatchSizes, Cost, Extent, KernelCall
 from localllm.kernels.cuda.driver import Event
 from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import WATCHES, CUDAStep, Watch
@@ -94,7 +94,7 @@ class Profiler:
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
         profile = self.profiles.setdefault(step.stream.device, Profile())
         sizes, n = BatchSizes.of(batch, step.limits.mixture), self._repetitions
-        by_name: dict[str, list[Call]] = {}
+        by_name: dict[str, list[KernelCall]] = {}
         for call in step.calls:
             by_name.setdefault(call.name, []).append(call)
         with hidden_states_kept(step):
@@ -110,17 +110,17 @@ class Profiler:
         step.launch(extent)
 
 
-def total_cost(calls: Sequence[Call], sizes: BatchSizes) -> Cost:
+def total_cost(calls: Sequence[KernelCall], sizes: BatchSizes) -> Cost:
     """Return the total cost of calls."""
     return sum((call.cost(sizes) for call in calls), Cost())
 
 
-def _n_launches(calls: Sequence[Call], extent: Extent) -> int:
+def _n_launches(calls: Sequence[KernelCall], extent: Extent) -> int:
     return sum(1 for call in calls for _ in call.launches(extent))
 
 
 def call_seconds(
-    step: CUDAStep, calls: Sequence[Call], extent: Extent, *, repetitions: int, least_launches: int
+    step: CUDAStep, calls: Sequence[KernelCall], extent: Extent, *, repetitions: int, least_launches: int
 ) -> float:
     """Return the seconds that calls of a step take in order, without other calls; overwrites their buffers."""
     times = -(-least_launches // _n_launches(calls, extent))

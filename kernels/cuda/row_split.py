@@ -35,18 +35,18 @@ from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.calls import (
     N_OUTPUTS,
     N_TOKENS,
-    Call,
     Cost,
     DeviceRows,
     Extent,
     Inputs,
+    KernelCall,
     StepLimits,
     padded,
 )
 from localllm.kernels.cuda.driver import CompileProgress, Driver
-from localllm.kernels.cuda.lowering import GATE_THREADS, Lowered, Lowering, columns
+from localllm.kernels.cuda.lowering import GATE_THREADS, CUDALowered, CUDALowering, columns
 from localllm.kernels.cuda.step import CUDAStep, Work, graph_bytes
-from localllm.kernels.cuda.weights import PackedWeights
+from localllm.kernels.cuda.weights import CUDAPackedWeights
 from localllm.kernels.graph import Graph, LayerTag
 from localllm.kernels.shards import AllSum, Gather, shard
 from localllm.kernels.split import SplitCache
@@ -71,7 +71,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, eq=False)
-class Barrier(Call):
+class Barrier(KernelCall):
     """A point where all devices wait until each has computed its part."""
 
     device_rows: DeviceRows = field(kw_only=True)  # this device's part
@@ -79,13 +79,13 @@ class Barrier(Call):
     received: dict[int, Buffer] = field(kw_only=True)
 
 
-class ShardLowering(Lowering):
+class ShardLowering(CUDALowering):
     """Creates the calls of device number ``device``, which cannot access the memory of ``unreachable`` devices."""
 
     def __init__(
         self,
         graph: Graph,
-        weights: PackedWeights,
+        weights: CUDAPackedWeights,
         limits: StepLimits,
         exchanges: Sequence[Exchange],
         device: int,
@@ -163,7 +163,7 @@ class RowSplitStep(CUDAStep):
 
     def __init__(
         self,
-        lowered: Sequence[Lowered],
+        lowered: Sequence[CUDALowered],
         first: tuple[Driver, int, object],
         followers: Sequence[CUDAStep],
         weights: tuple[PackedWeight, ...],
@@ -198,7 +198,7 @@ class RowSplitStep(CUDAStep):
         for step in self.followers:
             step.compile_kernels(progress)
 
-    def loaded(self, calls: Sequence[Call], *extents: Extent) -> list[Work]:
+    def loaded(self, calls: Sequence[KernelCall], *extents: Extent) -> list[Work]:
         """Return the work of all devices, and its synchronisation; ``calls`` are all calls of this device."""
         record, wait = self.driver.record, self.driver.wait
         work: list[Work] = [partial(record, self._fork, self.stream)]
@@ -237,9 +237,9 @@ class RowSplitStep(CUDAStep):
         return self._staging_of[rows][: min(rows.buffer.n_bytes, 4 * rows.stride * extent.rows(rows.slot))]
 
 
-def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
+def _runs(calls: Sequence[KernelCall]) -> list[tuple[bool, list[KernelCall]]]:
     """Divide calls into runs of neighbouring calls, and single barriers."""
-    runs: list[tuple[bool, list[Call]]] = [(False, [])]
+    runs: list[tuple[bool, list[KernelCall]]] = [(False, [])]
     for call in calls:
         if isinstance(call, Barrier):
             runs += [(True, [call]), (False, [])]
@@ -266,13 +266,13 @@ class RowSplitBackend(Backend):
     ) -> Footprint:
         check_cache(graph, n_pages, n_states)
         graphs = shard(graph, len(self.backends))
-        weights = [PackedWeights(backend.loader) for backend in self.backends]
+        weights = [CUDAPackedWeights(backend.loader) for backend in self.backends]
         caches = [CUDACache(shard_graph, n_pages, n_states) for shard_graph in graphs]
         uses = [weights_of(shard_graph) for shard_graph in graphs]
         reaches, devices = self.backends[0].driver.can_access_peer, [backend.device for backend in self.backends]
         unreachable = [[i for i, b in enumerate(devices) if a != b and not reaches(a, b)] for a in devices]
 
-        def lower() -> list[Lowered]:
+        def lower() -> list[CUDALowered]:
             shards = list(zip(self.backends, graphs, caches, strict=True))
             limits = [
                 backend.limits(shard_graph, cache, max_tokens, max_outputs) for backend, shard_graph, cache in shards

@@ -25,9 +25,9 @@ from localllm.kernels.backend import Batch, Cache, Output, PackedWeight, Step, T
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import work_of_batch, work_of_bucket
 from localllm.kernels.cuda.cache import PAGE
-from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, DeviceRows, Extent, phases
+from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, DeviceRows, Extent, KernelCall, phases
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
-from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
+from localllm.kernels.cuda.lowering import MAX_TOP_K, CUDALowered
 from localllm.kernels.embedding import NgramRows
 
 #: Maximum cache length of the first extent of a small batch; each further extent doubles it.
@@ -89,7 +89,7 @@ class CUDAStep(Step):
     followers: tuple[CUDAStep, ...] = ()
 
     def __init__(
-        self, driver: Driver, device: int, lowered: Lowered, weights: tuple[PackedWeight, ...], keep: object
+        self, driver: Driver, device: int, lowered: CUDALowered, weights: tuple[PackedWeight, ...], keep: object
     ) -> None:
         self.driver, self.device = driver, device
         self.weights, self.limits = weights, lowered.limits
@@ -267,7 +267,7 @@ class CUDAStep(Step):
         self._graphs.move_to_end(extents)
         self.driver.replay(self._graphs[extents], self.stream)
 
-    def graph(self, calls: Sequence[Call], extent: Extent) -> Graph:
+    def graph(self, calls: Sequence[KernelCall], extent: Extent) -> Graph:
         """Return a graph of some of the calls, for an extent."""
         return self._captured(self.loaded(calls, extent))
 
@@ -315,7 +315,7 @@ class CUDAStep(Step):
                     modules[f"{launch.module} {sorted(launch.defines.items())}"] = launch.module, launch.defines
         self.driver.compile_modules(self.device, modules.values(), progress)
 
-    def loaded(self, calls: Sequence[Call], *extents: Extent) -> list[Work]:
+    def loaded(self, calls: Sequence[KernelCall], *extents: Extent) -> list[Work]:
         """Return the launches of calls, with their modules and the memory of their buffers."""
         return [self._load(launch) for launch in _launches(calls, extents[0])]
 
@@ -389,11 +389,11 @@ class CUDAStep(Step):
         self._readers.append(read)
 
 
-def _launches(calls: Sequence[Call], extent: Extent) -> list[Launch]:
+def _launches(calls: Sequence[KernelCall], extent: Extent) -> list[Launch]:
     return [launch for call in calls for launch in call.launches(extent)]
 
 
-def graph_bytes(lowered: Lowered | CUDAStep) -> int:
+def graph_bytes(lowered: CUDALowered | CUDAStep) -> int:
     """Return the device memory of the maximum number of graphs, for one token (prompts have more nodes)."""
     work = tuple((kind, work_of_bucket(1, 1, kind.heads)) for kind in lowered.limits.kinds)
     return _MAX_GRAPHS * NODE_BYTES * len(_launches(lowered.calls, lowered.limits.extent(1, 1, work)))

@@ -63,7 +63,7 @@ class _Staging:
     packed: Event
 
 
-class WeightLoader:
+class CUDAWeightLoader:
     """Loads weights to a device, one at a time."""
 
     def __init__(self, driver: Driver, device: int, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -182,10 +182,10 @@ def _parts(n: int, most: int) -> Iterator[slice]:
     return (slice(start, stop) for start, stop in pairwise(bounds))
 
 
-class PackedWeights:
+class CUDAPackedWeights:
     """The weights of a graph for kernels; for weights that are not loaded yet, their planned form."""
 
-    def __init__(self, loader: WeightLoader) -> None:
+    def __init__(self, loader: CUDAWeightLoader) -> None:
         self._loader = loader
         self._matrices: dict[Weight, PackedMatrix] = {}
         self._vectors: dict[Weight, DeviceMemory] = {}

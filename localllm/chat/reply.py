@@ -17,7 +17,7 @@ from typing import Any
 from localllm.chat.calls.formats import CONTROL_TAGS, TAGS, TAGS_IN_CALLS
 from localllm.chat.calls.patterns import BARE, PARTIAL_BARE_LIST, tool_name
 from localllm.chat.calls.reader import CallReader
-from localllm.chat.calls.source import CallDelta, Reading, Source, parameters_of
+from localllm.chat.calls.source import CallDelta, CallSource, Reading, parameters_of
 from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import Piece, ThinkingSplitter, n_open, opening_tag
 from localllm.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class ReplyParser:
             opened: Tag that the prompt ended with (`localllm.chat.thinking.opening_tag`).
         """
         self._events: list[Event] = []
-        self._source = Source()
+        self._source = CallSource()
         self._calls = CallReader(self._source, self._emit_call, self._emit_text)
         self.warnings = self._calls.warnings
         self._thinking = ThinkingSplitter(opened)

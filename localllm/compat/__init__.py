@@ -217,7 +217,7 @@ class MinTokensLogitsProcessor:
         return scores
 
 
-class SamplingOptions(TypedDict, total=False):
+class LlamaSamplingOptions(TypedDict, total=False):
     """Keywords of `Llama.create_completion` and `Llama.create_chat_completion`."""
 
     temperature: float
@@ -239,7 +239,7 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
 
 
-class ChatOptions(SamplingOptions, total=False):
+class ChatOptions(LlamaSamplingOptions, total=False):
     """Keywords of `Llama.create_chat_completion`."""
 
     response_format: Mapping[str, Any] | None
@@ -249,7 +249,7 @@ class ChatOptions(SamplingOptions, total=False):
     top_logprobs: int | None
 
 
-class CompletionOptions(SamplingOptions, total=False):
+class CompletionOptions(LlamaSamplingOptions, total=False):
     """Keywords of `Llama.create_completion`."""
 
     logprobs: int | None

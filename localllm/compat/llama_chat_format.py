@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, Protocol, TypeVar
+from typing import Any, Never, Protocol, TypeVar
 
 from localllm.chat import ChatTemplate
 from localllm.errors import UsageError
-
-if TYPE_CHECKING:
-    from localllm.compat import Llama
 
 
 @dataclass
@@ -31,9 +28,10 @@ class ChatFormatter(Protocol):
 
 
 class LlamaChatCompletionHandler(Protocol):
-    """Answers a chat.  Called with ``llama`` and the keywords of `Llama.create_chat_completion`."""
+    """Answers a chat.  Called with the `Llama` and the keywords of `Llama.create_chat_completion`."""
 
-    def __call__(self, *, llama: Llama, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any: ...
+    # Not annotated as `Llama`, because the module of `Llama` imports this one.
+    def __call__(self, *, llama: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any: ...
 
 
 _F = TypeVar("_F", bound=ChatFormatter)
@@ -82,7 +80,7 @@ def get_chat_completion_handler(name: str) -> LlamaChatCompletionHandler:
 def chat_formatter_to_chat_completion_handler(formatter: ChatFormatter) -> LlamaChatCompletionHandler:
     """Return a handler that answers the formatter's prompts with the model."""
 
-    def handler(*, llama: Llama, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    def handler(*, llama: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         return llama._chat(messages, formatter, **options)
 
     return handler

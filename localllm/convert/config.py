@@ -9,7 +9,7 @@ from typing import Any
 
 from localllm.convert.defaults import DEFAULTS, LIKE, NAMES
 from localllm.convert.irrelevant import is_irrelevant
-from localllm.convert.settings import MissingSetting, Settings
+from localllm.convert.settings import CheckpointSettings, MissingSetting
 from localllm.errors import ModelError, quoted
 from localllm.models.config import ModelConfig
 from localllm.models.hf_convert import MEANT, head_dim, window_pattern
@@ -49,7 +49,7 @@ COMMON_NAMES = (
 )
 
 
-class Config(Settings):
+class Config(CheckpointSettings):
     """``config.json`` of a checkpoint: the settings of its text model, with the defaults of transformers' class.
 
     Attributes:
@@ -100,16 +100,16 @@ class Config(Settings):
                 return ["dense" if i < n_dense else "sparse" for i in range(self.num_hidden_layers)]
         return None
 
-    def _rope(self) -> Settings:
+    def _rope(self) -> CheckpointSettings:
         """Return the rotation of all layers, or of full and of windowed layers, as transformers 5 writes it."""
         given = super().get("rope_scaling")
         other = super().get("rope_parameters")
-        if isinstance(other, Settings):
+        if isinstance(other, CheckpointSettings):
             other.skip_all()
         given = other if given is None else given
-        if not isinstance(given, Settings | dict | None):
+        if not isinstance(given, CheckpointSettings | dict | None):
             raise ModelError(f"config.json has rope_scaling = {quoted(given)}, which must be an object")
-        rope: dict[str, Any] = dict(given.raw() if isinstance(given, Settings) else given or {})
+        rope: dict[str, Any] = dict(given.raw() if isinstance(given, CheckpointSettings) else given or {})
         local = self.get("rope_local_base_freq")
         if not any(isinstance(part, dict) for part in rope.values()):
             rope = self._with_defaults(rope)
@@ -125,7 +125,7 @@ class Config(Settings):
                 for kind, part in rope.items()
                 if isinstance(part, dict)
             }
-        return Settings(rope, place=f"{self._place}rope_parameters.")
+        return CheckpointSettings(rope, place=f"{self._place}rope_parameters.")
 
     def _with_defaults(self, rope: Mapping[str, Any], theta: Any = None) -> dict[str, Any]:
         theta = self.get("rope_theta") if theta is None else theta
@@ -161,7 +161,10 @@ class Config(Settings):
         return name in self.defaults or name in self._names or name in ("rope_parameters", "rope_scaling")
 
     def check_lost(self, meant: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise ModelError for a setting that the file would lose. ``meant``: as in `Settings.check_all_read`."""
+        """Raise ModelError for a setting that the file would lose.
+
+        ``meant``: as in `CheckpointSettings.check_all_read`.
+        """
         meant = MEANT | dict(meant)
         self.check_all_read(meant, is_irrelevant)
         self.rope_parameters.check_all_read({}, lambda name: name in meant or is_irrelevant(name))
@@ -358,7 +361,7 @@ def _rope_keys(config: Config) -> dict[str, Any]:
     return keys
 
 
-def _longrope_magnitude(config: Config, rope: Settings) -> float:
+def _longrope_magnitude(config: Config, rope: CheckpointSettings) -> float:
     if (magnitude := rope.get("attention_factor")) is not None:
         return float(magnitude)
     original = rope.original_max_position_embeddings

@@ -1,6 +1,6 @@
 """Names of settings that change nothing in a converted file, with any value.
 
-`Settings.check_all_read` refuses every other setting that the conversion does not read.
+`CheckpointSettings.check_all_read` refuses every other setting that the conversion does not read.
 """
 
 from __future__ import annotations

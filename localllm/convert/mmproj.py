@@ -14,11 +14,11 @@ from localllm.convert.config import COMMON_NAMES, TEXT_SECTIONS, Config
 from localllm.convert.defaults import DEFAULTS, ENCODER_TYPES, NAMES, PROCESSOR_DEFAULTS, PROCESSOR_TYPES
 from localllm.convert.irrelevant import is_irrelevant_to_encoder, is_irrelevant_to_processor, is_media
 from localllm.convert.safetensors import read_folder
-from localllm.convert.settings import Settings, read_json
+from localllm.convert.settings import CheckpointSettings, read_json
 from localllm.convert.sources import Source, find_sources
 from localllm.errors import ModelError, OutputError, UnsupportedArchitectureError, UsageError, path_text, quoted
 from localllm.gguf.writer import TensorSpec, read_back
-from localllm.models.encoders.encoder import Checkpoint
+from localllm.models.encoders.encoder import EncoderCheckpoint
 from localllm.models.encoders.registry import PROJECTORS, Projector, read_encoder
 from localllm.models.hf_convert import floats
 from localllm.quant.types import GGMLType
@@ -86,15 +86,15 @@ class MmprojCheckpoint:
         """Do nothing: reading a tensor raises ModelError if a file was truncated."""
 
 
-def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projector, Checkpoint]]:
+def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projector, EncoderCheckpoint]]:
     """Return the families of the encoders in config.json, and their configuration, by kind of media.
 
     Raises UnsupportedArchitectureError if localllm converts none of them.
     """
     kind = str(values.get("model_type"))
-    config = Settings(values, defaults=DEFAULTS.get(kind), names=NAMES.get(kind, ()))
+    config = CheckpointSettings(values, defaults=DEFAULTS.get(kind), names=NAMES.get(kind, ()))
     config.skip("vision_config", "audio_config", *TEXT_SECTIONS)
-    found: dict[str, tuple[Projector, Checkpoint]] = {}
+    found: dict[str, tuple[Projector, EncoderCheckpoint]] = {}
     for media, section in (("image", "vision_config"), ("audio", "audio_config")):
         if not isinstance(inner := values.get(section), dict):
             continue
@@ -110,7 +110,7 @@ def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projec
             if inner_type == kind or inner_type not in DEFAULTS:  # also of classes that come with the checkpoint
                 inner_type = ENCODER_TYPES.get(f"{kind}/{section}", kind)
             encoder, processor = _encoder(inner, section, inner_type), _processor(folder, kind, media)
-            found[media] = families[0], Checkpoint(config, encoder, processor, Config(values))
+            found[media] = families[0], EncoderCheckpoint(config, encoder, processor, Config(values))
     if not found:
         known = ", ".join(sorted({kind for family in PROJECTORS.values() for kind in family.hf_types.split()}))
         raise UnsupportedArchitectureError(
@@ -120,7 +120,7 @@ def _families(folder: Path, values: Mapping[str, Any]) -> dict[str, tuple[Projec
     return found
 
 
-def _encoder(values: Mapping[str, Any], section: str, kind: str) -> Settings:
+def _encoder(values: Mapping[str, Any], section: str, kind: str) -> CheckpointSettings:
     """Return the settings in an encoder's section, with the settings of the rotation next to the others."""
     names = ("rope_scaling", "rope_parameters")
     rope = [rope for name in names if isinstance(rope := values.get(name), dict)]
@@ -128,10 +128,10 @@ def _encoder(values: Mapping[str, Any], section: str, kind: str) -> Settings:
     for each in rope:
         flat |= {"rope_type" if name == "type" else name: value for name, value in each.items()}
     groups = (*COMMON_NAMES, *NAMES.get(kind, ()))
-    return Settings(flat, place=f"{section}.", defaults=DEFAULTS.get(kind), names=groups)
+    return CheckpointSettings(flat, place=f"{section}.", defaults=DEFAULTS.get(kind), names=groups)
 
 
-def _processor(folder: Path, kind: str, media: str) -> Settings:
+def _processor(folder: Path, kind: str, media: str) -> CheckpointSettings:
     """Return the settings of the processor of images or audio.
 
     As in transformers, a section of processor_config.json replaces preprocessor_config.json.
@@ -151,10 +151,10 @@ def _processor(folder: Path, kind: str, media: str) -> Settings:
     else:
         name = str(values.get("image_processor_type", PROCESSOR_TYPES.get(kind)))
         defaults = PROCESSOR_DEFAULTS.get(re.sub("(Fast|Pil)$", "", name))
-    return Settings(values, file=file, place=f"{section}." if section else "", defaults=defaults)
+    return CheckpointSettings(values, file=file, place=f"{section}." if section else "", defaults=defaults)
 
 
-def _check_lost(families: Mapping[str, tuple[Projector, Checkpoint]]) -> None:
+def _check_lost(families: Mapping[str, tuple[Projector, EncoderCheckpoint]]) -> None:
     """Raise ModelError for a setting of encoders, processors or the fused model that the file would lose."""
     meant: dict[str, tuple[Any, ...]] = {}
     for family, c in families.values():
@@ -173,7 +173,7 @@ def _check_lost(families: Mapping[str, tuple[Projector, Checkpoint]]) -> None:
     c.values.check_all_read(meant, lambda name: not is_fusion(name) or is_irrelevant_to_encoder(name))
 
 
-def _keys(folder: Path, found: Mapping[str, tuple[Projector, Checkpoint]]) -> dict[str, Any]:
+def _keys(folder: Path, found: Mapping[str, tuple[Projector, EncoderCheckpoint]]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for media, (family, c) in found.items():
         section = "vision" if media == "image" else "audio"
@@ -193,7 +193,7 @@ def _keys(folder: Path, found: Mapping[str, tuple[Projector, Checkpoint]]) -> di
 
 
 def _tensors(
-    sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, Checkpoint]]
+    sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, EncoderCheckpoint]]
 ) -> dict[str, CheckpointTensor]:
     """Return all tensors of the file, by name."""
     names = {
@@ -219,7 +219,7 @@ def _tensors(
 
 
 def _rows(
-    folder: Path, sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, Checkpoint]]
+    folder: Path, sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, EncoderCheckpoint]]
 ) -> dict[str, CheckpointTensor]:
     """Return the token embeddings that llama.cpp expects in the file, if the folder contains token embeddings."""
     wanted = [family.row for family, _ in families.values() if family.row is not None]
@@ -242,7 +242,9 @@ def _placeholder(source: Source) -> Array:
     return np.broadcast_to(np.zeros(1, dtype) if source.shape else np.zeros((), dtype), source.shape)
 
 
-def _changed(name: str, array: Array, family: Projector, c: Checkpoint, names: Mapping[str, str]) -> dict[str, Array]:
+def _changed(
+    name: str, array: Array, family: Projector, c: EncoderCheckpoint, names: Mapping[str, str]
+) -> dict[str, Array]:
     """Return the file's tensors for a tensor of the checkpoint, by GGUF's names."""
     array = floats(array) if array.ndim < 2 else array
     changed = family.tensor(name, array, c)

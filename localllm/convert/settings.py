@@ -53,7 +53,7 @@ class MissingSetting(ModelError, AttributeError):
     """The checkpoint lacks a setting that the conversion needs."""
 
 
-class Settings:
+class CheckpointSettings:
     """A JSON object whose values are read as items or attributes, and which records the names that were read.
 
     Args:
@@ -77,7 +77,7 @@ class Settings:
         self.defaults = defaults or {}
         self._names = {name: group for group in names for name in group}
         self._read: set[str] = set()
-        self._inner: dict[str, Settings] = {}
+        self._inner: dict[str, CheckpointSettings] = {}
 
     def __getitem__(self, name: str) -> Any:
         names = self._names.get(name, (name,))
@@ -107,7 +107,7 @@ class Settings:
         return repr(self._values)
 
     def __eq__(self, other: object) -> bool:
-        return self.raw() == (other.raw() if isinstance(other, Settings) else other)
+        return self.raw() == (other.raw() if isinstance(other, CheckpointSettings) else other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -121,13 +121,13 @@ class Settings:
         except MissingSetting:
             return default
 
-    def inner(self, name: str, **options: Any) -> Settings:
+    def inner(self, name: str, **options: Any) -> CheckpointSettings:
         """Return an inner object, empty if missing.  ``options``: arguments of the class."""
         self._read.add(name)
         if name not in self._inner:
             value = self._values.get(name)
             values = value if isinstance(value, dict) else {}
-            self._inner[name] = Settings(values, file=self._file, place=f"{self._place}{name}.", **options)
+            self._inner[name] = CheckpointSettings(values, file=self._file, place=f"{self._place}{name}.", **options)
         return self._inner[name]
 
     def items(self) -> Iterator[tuple[str, Any]]:

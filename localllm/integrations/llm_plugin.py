@@ -48,7 +48,7 @@ def _names(*, encoders: bool) -> Iterator[str]:
 @llm.hookimpl
 def register_models(register: Any) -> None:
     for name in (DEMO, *_names(encoders=False)):
-        register(LocalModel(name))
+        register(LocalTextModel(name))
 
 
 @llm.hookimpl
@@ -57,7 +57,7 @@ def register_embedding_models(register: Any) -> None:
         register(LocalEmbeddingModel(name))
 
 
-class LocalModel(llm.Model):
+class LocalTextModel(llm.Model):
     """A model that generates text."""
 
     can_stream = True

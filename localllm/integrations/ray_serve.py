@@ -40,7 +40,7 @@ _PREFIX = 512
 _Head = tuple[int, list[tuple[bytes, bytes]]]
 
 
-class Config(pydantic.BaseModel):
+class RayConfig(pydantic.BaseModel):
     """The arguments of `app`.
 
     Attributes:
@@ -70,7 +70,7 @@ class Config(pydantic.BaseModel):
 class Replica:
     """A process with the model, which handles requests like `localllm serve`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: RayConfig) -> None:
         self._llm = load(model_path(config.model), threads=config.threads, **{"parallel": None, **config.load})
         name = config.name or ("demo" if config.model is None else Path(config.model).name.removesuffix(".gguf"))
         models = Models({name: config.model}, lambda source, progress: self._llm, takes_any_name=True)
@@ -190,8 +190,8 @@ def conversation_key(body: bytes) -> str:
     return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
-def app(config: Config) -> serve.Application:
-    """Return the application, for ``serve.run(app(Config(...)))`` and the command ``serve run``."""
+def app(config: RayConfig) -> serve.Application:
+    """Return the application, for ``serve.run(app(RayConfig(...)))`` and the command ``serve run``."""
     replicas = serve.deployment(
         Replica,
         max_ongoing_requests=config.max_requests,

@@ -36,7 +36,7 @@ _CHUNK = 512
 
 
 @dataclass(frozen=True)
-class Entry:
+class ImatrixEntry:
     """Sums over the input rows of one tensor's matrices."""
 
     sums: NDArray[np.floating]  # sums of squares of each column, [n_matrices, n_columns]
@@ -44,11 +44,11 @@ class Entry:
     # float32 [n_columns, n_columns]: XᵀX of the rows of a single matrix; None if it was not collected
     hessian: Floats | None = None
 
-    def __add__(self, other: Entry) -> Entry:
+    def __add__(self, other: ImatrixEntry) -> ImatrixEntry:
         hessian = None
         if self.hessian is not None and other.hessian is not None:
             hessian = self.hessian + other.hessian
-        return Entry(self.sums + other.sums, self.counts + other.counts, hessian)
+        return ImatrixEntry(self.sums + other.sums, self.counts + other.counts, hessian)
 
     @property
     def means(self) -> Floats:
@@ -60,7 +60,7 @@ class Entry:
 @dataclass(frozen=True)
 class ImportanceMatrix:
     path: Path | None  # the file; None if it was not written
-    entries: Mapping[str, Entry]  # by tensor
+    entries: Mapping[str, ImatrixEntry]  # by tensor
     datasets: tuple[str, ...] = ()  # names of the texts, if the file contains them
     n_chunks: int = 0  # number of pieces; 0 if unknown
     chunk_size: int = _CHUNK  # tokens per piece
@@ -169,7 +169,7 @@ def _damaged(path: Path, defect: str) -> GGUFError:
 
 
 def _read_gguf(path: Path) -> ImportanceMatrix:
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ImatrixEntry] = {}
     hessians: dict[str, Floats] = {}
     with GGUFFile.open(path) as file:
         tensors, shared = file.tensors, file.metadata.get("imatrix.hessians")
@@ -188,7 +188,7 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
             hessian = None
             if holder := holders.get(name):
                 hessian = hessians.setdefault(holder, _hessian(path, tensors, holder, sums.size))
-            entries[name] = Entry(sums.reshape(counts.size, -1).astype(np.float64), counts, hessian)
+            entries[name] = ImatrixEntry(sums.reshape(counts.size, -1).astype(np.float64), counts, hessian)
         if not entries:
             raise _damaged(path, "it has no tensors named *.in_sum2")
         datasets = file.metadata.get("imatrix.datasets")
@@ -229,13 +229,13 @@ def _read_old(path: Path, data: bytes) -> ImportanceMatrix:
         value: int = struct.unpack("<i", take(4))[0]
         return value
 
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ImatrixEntry] = {}
     for _ in range(number()):
         name = take(number()).decode("utf-8", "replace")
         n_calls, n_values = number(), number()
         values = np.frombuffer(take(4 * n_values), "<f4")
         # The number of rows is not stored; n_calls chunks with these means give the same result.
-        entries[name] = Entry(values.astype(np.float64)[None] * _CHUNK, np.array([max(n_calls, 1) * _CHUNK]))
+        entries[name] = ImatrixEntry(values.astype(np.float64)[None] * _CHUNK, np.array([max(n_calls, 1) * _CHUNK]))
     if not entries:
         raise _damaged(path, "it is empty, or is another kind of file")
     if at == len(data):

@@ -17,7 +17,7 @@ from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.graph import Graph, Routing, Rows, Tensor
 from localllm.kernels.operations import ExpertLinears, ExpertOutput, Linear, Linears
 from localllm.models.registry import read_model
-from localllm.quantize.imatrix import Entry, ImportanceMatrix
+from localllm.quantize.imatrix import ImatrixEntry, ImportanceMatrix
 from localllm.tokenizer import Tokenizer
 
 #: Tokens of an independent piece of text.
@@ -85,7 +85,7 @@ def collect(
     check_memory(needed.n_bytes + squares, "the model with the collected sums")
     step = needed.load(None)
     file.check_unchanged()
-    sums: dict[_Product, Entry] = {}
+    sums: dict[_Product, ImatrixEntry] = {}
     for n_pieces, piece in zip(count(1), pieces, strict=False):
         for start in range(0, context, n_tokens):
             step.run(step_batch(piece, start, min(start + n_tokens, context), n_pages, backend.page_size))
@@ -96,17 +96,17 @@ def collect(
         yield ImportanceMatrix(None, entries, n_chunks=n_pieces, chunk_size=context)
 
 
-def _entry(step: Step, product: _Product, hessians: bool) -> Entry:
+def _entry(step: Step, product: _Product, hessians: bool) -> ImatrixEntry:
     """Return the sums of one step, separately for each expert."""
     x = step.value(product.x)
     rows = np.square(x, dtype=np.float64)
     if product.routing is None:
-        return Entry(rows.sum(axis=0)[None], np.array([len(rows)]), x.T @ x if hessians else None)
+        return ImatrixEntry(rows.sum(axis=0)[None], np.array([len(rows)]), x.T @ x if hessians else None)
     ids = step.value(product.routing)
     if product.x.rows is not Rows.CHOSEN:
         rows = np.repeat(rows, ids.shape[1], axis=0)
     is_chosen = ids.reshape(-1) == np.arange(product.routing.n_experts)[:, None]
-    return Entry(is_chosen.astype(np.float64) @ rows, is_chosen.sum(axis=1))
+    return ImatrixEntry(is_chosen.astype(np.float64) @ rows, is_chosen.sum(axis=1))
 
 
 def step_batch(

@@ -73,7 +73,7 @@ def enforceable_schema(schema: Any, *, may_close: bool = True) -> tuple[Any, lis
         schema: any JSON schema.
         may_close: restrict objects to the properties that their schema names.
     """
-    reader = _Reader(schema)
+    reader = _SchemaReader(schema)
     root, definitions = reader.read_all()
     closing = _Closing(definitions, reader.unenforced, reader.required_in_branches)
     closing.loosen(root)
@@ -84,7 +84,7 @@ def enforceable_schema(schema: Any, *, may_close: bool = True) -> tuple[Any, lis
     return root, list(dict.fromkeys(reader.unenforced))
 
 
-class _Reader:
+class _SchemaReader:
     """Rewrites a schema in the common form."""
 
     def __init__(self, root: Any) -> None:

@@ -98,7 +98,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("POST", ("/tokenize",), llamacpp.tokenize, llamacpp.TokenizeRequest),
     ("POST", ("/detokenize",), llamacpp.detokenize, llamacpp.DetokenizeRequest),
     ("POST", ("/apply-template",), llamacpp.apply_template, llamacpp.TemplateRequest),
-    ("POST", ("/completion", "/completions"), llamacpp.completion, llamacpp.CompletionRequest),
+    ("POST", ("/completion", "/completions"), llamacpp.completion, llamacpp.LlamaCompletionRequest),
     ("POST", ("/infill",), llamacpp.infill, llamacpp.InfillRequest),
 )
 

@@ -361,7 +361,7 @@ class _CompletionFields(GenerationFields):
     return_tokens: bool = False
 
 
-class CompletionRequest(_CompletionFields, kw_only=True):
+class LlamaCompletionRequest(_CompletionFields, kw_only=True):
     prompt: Prompts
 
 
@@ -373,7 +373,7 @@ class InfillRequest(_CompletionFields, kw_only=True):
 
 
 async def completion(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, CompletionRequest)
+    body = await decode(request, LlamaCompletionRequest)
     if body.prompt == []:
         raise HTTPError(400, "prompt is an empty list: give a string, or token ids")
     prompts = await dispatcher.read(request, partial(prompts_of, body.prompt, may_see=True))

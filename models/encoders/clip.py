@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.encoders.views import floats
@@ -33,7 +33,7 @@ HF_MEANT = {
 _GRIDS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, processor, layer = c.vision, c.processor, c.values.get("vision_feature_layer", -2)
     require(c, "model_type", vision.get("model_type", "clip_vision_model"), ("clip_vision_model",))
     if not isinstance(layer, int):
@@ -62,7 +62,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     layer = hf_keys(c)["vision.block_count"]
     number = name.partition("encoder.layers.")[2].partition(".")[0]
     if "post_layernorm." in name or (number and int(number) >= layer):  # after the layer whose output is used

@@ -454,7 +454,7 @@ MEANT: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class EncoderCheckpoint:
     """A checkpoint's configuration for conversions, as objects of `localllm.convert.settings`."""
 
     values: Any  # config.json
@@ -463,7 +463,7 @@ class Checkpoint:
     text: Any = None  # configuration of the text model
 
 
-def require(c: Checkpoint, name: str, value: Any, known: tuple[Any, ...]) -> None:
+def require(c: EncoderCheckpoint, name: str, value: Any, known: tuple[Any, ...]) -> None:
     """Raise ModelError for a setting without a key in the family's files, unless its value is in ``known``."""
     if value not in known:
         raise ModelError(
@@ -472,7 +472,7 @@ def require(c: Checkpoint, name: str, value: Any, known: tuple[Any, ...]) -> Non
         )
 
 
-def require_same(c: Checkpoint, **values: Any) -> None:
+def require_same(c: EncoderCheckpoint, **values: Any) -> None:
     """Raise ModelError for a setting of the processor that differs from the encoder's. ``values``: the encoder's."""
     for name, value in values.items():
         require(c, name, c.processor.get(name, value), (value,))

@@ -27,7 +27,7 @@ from localllm.kernels.operations import (
     Scale,
 )
 from localllm.models.blocks import Layer, add, norm
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import resized
 from localllm.models.encoders.views import Diagonal, ProductOf, floats
 from localllm.models.hf_convert import GELU_TANH, Array
@@ -71,7 +71,7 @@ HF_MEANT = {
 }
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, budget, merge = c.vision, c.processor.get("max_soft_tokens", 280), c.vision.get("pooling_kernel_size", 3)
     require_same(c, patch_size=vision.get("patch_size", 16), pooling_kernel_size=merge)
     keys = {
@@ -90,7 +90,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     return keys | {"vision.projector_type": "gemma4v", "use_gelu": True}
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if name.endswith(BOUNDS):
         return array.reshape(1)
     is_unified = c.values["model_type"] == "gemma4_unified"

@@ -29,7 +29,7 @@ from localllm.kernels.operations import (
     RopeAppend,
 )
 from localllm.models.blocks import Layer, add, norm
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
 from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
 from localllm.models.encoders.views import FloatView, floats
@@ -110,7 +110,7 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
 )
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     sound = c.vision
     if c.values["model_type"] == "gemma4_unified":
         size = sound.get("audio_embed_dim", 640)
@@ -124,7 +124,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     return {f"audio.{key}": value for key, value in keys.items()}
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if name.endswith(BOUNDS):
         return array.reshape(1)
     if name.endswith("per_dim_scale"):

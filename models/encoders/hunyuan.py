@@ -13,7 +13,7 @@ import numpy as np
 
 from localllm.kernels.graph import Matrix
 from localllm.kernels.operations import Activation, Linear, RMSNorm
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, require_same
 from localllm.models.encoders.images import interpolated
 from localllm.models.encoders.qwen import QwenVision, pixel_limits
 from localllm.models.encoders.views import ColumnsByPart, floats
@@ -57,7 +57,7 @@ HF_MEANT = {"hidden_act": GELU, "interpolate_mode": ("bilinear",)} | dict.fromke
 )
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision = c.vision
     merge = vision.get("spatial_merge_size", 2)
     require_same(c, patch_size=vision["patch_size"], merge_size=merge, temporal_patch_size=1)
@@ -70,7 +70,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     } | pixel_limits(c)
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     return array[1:] if name.endswith("position_embedding.weight") else array  # without the row of a class token
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import nearest_grid, resized, tiles
 from localllm.models.encoders.views import floats
 from localllm.models.hf_convert import GELU, Array
@@ -41,7 +41,7 @@ HF_MEANT = {
 }
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision = c.vision
 
     def first(value: Any) -> Any:
@@ -61,7 +61,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if name.endswith("mask_token"):
         return {}
     if name.endswith(("cls_token", "position_embeddings")):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import bicubic, resized
 from localllm.models.hf_convert import Array
 
@@ -46,7 +46,7 @@ HF_MEANT = {
 )
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, processor = c.vision, c.processor
     size, merge = vision["patch_size"], vision.get("merge_kernel_size", (2, 2))[0]
     require_same(c, patch_size=size, merge_size=merge, merge_kernel_size=merge)
@@ -62,7 +62,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if ".wqkv." not in name:
         return {} if name.endswith("time_weight") else array
     # Rotary pairs of queries and keys alternate between column and row. Reorder to column pairs, then row pairs.

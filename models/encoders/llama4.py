@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from localllm.kernels.graph import Tensor
 from localllm.kernels.operations import Activation
 from localllm.models.blocks import Layer
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, VisionModel, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import cut, normalised, resized
 from localllm.models.encoders.views import floats
 from localllm.models.hf_convert import GELU, Array
@@ -47,7 +47,7 @@ HF_MEANT = {
 _TILES = 16
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     side, most = c.vision["image_size"], c.processor.get("max_patches", _TILES)
     require_same(c, size={"height": side, "width": side})
     return {
@@ -59,7 +59,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     return array
 
 

@@ -14,7 +14,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Rows, Tensor
 from localllm.kernels.operations import Activation, Add, Input, Outputs
 from localllm.models.encoders.encoder import (
-    Checkpoint,
+    EncoderCheckpoint,
     EncoderStage,
     FrameRows,
     Pixels,
@@ -53,12 +53,12 @@ HF_MEANT = {
 MAX_SLICES = 9
 
 
-def _merge(c: Checkpoint) -> int:
+def _merge(c: EncoderCheckpoint) -> int:
     """Return the side in patches of the square that becomes one row."""
     return 2 if c.values.get("downsample_mode") == "4x" else 4
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     slices = c.processor.get("max_slice_nums", MAX_SLICES) if c.processor.get("slice_mode", True) else 1
     layer, n_layers = c.values.get("insert_layer_id", 6), c.vision["num_hidden_layers"]
     if _merge(c) == 4 and not 0 <= layer < n_layers:
@@ -75,7 +75,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     return {} if ".vit_merger." in name and _merge(c) == 2 else array
 
 

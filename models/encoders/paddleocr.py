@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localllm.models.encoders.encoder import Checkpoint, Pixels, require, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, require, require_same
 from localllm.models.encoders.images import interpolated
 from localllm.models.encoders.qwen import QwenVision, pixel_limits
 from localllm.models.encoders.siglip import ENCODER_NAMES
@@ -18,7 +18,7 @@ HF_NAMES = ENCODER_NAMES | {
 }
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     merge = c.vision.get("spatial_merge_size", 2)
     require(c, "spatial_merge_size", merge, (2,))
     require_same(c, patch_size=c.vision["patch_size"], merge_size=merge, temporal_patch_size=1)
@@ -29,7 +29,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     } | pixel_limits(c)
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     return {} if ".head." in name or "packing_position_embedding" in name else array
 
 

@@ -13,7 +13,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix, Rope
 from localllm.kernels.operations import Linear
 from localllm.models.blocks import norm
-from localllm.models.encoders.encoder import Checkpoint, Prepared, VisionModel, require
+from localllm.models.encoders.encoder import EncoderCheckpoint, Prepared, VisionModel, require
 from localllm.models.encoders.images import resized
 from localllm.models.encoders.views import ColumnsByPart
 from localllm.models.hf_convert import Array, interleave_pairs
@@ -38,7 +38,7 @@ HF_NAMES = {
 HF_MEANT = {"vision_feature_layer": (-1,)}
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     activation = c.vision.get("hidden_act", "gelu")
     require(c, "hidden_act", activation, ("gelu", "silu"))
     # The processor's limit may differ from the size of the table of positions.
@@ -56,7 +56,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if name.endswith(("q_proj.weight", "k_proj.weight")):
         return interleave_pairs(array, c.vision["num_attention_heads"])
     return array

@@ -16,7 +16,7 @@ from localllm.kernels.graph import Matrix, Rows, Tensor, Weight
 from localllm.kernels.operations import Activation, Gated, Input, Linear, Outputs
 from localllm.models.blocks import add, norm
 from localllm.models.encoders.encoder import (
-    Checkpoint,
+    EncoderCheckpoint,
     Pixels,
     Prepared,
     VisionModel,
@@ -60,7 +60,7 @@ _ACTIVATIONS = {"qwen2_vl": ("quick_gelu",), "qwen2_5": SILU, "glm": SILU, "qwen
 WINDOW_PIXELS = 112
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, is_2 = c.vision, c.values["model_type"] == "qwen2_vl"
     kind, activation = c.values["model_type"], vision.get("hidden_act")
     known = next((names for start, names in _ACTIVATIONS.items() if kind.startswith(start)), ())
@@ -104,7 +104,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     return keys | {"vision.image_size": int(n_positions**0.5 * vision["patch_size"])}
 
 
-def pixel_limits(c: Checkpoint, n_frames: int = 1) -> dict[str, Any]:
+def pixel_limits(c: EncoderCheckpoint, n_frames: int = 1) -> dict[str, Any]:
     """Return the keys of the least and the most pixels of an image. ``n_frames``: how often the processor counts it.
 
     Raises ModelError if they are so close that an enlarged image may have more pixels than the most.
@@ -122,7 +122,7 @@ def pixel_limits(c: Checkpoint, n_frames: int = 1) -> dict[str, Any]:
     }
 
 
-def _keys_of_windows(c: Checkpoint) -> dict[str, Any]:
+def _keys_of_windows(c: EncoderCheckpoint) -> dict[str, Any]:
     whole = list(c.vision["fullatt_block_indexes"])
     every = whole[0] + 1
     if whole != [*range(every - 1, every * len(whole), every)]:
@@ -140,7 +140,7 @@ def _keys_of_windows(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if name.endswith("patch_embed.proj.weight"):
         return {"v.patch_embd.weight": array[:, :, 0], "v.patch_embd.weight.1": array[:, :, 1]}
     parts = name.split(".")

@@ -18,7 +18,7 @@ from localllm.kernels.graph import Rows, Tensor
 from localllm.kernels.operations import Input, Linear
 from localllm.kernels.reference import gelu_erf
 from localllm.models.encoders import whisper
-from localllm.models.encoders.encoder import Checkpoint, FrameRows, Pixels, Prepared, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.sounds import RATE, Samples, convolved, log_mel
 from localllm.models.encoders.views import floats
 from localllm.models.encoders.whisper import ENCODER_NAMES, SoundModel
@@ -46,12 +46,12 @@ HF_MEANT = whisper.HF_MEANT | {
 }
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     require_same(c, feature_size=c.vision["num_mel_bins"])
     return {"projector_type": "qwen3a", "audio.attention.layer_norm_epsilon": 1e-5}
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if ".conv2d" in name and name.endswith(".bias"):
         return array[:, None, None]  # as in llama.cpp
     if name.endswith("conv_out.weight"):

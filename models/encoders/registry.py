@@ -9,7 +9,7 @@ from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.models.config import ModelMetadata
-from localllm.models.encoders.encoder import MEANT, Checkpoint, EncoderModel
+from localllm.models.encoders.encoder import MEANT, EncoderCheckpoint, EncoderModel
 from localllm.models.hf_convert import Array
 from localllm.models.weights import ModelFile, Weights
 
@@ -39,9 +39,9 @@ class Projector:
         return names
 
     @property
-    def keys(self) -> Callable[[Checkpoint], dict[str, Any]]:
+    def keys(self) -> Callable[[EncoderCheckpoint], dict[str, Any]]:
         """Function that returns the family's additional keys, without ``clip.``."""
-        keys: Callable[[Checkpoint], dict[str, Any]] = import_module(
+        keys: Callable[[EncoderCheckpoint], dict[str, Any]] = import_module(
             f"localllm.models.encoders.{self.module}"
         ).hf_keys
         return keys
@@ -54,9 +54,9 @@ class Projector:
         return meant
 
     @property
-    def tensor(self) -> Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]]:
+    def tensor(self) -> Callable[[str, Array, EncoderCheckpoint], Array | Mapping[str, Array]]:
         """Function that converts a tensor of the checkpoint to an array or to several arrays by GGUF's names."""
-        tensor: Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]] = import_module(
+        tensor: Callable[[str, Array, EncoderCheckpoint], Array | Mapping[str, Array]] = import_module(
             f"localllm.models.encoders.{self.module}"
         ).hf_tensor
         return tensor

@@ -14,7 +14,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
 from localllm.kernels.operations import Add, Attention, Input, Linear, Outputs, RopeAppend
 from localllm.models.encoders.encoder import (
-    Checkpoint,
+    EncoderCheckpoint,
     EncoderStage,
     FrameRows,
     Pixels,
@@ -66,7 +66,7 @@ HF_MEANT: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     version = _VERSIONS.get(f"{c.values['model_type']}/{c.values.get('version')}")
     if version is None:
         raise ModelError(
@@ -87,7 +87,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if name == "resampler.pos_embed":  # computed
         return {}
     if name == "resampler.proj":

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix
 from localllm.kernels.operations import Linear, Outputs, RMSNorm
-from localllm.models.encoders.encoder import Checkpoint, Pixels, Prepared, VisionModel, require, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import interpolated, nearest_grid, resized, tiles
 from localllm.models.encoders.views import Transposed
 from localllm.models.hf_convert import Array, floats
@@ -69,7 +69,7 @@ HF_MEANT = {
 )
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     vision, kind = c.vision, c.values["model_type"]
     usual = 2 if kind in ("gemma3", "lfm2_vl") else 1  # Pillow's BILINEAR and LANCZOS
     require(c, "resample", c.processor.get("resample", usual), (usual,))
@@ -91,7 +91,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _lfm2_keys(c: Checkpoint) -> dict[str, Any]:
+def _lfm2_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     """Return the processor's settings that differ from all published models."""
     factor, least = c.values.get("downsample_factor", 2), c.processor.get("min_tiles", 2)
     require_same(c, encoder_patch_size=c.vision["patch_size"], downsample_factor=factor)
@@ -110,7 +110,7 @@ def _lfm2_keys(c: Checkpoint) -> dict[str, Any]:
     return keys | {"vision.projector.scale_factor": factor, "vision.image_size": 256}
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     if ".head." in name:  # SigLIP's pooling
         return {}
     if name.endswith("patch_embedding.weight") and array.ndim == 2:  # stored pixel by pixel, not colour by colour

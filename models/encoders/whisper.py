@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Matrix, Rows, Tensor
 from localllm.kernels.operations import Activation, Add, Gated, HeadGate, Input, Linear, Linears, RMSNorm, SideBySide
-from localllm.models.encoders.encoder import Checkpoint, EncoderModel, FrameRows, Prepared, require_same
+from localllm.models.encoders.encoder import EncoderCheckpoint, EncoderModel, FrameRows, Prepared, require_same
 from localllm.models.encoders.sounds import HOP, RATE, Samples, log_mel, open_audio
 from localllm.models.encoders.views import ColumnsByPart, WithBias
 from localllm.models.hf_convert import GELU, Array
@@ -77,7 +77,7 @@ HF_MEANT: dict[str, tuple[Any, ...]] = {
 )
 
 
-def hf_keys(c: Checkpoint) -> dict[str, Any]:
+def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
     if c.values["model_type"] == "voxtral":
         stack = c.vision["intermediate_size"] // c.vision["hidden_size"]
     else:
@@ -91,7 +91,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     return keys | {"audio.attention.layer_norm_epsilon": 1e-5}
 
 
-def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
     return array[:, None] if name.endswith(("conv1.bias", "conv2.bias")) else array  # as in llama.cpp
 
 

@@ -48,7 +48,7 @@ from localllm.quant.encode import ENCODABLE, ROUNDED, quantize
 from localllm.quant.formats import dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize import MIXES, ImportanceMatrix, plan, run
-from localllm.quantize.imatrix import Entry
+from localllm.quantize.imatrix import ImatrixEntry
 from localllm.quantize.imatrix_collection import chunks, collect
 from localllm.quantize.mixes import chooser_for, fitting, layer_order, needs_importance
 from localllm.tokenizer import Tokenizer
@@ -298,7 +298,7 @@ def logits(folder: Path) -> int:
     for mix in MIXES:
         target = folder / f"{mix}.gguf"
         with GGUFFile.open(source) as file:
-            ones = {name: Entry(np.ones((1, t.shape[-1])), np.ones(1)) for name, t in file.tensors.items()}
+            ones = {name: ImatrixEntry(np.ones((1, t.shape[-1])), np.ones(1)) for name, t in file.tensors.items()}
             list(run(plan(file, target, mix, imatrix=ImportanceMatrix(None, ones))))
         with LlamaCpp(target, repack=False) as model:
             found = model.context(1, 128, flash=False).logits(ids)

@@ -19,7 +19,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.errors import ModelError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import HostOutput
-from localllm.kernels.cpu.weights import WeightLoader
+from localllm.kernels.cpu.weights import CPUWeightLoader
 from localllm.kernels.reference import ReferenceBackend
 from localllm.loading.load import LoadOptions, plan_file
 from localllm.models.registry import read_model
@@ -199,8 +199,10 @@ def test_the_block_shares_the_models_head_and_embedding(
     has_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[str] = []
-    pack = WeightLoader.pack
-    monkeypatch.setattr(WeightLoader, "pack", lambda self, weight: packed.append(weight.name) or pack(self, weight))
+    pack = CPUWeightLoader.pack
+    monkeypatch.setattr(
+        CPUWeightLoader, "pack", lambda self, weight: packed.append(weight.name) or pack(self, weight)
+    )
     own: dict[str, Array | None] = {}
     if has_own:
         own = {x: np.zeros((300, 64), np.float32) for x in ("shared_head__head", "embed_tokens")}

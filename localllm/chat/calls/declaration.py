@@ -50,7 +50,7 @@ Arguments = JSONArguments | PythonArguments | TaggedArguments | NestedArguments
 
 
 @dataclass(frozen=True)
-class Format:
+class CallFormat:
     """How a family of models writes calls.
 
     A reply is text, then ``opening``, ``inside[0]``, calls with ``between`` between them, ``inside[1]`` and

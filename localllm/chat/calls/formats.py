@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.chat.calls.declaration import Format, JSONArguments, NestedArguments, PythonArguments, TaggedArguments
+from localllm.chat.calls.declaration import (
+    CallFormat,
+    JSONArguments,
+    NestedArguments,
+    PythonArguments,
+    TaggedArguments,
+)
 from localllm.chat.calls.json_text import TOKEN_QUOTE
 from localllm.chat.thinking import CALL, END_OF_CALL
 
@@ -22,9 +28,9 @@ def _call(key: str = "arguments", name: str = "name", more: str = "") -> str:
     return f'{{{more}"{name}": "{{name}}", "{key}": '
 
 
-def _json(models: str, opening: str, closing: str = "", head: str = _call(), **more: Any) -> Format:
+def _json(models: str, opening: str, closing: str = "", head: str = _call(), **more: Any) -> CallFormat:
     """A format whose calls are JSON objects."""
-    return Format(models, head, _JSON, "}", opening, closing, **more)
+    return CallFormat(models, head, _JSON, "}", opening, closing, **more)
 
 
 _LIST: dict[str, Any] = {"inside": ("[", "]"), "between": ", "}
@@ -33,7 +39,7 @@ _LINES = ("\n", "\n")
 #: By name. The parser tries heads in this order.
 FORMATS = {
     "hermes": _json("Hermes 2 and 3, Qwen 2.5 and 3", "<tool_call>", "</tool_call>", inside=_LINES, repeats=True),
-    "qwen coder": Format(
+    "qwen coder": CallFormat(
         "Qwen 3 Coder, 3.5 and 3.6, Nemotron 3",
         "<function={name}>\n",
         TaggedArguments("<parameter={key}>\n", "\n</parameter>", "\n"),
@@ -46,7 +52,7 @@ FORMATS = {
     "nemotron 2": _json("Nemotron 2", "<TOOLCALL>", "</TOOLCALL>", **_LIST),
     "minimax m1": _json("MiniMax M1", "<tool_calls>", "</tool_calls>", inside=_LINES),
     "hunyuan a13b": _json("Hunyuan A13B, Jamba, Apriel", "<tool_calls>", "</tool_calls>", **_LIST),
-    "minimax m2": Format(
+    "minimax m2": CallFormat(
         "MiniMax M2",
         '<invoke name="{name}">\n',
         _PARAMETER,
@@ -55,7 +61,7 @@ FORMATS = {
         "</minimax:tool_call>",
         _LINES,
     ),
-    "minimax m3": Format(
+    "minimax m3": CallFormat(
         "MiniMax M3",
         f'{_MARK}<invoke name="{{name}}">',
         NestedArguments(_MARK),
@@ -65,7 +71,7 @@ FORMATS = {
         _LINES,
         is_control=True,
     ),
-    "deepseek v3": Format(
+    "deepseek v3": CallFormat(
         "DeepSeek V3 and R1",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
         _JSON,
@@ -74,7 +80,7 @@ FORMATS = {
         "<｜tool▁calls▁end｜>",
         is_control=True,
     ),
-    "deepseek v3.1": Format(
+    "deepseek v3.1": CallFormat(
         "DeepSeek V3.1",
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
         _JSON,
@@ -85,7 +91,7 @@ FORMATS = {
         is_control=True,
     ),
     **{
-        f"deepseek {version}": Format(
+        f"deepseek {version}": CallFormat(
             f"DeepSeek {version.upper()}",
             '<｜DSML｜invoke name="{name}">\n',
             _DSML,
@@ -97,7 +103,7 @@ FORMATS = {
         )
         for version, tag in (("v3.2", "function_calls"), ("v4", "tool_calls"))
     },
-    "hunyuan 3": Format(
+    "hunyuan 3": CallFormat(
         "Hunyuan 3",
         "<tool_call:opensource>{name}<tool_sep:opensource>\n",
         TaggedArguments(
@@ -111,7 +117,7 @@ FORMATS = {
         "</tool_calls:opensource>",
         _LINES,
     ),
-    "muse glimmer": Format(
+    "muse glimmer": CallFormat(
         "Muse Glimmer",
         '<atem:invoke name="{name}">\n',
         TaggedArguments('<atem:parameter name="{key}">', "</atem:parameter>", "\n"),
@@ -120,7 +126,7 @@ FORMATS = {
         "</atem:function_calls>",
         _LINES,
     ),
-    "seed": Format(
+    "seed": CallFormat(
         "Seed OSS",
         "<function={name}>\n",
         TaggedArguments("<parameter={key}>", "</parameter>", "\n"),
@@ -130,7 +136,7 @@ FORMATS = {
         _LINES,
         repeats=True,
     ),
-    "minicpm 5": Format(
+    "minicpm 5": CallFormat(
         "MiniCPM 5", '<function name="{name}">', TaggedArguments('<param name="{key}">', "</param>"), "</function>"
     ),
     "command": _json(
@@ -162,7 +168,7 @@ FORMATS = {
         between=", ",
         is_control=True,
     ),
-    "solar": Format(
+    "solar": CallFormat(
         "Solar",
         "<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>",
         _JSON,
@@ -180,7 +186,7 @@ FORMATS = {
         between="",
         repeats=True,
     ),
-    "kimi": Format(
+    "kimi": CallFormat(
         "Kimi K2",
         "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
         _JSON,
@@ -191,7 +197,7 @@ FORMATS = {
         is_control=True,
     ),
     "mistral": _json("Mistral", "[TOOL_CALLS]", is_control=True, **_LIST),
-    "mistral small": Format(
+    "mistral small": CallFormat(
         "Mistral Small 3.2",
         "{name}[CALL_ID]{id}[ARGS]",
         _JSON,
@@ -200,7 +206,7 @@ FORMATS = {
         repeats=True,
         is_control=True,
     ),
-    "ministral": Format(
+    "ministral": CallFormat(
         "Ministral, Magistral, Devstral",
         "{name}[ARGS]",
         _JSON,
@@ -209,7 +215,7 @@ FORMATS = {
         repeats=True,
         is_control=True,
     ),
-    "gemma": Format(
+    "gemma": CallFormat(
         "Gemma 4",
         "call:{name}",
         JSONArguments(TOKEN_QUOTE),
@@ -234,10 +240,10 @@ FORMATS = {
         is_control=True,
     ),
     "firefunction": _json("FireFunction", "functools[", inside=("", "]"), between=", "),
-    "lfm2": Format(
+    "lfm2": CallFormat(
         "LFM2", "{name}", _PYTHON, "", "<|tool_call_start|>", "<|tool_call_end|>", ("[", "]"), ", ", is_control=True
     ),
-    "minicpm 3": Format(
+    "minicpm 3": CallFormat(
         "MiniCPM 3",
         "{name}",
         _PYTHON,
@@ -247,9 +253,9 @@ FORMATS = {
         ("\n```python\n", "\n```\n"),
         is_control=True,
     ),
-    "olmo 3": Format("OLMo 3", "{name}", _PYTHON, "", "<function_calls>", "</function_calls>"),
+    "olmo 3": CallFormat("OLMo 3", "{name}", _PYTHON, "", "<function_calls>", "</function_calls>"),
     **{
-        f"glm {version}": Format(
+        f"glm {version}": CallFormat(
             f"GLM {version}",
             "{name}" + space,
             TaggedArguments(
@@ -272,11 +278,11 @@ FORMATS = {
         between="; ",
         is_control=True,
     ),
-    "llama 3.1": Format("Llama 3.1", "<function={name}>", _JSON, "</function>"),
-    "gpt-oss": Format("gpt-oss", f"{CALL}functions.{{name}}<|message|>", _JSON, END_OF_CALL, between=""),
+    "llama 3.1": CallFormat("Llama 3.1", "<function={name}>", _JSON, "</function>"),
+    "gpt-oss": CallFormat("gpt-oss", f"{CALL}functions.{{name}}<|message|>", _JSON, END_OF_CALL, between=""),
     "llama 3, bare": _json("Llama 3.2", "", "", _call("parameters")),
-    "llama 4": Format("Llama 4", "{name}", _PYTHON, inside=("[", "]"), between=", "),
-    "chatglm": Format("ChatGLM 3, GLM-4 9B", "{name}\n", _JSON),
+    "llama 4": CallFormat("Llama 4", "{name}", _PYTHON, inside=("[", "]"), between=", "),
+    "chatglm": CallFormat("ChatGLM 3, GLM-4 9B", "{name}\n", _JSON),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from localllm.chat.calls.declaration import Format, PythonArguments, TaggedArguments
+from localllm.chat.calls.declaration import CallFormat, PythonArguments, TaggedArguments
 from localllm.chat.calls.formats import ENDS, FORMATS, TAGGED, TAGS
 
 #: Namespaces before a tool's name, and the index of a call after it.
@@ -50,7 +50,7 @@ def _xml_tag(tag: str, group: str) -> str:
 FOLLOWING = _any_of({tag for tag in (*ENDS, *TAGS, *TAGS.values()) if not tag.startswith("`")})
 
 
-def _head(format_: Format, end: str) -> str:
+def _head(format_: CallFormat, end: str) -> str:
     """Pattern of a call up to its arguments. ``end``: of a call without arguments."""
     before, _, after = format_.head.partition("{name}")
     if re.match(r'"?>', after):

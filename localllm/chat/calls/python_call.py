@@ -6,7 +6,7 @@ import ast
 import json
 import re
 
-from localllm.chat.calls.source import Call, Reading, Source
+from localllm.chat.calls.source import Call, CallSource, Reading
 from localllm.nesting import MAX_CALL_NESTING, check_expression
 
 _STRING = re.compile(r""""(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'""", re.DOTALL)
@@ -25,7 +25,7 @@ class _JSONWords(ast.NodeTransformer):
         return ast.Constant(words[node.id]) if node.id in words else node
 
 
-def read_python(source: Source, call: Call) -> Reading:
+def read_python(source: CallSource, call: Call) -> Reading:
     """Read the arguments of a Python call. Each argument is emitted once it is complete."""
     source.take(1)
     arguments, pieces = _Arguments(call), list[str]()

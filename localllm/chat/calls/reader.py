@@ -23,7 +23,7 @@ from localllm.chat.calls.patterns import (
     tool_name,
 )
 from localllm.chat.calls.python_call import read_python
-from localllm.chat.calls.source import TOO_DEEP, Call, CallDelta, MalformedError, Reading, Source
+from localllm.chat.calls.source import TOO_DEEP, Call, CallDelta, CallSource, MalformedError, Reading
 from localllm.chat.calls.tagged import read_nested, read_tagged
 from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import n_open
@@ -49,7 +49,7 @@ class CallReader:
     """
 
     def __init__(
-        self, source: Source, emit: Callable[[CallDelta | ToolCall], None], emit_text: Callable[[str], None]
+        self, source: CallSource, emit: Callable[[CallDelta | ToolCall], None], emit_text: Callable[[str], None]
     ) -> None:
         self.parameters: dict[str, Any] = {}
         self.warnings: list[str] = []

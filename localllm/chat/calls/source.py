@@ -36,7 +36,7 @@ class CallDelta:
     text: ClassVar[str] = ""  #: answer text of this event, as in `Piece`
 
 
-class Source:
+class CallSource:
     """Text that was not read yet.
 
     Attributes:

@@ -9,7 +9,7 @@ from functools import cache
 from localllm.chat.calls.formats import BEGINNINGS, ENDS, TAGGED, TAGS
 from localllm.chat.calls.json_text import PARTIAL_WORD, repaired
 from localllm.chat.calls.patterns import HEADS, KEYS
-from localllm.chat.calls.source import TOO_DEEP, Call, MalformedError, Reading, Source
+from localllm.chat.calls.source import TOO_DEEP, Call, CallSource, MalformedError, Reading
 from localllm.chat.thinking import n_open
 from localllm.nesting import MAX_CALL_NESTING
 
@@ -22,7 +22,7 @@ _LONGEST_TAG = 400
 # -- One pair of tags per argument ---------------------------------------------------------------------------------
 
 
-def read_tagged(source: Source, call: Call, closing: str) -> Reading:
+def read_tagged(source: CallSource, call: Call, closing: str) -> Reading:
     """Read arguments between tags, up to the tag that ends the call."""
     names: set[str] = set()
     ends = (closing, "]", *ENDS, *BEGINNINGS, *TAGS)
@@ -65,7 +65,7 @@ class _Value:
     what follows confirms it; the other tags end it only if no such tag comes (`_tentative`).
     """
 
-    def __init__(self, source: Source, call: Call, tag: str, closing: str, names: set[str]) -> None:
+    def __init__(self, source: CallSource, call: Call, tag: str, closing: str, names: set[str]) -> None:
         key = KEYS[tag].match(source.text, source.at)
         assert key is not None
         source.take(len(key[0]))
@@ -237,7 +237,7 @@ class _Part:
         self.parts: list[tuple[str, str]] = []  # names and JSON
 
 
-def read_nested(source: Source, call: Call, mark: str) -> Reading:
+def read_nested(source: CallSource, call: Call, mark: str) -> Reading:
     """Read arguments between tags with a mark, whose parts are between such tags, too."""
     tag_pattern = re.compile(rf"{re.escape(mark)}<(?P<closes>/?)(?P<name>[^<>]{{1,256}}+)>")
     open_parts: list[_Part] = []

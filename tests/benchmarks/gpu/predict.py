@@ -30,11 +30,11 @@ from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.calls import BatchSizes, Extent, StepLimits
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
-from localllm.kernels.cuda.lowering import Lowered, Lowering
+from localllm.kernels.cuda.lowering import CUDALowered, CUDALowering
 from localllm.kernels.cuda.matmul import ProductLimits
 from localllm.kernels.cuda.row_split import Barrier, Exchange, ShardLowering
 from localllm.kernels.cuda.step import CUDAStep
-from localllm.kernels.cuda.weights import PackedWeights, WeightLoader
+from localllm.kernels.cuda.weights import CUDAPackedWeights, CUDAWeightLoader
 from localllm.kernels.shards import shard
 from localllm.kernels.split import MICRO_BATCH
 from localllm.quant.types import GGMLType
@@ -184,13 +184,15 @@ class Model:
         cache = CUDACache(graph, (self.pages * n_sequences,), 0)
         own = card.properties
         limits = ProductLimits(own.capability, own.shared_bytes, n_multiprocessors=own.n_multiprocessors)
-        weights = PackedWeights(WeightLoader(driver, 0))
+        weights = CUDAPackedWeights(CUDAWeightLoader(driver, 0))
         steps = StepLimits(graph, card.properties, cache, MAX_TOKENS, 32, limits)
         exchanges = [Exchange.of(each, steps) for each in graphs]
         lowering = (
-            Lowering(graph, weights, steps) if n_rows == 1 else ShardLowering(graph, weights, steps, exchanges, 0, ())
+            CUDALowering(graph, weights, steps)
+            if n_rows == 1
+            else ShardLowering(graph, weights, steps, exchanges, 0, ())
         )
-        self.lowered: Lowered = lowering.lower()
+        self.lowered: CUDALowered = lowering.lower()
         self.step = CUDAStep.__new__(CUDAStep)  # launches no kernel, only extents are used
         self.step.limits, self.step.cache = self.lowered.limits, cache
         token = BatchSizes(1, 1, ((1, 1),))  # one token reads all weights

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.kernels.cuda import matmul
-from localllm.kernels.cuda.attention import Variant, choose_variant
+from localllm.kernels.cuda.attention import AttentionVariant, choose_variant
 from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.driver import Defines, Launch
 from localllm.kernels.cuda.lowering import index_defines, selection_defines
@@ -152,7 +152,7 @@ def _of_heads(head_dim: int, cache_type: CacheType, architecture: int) -> Iterat
         defines = append_defines(kept, has_axes=axes)
         yield Case(f"append {name}{' by axes' if axes else ''}", "append", architecture, defines)
     for capped in (False, True):
-        wanted = Variant(head_dim, head_dim, cache_type, soft_cap=capped, sinks=capped)
+        wanted = AttentionVariant(head_dim, head_dim, cache_type, soft_cap=capped, sinks=capped)
         variant = choose_variant(wanted, SHARED_BYTES[architecture])
         yield Case(f"attention {name}{' capped' if capped else ''}", "attention", architecture, variant.defines)
 

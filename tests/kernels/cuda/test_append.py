@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.kernels.cuda.cache import PAGE, CacheLayout, Part, append_defines
+from localllm.kernels.cuda.cache import PAGE, CachePart, CUDACacheLayout, append_defines
 from localllm.kernels.cuda.calls import phases
 from localllm.kernels.graph import CacheType, KVCache, Rope
 from localllm.kernels.reference import hadamard, in_codes, in_range
@@ -40,7 +40,7 @@ class Written:
         norms: tuple[Array | None, Array | None] = (None, None),
         n_tokens: int = N_TOKENS,
     ) -> None:
-        self.layout = CacheLayout(KVCache(1, N_KV_HEADS, head_dim, head_dim, cache_type), N_PAGES)
+        self.layout = CUDACacheLayout(KVCache(1, N_KV_HEADS, head_dim, head_dim, cache_type), N_PAGES)
         self.cache_type, self.head_dim = cache_type, head_dim
         q, k, v = (device.upload(x) for x in qkv)
         whole = np.full(2 * self.layout.n_bytes, 0xFF, np.uint8)
@@ -66,7 +66,7 @@ class Written:
         self.q = device.download(q, np.float32, N_TOKENS, N_HEADS, head_dim)
         self.memory = device.download(memory, np.uint8, len(whole))
 
-    def place(self, part: Part) -> tuple[int, int]:
+    def place(self, part: CachePart) -> tuple[int, int]:
         """Return the offset of a part and its bytes."""
         return self.layout.n_bytes + part.offset, part.n_bytes
 

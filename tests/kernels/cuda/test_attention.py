@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda import attention
-from localllm.kernels.cuda.attention import Heads, Variant, Work, choose_variant
-from localllm.kernels.cuda.cache import PAGE, CacheLayout
+from localllm.kernels.cuda.attention import AttentionVariant, HeadShape, Work, choose_variant
+from localllm.kernels.cuda.cache import PAGE, CUDACacheLayout
 from localllm.kernels.cuda.driver import DeviceMemory
 from localllm.kernels.graph import CACHE_TYPES, KVCache
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -32,12 +32,12 @@ RAGGED: Lengths = ((5, 700), (1, 300), (70, 70), (1, 1), (3, 260))
 PARTIALS = 1 << 24
 
 
-def variant_of(head_dim: int, kind: str = "f16", device: Device | None = None, **more: Any) -> Variant:
+def variant_of(head_dim: int, kind: str = "f16", device: Device | None = None, **more: Any) -> AttentionVariant:
     shared = 99 << 10 if device is None else device.shared_bytes
-    return choose_variant(Variant(head_dim, head_dim, "q8_0" if kind == "q8_0" else "f16", **more), shared)
+    return choose_variant(AttentionVariant(head_dim, head_dim, "q8_0" if kind == "q8_0" else "f16", **more), shared)
 
 
-def smallest(variant: Variant) -> Variant:
+def smallest(variant: AttentionVariant) -> AttentionVariant:
     """Return the variant with the least shared memory."""
     return replace(variant, warps=2, prefill_ahead=0, split_ahead=0)
 
@@ -47,9 +47,9 @@ class Talk:
     """Sequences with random queries, and a cache that is NaN in all other positions."""
 
     device: Device
-    variant: Variant
+    variant: AttentionVariant
     lengths: Lengths = RAGGED
-    heads: Heads = field(default_factory=lambda: Heads(2, 3))
+    heads: HeadShape = field(default_factory=lambda: HeadShape(2, 3))
     scale: float = 0.3
     soft_cap: float = 2.0
     seed: int = 0
@@ -59,7 +59,7 @@ class Talk:
         dim, n_kv = self.variant.key_dim, self.heads.n_kv_heads
         n_pages = [-(-length // PAGE) for _, length in self.lengths]
         shape = KVCache(0, n_kv, dim, dim, self.variant.cache_type)
-        self.layout = CacheLayout(shape, sum(n_pages) + 1)
+        self.layout = CUDACacheLayout(shape, sum(n_pages) + 1)
         pages = rng.permutation(self.layout.n_pages)
         self.tables = np.full((len(n_pages), max(n_pages)), -1, np.int32)
         self.starts = np.cumsum([0, *(n for n, _ in self.lengths)], dtype=np.int32)
@@ -174,13 +174,13 @@ WINDOWS = {8: (None, 1, 65, 300), 72: (None, 65), 136: (65, 300)}
 
 @pytest.mark.parametrize(("head_dim", "kind", "window"), [(*each, w) for each in KINDS for w in WINDOWS[each[0]]])
 def test_ragged_batches(device: Device, head_dim: int, kind: str, window: int | None) -> None:
-    heads = Heads(2, 3, window or attention.NO_WINDOW)
+    heads = HeadShape(2, 3, window or attention.NO_WINDOW)
     assert_right(Talk(device, variant_of(head_dim, kind, device), heads=heads, scale=head_dim**-0.5))
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 7, 8, 16])
 def test_groups_of_any_size(device: Device, group_size: int) -> None:
-    assert_right(Talk(device, variant_of(8, device=device), ((9, 150), (1, 70)), Heads(2, group_size)))
+    assert_right(Talk(device, variant_of(8, device=device), ((9, 150), (1, 70)), HeadShape(2, group_size)))
 
 
 def test_soft_cap_and_sinks(device: Device) -> None:
@@ -203,12 +203,12 @@ def test_one_token_gives_the_bits_of_a_batch(device: Device) -> None:
 @pytest.mark.parametrize("window", [attention.NO_WINDOW, 300])
 def test_splits_of_one_page_and_of_several(device: Device, window: int) -> None:
     lengths = ((1, 1), (2, 1300), (1, 1025), (40, 1024))
-    assert_right(Talk(device, variant_of(8, device=device), lengths, Heads(1, 2, window)))
+    assert_right(Talk(device, variant_of(8, device=device), lengths, HeadShape(1, 2, window)))
 
 
 def test_one_launch_serves_every_length(device: Device) -> None:
     """A captured launch also serves shorter contexts and fewer sequences."""
-    work = attention.work_of_bucket(4, 2000, Heads(2, 3))
+    work = attention.work_of_bucket(4, 2000, HeadShape(2, 3))
     for lengths in (((1, 1), (1, 1900), (2, 3)), ((1, 255),), ((4, 600),)):
         talk = Talk(device, variant_of(8, device=device), lengths)
         assert_close(talk.run(work), talk.expected())
@@ -219,7 +219,7 @@ def test_turing(head_dim: int, kind: str) -> None:
     skip_without_tools()
     device = Device(EmulatedDriver(capability=(7, 5), shared_bytes=64 << 10))
     variant = variant_of(head_dim, kind, device)
-    assert_right(Talk(device, variant, ((5, 300), (1, 10)), Heads(1, 3), scale=head_dim**-0.5))
+    assert_right(Talk(device, variant, ((5, 300), (1, 10)), HeadShape(1, 3), scale=head_dim**-0.5))
 
 
 CHECKED: Lengths = ((20, 330), (1, 70), (1, 1))
@@ -238,7 +238,7 @@ def test_every_memory_access_is_valid(head_dim: int, kind: str, order: Order, fe
     skip_without_tools()
     device = Device(EmulatedDriver(mode="check", kernel_order=order))
     variant = variant_of(head_dim, kind, device)
-    talk = Talk(device, variant if fetches_ahead else smallest(variant), CHECKED, Heads(1, 2, 200))
+    talk = Talk(device, variant if fetches_ahead else smallest(variant), CHECKED, HeadShape(1, 2, 200))
     assert_right(talk)
 
 
@@ -251,33 +251,33 @@ SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 
 @pytest.mark.parametrize("cache_type", [*CACHE_TYPES, "q8_0/q4_0", "f16/q5_0", "q4_0/f16"])
 def test_variants_fit_into_every_device(capability: tuple[int, int], cache_type: Any) -> None:
     for head_dim in (8, 16, 64, 80, 96, 128, 256):
-        variant = choose_variant(Variant(head_dim, head_dim, cache_type), SHARED[capability])
+        variant = choose_variant(AttentionVariant(head_dim, head_dim, cache_type), SHARED[capability])
         assert variant.largest_block_bytes <= SHARED[capability]
         assert variant.tile_rows >= 16
 
 
 def test_too_little_shared_memory_is_refused() -> None:
     with pytest.raises(KernelError, match=r"256 values in a f16 cache needs 58816 bytes .* gives 49152"):
-        choose_variant(Variant(256, 256, "f16"), 48 << 10)
+        choose_variant(AttentionVariant(256, 256, "f16"), 48 << 10)
 
 
 def test_latents_too_large_in_q8_0_fit_in_f16() -> None:
     """The latents of DeepSeek, on a device with 99 KiB of shared memory."""
     latents = {"key_dim": 576, "value_dim": 512, "values_in_keys": True}
-    assert choose_variant(Variant(cache_type="f16", **latents), 99 << 10).largest_block_bytes <= 99 << 10
+    assert choose_variant(AttentionVariant(cache_type="f16", **latents), 99 << 10).largest_block_bytes <= 99 << 10
     with pytest.raises(KernelError, match=r"needs 102720 bytes .* gives 101376: use cache_type='f16', device='cpu'"):
-        choose_variant(Variant(cache_type="q8_0", **latents), 99 << 10)
+        choose_variant(AttentionVariant(cache_type="q8_0", **latents), 99 << 10)
 
 
 @pytest.mark.parametrize("dims", [(0, 16), (16, 0), (641, 16), (16, 513)])
 def test_heads_of_other_sizes_are_refused(dims: tuple[int, int]) -> None:
     with pytest.raises(KernelError, match=f"640 values in keys and 512 in values, not {dims[0]} and {dims[1]}"):
-        choose_variant(Variant(*dims, "f16"), 227 << 10)
+        choose_variant(AttentionVariant(*dims, "f16"), 227 << 10)
 
 
 def test_blocks_share_short_caches() -> None:
     """One page per block for up to 1,024 positions, then up to four pages, if the GPU has room for the blocks."""
-    heads, variant = Heads(8, 4), choose_variant(Variant(128, 128, "f16"), 227 << 10)
+    heads, variant = HeadShape(8, 4), choose_variant(AttentionVariant(128, 128, "f16"), 227 << 10)
     grids = []
     for longest in (64, 512, 1024, 1280, 32768):
         split, merge = attention.launches(attention.work_of_bucket(1, longest, heads), heads, variant, 132)
@@ -287,7 +287,7 @@ def test_blocks_share_short_caches() -> None:
 
 
 def test_partials_that_do_not_fit_are_prefilled() -> None:
-    heads, variant = Heads(8, 4), choose_variant(Variant(128, 128, "f16"), 227 << 10)
+    heads, variant = HeadShape(8, 4), choose_variant(AttentionVariant(128, 128, "f16"), 227 << 10)
     lengths = [(1, 32768)] * 4 + [(20, 1000), (600, 600)]
     roomy, tight, none = (attention.work_of_batch(lengths, heads, variant, n) for n in (1 << 30, 1 << 24, 1 << 10))
     assert (roomy.split_tokens, roomy.prefill_tiles, roomy.split_tiles) == (64, 19, 9)
@@ -299,7 +299,7 @@ def test_partials_that_do_not_fit_are_prefilled() -> None:
 def test_check_mode_finds_an_invalid_page() -> None:
     skip_without_tools()
     device = Device(EmulatedDriver(mode="check"))
-    talk = Talk(device, variant_of(8, device=device), CHECKED, Heads(1, 2))
+    talk = Talk(device, variant_of(8, device=device), CHECKED, HeadShape(1, 2))
     talk.tables[1, 0] = 1000
     with pytest.raises(KernelFault):
         talk.run(talk.work_of_bucket())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from localllm.kernels.cuda.attention import NO_WINDOW, Heads, Variant
+from localllm.kernels.cuda.attention import NO_WINDOW, AttentionVariant, HeadShape
 from localllm.kernels.cuda.cache import PAGE
 from localllm.quant.lut import KernelType, LUTType, block_size
 from localllm.quant.types import GGMLType
@@ -26,12 +26,12 @@ EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 330)
 SCALES = (0.0, 2.0**-24, 3.0 * 2.0**-20, 2.0**-14, 0.02, 1.0, 60000.0)
 
 
-def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most: int) -> Talk:
+def random_talk(rng: np.random.Generator, device: Device, variant: AttentionVariant, most: int) -> Talk:
     """Return random sequences, heads, a window and magnitudes of queries."""
-    heads = Heads(int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 4, 7, 8, 16])))
+    heads = HeadShape(int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 4, 7, 8, 16])))
     in_a_tile = max(2, variant.tile_rows // heads.group_size)
     windows = (NO_WINDOW, 1, 2, PAGE - 1, PAGE, PAGE + 1, in_a_tile - 1, in_a_tile, in_a_tile + 1, 10**9)
-    heads = Heads(heads.n_kv_heads, heads.group_size, int(rng.choice(windows)))
+    heads = HeadShape(heads.n_kv_heads, heads.group_size, int(rng.choice(windows)))
     edges = [n for n in EDGES if n <= most]
     lengths = []
     for _ in range(rng.integers(1, 4)):
@@ -53,7 +53,7 @@ def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most
     return talk
 
 
-def attend(device: Device, variant: Variant, seed: int, most: int = EDGES[-1]) -> None:
+def attend(device: Device, variant: AttentionVariant, seed: int, most: int = EDGES[-1]) -> None:
     assert_right(random_talk(np.random.default_rng(seed), device, variant, most))
 
 

@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
-from localllm.kernels.cuda.attention import Heads, Variant, choose_variant
+from localllm.kernels.cuda.attention import AttentionVariant, HeadShape, choose_variant
 from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.calls import Mixture
 from localllm.kernels.cuda.driver import Defines
@@ -116,11 +116,11 @@ def product(type: GGMLType, n_tokens: int) -> Case:
     return Case(launch.kernel, launch.kernel, launch.defines, run)
 
 
-def attention(kernel: str, variant: Variant) -> Case:
+def attention(kernel: str, variant: AttentionVariant) -> Case:
     """Use enough rows for two tiles of two warps."""
 
     def run(device: Device) -> Array:
-        talk = Talk(device, variant, ((20, 330), (1, 70)), Heads(1, 2, 300))
+        talk = Talk(device, variant, ((20, 330), (1, 70)), HeadShape(1, 2, 300))
         return talk.run(talk.work(0) if kernel == "attention_prefill" else talk.work_of_bucket())
 
     return Case(kernel, "attention", variant.defines, run)
@@ -221,8 +221,8 @@ def ceiling(kernel: str) -> Case:
 
 SUMMED = matmul.summed_launch(PACKED_FORMATS[T.Q8_0], 40, N_FF, 2, K)
 WANTED = np.array([4, 0, 0, 1], np.int32)
-F16 = replace(choose_variant(Variant(8, 8, "f16"), 99 << 10), warps=2)
-Q8_0 = replace(choose_variant(Variant(8, 8, "q8_0"), 99 << 10), warps=2)
+F16 = replace(choose_variant(AttentionVariant(8, 8, "f16"), 99 << 10), warps=2)
+Q8_0 = replace(choose_variant(AttentionVariant(8, 8, "q8_0"), 99 << 10), warps=2)
 
 
 def of_index(kernel: str, dim: int, k: int, run: int) -> Case:

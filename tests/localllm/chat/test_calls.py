@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.chat.calls.argument_types import ArgumentTypes
-from localllm.chat.calls.declaration import Format, JSONArguments, NestedArguments, PythonArguments
+from localllm.chat.calls.declaration import CallFormat, JSONArguments, NestedArguments, PythonArguments
 from localllm.chat.calls.formats import FORMATS
 from localllm.chat.calls.json_text import JSONReader
 from localllm.chat.calls.patterns import tool_name
@@ -62,7 +62,7 @@ def nested(name: str, value: Any, mark: str) -> str:
     return f"{mark}<{name}>{value}{mark}</{name}>"
 
 
-def arguments_of(format_: Format, values: dict[str, Any]) -> str:
+def arguments_of(format_: CallFormat, values: dict[str, Any]) -> str:
     kind = format_.arguments
     if isinstance(kind, JSONArguments):
         return dumps(values) if kind.quote == '"' else gemma(values, kind.quote)
@@ -77,7 +77,7 @@ def arguments_of(format_: Format, values: dict[str, Any]) -> str:
     return "".join(texts)
 
 
-def written(format_: Format, *calls: Call) -> str:
+def written(format_: CallFormat, *calls: Call) -> str:
     """Calls in a format."""
     texts = []
     for number, (name, values) in enumerate(calls):

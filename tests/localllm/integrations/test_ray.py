@@ -67,10 +67,10 @@ def test_the_command_serve_run_makes_a_config_of_its_words() -> None:
     """Ray converts ``model=demo max_replicas=2`` to the type of the parameter, which must not be str."""
     from ray.serve import Application
 
-    from localllm.integrations.ray_serve import Config, app
+    from localllm.integrations.ray_serve import RayConfig, app
 
     (parameter,) = inspect.signature(app).parameters.values()
-    assert parameter.annotation is Config
+    assert parameter.annotation is RayConfig
     assert isinstance(app(parameter.annotation.model_validate({"model": "demo", "max_replicas": "2"})), Application)
 
 
@@ -87,14 +87,14 @@ def losing_a_machine(cluster: Any) -> Iterator[None]:
 def url(cluster: Any) -> Iterator[str]:
     from ray import serve
 
-    from localllm.integrations.ray_serve import Config, app
+    from localllm.integrations.ray_serve import RayConfig, app
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     # All machines of this cluster share an address, so connections would go to any machine and break with it.
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
     try:
-        serve.run(app(Config(min_replicas=3, max_replicas=3, threads=1, load=SLOW)))
+        serve.run(app(RayConfig(min_replicas=3, max_replicas=3, threads=1, load=SLOW)))
         yield f"http://127.0.0.1:{port}"
     finally:  # also if it did not start in time: the next test uses another port
         serve.shutdown()

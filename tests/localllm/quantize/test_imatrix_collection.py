@@ -17,7 +17,7 @@ from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.reference import ReferenceBackend
 from localllm.quant.formats import dequantize
 from localllm.quantize import ImportanceMatrix, plan, run
-from localllm.quantize.imatrix import Entry
+from localllm.quantize.imatrix import ImatrixEntry
 from localllm.quantize.imatrix_collection import chunks, collect
 from localllm.tokenizer import Tokenizer
 from tests.helpers import plain_transformer, tiny_models
@@ -206,7 +206,7 @@ def test_hessians_make_products_more_exact(tmp_path: Path, capfdbinary: pytest.C
     collected = tmp_path / "i.gguf"
     run_main(capfdbinary, "imatrix", path, "-f", text, "-c", 64, "--hessian", "-o", collected)
     matrix = ImportanceMatrix.read(collected)
-    plain = ImportanceMatrix(None, {name: Entry(e.sums, e.counts) for name, e in matrix.entries.items()})
+    plain = ImportanceMatrix(None, {name: ImatrixEntry(e.sums, e.counts) for name, e in matrix.entries.items()})
     errors = []
     for number, each in enumerate((plain, matrix)):
         target = tmp_path / f"{number}.gguf"

@@ -16,7 +16,7 @@ from localllm.gguf import GGUFFile
 from localllm.quant.encode import quantize
 from localllm.quant.types import GGMLType
 from localllm.quantize import ImportanceMatrix, TensorResult, plan, run
-from localllm.quantize.imatrix import Entry
+from localllm.quantize.imatrix import ImatrixEntry
 from tests.helpers.gguf_writer import write_gguf
 from tests.helpers.tiny_models import tiny_gguf
 
@@ -47,7 +47,7 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
 
 def importance(*names: str, n: int = 256, experts: int = 1) -> ImportanceMatrix:
     rng = np.random.default_rng(1)
-    entries = {name: Entry(rng.uniform(0.1, 10, (experts, n)), np.ones(experts)) for name in names}
+    entries = {name: ImatrixEntry(rng.uniform(0.1, 10, (experts, n)), np.ones(experts)) for name in names}
     return ImportanceMatrix(Path("i.gguf"), entries, ("wiki.txt",), 3)
 
 
