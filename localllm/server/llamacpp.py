@@ -356,6 +356,7 @@ def _model_of_query(request: Request, dispatcher: Dispatcher) -> ServedModel:
 
 class _CompletionFields(GenerationFields):
     max_tokens: int | None = msgspec.field(name="n_predict", default=None)
+    post_sampling_probs: bool | None = None
     n_probs: int | None = None
     response_fields: list[str] | None = None
     return_tokens: bool = False

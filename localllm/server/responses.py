@@ -65,6 +65,8 @@ class ResponsesRequest(GenerationFields):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_tokens: int | None = msgspec.field(name="max_output_tokens", default=None)
+    temperature: float | None = None
+    top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
