@@ -29,6 +29,7 @@ from localllm.catalog.find import find_cached, trained_context
 from localllm.catalog.hub_names import HubName
 from localllm.catalog.pull import pull
 from localllm.chat.built_in_templates import built_in
+from localllm.chat.conversation import ToolCall
 from localllm.chat.reply import CallDelta
 from localllm.chat.tool_choice import choose_tools
 from localllm.compat.llama_chat_format import (
@@ -80,6 +81,7 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.graph import CacheType
 from localllm.llm import LLM, load, model_file, warned
 from localllm.loading.devices import gpu_memory
+from localllm.openai_format import call_delta_json, chat_logprobs_json, message_json, text_logprobs_json, usage_json
 from localllm.options.checks import check_keywords, mappings, whole_number
 from localllm.options.foreign_names import THEIR_METHODS, no_attribute
 from localllm.sampling import Choice
@@ -447,16 +449,17 @@ class Llama:
         completion = self._read(begin())
         text = (before if echo else "") + completion.text + (suffix or "")
         choices = None if completion.logprobs is None else (*echoed, *completion.logprobs)
-        choice = {"text": text, "logprobs": self._logprobs(choices, 0 if echoed else len(before), len(echoed) > 0)}
+        choice = {"text": text, "logprobs": self._logprobs(choices, 0 if echoed else len(before))}
         return head.response(choice, completion)
 
     __call__ = create_completion
 
     def _prompt_choices(self, prompt: str | Sequence[int], n_top: int) -> tuple[Choice, ...]:
-        """Return the tokens of a prompt without BOS, with log-probabilities and the ``n_top`` likeliest tokens."""
+        """Return the tokens of a prompt without BOS, with log-probabilities and likeliest tokens after the first."""
         ids = self.llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else list(prompt)
         (score,) = self.llm.score(ids[:1], [ids[1:]], top_logprobs=n_top)
-        return (Choice(ids[0], 0.0), *score.choices)[ids[0] == self.llm.tokenizer.bos_id :]
+        choices = (Choice(ids[0]), *score.choices)[ids[0] == self.llm.tokenizer.bos_id :]
+        return (*(Choice(first.id) for first in choices[:1]), *choices[1:])
 
     @overload
     def create_chat_completion(
@@ -607,15 +610,11 @@ class Llama:
         if stream:
             return self._chat_chunks(begin, head, name)
         completion = self._read(begin())
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text}
-        if completion.reasoning:
-            message["reasoning_content"] = completion.reasoning
-        calls = [(call.name, call.arguments) for call in completion.tool_calls]
+        calls: Sequence[ToolCall] = completion.tool_calls
         if name is not None:
-            calls = [(name, completion.text)]
-        if calls:
-            text = None if name is not None else completion.text or None
-            message |= {"content": text, "tool_calls": [_call(head, i, *call) for i, call in enumerate(calls)]}
+            calls = [ToolCall(name, completion.text)]
+        calls = [replace(call, id=head.call_id(i, call.name)) for i, call in enumerate(calls)]
+        message = message_json("" if name is not None else completion.text, completion.reasoning, calls)
         choice = {"message": message, "logprobs": self._chat_logprobs(completion.logprobs)}
         return head.response(choice, _with_tool_finish(completion) if calls else completion)
 
@@ -642,7 +641,7 @@ class Llama:
         suffix: str,
     ) -> Iterator[dict[str, Any]]:
         if echo:
-            yield head.chunk({"text": echo, "logprobs": self._logprobs(echoed or None, 0, True)}, Chunk(""))
+            yield head.chunk({"text": echo, "logprobs": self._logprobs(echoed or None, 0)}, Chunk(""))
         for chunk in self._chunks(begin):
             text = chunk.text if chunk.finish_reason is None else suffix
             yield head.chunk({"text": text, "logprobs": self._logprobs(chunk.logprobs, offset)}, chunk)
@@ -659,11 +658,10 @@ class Llama:
             if chunk.reasoning:
                 delta = {"reasoning_content": chunk.reasoning}
             elif function is not None and delta:
-                delta = {"tool_calls": [{"index": 0, **_call(head, 0, function, chunk.text)}]}
+                delta = call_delta_json(CallDelta(0, head.call_id(0, function), function, chunk.text))
             elif isinstance(call := chunk.call, CallDelta):
                 has_calls = True
-                piece = _call(head, call.index, call.name, call.arguments)
-                delta = {"tool_calls": [{"index": call.index, **piece}]}
+                delta = call_delta_json(replace(call, id=head.call_id(call.index, call.name)))
             choice = {"delta": delta, "logprobs": self._chat_logprobs(chunk.logprobs)}
             yield head.chunk(choice, _with_tool_finish(chunk) if has_calls else chunk)
 
@@ -734,38 +732,15 @@ class Llama:
 
         return (process,)
 
-    def _logprobs(
-        self, choices: Sequence[Choice] | None, offset: int, with_prompt: bool = False
-    ) -> dict[str, list[Any]] | None:
-        """Return log-probabilities in OpenAI's format; None for the first token of a prompt."""
+    def _logprobs(self, choices: Sequence[Choice] | None, offset: int) -> dict[str, list[Any]] | None:
+        """Return log-probabilities of a completion.  The likeliest tokens include the generated token."""
         if choices is None:
             return None
-        label = self.llm.tokenizer.token_label
-        tokens = [label(choice.id) for choice in choices]
-        places = TextOffsets(self.llm.tokenizer, offset)
-        offsets = [places.next(choice.id) for choice in choices]
-        top: list[dict[str, float | None] | None] = [
-            {label(id_): logprob for id_, logprob in (*choice.top, (choice.id, choice.logprob))} for choice in choices
-        ]
-        token_logprobs = [choice.logprob for choice in choices]
-        if with_prompt:
-            token_logprobs[0] = top[0] = None
-        return {"tokens": tokens, "text_offset": offsets, "token_logprobs": token_logprobs, "top_logprobs": top}
+        likely = [c if c.logprob is None else c._replace(top=(*c.top, (c.id, c.logprob))) for c in choices]
+        return text_logprobs_json(self.llm.tokenizer, likely, TextOffsets(self.llm.tokenizer, offset))
 
     def _chat_logprobs(self, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
-        if choices is None:
-            return None
-
-        def entry(id_: int, logprob: float | None) -> dict[str, Any]:
-            tokenizer = self.llm.tokenizer
-            data = tokenizer.token_bytes(id_, special=True)
-            return {"token": tokenizer.token_label(id_), "bytes": list(data), "logprob": logprob}
-
-        content = [
-            {**entry(choice.id, choice.logprob), "top_logprobs": [entry(*likely) for likely in choice.top]}
-            for choice in choices
-        ]
-        return {"content": content, "refusal": None}
+        return None if choices is None else chat_logprobs_json(self.llm.tokenizer, choices)
 
     # -- Tokens ------------------------------------------------------------------------------------------------
 
@@ -983,9 +958,11 @@ class _ResponseHead:
         }
 
     def response(self, choice: Mapping[str, Any], completion: Completion) -> dict[str, Any]:
-        counts = completion.usage
-        usage = {"prompt_tokens": counts.prompt_tokens, "completion_tokens": counts.completion_tokens}
-        return {**self.chunk(choice, completion), "usage": {**usage, "total_tokens": counts.total_tokens}}
+        usage = usage_json(completion.usage.prompt_tokens, completion.usage.completion_tokens)
+        return {**self.chunk(choice, completion), "usage": usage}
+
+    def call_id(self, number: int, name: str) -> str:
+        return f"call__{number}_{name}_{self.id}"
 
 
 def _schema_of(response_format: Mapping[str, Any] | None) -> Any:
@@ -1009,12 +986,6 @@ _Reply = TypeVar("_Reply", Chunk, Completion)
 def _with_tool_finish(reply: _Reply) -> _Reply:
     """Set the finish reason of a reply with calls, unless the reply was cut off."""
     return replace(reply, finish_reason="tool_calls") if reply.finish_reason == "stop" else reply  # type: ignore[arg-type]
-
-
-def _call(head: _ResponseHead, number: int, name: str, arguments: str) -> dict[str, Any]:
-    """Return a tool call, or a piece of its arguments."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"call__{number}_{name}_{head.id}", "type": "function", "function": function}
 
 
 #: llama-cpp-python's names of localllm's options.

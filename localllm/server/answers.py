@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -56,13 +56,13 @@ class LoraScale(msgspec.Struct):
 #: Options that requests cannot set, or set by fields of another form.
 _NOT_FIELDS = ("logprobs", "overflow", "speculate", "draft_max", "draft_always")
 
-#: The other options of `localllm.options.declared`, which are fields of requests.  An API may rename a field.
-_OPTIONS = {
-    name: option
+#: The other options of `localllm.options.declared`, as fields of requests.  An API may rename a field.
+_OPTIONS = [
+    (name, option.kind.json | None, None)
     for cls in (Sampling, CheckedOptions)
     for name, option in declared(cls).items()
     if option.kind.json is not None and name not in _NOT_FIELDS
-}
+]
 
 
 class Thinking(msgspec.Struct):
@@ -113,14 +113,14 @@ class ThinkingFields(msgspec.Struct):
         return {**variables, **(self.chat_template_kwargs or {})}
 
 
-if TYPE_CHECKING:
+def _with_options(cls: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a subclass with a field per option.  Classes that read a field declare it again, for type checkers."""
+    return msgspec.defstruct(cls.__name__, _OPTIONS, bases=(cls,))
 
-    class _Options(ThinkingFields):
-        def __getattr__(self, name: str) -> Any: ...
 
-else:
-    _fields = [(name, option.kind.json | None, None) for name, option in _OPTIONS.items()]
-    _Options = msgspec.defstruct("_Options", _fields, bases=(ThinkingFields,))
+@_with_options
+class _Options(ThinkingFields):
+    pass
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -142,6 +142,7 @@ class GenerationFields(_Options):
     """Fields that the requests of all APIs share.  The names are from llama.cpp and vLLM."""
 
     model: str | None = None
+    max_tokens: int | None = None
     stream: bool = False
     lora: list[LoraScale] | None = None
     return_progress: bool = False
@@ -154,7 +155,7 @@ class GenerationFields(_Options):
     guided_grammar: str | None = None
 
     def options(self, **more: Any) -> dict[str, Any]:
-        options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        options = {name: value for name, *_ in _OPTIONS if (value := getattr(self, name)) is not None}
         guided = StructuredOutputs(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         constraints = (self.structured_outputs or guided).options()
         options |= {name: value for name, value in constraints.items() if value is not None}

@@ -28,6 +28,7 @@ from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, OutputError, PromptCacheError, path_text
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM, checked_variables
+from localllm.openai_format import token_json
 from localllm.options.declared import Sampling, declared
 from localllm.sampling import Choice
 from localllm.server.answers import (
@@ -55,7 +56,6 @@ from localllm.server.openai import (
     progress_json,
     timings_json,
     timings_so_far,
-    token_json,
     warnings_json,
 )
 from localllm.tokenizer import Tokenizer
@@ -356,6 +356,7 @@ def _model_of_query(request: Request, dispatcher: Dispatcher) -> ServedModel:
 
 class _CompletionFields(GenerationFields):
     max_tokens: int | None = msgspec.field(name="n_predict", default=None)
+    post_sampling_probs: bool | None = None
     n_probs: int | None = None
     response_fields: list[str] | None = None
     return_tokens: bool = False
@@ -459,7 +460,7 @@ def _lines(
 def _probabilities(llm: LLM, choices: Sequence[Choice], are_drawn: bool) -> dict[str, Any]:
     if not choices:
         return {}
-    row = partial(_drawn_json if are_drawn else token_json, llm)
+    row = partial(_drawn_json if are_drawn else token_json, llm.tokenizer)
     name = "top_probs" if are_drawn else "top_logprobs"
 
     def top(choice: Choice) -> list[dict[str, Any]]:
@@ -468,9 +469,9 @@ def _probabilities(llm: LLM, choices: Sequence[Choice], are_drawn: bool) -> dict
     return {"completion_probabilities": [{"id": c.id, **row(c.id, c.logprob), name: top(c)} for c in choices]}
 
 
-def _drawn_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
+def _drawn_json(tokenizer: Tokenizer, id_: int, logprob: float | None) -> dict[str, Any]:
     """Return a token with its probability after sampling, in llama.cpp's format."""
-    token = token_json(llm, id_, logprob)
+    token = token_json(tokenizer, id_, logprob)
     return {"token": token["token"], "prob": math.exp(token["logprob"]), "bytes": token["bytes"]}
 
 

@@ -6,7 +6,6 @@ Source: https://platform.openai.com/docs/api-reference.  Further fields (``reaso
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from starlette.responses import Response
 from localllm.chat.conversation import ToolCall, read_messages
 from localllm.generation.completion import Chunk, Stream
 from localllm.llm import LLM
+from localllm.openai_format import call_delta_json, chat_logprobs_json, message_json, text_logprobs_json, usage_json
 from localllm.sampling import Choice
 from localllm.server.answers import (
     MAX_REPLIES,
@@ -130,11 +130,8 @@ def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
     """Return the token counts of all replies.  A prompt with several replies counts once."""
     firsts = [reply.usage for reply in replies if reply.is_first]
     n_prompt = sum(usage.prompt_tokens for usage in firsts)
-    n_completion = sum(reply.usage.completion_tokens for reply in replies)
     return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_completion,
-        "total_tokens": n_prompt + n_completion,
+        **usage_json(n_prompt, sum(reply.usage.completion_tokens for reply in replies)),
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
         "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
     }
@@ -198,30 +195,6 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def call_json(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _finite(logprob: float | None) -> float:
-    return -9999.0 if logprob is None or not math.isfinite(logprob) else logprob
-
-
-def token_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
-    data = llm.tokenizer.token_bytes(id_, special=True)
-    return {"token": llm.tokenizer.token_label(id_), "logprob": _finite(logprob), "bytes": list(data)}
-
-
-def tokens_json(llm: LLM, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
-    """Yield the sampled tokens with the likeliest tokens at their positions."""
-    for c in choices:
-        top = [token_json(llm, id_, logprob) for id_, logprob in c.top]
-        yield {**token_json(llm, c.id, c.logprob), "top_logprobs": top}
-
-
-def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
-    return {"content": json_list(tokens_json(llm, choices)), "refusal": None}
-
-
 class _Head:
     def __init__(self, prefix: str, object_name: str, pending: PendingReplies) -> None:
         self._fields = {
@@ -256,8 +229,9 @@ async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response
     def convert() -> list[dict[str, Any]]:
         choices = []
         for reply in replies:
-            logprobs = _chat_logprobs(pending.llm, reply.logprobs) if body.logprobs else None
-            choice = {"index": reply.index, "message": _chat_message(reply), "logprobs": logprobs}
+            logprobs = chat_logprobs_json(pending.llm.tokenizer, reply.logprobs, json_list) if body.logprobs else None
+            message = message_json(reply.text, reply.thinking, reply.calls, refusal=None)
+            choice = {"index": reply.index, "message": message, "logprobs": logprobs}
             choices.append({**choice, "finish_reason": finish_reason(reply)})
         return choices
 
@@ -268,16 +242,6 @@ async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response
 
 def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
     return {"usage": _usage_json(replies), "timings": timings_json(replies[0]), **warnings_json(*replies)}
-
-
-def _chat_message(reply: Reply) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
-    if reply.thinking:
-        message["reasoning_content"] = reply.thinking
-    if reply.calls:
-        message["tool_calls"] = [call_json(call) for call in reply.calls]
-        message["content"] = reply.text or None
-    return message
 
 
 def _chat_piece(
@@ -292,7 +256,7 @@ def _chat_lines(head: _Head, pending: PendingReplies, reply: Reply, chunk: Chunk
     elif chunk.finish_reason is not None:
         yield event(_chat_piece(head, reply.index, {}, finish_reason(reply)) | _end_of_stream(reply))
     elif (delta := _delta(chunk)) or chunk.logprobs:
-        logprobs = _chat_logprobs(pending.llm, chunk.logprobs) if chunk.logprobs else None
+        logprobs = chat_logprobs_json(pending.llm.tokenizer, chunk.logprobs, json_list) if chunk.logprobs else None
         yield event(_chat_piece(head, reply.index, delta, logprobs=logprobs) | timings_so_far(pending, reply))
 
 
@@ -313,8 +277,7 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
     if call is None:
         return {"reasoning_content": chunk.reasoning} if chunk.reasoning else {"content": chunk.text}
     if call.begins:
-        start = call_json(ToolCall(call.name, call.arguments, call.id))
-        return {"tool_calls": [{"index": call.index, **start}]}
+        return call_delta_json(call)
     function = {"arguments": call.arguments}
     return {"tool_calls": [{"index": call.index, "function": function}]} if call.arguments else {}
 
@@ -352,7 +315,7 @@ async def completions(request: Request, dispatcher: Dispatcher) -> Response:
     if body.stream:
 
         def write(index: int, text: str, sampled: Sequence[Choice], reason: str | None = None) -> dict[str, Any]:
-            logprobs = _logprobs(pending.llm, sampled, offsets[index]) if sampled else None
+            logprobs = text_logprobs_json(pending.llm.tokenizer, sampled, offsets[index]) if sampled else None
             return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
         def begin() -> list[bytes]:
@@ -370,8 +333,9 @@ async def completions(request: Request, dispatcher: Dispatcher) -> Response:
         for reply in replies:
             echo, before = echoes[reply.index // n] if echoes else ("", [])
             sampled = [*before, *reply.logprobs]
-            logprobs = None if body.logprobs is None else _logprobs(pending.llm, sampled, offsets[reply.index])
-            if logprobs is not None:
+            logprobs = None
+            if body.logprobs is not None:
+                logprobs = text_logprobs_json(pending.llm.tokenizer, sampled, offsets[reply.index])
                 logprobs["top_logprobs"] = json_list(logprobs["top_logprobs"])
             choice = {"index": reply.index, "text": echo + reply.text, "logprobs": logprobs}
             choices.append({**choice, "finish_reason": finish_reason(reply)})
@@ -397,20 +361,6 @@ async def _echo(
 
     result: tuple[str, list[Choice]] = await dispatcher.with_model(request, pending.served.name, work)
     return result
-
-
-def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict[str, Any]:
-    label = llm.tokenizer.token_label
-    # The first token has no probability and no likeliest tokens.
-    logprobs = [None if choice.logprob is None else _finite(choice.logprob) for choice in choices]
-
-    def top_of(choice: Choice) -> dict[str, float]:
-        return {label(id_): _finite(p) for id_, p in choice.top}
-
-    top = [None if choice.logprob is None else top_of(choice) for choice in choices]
-    places = [offsets.next(choice.id) for choice in choices]
-    tokens = [label(choice.id) for choice in choices]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": places}
 
 
 def _completion_lines(write: Callable[..., dict[str, Any]], reply: Reply, chunk: Chunk) -> Iterator[bytes]:

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from localllm.chat.conversation import Media, Message, ToolCall, read_calls, read_message
 from localllm.chat.reply import CallDelta
 from localllm.generation.completion import Chunk
+from localllm.openai_format import tokens_json
 from localllm.sampling import Choice
 from localllm.server.answers import (
     GenerationFields,
@@ -42,7 +43,6 @@ from localllm.server.openai import (
     progress_json,
     timings_json,
     timings_so_far,
-    tokens_json,
     warnings_json,
 )
 from localllm.server.response_store import StoredResponse
@@ -65,6 +65,8 @@ class ResponsesRequest(GenerationFields):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_tokens: int | None = msgspec.field(name="max_output_tokens", default=None)
+    temperature: float | None = None
+    top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -322,7 +324,7 @@ class _ResponseWriter:
     def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Return log-probabilities of a chunk's tokens, and of earlier tokens that produced no text."""
         choices, self._waiting = (*self._waiting, *(chunk.logprobs or ())), ()
-        return list(tokens_json(self._respond.llm, choices))
+        return list(tokens_json(self._respond.llm.tokenizer, choices))
 
     def _position(self) -> dict[str, Any]:
         assert self._open is not None

@@ -14,8 +14,9 @@ import pytest
 from localllm import compat
 from localllm.errors import GGUFError
 from localllm.llm import LLM
+from localllm.openai_format import text_logprobs_json, tokens_json
 from localllm.sampling import Choice
-from localllm.server import llamacpp, openai
+from localllm.server import llamacpp
 from localllm.tokenizer.stream import TextOffsets
 from tests.helpers.engines import eventually
 from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, scripted, serving
@@ -74,8 +75,9 @@ def test_parts_of_characters_are_told_apart_in_every_list_of_likely_tokens(serve
     texts.append(tokens.token_bytes(whole).decode())
     data = [list(tokens.token_bytes(id_, special=True)) for id_ in likely]
     choice = Choice(parts[0], -1.0, tuple((id_, -1.0 - place) for place, id_ in enumerate(likely)))
-    assert openai._logprobs(llm, [choice], TextOffsets(tokens))["tokens"] == texts[:1]
-    assert [*openai._logprobs(llm, [choice], TextOffsets(tokens))["top_logprobs"][0]] == texts
+    logprobs = text_logprobs_json(tokens, [choice], TextOffsets(tokens))
+    assert logprobs["tokens"] == texts[:1]
+    assert [*logprobs["top_logprobs"][0]] == texts
     like_llama = compat.Llama.__new__(compat.Llama)
     like_llama.llm = llm
     completion, chat = like_llama._logprobs([choice], 0), like_llama._chat_logprobs([choice])
@@ -83,7 +85,7 @@ def test_parts_of_characters_are_told_apart_in_every_list_of_likely_tokens(serve
     assert chat is not None
     assert [*completion["top_logprobs"][0]] == texts
     for rows in (
-        [*openai.tokens_json(llm, [choice])],
+        [*tokens_json(tokens, [choice])],
         llamacpp._probabilities(llm, [choice], False)["completion_probabilities"],
         chat["content"],
     ):

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from localllm.server.answers import _OPTIONS, GenerationFields
+from localllm.server.llamacpp import CompletionRequest
+from localllm.server.responses import ResponsesRequest
 from tests.helpers.http_server import Serving, demo, serving
 
 
@@ -29,6 +33,12 @@ def said(server: Serving, **more: Any) -> str:
     answer = post(server, "/v1/chat/completions", messages=messages, max_tokens=60, **more)
     text: str = answer["choices"][0]["message"]["content"]
     return text
+
+
+@pytest.mark.parametrize("request_type", [GenerationFields, CompletionRequest, ResponsesRequest])
+def test_fields_have_the_types_of_the_options(request_type: type[GenerationFields]) -> None:
+    types = {field.name: field.type for field in msgspec.structs.fields(request_type)}
+    assert [types[name] for name, *_ in _OPTIONS] == [type_ for _, type_, _ in _OPTIONS]
 
 
 CHOICES = ["yes, (a+b)*?", "no|maybe"]
