@@ -1,1 +1,1 @@
-"""Encoders of images and audio in mmproj files. Each family is a module based on `localllm.models.encoders.encoder`."""
+"""Encoders of images and audio in mmproj files. Each family is a module, based on `encoder.EncoderModel`."""
