@@ -81,13 +81,13 @@ def _word(argument: Argument) -> str:
 
 def sentence(error: BaseException) -> str:
     """Return the message of an error as one line that is safe in a terminal."""
-    text = f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"
+    text = f"unexpected error in localllm ({type(error).__name__}: {error}): please report it"
     if isinstance(error, LocalLLMError):
         text = error.worded(_word)
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         text = "memory ran out: close other programs, or choose a smaller model or context"
     elif isinstance(error, OSError):
-        text = f"the system refused: {error}"
+        text = f"the operating system reported an error: {error}"
     return visible_line(text)
 
 

@@ -122,7 +122,7 @@ class HTTPError(LocalLLMError):
             text = _ABSOLUTE.sub("", _FOLDERS.sub("", error.worded(word)))
             return cls(400 if isinstance(error, TooLargeError) else 500, text)
         traceback.print_exception(error, file=sys.stderr)
-        return cls(500, "something went wrong inside localllm: the server's log says where")
+        return cls(500, "unexpected error in localllm: see the server's log")
 
     def body(self, path: str) -> dict[str, Any]:
         """Return the error in the format of the path's API."""

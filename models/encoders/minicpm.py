@@ -45,7 +45,7 @@ HF_MEANT = {
     "merge_kernel_size": ([2, 2],),
     "merger_times": (1,),
     "use_image_id": (True,),
-    "insert_layer_id": (),  # of the encoder; that of the model replaces it
+    "insert_layer_id": (),  # of the encoder; the model's setting replaces it
     "image_size": (),
 }
 
@@ -154,7 +154,7 @@ class MiniCPMV(VisionModel):
         return embeddings
 
     def places(self, n: int, bounds: Pixels) -> Array:
-        """Return the indices of a grid's n rows or columns in the table, whose rows have these bounds."""
+        """Return the table indices of a grid's n rows or columns.  ``bounds``: first fraction of each table row."""
         return np.searchsorted(bounds, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
 
     def n_rows(self, height: int, width: int) -> int:

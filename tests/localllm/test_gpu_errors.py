@@ -206,7 +206,7 @@ def test_another_program_allocates_memory_while_a_model_loads(gpus: Callable[...
         taken.append(driver.allocate(0, driver.memory_info(0).free - 5_000_000))
 
     with pytest.raises(
-        DeviceMemoryError, match=r"no room for [\d,]+ bytes: [\d,]+ of its 536,870,912 bytes are free"
+        DeviceMemoryError, match=r"cannot allocate [\d,]+ bytes: [\d,]+ of its 536,870,912 bytes are free"
     ):
         load(path, context=8192, planned=take)
     taken.clear()
@@ -232,7 +232,9 @@ def test_memory_that_runs_out_while_generating(gpus: Callable[..., Any], path: P
     driver = gpus(Failing(memory=ROOMY))
     with load(path) as llm:
         driver.is_full = True
-        with pytest.raises(DeviceMemoryError, match="no room for memory: 1,000 of its 536,870,912 bytes are free"):
+        with pytest.raises(
+            DeviceMemoryError, match="cannot allocate memory: 1,000 of its 536,870,912 bytes are free"
+        ):
             greedy(llm)
         assert len(greedy(llm)) == 6
 

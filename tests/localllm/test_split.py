@@ -186,8 +186,8 @@ def test_arguments_are_checked(path: Path) -> None:
         ({"n_gpu_layers": 1.5}, "n_gpu_layers is 1.5"),
         ({"n_gpu_layers": 2}, "n_gpu_layers is 2, but no GPU was chosen"),
         ({"tensor_split": "3,1"}, "tensor_split is '3,1', but must be a list of numbers"),
-        ({"tensor_split": [0, 0]}, "not all of them 0"),
-        ({"tensor_split": []}, "not all of them 0"),
+        ({"tensor_split": [0, 0]}, "not all 0"),
+        ({"tensor_split": []}, "not all 0"),
         ({"tensor_split": [1, -1]}, "numbers of at least 0"),
         ({"tensor_split": [1, float("nan")]}, "numbers of at least 0"),
         ({"tensor_split": [1, True]}, "numbers of at least 0"),
@@ -297,7 +297,7 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
         (["-ngl", "x"], "'x' is not one whole number of at least 0, 'auto' or 'all'"),
         (["-ts", "3;1"], "'3;1' is not a list of numbers of at least 0"),
         (["-ts", "1"], "-ts is '1', but needs one number for each GPU, and there are 2"),
-        (["-ts", "0,0"], "'0,0' is not a list of numbers of at least 0, not all of them 0"),
+        (["-ts", "0,0"], "'0,0' is not a list of numbers of at least 0, not all 0"),
         (["-mg", "1"], "there is no flag -mg: --device names GPUs in order, such as --device cuda:1,0"),
     ):
         outcome = run_main(capfdbinary, *generate, *flags)

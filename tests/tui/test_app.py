@@ -260,7 +260,7 @@ async def test_a_failing_store_is_reported_and_the_chat_continues(monkeypatch: p
 
 
 async def test_startup_notices_are_shown() -> None:
-    async with chatting(setup(AppModel(), notices=["the model of this chat is not here any more"])) as chat:
+    async with chatting(setup(AppModel(), notices=["the model of this chat is no longer on this machine"])) as chat:
         await chat.hears("no longer on this machine")
 
 

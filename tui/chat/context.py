@@ -151,8 +151,8 @@ def whole_prompt(path: Sequence[ChatMessage], system: str) -> list[Sent]:
 
 
 INSTRUCTION = (
-    "Summarise our conversation so far, for yourself: you will go on with only the summary. Keep what was decided, "
-    "facts, names, numbers and open questions. Answer with the summary alone."
+    "Summarise our conversation for yourself: you will continue with only the summary, without the messages before it. "
+    "Include decisions, facts, names, numbers and open questions. Answer with the summary alone."
 )
 
 

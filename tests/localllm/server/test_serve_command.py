@@ -227,9 +227,9 @@ def test_https_and_keys_of_a_file(tmp_path: Path, capfdbinary: pytest.CaptureFix
         (("--ssl-key-file", keys, "--ssl-cert-file", certificate), "give a key and a certificate as PEM"),
         (("--ssl-key-file", key), "need each other: add the missing flag"),
         (("--api-key-file", tmp_path / "none"), "the file of API keys"),
-        (("--api-key-file", os.devnull), "has no key"),
+        (("--api-key-file", os.devnull), "contains no key"),
         (("--api-key", ""), "--api-key contains no key: add one, or remove it"),
-        (("--api-key", "k", "--api-key", " , "), "--api-key has no key"),
+        (("--api-key", "k", "--api-key", " , "), "--api-key contains no key"),
     ):
         assert words in run_main(capfdbinary, "serve", "-m", "demo", "--port", 0, *flags).error()
 
