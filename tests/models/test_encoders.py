@@ -195,7 +195,7 @@ def test_llama_cpp_pythons_way_to_embed(tmp_path: Path) -> None:
 def test_texts_that_cannot_be_embedded_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS["bert"], model_of("bert"))
     with localllm.load(path, device="cpu") as llm:
-        with pytest.raises(UsageError, match="writes no text"):
+        with pytest.raises(UsageError, match="does not generate text"):
             llm.generate("a")
         with pytest.raises(UsageError, match="is not a reranker"):
             llm.rerank("a", ["b"])
