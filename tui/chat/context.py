@@ -151,7 +151,7 @@ def whole_prompt(path: Sequence[ChatMessage], system: str) -> list[Sent]:
 
 
 INSTRUCTION = (
-    "Summarise our conversation for yourself: you will continue with only the summary, without the messages before it. "
+    "Summarise our conversation for yourself: you will continue with only the summary, without the earlier messages. "
     "Include decisions, facts, names, numbers and open questions. Answer with the summary alone."
 )
 
