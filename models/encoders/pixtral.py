@@ -35,7 +35,7 @@ HF_NAMES = {
     "v.blk.*.ffn_up": "vision_tower.transformer.layers.*.feed_forward.up_proj",
     "v.blk.*.ffn_down": "vision_tower.transformer.layers.*.feed_forward.down_proj",
 }
-HF_MEANT = {"vision_feature_layer": (-1,)}
+HF_MEANT = {"vision_feature_layer": (-1,), "vision_feature_select_strategy": ("full",)}
 
 
 def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:

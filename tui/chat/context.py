@@ -152,7 +152,7 @@ def whole_prompt(path: Sequence[ChatMessage], system: str) -> list[Sent]:
 
 INSTRUCTION = (
     "Summarise our conversation for yourself: you will continue with only the summary, without the earlier messages. "
-    "Include decisions, facts, names, numbers and open questions. Answer with the summary alone."
+    "Include all decisions, facts, names, numbers and open questions. Answer with the summary and nothing else."
 )
 
 

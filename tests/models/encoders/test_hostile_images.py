@@ -73,7 +73,7 @@ def refusal(text: str) -> None:
     """Check that an error is one sentence about the image."""
     assert "\n" not in text.strip()
     # A JPEG file with a changed second byte looks like an MP3 file; llama.cpp's API does not state the media type.
-    assert "picture" in text or "multimodal_data[0]" in text or "no encoder of sounds" in text
+    assert "image" in text or "multimodal_data[0]" in text or "no encoder of audio" in text
     assert "Traceback" not in text
 
 
