@@ -29,11 +29,13 @@ def hf_keys(config: Any) -> dict[str, Any]:
     n, rope = config.num_attention_heads, config.rope_parameters
     other = config.get("attention_other_setting") or {}
     n_local = config.get("num_sliding_attention_heads") or other.get("num_attention_heads") or n
-    part = rope["full_attention"].get("partial_rotary_factor", 1.0)
-    if part != ROTATED_PART:
-        raise ModelError(
-            f"config.json has partial_rotary_factor = {quoted(part)}, but GGUF files mean {ROTATED_PART}"
-        )
+    kinds_of_layers = {"full_attention": ROTATED_PART, "sliding_attention": 1.0}
+    for kind, expected in kinds_of_layers.items():
+        part = (rope.get(kind) or {}).get("partial_rotary_factor", 1.0)
+        if part != expected:
+            raise ModelError(
+                f"config.json has partial_rotary_factor = {quoted(part)} for {kind}, but GGUF files mean {expected}"
+            )
     if (scalar := config.get("query_pre_attn_scalar", head_dim(config))) not in (None, head_dim(config)):
         raise ModelError(
             f"config.json has query_pre_attn_scalar = {quoted(scalar)}, but GGUF files mean the width of a head"

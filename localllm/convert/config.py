@@ -332,7 +332,8 @@ def _rope_keys(config: Config) -> dict[str, Any]:
     if local is not None and local.peek("rope_type") == "default":
         local.skip("rope_type", *_UNSCALED)
     kind, part = rope.peek("rope_type"), rope.get("partial_rotary_factor")
-    if local is not None and config.text_type != "laguna":  # whose files have a key for windowed layers
+    # Laguna's files have a key for windowed layers. Step 3.5's architecture implies the fraction of other layers.
+    if local is not None and config.text_type not in ("laguna", "step3p5", "step3p7"):
         other, rotated = local.get("partial_rotary_factor", 1.0), 1.0 if kind == "proportional" else part or 1.0
         if other != rotated:
             raise ModelError(

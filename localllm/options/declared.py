@@ -442,7 +442,7 @@ class Sampling(_Checked):
     temperature: float = _setting(
         0.8,
         _number(0.0, "a finite number of at least 0 (0 is greedy)"),
-        "the logits are divided by it; 0 always selects the likeliest token, without truncation, XTC and mirostat",
+        "divides the logits; 0 selects the likeliest token, without truncation, XTC and mirostat",
         "--temp --temperature",
         "Temperature",
         key="temp",
@@ -451,7 +451,7 @@ class Sampling(_Checked):
     top_p: float = _setting(
         0.95,
         _PROBABILITY,
-        "sample from the likeliest tokens of this total probability; 1 is off",
+        "the likeliest tokens of this total; 1 is off",
         "--",
         "Top p",
         key="top_p",
@@ -459,7 +459,7 @@ class Sampling(_Checked):
     min_p: float = _setting(
         0.05,
         _PROBABILITY,
-        "minimum probability relative to the likeliest token; 0 is off",
+        "minimum relative to the likeliest token; 0 is off",
         "--",
         "Min p",
         key="min_p",
