@@ -599,12 +599,10 @@ class Llama:
                     more["processors"] = self._processors(more.get("processors", ()), formatted.stopping_criteria)
                 special = {"add_special": not formatted.added_special, "parse_special": True}
                 return self._begin(self.llm.stream, formatted.prompt, **special, **more)
-            stream = self._begin(self.llm.stream_chat, messages, tools=offered, **keywords)
-            if name is not None and stream.parser is not None:
-                stream.parser.offer(())  # after reasoning the model writes only arguments
-            elif not offered:
-                stream.parser = None  # as in llama-cpp-python, the content is the unparsed output
-            return stream
+            # After reasoning, a forced call has only arguments.  Without tools, the content is the unparsed output,
+            # as in llama-cpp-python.
+            parse = () if name is not None else bool(offered)
+            return self._begin(self.llm.stream_chat, messages, tools=offered, parse=parse, **keywords)
 
         head = _ResponseHead(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         if stream:
