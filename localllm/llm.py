@@ -575,11 +575,8 @@ class LLM:
         """Like `chat`, but return an iterator of chunks.  Closing the iterator cancels the request.
 
         A chunk contains ``text``, ``reasoning``, or a piece of a ``call``.  The last chunk contains the reply's
-        ``warnings``.
-
-        Args:
-            parse: whether to split the output; if False, the text is the complete output.  A list of tools replaces
-                ``tools`` in the parser.
+        ``warnings``.  With ``parse=False``, the text is the complete output.  A list of tools as ``parse`` replaces
+        ``tools`` in the parser.
         """
         checked = self.with_defaults(options)
         return self._stream_chat(messages, tools, template_variables, reply_prefix, checked, parse)

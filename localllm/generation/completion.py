@@ -305,9 +305,8 @@ class Stream:
     ) -> None:
         """Submit the request.
 
-        Args:
-            on_end: Called in the engine thread after the last chunk. All chunks are then delivered at the end.
-            parser: Splits a chat reply into events. None: chunks have the unparsed text.
+        ``on_end`` is called in the engine thread after the last chunk. All chunks are then delivered at the end.
+        ``parser`` splits a chat reply into events. Without a parser, chunks have the unparsed text.
         """
         self._engine, self._progress, self._parser, self._inbox = engine, progress, parser, _ItemQueue()
         self._items: Iterator[_Item] = iter(())  # unread items of the current step
