@@ -51,6 +51,7 @@ from localllm.tokenizer.stream import StreamDecoder
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Media, Message
+    from localllm.chat.reply import ReplyParser
     from localllm.chat.thinking import ThinkingSplitter
     from localllm.loading.media_encoder import MediaEncoder
     from localllm.sampling.grammar import Grammars
@@ -568,15 +569,17 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
+        parse: bool | Sequence[Mapping[str, object]] = True,
         **options: Unpack[Options],
     ) -> Stream:
         """Like `chat`, but return an iterator of chunks.  Closing the iterator cancels the request.
 
         A chunk contains ``text``, ``reasoning``, or a piece of a ``call``.  The last chunk contains the reply's
-        ``warnings``.  With ``stream.parser = None``, the text is the model's unparsed output.
+        ``warnings``.  With ``parse=False``, the text is the complete output.  A list of tools as ``parse`` replaces
+        ``tools`` in the parser.
         """
         checked = self.with_defaults(options)
-        return self._stream_chat(messages, tools, template_variables, reply_prefix, checked)
+        return self._stream_chat(messages, tools, template_variables, reply_prefix, checked, parse)
 
     def generate_many(
         self,
@@ -918,6 +921,7 @@ class LLM:
         variables: Mapping[str, object] | None,
         reply_prefix: str,
         checked: CheckedOptions,
+        parse: bool | Sequence[Mapping[str, object]] = True,
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         from localllm.chat.conversation import read_messages
@@ -934,8 +938,11 @@ class LLM:
             n = 1 + bisect_left(n_omitted, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
             ids, prompt_media = encode(without_turns(chat, n))
         parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
+        splitter = parser.splitter()
+        if not isinstance(parse, bool):
+            parser.offer(parse)
         # The space at the start of text after a prefix belongs to the text.
-        stream = self._start(
+        return self._start(
             ids,
             checked,
             continuation=bool(reply_prefix),
@@ -943,10 +950,9 @@ class LLM:
             truncatable=n_turns > 1,
             media=prompt_media,
             on_end=on_end,
-            splitter=parser.splitter(),
+            splitter=splitter,
+            parser=None if parse is False else parser,
         )
-        stream.parser = parser
-        return stream
 
     def _chat_encoder(
         self, tools: Sequence[Mapping[str, object]] | None, variables: Mapping[str, object] | None, reply_prefix: str
@@ -995,10 +1001,12 @@ class LLM:
         media: PromptMedia = NO_MEDIA,
         on_end: Callable[[], object] | None = None,
         splitter: ThinkingSplitter | None = None,
+        parser: ReplyParser | None = None,
     ) -> Stream:
         """Submits a request.
 
         Args:
+            parser: splits a chat's reply into events.
             splitter: separates reasoning, which stop strings do not end, from the answer.
             truncatable: whether a prompt that is too long can be truncated.
             template: the chat template, if this request starts an answer.
@@ -1050,8 +1058,15 @@ class LLM:
             adapters=self._adapter_scales(checked.adapters),
             media=media,
         )
-        logprobs = sampling.logprobs is not None
-        return Stream(engine, decoder, make_request, logprobs=logprobs, progress=checked.progress, on_end=on_end)
+        return Stream(
+            engine,
+            decoder,
+            make_request,
+            logprobs=sampling.logprobs is not None,
+            progress=checked.progress,
+            on_end=on_end,
+            parser=parser,
+        )
 
     def _adapter_scales(self, requested: Mapping[str, float] | None) -> tuple[float, ...]:
         """Return the scale of each adapter for a request; empty if all scales are 0."""

@@ -40,33 +40,6 @@ from localllm.compat.llama_chat_format import (
     get_chat_completion_handler,
     registered_formats,
 )
-from localllm.compat.llama_chat_format import (
-    Gemma4ChatHandler as Gemma4ChatHandler,
-)
-from localllm.compat.llama_chat_format import (
-    Llama3VisionAlphaChatHandler as Llama3VisionAlphaChatHandler,
-)
-from localllm.compat.llama_chat_format import (
-    Llava15ChatHandler as Llava15ChatHandler,
-)
-from localllm.compat.llama_chat_format import (
-    Llava16ChatHandler as Llava16ChatHandler,
-)
-from localllm.compat.llama_chat_format import (
-    MiniCPMv26ChatHandler as MiniCPMv26ChatHandler,
-)
-from localllm.compat.llama_chat_format import (
-    MoondreamChatHandler as MoondreamChatHandler,
-)
-from localllm.compat.llama_chat_format import (
-    NanoLlavaChatHandler as NanoLlavaChatHandler,
-)
-from localllm.compat.llama_chat_format import (
-    ObsidianChatHandler as ObsidianChatHandler,
-)
-from localllm.compat.llama_chat_format import (
-    Qwen25VLChatHandler as Qwen25VLChatHandler,
-)
 from localllm.compat.llama_types import (
     CreateChatCompletionResponse,
     CreateChatCompletionStreamResponse,
@@ -86,6 +59,11 @@ from localllm.options.checks import check_keywords, mappings, whole_number
 from localllm.options.foreign_names import THEIR_METHODS, no_attribute
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import TextOffsets
+
+#: llama-cpp-python's handlers of other families of models, as in `llama_chat_format`.
+Llava15ChatHandler = Llava16ChatHandler = ObsidianChatHandler = MoondreamChatHandler = MTMDChatHandler
+NanoLlavaChatHandler = Llama3VisionAlphaChatHandler = MiniCPMv26ChatHandler = MTMDChatHandler
+Qwen25VLChatHandler = Gemma4ChatHandler = MTMDChatHandler
 
 #: Modules of llama_cpp that programs import from.  Their names become aliases of this module.
 for _module in ("llama", "llama_grammar", "llama_speculative", "llama_cache"):
@@ -532,15 +510,9 @@ class Llama:
             NotAvailableError: the format is unknown, or ``tool_choice`` is "required".
             LocalLLMError: as in `LLM.chat`.
         """
-        keywords: dict[str, Any] = {
-            "functions": functions,
-            "function_call": function_call,
-            "stream": stream,
-            **options,
-        }
-        keywords |= {"tools": tools, "tool_choice": tool_choice}
+        keywords: dict[str, Any] = {"functions": functions, "function_call": function_call, "tools": tools}
         answer = self._chat if self._answers is None else partial(self._answers, llama=self)
-        return answer(messages=messages, **keywords)
+        return answer(messages=messages, tool_choice=tool_choice, stream=stream, **keywords, **options)
 
     def create_chat_completion_openai_v1(self, *args: Any, **options: Any) -> Any:
         """Like `create_chat_completion`, but return OpenAI's ``ChatCompletion``, or an iterator of its chunks."""
@@ -599,12 +571,10 @@ class Llama:
                     more["processors"] = self._processors(more.get("processors", ()), formatted.stopping_criteria)
                 special = {"add_special": not formatted.added_special, "parse_special": True}
                 return self._begin(self.llm.stream, formatted.prompt, **special, **more)
-            stream = self._begin(self.llm.stream_chat, messages, tools=offered, **keywords)
-            if name is not None and stream.parser is not None:
-                stream.parser.offer(())  # after reasoning the model writes only arguments
-            elif not offered:
-                stream.parser = None  # as in llama-cpp-python, the content is the unparsed output
-            return stream
+            # After reasoning, a forced call has only arguments.  Without tools, the content is the unparsed output,
+            # as in llama-cpp-python.
+            parse = () if name is not None else bool(offered)
+            return self._begin(self.llm.stream_chat, messages, tools=offered, parse=parse, **keywords)
 
         head = _ResponseHead(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         if stream:

@@ -289,7 +289,6 @@ class Stream:
     it without a last chunk.
 
     Attributes:
-        parser: Splits a chat reply into events. None: chunks have the unparsed text.
         tells_progress: True if progress is reported in chunks instead of calls of ``progress``.
     """
 
@@ -302,14 +301,18 @@ class Stream:
         logprobs: bool,
         progress: Progress | None,
         on_end: Callable[[], object] | None = None,
+        parser: ReplyParser | None = None,
     ) -> None:
-        """``on_end``: called in the engine thread after the last chunk. All chunks are then delivered at the end."""
-        self._engine, self._progress, self._inbox = engine, progress, _ItemQueue()
+        """Submit the request.
+
+        ``on_end`` is called in the engine thread after the last chunk. All chunks are then delivered at the end.
+        ``parser`` splits a chat reply into events. Without a parser, chunks have the unparsed text.
+        """
+        self._engine, self._progress, self._parser, self._inbox = engine, progress, parser, _ItemQueue()
         self._items: Iterator[_Item] = iter(())  # unread items of the current step
         self._events: deque[Chunk] = deque()  # unread events of the current chunk
         self._finish_reason: FinishReason | None = None
         self._ended = False
-        self.parser: ReplyParser | None = None
         self.tells_progress = False
         self._output = output = TextOutput(decoder, self._inbox.put, logprobs=logprobs)
         output.on_end, output.delivers_at_end = on_end, on_end is not None
@@ -370,8 +373,8 @@ class Stream:
     def _next_chunk(self) -> Chunk | None:
         with contextlib.suppress(IndexError):
             return self._events.popleft()
-        while (chunk := self._next_written()) is not None and self.parser is not None and chunk.n_evaluated is None:
-            self._events.extend(_events(self.parser, chunk, is_stopped=self.stop_text is not None))
+        while (chunk := self._next_written()) is not None and self._parser is not None and chunk.n_evaluated is None:
+            self._events.extend(_events(self._parser, chunk, is_stopped=self.stop_text is not None))
             if self._events:
                 return self._events.popleft()
         return chunk

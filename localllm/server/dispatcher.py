@@ -222,7 +222,9 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
         calls_in_json = "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
         if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & job.options.keys():
             job.options["grammar"] = calls_grammar(job.tools)
-        begins = [partial(llm.stream_chat, **job.chat_arguments(llm))]
+        begins = [
+            partial(llm.stream_chat, parse=job.tools, **job.chat_arguments(llm))
+        ]  # the template may not support tools
     streams: list[Stream] = []
     try:
         for begin, index in itertools.product(begins, range(job.n)):
@@ -230,8 +232,6 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
             more = {} if seed is None else {"seed": (seed + index) % (1 << 64)}
             streams.append(begin(client=client, **{**job.options, **more}))
             streams[-1].tells_progress = job.tells_progress
-            if (parser := streams[-1].parser) is not None:
-                parser.offer(job.tools)  # the template may not support tools
     except BaseException:
         for stream in streams:
             stream.cancel()

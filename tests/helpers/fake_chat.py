@@ -138,6 +138,7 @@ class FakeModel:
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
+        parse: bool = True,
         **options: Any,
     ) -> Any:
         request = CheckedOptions.of(options)

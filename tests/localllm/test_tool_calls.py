@@ -44,7 +44,8 @@ def test_a_reply_is_parsed(llm: LLM) -> None:
 
 def test_a_stream_has_the_events_of_a_reply(llm: LLM) -> None:
     def start(**more: Any) -> Stream:
-        return llm.stream_chat(MESSAGES, tools=TOOLS, regex=re.escape(REPLY), max_tokens=300, seed=1, **more)
+        options = {"tools": TOOLS, "regex": re.escape(REPLY), "max_tokens": 300, "seed": 1, **more}
+        return llm.stream_chat(MESSAGES, **options)
 
     async def gathered() -> list[Chunk]:
         return [chunk async for chunk in start()]
@@ -66,9 +67,10 @@ def test_a_stream_has_the_events_of_a_reply(llm: LLM) -> None:
         "So?",
         [{"a": 1}],
     )
-    written = start()
-    written.parser = None
-    assert written.read().text == REPLY
+    assert start(parse=False).read().text == REPLY
+    assert start(parse=()).read().text == REPLY.removeprefix("<think>So?</think>")
+    other_tools = start(tools=None, parse=TOOLS).read()
+    assert (other_tools.text, [call.values for call in other_tools.tool_calls]) == ("Let me see.", [{"a": 1}])
 
 
 def test_a_call_that_is_cut_off_is_a_call(llm: LLM) -> None:
@@ -110,8 +112,7 @@ def test_stop_strings_end_the_answer_and_not_the_reasoning(llm: LLM, prefix: str
     done = llm.chat(MESSAGES, reply_prefix=prefix, **options)
     assert (done.reasoning, done.text) == ("so it is: Q: how many?".removeprefix(prefix[7:]), "Two. ")
     assert done.finish_reason == "stop"
-    stream = llm.stream_chat(MESSAGES, reply_prefix=prefix, **options)
-    stream.parser = None
+    stream = llm.stream_chat(MESSAGES, reply_prefix=prefix, parse=False, **options)
     assert stream.read().text == reply.removeprefix(prefix).removesuffix("Q: no more")
     assert stream.stop_text == "Q:"
 

@@ -54,6 +54,7 @@ class ChatModel(Protocol):
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
+        parse: bool = True,
         **options: Unpack[Options],
     ) -> Stream: ...
 

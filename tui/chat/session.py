@@ -428,7 +428,7 @@ class ChatSession:
             **self._tool_options,
         }
         more["progress"] = lambda done, total: turn.emit(events.Prefill(done, total))
-        start = partial(model.stream_chat, messages, **more)
+        start = partial(model.stream_chat, messages, parse=False, **more)  # the conversation stores the raw text
         self._write(id_, start, turn, show_begun=is_new)
         message = conversation.get(id_)
         self._emit(turn, events.Finished(message))
@@ -461,7 +461,6 @@ class ChatSession:
         try:
             tell(parser.feed(reply.text), show=show_begun)
             turn.stream = stream = start()
-            stream.parser = None  # the conversation stores the raw text
             with self.saver.saving(id_):
                 for chunk in stream:
                     if chunk.text:

@@ -233,9 +233,7 @@ def _start(
         messages.insert(0, {"role": "system", "content": text(arguments.system, "--system-prompt")})
     elif settings.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": settings.system_prompt})
-    stream = llm.stream_chat(messages, **options)
-    stream.parser = None  # reasoning is printed unchanged
-    return stream
+    return llm.stream_chat(messages, parse=False, **options)  # reasoning is printed unchanged
 
 
 # -- Output --------------------------------------------------------------------------------------------------------

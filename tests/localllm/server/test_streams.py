@@ -160,6 +160,7 @@ class ScriptedLLM(LLM):
             lambda output: Request(ids, output),
             logprobs=given.sampling.logprobs is not None,
             progress=None,
+            parser=more.get("parser"),
         )
 
 
