@@ -794,7 +794,7 @@ def test_a_thousand_messages(page: Any) -> None:
 
 def test_an_error_is_shown_and_the_rest_of_the_chat_goes_on(page: Any) -> None:
     ask(page, "fails")
-    page.locator(".error", has_text="the server's log says where").wait_for()
+    page.locator(".error", has_text="see the server's log").wait_for()
     page.get_by_text("Half a reply").wait_for()
     page.get_by_label("Regenerate").wait_for()
     ask(page, "Hi", 2)
