@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from localllm.server.answers import _OPTIONS, GenerationFields
-from localllm.server.llamacpp import CompletionRequest
+from localllm.server.llamacpp import LlamaCompletionRequest
 from localllm.server.responses import ResponsesRequest
 from tests.helpers.http_server import Serving, demo, serving
 
@@ -35,7 +35,7 @@ def said(server: Serving, **more: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize("request_type", [GenerationFields, CompletionRequest, ResponsesRequest])
+@pytest.mark.parametrize("request_type", [GenerationFields, LlamaCompletionRequest, ResponsesRequest])
 def test_fields_have_the_types_of_the_options(request_type: type[GenerationFields]) -> None:
     types = {field.name: field.type for field in msgspec.structs.fields(request_type)}
     assert [types[name] for name, *_ in _OPTIONS] == [type_ for _, type_, _ in _OPTIONS]
