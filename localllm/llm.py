@@ -163,6 +163,24 @@ def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
     return path if demo is None else demo.path
 
 
+def _drafting(
+    checked: CheckedOptions, drafts_by: Literal["lookup", "draft", "mtp"] | None
+) -> Literal["lookup", "draft", "mtp"] | None:
+    """Return the method that drafts tokens.  ``drafts_by``: the model's method."""
+    speculate = drafts_by if checked.speculate == "auto" else checked.speculate
+    lookup = Argument("draft_model"), ", or choose ", Argument("speculate", "lookup")
+    if speculate == "mtp" and drafts_by != "mtp":
+        why = " is 'mtp', but the model cannot predict several tokens, or is on a GPU: load it with a "
+        raise UsageError(Argument("speculate"), why, *lookup, ", or None")
+    if speculate == "draft" and drafts_by != "draft":
+        why = " is 'draft', but there is no draft model: load the model with a "
+        raise UsageError(Argument("speculate"), why, *lookup)
+    if checked.draft_always and speculate is None:
+        why = " is True, but no drafts are available: load the model with a "
+        raise UsageError(Argument("draft_always"), why, *lookup)
+    return speculate
+
+
 class LLM:
     """A loaded model, created by `load`.
 
@@ -1023,17 +1041,7 @@ class LLM:
             truncated = checked.overflow == "truncate"
             remedies = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
             raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
-        speculate = engine.drafts_by if checked.speculate == "auto" else checked.speculate
-        lookup = Argument("draft_model"), ", or choose ", Argument("speculate", "lookup")
-        if speculate == "mtp" and engine.drafts_by != "mtp":
-            why = " is 'mtp', but the model cannot predict several tokens, or is on a GPU: load it with a "
-            raise UsageError(Argument("speculate"), why, *lookup, ", or None")
-        if speculate == "draft" and engine.drafts_by != "draft":
-            why = " is 'draft', but there is no draft model: load the model with a "
-            raise UsageError(Argument("speculate"), why, *lookup)
-        if checked.draft_always and speculate is None:
-            why = " is True, but no drafts are available: load the model with a "
-            raise UsageError(Argument("draft_always"), why, *lookup)
+        speculate = _drafting(checked, engine.drafts_by)
         text_of = text_ids(ids) if media.placed else ids
         grammars = None if sampling.grammar_kind is None else self._all_grammars(engine)
         sampler = make_sampler(

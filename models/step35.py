@@ -29,8 +29,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
     n, rope = config.num_attention_heads, config.rope_parameters
     other = config.get("attention_other_setting") or {}
     n_local = config.get("num_sliding_attention_heads") or other.get("num_attention_heads") or n
-    kinds_of_layers = {"full_attention": ROTATED_PART, "sliding_attention": 1.0}
-    for kind, expected in kinds_of_layers.items():
+    for kind, expected in (("full_attention", ROTATED_PART), ("sliding_attention", 1.0)):
         part = (rope.get(kind) or {}).get("partial_rotary_factor", 1.0)
         if part != expected:
             raise ModelError(
