@@ -67,8 +67,9 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
     writer = threading.Thread(target=lambda: open(path, "wb").close(), daemon=True)
     writer.start()
     yield path
-    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    writer.join()
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    writer.join()  # the reader stays open: the writer may have yet to open the pipe
+    os.close(reader)
 
 
 def test_named_pipes_are_refused_but_not_pipes_that_are_open(pipe: Path) -> None:
