@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,12 +65,13 @@ def check_is_new(path: Path, sources: Iterable[Path] = ()) -> None:
     ``sources``: input files, which the new file must not replace.
     """
     try:
-        if path.is_dir():
-            raise OutputError(f"{path_text(path)} is a folder: name a file in it")
-        if not path.exists():
-            return
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return
     except OSError as error:  # the name is too long
         raise OutputError(f"{path_text(path)} cannot be written ({error.strerror}): choose another name") from None
+    if stat.S_ISDIR(mode):
+        raise OutputError(f"{path_text(path)} is a folder: name a file in it")
     if any(source.samefile(path) for source in sources):
         raise UsageError(f"{path_text(path)} is the model itself: choose another name for the new file")
     raise OutputError(f"{path_text(path)} already exists: choose another name, or remove it first")
