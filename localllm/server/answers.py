@@ -95,10 +95,7 @@ class ThinkingFields(msgspec.Struct):
         reasoning, thinking = self.reasoning, self.thinking
         switch = thinking.type if isinstance(thinking, Thinking) else thinking
         efforts: list[bool | str | None] = [self.think, switch]
-        if isinstance(reasoning, Reasoning):
-            efforts += [reasoning.effort, reasoning.enabled]
-        else:
-            efforts.append(reasoning)
+        efforts += [reasoning.effort, reasoning.enabled] if isinstance(reasoning, Reasoning) else [reasoning]
         variables: dict[str, Any] = {}
         for effort in (*efforts, self.reasoning_effort, self.enable_thinking):
             if isinstance(effort, bool):
@@ -190,6 +187,20 @@ class GenerationFields(_Options):
             tells_timings=self.timings_per_token,
             **more,
         )
+
+    def chat_job(
+        self,
+        options: dict[str, Any],
+        messages: list[Message],
+        tools: Tools | None,
+        choice: object,
+        goes_on: bool | None = None,
+        **more: Any,
+    ) -> GenerationJob:
+        """Return the job of a chat.  ``goes_on``: see `split_reply_start`."""
+        messages, reply_start = split_reply_start(messages, goes_on)
+        more |= offer_tools(options, tools, choice)
+        return self.job(options, messages=messages, reply_start=reply_start, **more)
 
 
 @dataclass(frozen=True)
@@ -461,9 +472,13 @@ class PromptObject(msgspec.Struct):
     multimodal_data: list[str] = []
     content: list[dict[str, Any]] | None = None
 
-    @property
-    def text(self) -> str:
-        """Return the prompt's text.  Rejects images and audio."""
+    def prompt(self, may_see: bool) -> str | MediaPrompt:
+        """Return the prompt.  Rejects images and audio unless ``may_see``."""
+        if may_see and self.multimodal_data:
+            names = [f"multimodal_data[{i}]" for i in range(len(self.multimodal_data))]
+            files = list(map(decoded, self.multimodal_data, names))
+            media = (Media(file, where=name, kind=kind_of(file)) for file, name in zip(files, names, strict=True))
+            return MediaPrompt(self.prompt_string or "", tuple(media))
         parts = self.content or ()
         if self.multimodal_data or any(not isinstance(part.get("text"), str) for part in parts):
             raise HTTPError(400, "a prompt has images or audio, but this endpoint accepts only text")
@@ -478,18 +493,10 @@ Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 def prompts_of(value: Prompts, *, may_see: bool = False) -> list[Any]:
     """Return the prompts of a field; each is a `Prompt` or a `MediaPrompt`."""
-    if isinstance(value, list) and any(isinstance(item, int) for item in value):
-        return [[_plain_prompt(item, False) if isinstance(item, PromptObject) else item for item in value]]
-    prompts: list[Any] = value if isinstance(value, list) else [value]
-    return [_plain_prompt(prompt, may_see) if isinstance(prompt, PromptObject) else prompt for prompt in prompts]
-
-
-def _plain_prompt(prompt: PromptObject, may_see: bool) -> str | MediaPrompt:
-    if not (may_see and prompt.multimodal_data):
-        return prompt.text
-    files = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(prompt.multimodal_data))
-    media = (Media(file, where=f"multimodal_data[{i}]", kind=kind_of(file)) for i, file in enumerate(files))
-    return MediaPrompt(prompt.prompt_string or "", tuple(media))
+    is_ids = isinstance(value, list) and any(isinstance(item, int) for item in value)
+    items = value if isinstance(value, list) else [value]
+    prompts = [item.prompt(may_see and not is_ids) if isinstance(item, PromptObject) else item for item in items]
+    return [prompts] if is_ids else prompts
 
 
 def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:

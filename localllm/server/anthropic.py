@@ -21,8 +21,6 @@ from localllm.server.answers import (
     PendingReplies,
     Reply,
     constrain,
-    offer_tools,
-    split_reply_start,
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
@@ -79,15 +77,9 @@ def _job(body: MessagesRequest) -> GenerationJob:
         if tool.input_schema is not None
     ]
     hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
-    messages, reply_start = split_reply_start(_messages(body))
-    return body.job(
-        options,
-        messages=messages,
-        reply_start=reply_start,
-        **offer_tools(options, tools, body.tool_choice),
-        one_call=bool((body.tool_choice or {}).get("disable_parallel_tool_use")),
-        hosted_tools=hosted,
-    )
+    one_call = bool((body.tool_choice or {}).get("disable_parallel_tool_use"))
+    messages = _messages(body)
+    return body.chat_job(options, messages, tools, body.tool_choice, hosted_tools=hosted, one_call=one_call)
 
 
 def _messages(body: MessagesRequest) -> list[Message]:

@@ -36,7 +36,7 @@ class ReplyWriter(Generic[_Body]):
 
     @property
     def is_long(self) -> bool:
-        """Whether the start, the end of a reply, and the answer are so long that a thread writes them."""
+        """Whether a thread writes the start, the last event of each reply, and the answer."""
         return "logprobs" in self.pending.job.options
 
     async def prepare(self, request: Request, dispatcher: Dispatcher) -> None:

@@ -31,9 +31,7 @@ from localllm.server.answers import (
     constrain_to_format,
     infill_tokens,
     join_prompt,
-    offer_tools,
     prompts_of,
-    split_reply_start,
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
@@ -93,15 +91,9 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
         raise HTTPError(400, "continue_final_message and add_generation_prompt contradict each other: leave one out")
     if goes_on is None and body.add_generation_prompt:
         goes_on = False
-    messages, reply_start = split_reply_start(read_messages(body.messages), goes_on)
-    return body.job(
-        options,
-        messages=messages,
-        reply_start=reply_start,
-        **offer_tools(options, body.tools, body.tool_choice),
-        n=1 if body.n is None else body.n,
-        one_call=body.parallel_tool_calls is False,
-    )
+    n, one_call = 1 if body.n is None else body.n, body.parallel_tool_calls is False
+    messages = read_messages(body.messages)
+    return body.chat_job(options, messages, body.tools, body.tool_choice, goes_on, n=n, one_call=one_call)
 
 
 # -- Parts of responses --------------------------------------------------------------------------------------------

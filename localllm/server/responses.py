@@ -29,8 +29,6 @@ from localllm.server.answers import (
     PendingReplies,
     Reply,
     constrain_to_format,
-    offer_tools,
-    split_reply_start,
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
@@ -92,17 +90,11 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a string, a list of items, or previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
-    messages, reply_start = split_reply_start([*before, *_messages(items)])
+    messages = [*before, *_messages(items)]
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
-    return body.job(
-        options,
-        messages=messages,
-        reply_start=reply_start,
-        **offer_tools(options, tools, body.tool_choice),
-        hosted_tools=hosted,
-        one_call=body.parallel_tool_calls is False,
-    )
+    one_call = body.parallel_tool_calls is False
+    return body.chat_job(options, messages, tools, body.tool_choice, hosted_tools=hosted, one_call=one_call)
 
 
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
