@@ -23,7 +23,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm.chat.conversation import read_messages
-from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, OutputError, PromptCacheError, path_text
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
@@ -202,7 +201,9 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
             continue
         n_waiting, per_step = 0 if llm is None else llm.n_waiting, counts.in_steps / (counts.steps or 1)
         counts = replace(counts)  # the engine's thread keeps counting
-        rates, served.told_counts = _rates(served.told_counts, counts), counts
+        new, served.told_counts = counts.since(served.told_counts), counts
+        # The first token of each reply has no share in the seconds of decoding.
+        prompt_rate, reply_rate = new.prompt_tokens / (new.prefill_s or 1), new.decode_tokens / (new.decode_s or 1)
         for name, help, value in (
             ("llamacpp:prompt_tokens_total", "prompt tokens evaluated", counts.prompt_tokens),
             ("llamacpp:prompt_tokens_cached_total", "prompt tokens found in the cache", counts.cached_tokens),
@@ -215,8 +216,8 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
             ("llamacpp:spec_decode_num_draft_tokens_total", "tokens drafted", counts.drafted),
             ("llamacpp:spec_decode_num_accepted_tokens_total", "drafted tokens accepted", counts.accepted),
             ("llamacpp:n_busy_slots_per_decode", "requests in a step", per_step),
-            ("llamacpp:prompt_tokens_seconds", f"prompt tokens per second {_SINCE}", rates[0]),
-            ("llamacpp:predicted_tokens_seconds", f"tokens generated per second {_SINCE}", rates[1]),
+            ("llamacpp:prompt_tokens_seconds", f"prompt tokens per second {_SINCE}", prompt_rate),
+            ("llamacpp:predicted_tokens_seconds", f"tokens generated per second {_SINCE}", reply_rate),
             ("llamacpp:requests_processing", "requests running", counts.running),
             ("llamacpp:requests_deferred", "requests queued", n_waiting),
             ("localllm_step_seconds_total", "seconds of steps", counts.step_s),
@@ -232,15 +233,6 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
     started = str(int(psutil.Process().create_time())).encode()
     response.raw_headers.append((b"Process-Start-Time-Unix", started))  # the spelling that llama.cpp's clients read
     return response
-
-
-def _rates(before: Counts, now: Counts) -> tuple[float, float]:
-    """Return prompt tokens per second, and generated tokens per second without the first token of each reply."""
-    if now.steps < before.steps:  # the model was loaded again
-        before = Counts()
-    prompt_s, decode_s = now.prefill_s - before.prefill_s, now.decode_s - before.decode_s
-    prompt_tokens, decode_tokens = now.prompt_tokens - before.prompt_tokens, now.decode_tokens - before.decode_tokens
-    return prompt_tokens / (prompt_s or 1), decode_tokens / (decode_s or 1)
 
 
 # -- Tokens --------------------------------------------------------------------------------------------------------
