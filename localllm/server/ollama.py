@@ -86,8 +86,7 @@ async def chat(request: Request, dispatcher: Dispatcher, body: OllamaRequest) ->
 
 
 def _chat_job(body: OllamaRequest) -> GenerationJob:
-    messages = [_message(number, message) for number, message in enumerate(body.messages or ())]
-    messages, reply_start = split_reply_start(messages)
+    messages, reply_start = split_reply_start([_message(*numbered) for numbered in enumerate(body.messages)])
     return _job(body, messages=messages, reply_start=reply_start)
 
 
