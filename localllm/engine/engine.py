@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import takewhile
 from typing import Never, TypeAlias, TypeVar
@@ -88,6 +88,13 @@ class Counts:
     drafted: int = 0
     accepted: int = 0
     experts: ExpertReads | None = None  # reads of experts that stay in the file
+
+    def since(self, before: Counts) -> Counts:
+        """Return the increase of the counters; all counters if the engine was started again after ``before``."""
+        if self.steps < before.steps:
+            return self
+        names = [field.name for field in fields(self) if field.name != "experts"]
+        return Counts(**{name: getattr(self, name) - getattr(before, name) for name in names})
 
 
 class Engine:

@@ -449,20 +449,10 @@ class Sampling(_Checked):
     )
     top_k: int = _setting(40, _whole(0), "sample from the N likeliest tokens; 0 is off", "--", "Top k", key="top_k")
     top_p: float = _setting(
-        0.95,
-        _PROBABILITY,
-        "the likeliest tokens of this total; 1 is off",
-        "--",
-        "Top p",
-        key="top_p",
+        0.95, _PROBABILITY, "the likeliest tokens of this total; 1 is off", "--", "Top p", key="top_p"
     )
     min_p: float = _setting(
-        0.05,
-        _PROBABILITY,
-        "minimum relative to the likeliest token; 0 is off",
-        "--",
-        "Min p",
-        key="min_p",
+        0.05, _PROBABILITY, "minimum relative to the likeliest token; 0 is off", "--", "Min p", key="min_p"
     )
     top_n_sigma: float = _setting(
         0.0,

@@ -3,8 +3,10 @@
 `localllm.server.app.make_app` creates it.  A request passes through these modules:
 
     http.Guard          checks Host, Origin, key and size
+    app, bodies         select the handler, and convert the body to a struct
     openai, anthropic,
-    ollama, llamacpp    convert the API's JSON to a `GenerationJob`, and `PendingReplies` to the API's JSON
+    ollama, llamacpp    convert the struct to a `GenerationJob`, and replies to the API's JSON by a `ReplyWriter`
+    endpoint            performs the steps that these APIs share
     dispatcher          converts a `GenerationJob` to streams of a model, and starts `PendingReplies`
     models              selects the model, and loads it at the first request
 

@@ -7,10 +7,9 @@ or complete `Reply` objects.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -33,8 +32,8 @@ from localllm.sampling import Choice
 from localllm.server.http import HTTPError
 from localllm.server.models import ServedModel
 
-#: Limits of a request: replies, stop strings, and characters per stop string.
-MAX_REPLIES, MAX_STOPS, MAX_STOP_LENGTH = 64, 32, 1000
+#: Limits of a request: replies, stop strings, characters per stop string, and likeliest tokens per position.
+MAX_REPLIES, MAX_STOPS, MAX_STOP_LENGTH, MAX_LOGPROBS = 64, 32, 1000, 100
 
 #: Tokens that precede the prefix, suffix and middle, for models that fill in the middle.
 _FILL_IN = (
@@ -96,10 +95,7 @@ class ThinkingFields(msgspec.Struct):
         reasoning, thinking = self.reasoning, self.thinking
         switch = thinking.type if isinstance(thinking, Thinking) else thinking
         efforts: list[bool | str | None] = [self.think, switch]
-        if isinstance(reasoning, Reasoning):
-            efforts += [reasoning.effort, reasoning.enabled]
-        else:
-            efforts.append(reasoning)
+        efforts += [reasoning.effort, reasoning.enabled] if isinstance(reasoning, Reasoning) else [reasoning]
         variables: dict[str, Any] = {}
         for effort in (*efforts, self.reasoning_effort, self.enable_thinking):
             if isinstance(effort, bool):
@@ -154,7 +150,10 @@ class GenerationFields(_Options):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    def options(self, **more: Any) -> dict[str, Any]:
+    def options(self, logprobs: int | None = None) -> dict[str, Any]:
+        """Return the keywords of `LLM.stream`.  ``logprobs``: number of likeliest tokens per position."""
+        if logprobs is not None and logprobs > MAX_LOGPROBS:
+            raise HTTPError(400, f"at most {MAX_LOGPROBS} likeliest tokens can be listed, not {logprobs}")
         options = {name: value for name, *_ in _OPTIONS if (value := getattr(self, name)) is not None}
         guided = StructuredOutputs(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         constraints = (self.structured_outputs or guided).options()
@@ -175,7 +174,33 @@ class GenerationFields(_Options):
                 raise UsageError(Argument(name), f" has more than {MAX_STOPS} strings, or a string that is too long")
             if name in options:
                 options[name] = values
-        return {**options, **{name: value for name, value in more.items() if value is not None}}
+        return options if logprobs is None else {**options, "logprobs": logprobs}
+
+    def job(self, options: dict[str, Any], **more: Any) -> GenerationJob:
+        """Return a job with ``options``, and with the fields that do not depend on the API."""
+        return GenerationJob(
+            self.model,
+            options,
+            variables=self.template_variables(),
+            stream=self.stream,
+            tells_progress=self.return_progress and self.stream,
+            tells_timings=self.timings_per_token,
+            **more,
+        )
+
+    def chat_job(
+        self,
+        options: dict[str, Any],
+        messages: list[Message],
+        tools: Tools | None,
+        choice: object,
+        goes_on: bool | None = None,
+        **more: Any,
+    ) -> GenerationJob:
+        """Return the job of a chat.  ``goes_on``: see `split_reply_start`."""
+        messages, reply_start = split_reply_start(messages, goes_on)
+        more |= offer_tools(options, tools, choice)
+        return self.job(options, messages=messages, reply_start=reply_start, **more)
 
 
 @dataclass(frozen=True)
@@ -192,6 +217,7 @@ class GenerationJob:
     variables: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     reply_start: Message | None = None  # start of the reply, sent by the client
     n: int = 1  # replies per prompt
+    stream: bool = False  # whether the replies are streamed
     one_call: bool = False  # whether a reply may contain only one call
     special: bool = False  # whether to parse names of control tokens in ``prompts``
     tells_progress: bool = False  # whether events report the progress of the prompt
@@ -219,8 +245,25 @@ class GenerationJob:
             "messages": messages,
             "tools": tools or None,
             "template_variables": self.variables,
-            "reply_prefix": _reply_prefix(self.reply_start, llm, messages, tools, self.variables),
+            "reply_prefix": self._reply_prefix(llm, messages, tools),
         }
+
+    def _reply_prefix(self, llm: LLM, messages: list[Message], tools: Tools) -> str:
+        """Return the start of the reply, formatted to follow the rendered template; empty without ``reply_start``."""
+        if self.reply_start is None:
+            return ""
+        texts = [replace(message, parts=(message.text,)) for message in messages]
+        prompt = self._render(llm, texts, tools or None)
+        return thinking.reply_prefix(prompt, self.reply_start.reasoning, self.reply_start.text)
+
+    def _render(self, llm: LLM, messages: list[Message], tools: Tools | None) -> str:
+        variables: dict[str, Any] = llm.template_variables | checked_variables(self.variables)
+        return llm.chat_template.render(messages, tools=tools, **variables)
+
+    def rendered(self, llm: LLM) -> str:
+        """Return the prompt of a chat."""
+        arguments = self.chat_arguments(llm)
+        return self._render(llm, arguments["messages"], arguments["tools"]) + str(arguments["reply_prefix"])
 
     def prompt_ids(self, llm: LLM) -> list[int]:
         return llm.tokenize_chat(**self.chat_arguments(llm))
@@ -238,6 +281,7 @@ class Reply:
 
     index: int
     is_first: bool = True  # of its prompt
+    chunks: list[Chunk] = field(default_factory=list)  # all events, unless the reply is streamed
     text: str = ""
     thinking: str = ""
     calls: list[ToolCall] = field(default_factory=list)
@@ -278,10 +322,6 @@ class Reply:
 Event = tuple[Reply, Chunk]
 
 
-#: Converts an event to lines of an API's stream.
-Writer = Callable[[Reply, Chunk], Iterable[bytes]]
-
-
 @dataclass(eq=False)
 class PendingReplies:
     """Running replies.  The caller must call `close`, which ends them."""
@@ -295,10 +335,6 @@ class PendingReplies:
     load_s: float  # seconds from ``begun_at`` until the model was loaded
     number: int = field(default_factory=itertools.count(1).__next__)  # counted from the server's start
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.streams[0].usage.prompt_tokens
 
     def prompt_text(self, index: int) -> str:
         """Return the prompt of a reply, including the names of control tokens."""
@@ -366,44 +402,16 @@ class PendingReplies:
             if event.text or event.reasoning or event.call or event.logprobs or event.finish_reason or is_progress:
                 yield reply, event
 
-    async def lines(
-        self,
-        write: Writer,
-        begin: Iterable[bytes] = (),
-        end: Callable[[list[Reply]], Iterable[bytes]] = lambda replies: (),
-    ) -> AsyncIterator[bytes]:
-        """Yield the API's stream: the first lines, the lines of the events, and the last lines."""
-        replies = []
-        for line in begin:
-            yield line
-        async for reply, event in self.events():
-            for line in write(reply, event):
-                yield line
-            if event.finish_reason is not None:
-                replies.append(reply)
-        for line in end(replies):
-            yield line
-
-    async def read(self, write: Callable[[Reply, Chunk], object] = lambda reply, event: None) -> list[Reply]:
-        """Return all complete replies.  ``write`` is called with every event."""
+    async def read(self) -> list[Reply]:
+        """Return all complete replies."""
         for stream in self.streams:
             stream.deliver_at_end()
         replies = []
         async for reply, event in self.events():
-            write(reply, event)
+            reply.chunks.append(event)
             if event.finish_reason is not None:
                 replies.append(reply)
         return sorted(replies, key=lambda reply: reply.index)
-
-
-@contextlib.contextmanager
-def closed_on_error(pending: PendingReplies) -> Iterator[None]:
-    """Close the replies if the block fails."""
-    try:
-        yield
-    except BaseException:
-        pending.close()
-        raise
 
 
 def stopping() -> HTTPError:
@@ -445,18 +453,6 @@ def split_reply_start(messages: list[Message], goes_on: bool | None = None) -> t
     return messages[:-1], last
 
 
-def _reply_prefix(
-    reply_start: Message | None, llm: LLM, messages: list[Message], tools: Tools, request_variables: dict[str, Any]
-) -> str:
-    """Return the start of the reply, formatted to follow the rendered template; empty without ``reply_start``."""
-    if reply_start is None:
-        return ""
-    texts = [replace(message, parts=(message.text,)) for message in messages]
-    variables: dict[str, Any] = llm.template_variables | checked_variables(request_variables)
-    prompt = llm.chat_template.render(texts, tools=tools or None, **variables)
-    return thinking.reply_prefix(prompt, reply_start.reasoning, reply_start.text)
-
-
 @dataclass(frozen=True)
 class MediaPrompt:
     """A prompt whose `localllm.llm.MEDIA` placeholders are replaced by images and audio."""
@@ -476,9 +472,13 @@ class PromptObject(msgspec.Struct):
     multimodal_data: list[str] = []
     content: list[dict[str, Any]] | None = None
 
-    @property
-    def text(self) -> str:
-        """Return the prompt's text.  Rejects images and audio."""
+    def prompt(self, may_see: bool) -> str | MediaPrompt:
+        """Return the prompt.  Rejects images and audio unless ``may_see``."""
+        if may_see and self.multimodal_data:
+            names = [f"multimodal_data[{i}]" for i in range(len(self.multimodal_data))]
+            files = list(map(decoded, self.multimodal_data, names))
+            media = (Media(file, where=name, kind=kind_of(file)) for file, name in zip(files, names, strict=True))
+            return MediaPrompt(self.prompt_string or "", tuple(media))
         parts = self.content or ()
         if self.multimodal_data or any(not isinstance(part.get("text"), str) for part in parts):
             raise HTTPError(400, "a prompt has images or audio, but this endpoint accepts only text")
@@ -493,18 +493,10 @@ Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 def prompts_of(value: Prompts, *, may_see: bool = False) -> list[Any]:
     """Return the prompts of a field; each is a `Prompt` or a `MediaPrompt`."""
-    if isinstance(value, list) and any(isinstance(item, int) for item in value):
-        return [[_plain_prompt(item, False) if isinstance(item, PromptObject) else item for item in value]]
-    prompts: list[Any] = value if isinstance(value, list) else [value]
-    return [_plain_prompt(prompt, may_see) if isinstance(prompt, PromptObject) else prompt for prompt in prompts]
-
-
-def _plain_prompt(prompt: PromptObject, may_see: bool) -> str | MediaPrompt:
-    if not (may_see and prompt.multimodal_data):
-        return prompt.text
-    files = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(prompt.multimodal_data))
-    media = (Media(file, where=f"multimodal_data[{i}]", kind=kind_of(file)) for i, file in enumerate(files))
-    return MediaPrompt(prompt.prompt_string or "", tuple(media))
+    is_ids = isinstance(value, list) and any(isinstance(item, int) for item in value)
+    items = value if isinstance(value, list) else [value]
+    prompts = [item.prompt(may_see and not is_ids) if isinstance(item, PromptObject) else item for item in items]
+    return [prompts] if is_ids else prompts
 
 
 def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:

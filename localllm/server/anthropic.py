@@ -5,8 +5,6 @@ Source: https://docs.anthropic.com/en/api/messages.
 
 from __future__ import annotations
 
-from contextlib import closing
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,12 +21,10 @@ from localllm.server.answers import (
     PendingReplies,
     Reply,
     constrain,
-    offer_tools,
-    split_reply_start,
 )
-from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
+from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
+from localllm.server.http import HTTPError, event, json_response
 from localllm.server.openai import new_id, warnings_json
 
 
@@ -58,6 +54,10 @@ class MessagesRequest(GenerationFields, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
+    def template_variables(self) -> dict[str, Any]:
+        effort = None if self.output_config is None else self.output_config.effort
+        return {**({} if effort is None else {"reasoning_effort": effort}), **super().template_variables()}
+
 
 def _job(body: MessagesRequest) -> GenerationJob:
     options, config = body.options(), body.output_config or OutputConfig()
@@ -77,12 +77,9 @@ def _job(body: MessagesRequest) -> GenerationJob:
         if tool.input_schema is not None
     ]
     hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
-    effort: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
-    variables = effort | body.template_variables()
-    messages, reply_start = split_reply_start(_messages(body))
-    more = offer_tools(options, tools, body.tool_choice)
-    more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use")), "hosted_tools": hosted}
-    return GenerationJob(body.model, options, messages=messages, variables=variables, reply_start=reply_start, **more)
+    one_call = bool((body.tool_choice or {}).get("disable_parallel_tool_use"))
+    messages = _messages(body)
+    return body.chat_job(options, messages, tools, body.tool_choice, hosted_tools=hosted, one_call=one_call)
 
 
 def _messages(body: MessagesRequest) -> list[Message]:
@@ -136,38 +133,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _head(pending: PendingReplies) -> dict[str, Any]:
-    return {
-        "id": new_id("msg_"),
-        "type": "message",
-        "role": "assistant",
-        "model": pending.served.name,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": _usage(Usage(pending.prompt_tokens, 0, 0)),
-    }
-
-
-async def messages(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, MessagesRequest)
-    if body.max_tokens is None:
-        raise HTTPError(400, "max_tokens is missing: set the maximum number of tokens of the reply")
-    pending = await dispatcher.begin(await dispatcher.read(request, _job, body), request)
-    writer = _MessageWriter()
-    if body.stream:
-        return EventStream(
-            pending.lines(writer.lines, [_line("message_start", message=_head(pending))]),
-            pending.close,
-            path=request.url.path,
-            encode_error=partial(event, name="error"),
-            ping=event({"type": "ping"}, "ping"),
-        )
-    with closing(pending):
-        (reply,) = await cancel_on_disconnect(request, pending.read(writer.lines))
-    return json_response({**_head(pending), "content": writer.content, **_end(reply), "usage": _usage(reply.usage)})
-
-
 def _line(event_type: str, **fields: Any) -> bytes:
     return event({"type": event_type, **fields}, event_type)
 
@@ -183,20 +148,45 @@ def _end(reply: Reply) -> dict[str, Any]:
     }
 
 
-class _MessageWriter:
+class _MessageWriter(ReplyWriter[MessagesRequest]):
     """Builds the blocks of a message, and the lines of its stream."""
 
-    def __init__(self) -> None:
-        self.content: list[dict[str, Any]] = []
+    ping = event({"type": "ping"}, "ping")
+
+    def __init__(self, pending: PendingReplies, body: MessagesRequest) -> None:
+        super().__init__(pending, body)
+        self._blocks: list[dict[str, Any]] = []
+        self._message: dict[str, Any] = {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": pending.served.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(Usage(pending.streams[0].usage.prompt_tokens, 0, 0)),
+        }
+
+    def begin(self) -> list[bytes]:
+        return [_line("message_start", message=self._message)]
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return event(body, "error")
+
+    def answer(self, replies: list[Reply]) -> Response:
+        (reply,) = replies
+        for chunk in reply.chunks:
+            self.lines(reply, chunk)
+        return json_response({**self._message, "content": self._blocks, **_end(reply), "usage": _usage(reply.usage)})
 
     def lines(self, reply: Reply, chunk: Chunk) -> list[bytes]:
         if chunk.finish_reason is not None:
-            last = self._begin({"type": "text", "text": ""}) if not self.content else []
+            last = self._begin({"type": "text", "text": ""}) if not self._blocks else []
             end = _line("message_delta", delta=_end(reply), usage=_usage(reply.usage))
             return [*last, *self._end(), end, _line("message_stop")]
         call = chunk.call
         if isinstance(call, ToolCall):
-            self.content[-1]["input"] = call.values
+            self._blocks[-1]["input"] = call.values
             return []
         if isinstance(call, CallDelta):
             if call.begins:
@@ -207,27 +197,30 @@ class _MessageWriter:
         if not text:
             return []
         start_lines = []
-        if not self.content or self.content[-1]["type"] != block_type:
-            start_lines = self._begin(
-                {"type": block_type, block_type: "", **({"signature": ""} if block_type == "thinking" else {})}
-            )
-        self.content[-1][block_type] += text
+        if not self._blocks or self._blocks[-1]["type"] != block_type:
+            signature = {"signature": ""} if block_type == "thinking" else {}
+            start_lines = self._begin({"type": block_type, block_type: "", **signature})
+        self._blocks[-1][block_type] += text
         return [*start_lines, *self._delta(f"{block_type}_delta", block_type, text)]
 
     def _begin(self, block: dict[str, Any]) -> list[bytes]:
         end_lines = self._end()
-        self.content.append(block)
-        return [*end_lines, _line("content_block_start", index=len(self.content) - 1, content_block=block)]
+        self._blocks.append(block)
+        return [*end_lines, _line("content_block_start", index=len(self._blocks) - 1, content_block=block)]
 
     def _delta(self, delta_type: str, name: str, text: str) -> list[bytes]:
         delta = {"type": delta_type, name: text}
-        return [_line("content_block_delta", index=len(self.content) - 1, delta=delta)]
+        return [_line("content_block_delta", index=len(self._blocks) - 1, delta=delta)]
 
     def _end(self) -> list[bytes]:
-        return [_line("content_block_stop", index=len(self.content) - 1)] if self.content else []
+        return [_line("content_block_stop", index=len(self._blocks) - 1)] if self._blocks else []
 
 
-async def count_tokens(request: Request, dispatcher: Dispatcher) -> Response:
-    job = await dispatcher.read(request, _job, await decode(request, MessagesRequest))
-    n_tokens = len(await dispatcher.with_chat(request, job, GenerationJob.prompt_ids))
-    return json_response({"input_tokens": n_tokens})
+async def messages(request: Request, dispatcher: Dispatcher, body: MessagesRequest) -> Response:
+    if body.max_tokens is None:
+        raise HTTPError(400, "max_tokens is missing: set the maximum number of tokens of the reply")
+    return await respond(request, dispatcher, body, _job, _MessageWriter)
+
+
+async def count_tokens(request: Request, dispatcher: Dispatcher, body: MessagesRequest) -> Response:
+    return json_response({"input_tokens": await n_input_tokens(request, dispatcher, body, _job)})

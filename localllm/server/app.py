@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from localllm.errors import LocalLLMError
 from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses, transcriptions
 from localllm.server.answers import LoraScale
+from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
@@ -26,7 +27,8 @@ from localllm.server.page import page
 from localllm.server.response_store import ResponseStore
 from localllm.version import __version__
 
-_Endpoint = Callable[[Request, Dispatcher], Awaitable[Response]]
+#: Called with the request, the dispatcher, and the body if the endpoint reads one.
+_Endpoint = Callable[..., Awaitable[Response]]
 
 
 async def _root(request: Request, dispatcher: Dispatcher) -> Response:
@@ -129,15 +131,17 @@ def description() -> dict[str, Any]:
 @dataclass
 class _Path:
     dispatcher: Dispatcher
-    endpoints: dict[str, _Endpoint] = field(default_factory=dict)
+    endpoints: dict[str, tuple[_Endpoint, Any]] = field(default_factory=dict)  # with the type of the body, by method
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self.endpoints.get("GET" if scope["method"] == "HEAD" else scope["method"])
-        if endpoint is None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        if method not in self.endpoints:
             allow = ", ".join(self.endpoints)
             raise HTTPError(405, f"{scope['path']:.80} takes {allow}, not {scope['method']:.20}", allow=allow)
-        scope["state"]["read_long"] = self.dispatcher.read_body
-        response = await endpoint(Request(scope, receive, send), self.dispatcher)
+        endpoint, body_type = self.endpoints[method]
+        request = Request(scope, receive, send)
+        bodies = [] if body_type is None else [await decode(request, body_type, self.dispatcher.read_body)]
+        response = await endpoint(request, self.dispatcher, *bodies)
         await response(scope, receive, send)
 
 
@@ -157,10 +161,10 @@ class App:
         self.models.describe = llamacpp.described
         self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder))
         paths: dict[str, _Path] = {}
-        for method, names, endpoint, _ in _ENDPOINTS:
+        for method, names, endpoint, body_type in _ENDPOINTS:
             for name in names:
-                is_there = self.has_slots or name != "/slots"
-                paths.setdefault(name, _Path(self.dispatcher)).endpoints[method] = endpoint if is_there else _left_out
+                row = (endpoint, body_type) if self.has_slots or name != "/slots" else (_left_out, None)
+                paths.setdefault(name, _Path(self.dispatcher)).endpoints[method] = row
         routes = [Route(name, path) for name, path in paths.items()]
         router = Router(routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
         self.asgi = Guard(router, self.limits, self.models.log)

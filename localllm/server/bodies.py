@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from email.parser import BytesHeaderParser, HeaderParser
 from functools import cache
 from itertools import chain, repeat
@@ -37,10 +37,10 @@ MAX_PARTS, MAX_HEADER = 100, 2048
 _CHUNK = 1 << 20
 
 
-async def decode(request: Request, body_type: type[_T]) -> _T:
+async def decode(request: Request, body_type: type[_T], read_long: Callable[..., Awaitable[Any]]) -> _T:
     """Return a request's body as ``body_type``, read by `tolerant`: JSON, or a form.  An empty body is ``{}``.
 
-    Long bodies, forms and compressed bodies are read in another thread.
+    ``read_long`` calls functions with long bodies, forms and compressed bodies in another thread.
     """
     body, form = await request.body(), request.headers.get("content-type", "")
     if not (is_form := form.lower().startswith("multipart/form-data")):
@@ -51,7 +51,7 @@ async def decode(request: Request, body_type: type[_T]) -> _T:
     request.state.fields = _field_names(body_type)  # type: ignore[arg-type]  # a class can be hashed
 
     async def read(work: Callable[..., Any], *args: Any) -> Any:
-        return await request.state.read_long(request, _with_pause, work, *args) if is_long else work(*args)
+        return await read_long(request, _with_pause, work, *args) if is_long else work(*args)
 
     try:
         value, n_bytes = await read(_decoded, body, packing, request.state.max_body, form)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -31,9 +31,7 @@ from localllm.server.answers import (
 )
 from localllm.server.http import LONG_REQUEST, HTTPError, cancel_on_disconnect
 from localllm.server.models import Models, ServedModel
-
-if TYPE_CHECKING:
-    from localllm.server.response_store import ResponseStore
+from localllm.server.response_store import ResponseStore
 
 _T = TypeVar("_T")
 
@@ -81,10 +79,9 @@ class Dispatcher:
         # Tokenizing a prompt and rendering a template must not block the event loop.  Longer work, such as embedding
         # many texts, has separate threads, so that chats do not wait for it.  Long requests have only two threads,
         # because more threads would compete with the decoding threads for the cores.
-        self._threads = ThreadPoolExecutor(4, "localllm-prompt")
-        self._model_threads = ThreadPoolExecutor(4, "localllm-model")
-        self._long_threads = ThreadPoolExecutor(2, "localllm-long")
-        self._body_thread = ThreadPoolExecutor(1, "localllm-body")
+        sizes = {"prompt": 4, "model": 4, "long": 2, "body": 1, "reply": 4}
+        self._pools = [ThreadPoolExecutor(n, f"localllm-{name}") for name, n in sizes.items()]
+        self._threads, self._model_threads, self._long_threads, self._body_thread, self._reply_threads = self._pools
         # Running work, and whether it may finish when the server stops
         self._works: dict[asyncio.Future[Any], bool] = {}
 
@@ -108,8 +105,8 @@ class Dispatcher:
             served, llm = await self.models.acquire(job.model)
             load_s = time.perf_counter() - began
             try:
-                threads = self._threads_for(request, self._threads)
-                streams = await self._run(request, threads, _submit, job.with_system(served.system), llm, client)
+                threads, chat = self._threads_for(request, self._threads), job.with_system(served.preset.system)
+                streams = await self._run(request, threads, _submit, chat, llm, client)
                 break
             except ClosedError:  # the model was unloaded before the call
                 self.models.release(served)
@@ -122,7 +119,7 @@ class Dispatcher:
         self.active[pending.number] = pending
         return pending
 
-    async def with_model(self, request: Request, name: str | None, work: Callable[[LLM], Any]) -> Any:
+    async def with_model(self, request: Request, name: str | None, work: Callable[[LLM], _T]) -> _T:
         """Calls ``work`` with a model in another thread, and returns the result."""
         served, llm = await self.models.acquire(name)
         try:
@@ -131,9 +128,9 @@ class Dispatcher:
         finally:
             self.models.release(served)
 
-    async def with_chat(self, request: Request, job: GenerationJob, work: Callable[[GenerationJob, LLM], Any]) -> Any:
+    async def with_chat(self, request: Request, job: GenerationJob, work: Callable[[GenerationJob, LLM], _T]) -> _T:
         """Calls ``work`` with a chat and its model in another thread, and returns the result."""
-        job = job.with_system(self.models.find(job.model).system)
+        job = job.with_system(self.models.find(job.model).preset.system)
         return await self.with_model(request, job.model, partial(work, job))
 
     async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
@@ -142,9 +139,12 @@ class Dispatcher:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
 
-    async def convert(self, request: Request, work: Callable[[], _T]) -> _T:
-        """Call ``work``, which converts a long reply to JSON, in another thread."""
-        return await self._run(request, self._model_threads, work, may_finish=True)
+    async def convert(self, request: Request | None, work: Callable[..., _T], *args: Any) -> _T:
+        """Call ``work``, which converts or stores a long reply, in another thread.
+
+        ``request``: cancels the work if its client disconnects.  None: the caller detects this.
+        """
+        return await self._run(request, self._reply_threads, work, *args, may_finish=True)
 
     async def read_body(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
         """Call ``work`` with a long body in another thread, which reads one body at a time."""
@@ -155,7 +155,7 @@ class Dispatcher:
 
     async def _run(
         self,
-        request: Request,
+        request: Request | None,
         threads: ThreadPoolExecutor,
         work: Callable[..., _T],
         *args: Any,
@@ -177,7 +177,7 @@ class Dispatcher:
         future = asyncio.get_running_loop().run_in_executor(threads, call)
         self._works[future] = may_finish
         try:
-            return await cancel_on_disconnect(request, future)
+            return await (future if request is None else cancel_on_disconnect(request, future))
         except asyncio.CancelledError:
             if self.is_cut or (self.is_stopping and not may_finish):
                 raise stopping() from None
@@ -198,7 +198,7 @@ class Dispatcher:
                 future.cancel()
 
     def close(self) -> None:
-        for threads in (self._threads, self._model_threads, self._long_threads, self._body_thread):
+        for threads in self._pools:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, pending: PendingReplies) -> None:

@@ -15,9 +15,8 @@ from starlette.responses import Response
 
 from localllm.llm import LLM
 from localllm.server.answers import Prompt, Prompts, join_prompt, prompts_of
-from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import HTTPError, cancel_on_disconnect, json_response
+from localllm.server.http import HTTPError, json_response
 
 
 class EmbeddingsRequest(msgspec.Struct):
@@ -79,16 +78,12 @@ async def _in_steps(
     work: Callable[[list[Any], LLM], tuple[Any, int]],
 ) -> tuple[list[Any], int]:
     """Calls ``work`` with batches of texts, and returns all results and the number of tokens."""
-
-    async def steps() -> tuple[list[Any], int]:
-        rows, n_tokens = [], 0
-        for i in range(0, max(1, len(texts)), _AT_ONCE):
-            more, n = await dispatcher.with_model(request, model, partial(work, texts[i : i + _AT_ONCE]))
-            rows += list(more)
-            n_tokens += n
-        return rows, n_tokens
-
-    return await cancel_on_disconnect(request, steps())
+    rows, n_tokens = [], 0
+    for i in range(0, max(1, len(texts)), _AT_ONCE):
+        batch, n = await dispatcher.with_model(request, model, partial(work, texts[i : i + _AT_ONCE]))
+        rows += batch
+        n_tokens += n
+    return rows, n_tokens
 
 
 def _array(values: NDArray[np.float32]) -> msgspec.Raw:
@@ -134,20 +129,18 @@ def _about(dispatcher: Dispatcher, name: str | None, n_tokens: int) -> dict[str,
     return {"model": dispatcher.models.find(name).name, "usage": usage}
 
 
-async def openai(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, EmbeddingsRequest)
+async def openai(request: Request, dispatcher: Dispatcher, body: EmbeddingsRequest) -> Response:
     write = _base64 if body.encoding_format == "base64" else _array
     vectors, n_tokens = await _vectors(request, dispatcher, body, write=write)
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
     return json_response({"object": "list", "data": data, **_about(dispatcher, body.model, n_tokens)})
 
 
-async def llamacpp(request: Request, dispatcher: Dispatcher) -> Response:
+async def llamacpp(request: Request, dispatcher: Dispatcher, body: EmbeddingsRequest) -> Response:
     """Return vectors in llama.cpp's format.
 
     For a model of late interaction these are unnormalized token vectors, as with llama-server's ``--pooling none``.
     """
-    body = await decode(request, EmbeddingsRequest)
 
     def write(vector: NDArray[np.float32]) -> msgspec.Raw:
         return _array(np.atleast_2d(vector))
@@ -156,8 +149,7 @@ async def llamacpp(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response([{"index": i, "embedding": vector} for i, vector in enumerate(vectors)])
 
 
-async def vllm(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, PoolingRequest)
+async def vllm(request: Request, dispatcher: Dispatcher, body: PoolingRequest) -> Response:
     per_token = None if body.task is None else body.task == "token_embed"
     vectors, n_tokens = await _vectors(request, dispatcher, body, per_token)
     data = [{"index": i, "object": "pooling", "data": vector} for i, vector in enumerate(vectors)]
@@ -165,9 +157,8 @@ async def vllm(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response({**head, "data": data})
 
 
-async def ollama(request: Request, dispatcher: Dispatcher) -> Response:
+async def ollama(request: Request, dispatcher: Dispatcher, body: OllamaEmbedRequest) -> Response:
     began = time.perf_counter_ns()
-    body = await decode(request, OllamaEmbedRequest)
     vectors, n_tokens = await _vectors(request, dispatcher, body)
     if request.url.path.endswith("/embeddings"):  # the older path, for a single text
         return json_response({"embedding": vectors[0] if vectors else []})
@@ -176,8 +167,7 @@ async def ollama(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response({"model": model, "embeddings": vectors, **took})
 
 
-async def rerank(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, RerankRequest)
+async def rerank(request: Request, dispatcher: Dispatcher, body: RerankRequest) -> Response:
     documents = body.texts if body.documents is None else body.documents
     if documents is None:
         raise HTTPError(400, "documents is missing: give a list of strings")

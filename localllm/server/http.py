@@ -211,19 +211,11 @@ class EventStream(Response):
     send_timeout_s = 60.0
 
     def __init__(
-        self,
-        pieces: AsyncIterator[bytes],
-        close: Callable[[], object],
-        *,
-        path: str,
-        media_type: str = "text/event-stream",
-        encode_error: Callable[[Any], bytes] | None = None,
-        ping: bytes = b": still at work\n\n",
+        self, pieces: AsyncIterator[bytes], close: Callable[[], object], media_type: str, ping: bytes
     ) -> None:
         super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type)
         del self.headers["content-length"]
         self._pieces, self._close, self._ping = pieces, close, ping
-        self._path, self._encode_error = path, encode_error or event
         self._putting, self._since = False, time.monotonic()  # whether a piece is being sent, and since when
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,16 +239,9 @@ class EventStream(Response):
             self._putting, self._since = False, time.monotonic()
 
         await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self._pieces_or_error():
+        async for piece in self._pieces:
             await put({"type": "http.response.body", "body": piece, "more_body": True})
         await put({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _pieces_or_error(self) -> AsyncIterator[bytes]:
-        try:
-            async for piece in self._pieces:
-                yield piece
-        except Exception as error:
-            yield self._encode_error(HTTPError.of(error).body(self._path))
 
     async def _watch(self, send: Send) -> None:
         """Pings a client during long pauses, and raises TimeoutError if the client does not read.

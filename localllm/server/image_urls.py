@@ -6,7 +6,7 @@ import asyncio
 import base64
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from http.client import HTTPException
 from typing import Any
@@ -24,8 +24,24 @@ Place = tuple[dict[str, Any], str]
 
 
 def image_addresses(body: object) -> list[Place]:
-    """Return the places of URLs of images in a request of any API."""
-    return [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
+    """Return the places of URLs of images in a request of OpenAI's, Anthropic's or another API."""
+    addresses: list[Place] = []
+    pending = [body]
+    while pending:
+        check_cancelled()
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += reversed(node)
+        elif isinstance(node, dict):
+            if node.get("type") not in IMAGE_TYPES:
+                pending += node.values()
+                continue
+            for key in IMAGE_KEYS:
+                image = node.get(key)
+                holder, name = (image, "url") if isinstance(image, dict) else (node, key)
+                if isinstance(holder.get(name), str) and is_web(holder[name]):
+                    addresses.append((holder, name))
+    return addresses
 
 
 async def fetch_images(places: Sequence[Place], hosts: Sequence[str], max_bytes: int) -> None:
@@ -71,22 +87,3 @@ async def _fetched(address: str, max_bytes: int, hosts: Sequence[str], seconds: 
         return await asyncio.wait_for(asyncio.wrap_future(result), max(0.0, seconds))
     finally:
         is_stopped.set()
-
-
-def _places(value: object) -> Iterator[Place]:
-    """Yield the dicts and keys of strings that are images in OpenAI's or Anthropic's API."""
-    pending = [value]
-    while pending:
-        check_cancelled()
-        node = pending.pop()
-        if isinstance(node, list):
-            pending += reversed(node)
-        elif isinstance(node, dict):
-            if node.get("type") not in IMAGE_TYPES:
-                pending += node.values()
-                continue
-            for key in IMAGE_KEYS:
-                image = node.get(key)
-                holder, name = (image, "url") if isinstance(image, dict) else (node, key)
-                if isinstance(holder.get(name), str):
-                    yield holder, name

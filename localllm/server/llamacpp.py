@@ -11,8 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm.chat.conversation import read_messages
-from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, OutputError, PromptCacheError, path_text
 from localllm.generation.completion import Chunk
-from localllm.llm import LLM, checked_variables
+from localllm.llm import LLM
 from localllm.openai_format import token_json
 from localllm.options.declared import Sampling, declared
 from localllm.sampling import Choice
@@ -47,17 +45,11 @@ from localllm.server.answers import (
     prompts_of,
     split_reply_start,
 )
-from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher, adapter_scales
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_list, json_response
+from localllm.server.endpoint import ReplyWriter, respond
+from localllm.server.http import HTTPError, event, json_list, json_response
 from localllm.server.models import ServedModel
-from localllm.server.openai import (
-    checked_logprobs,
-    progress_json,
-    timings_json,
-    timings_so_far,
-    warnings_json,
-)
+from localllm.server.openai import progress_json, timings_json, timings_so_far, warnings_json
 from localllm.tokenizer import Tokenizer
 from localllm.version import __version__
 
@@ -165,10 +157,9 @@ class SlotRequest(msgspec.Struct):
     model: str | None = None
 
 
-async def slot(request: Request, dispatcher: Dispatcher) -> Response:
+async def slot(request: Request, dispatcher: Dispatcher, body: SlotRequest) -> Response:
     """Saves, restores or erases the cache of evaluated prompts.  All slots share one cache."""
-    body, action = await decode(request, SlotRequest), request.query_params.get("action")
-    id_ = request.path_params["id"]
+    action, id_ = request.query_params.get("action"), request.path_params["id"]
     number = int(id_) if id_.isdecimal() and len(id_) < 6 else 0
     if action == "erase":
         await dispatcher.with_model(request, body.model, lambda llm: llm.forget())
@@ -196,68 +187,52 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
     """Return counters in Prometheus' text format.  A model's counters restart at 0 when it is loaded again."""
     rows: dict[str, list[str]] = {}
 
-    def add(name: str, metric_type: str, help: str, value: float, model: str = "") -> None:
+    def add(name: str, help: str, value: float, model: str = "") -> None:
         label = f'{{model="{model}"}}' if model and len(dispatcher.models.served) > 1 else ""
+        metric_type = "counter" if name.endswith(("_total", "_max")) else "gauge"
         head = [f"# HELP {name} {help}", f"# TYPE {name} {metric_type}"]
         rows.setdefault(name, head).append(f"{name}{label} {value:.10g}")
 
     for served in dispatcher.models.served.values():
         llm, label = served.llm, served.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        add("localllm_model_loaded", "gauge", "whether a model is loaded", float(llm is not None), label)
+        add("localllm_model_loaded", "whether a model is loaded", float(llm is not None), label)
         counts = served.last_counts if llm is None else llm.counts
         if counts is None:
             continue
         n_waiting, per_step = 0 if llm is None else llm.n_waiting, counts.in_steps / (counts.steps or 1)
         counts = replace(counts)  # the engine's thread keeps counting
-        rates, served.told_counts = _rates(served.told_counts, counts), counts
-        for name, metric_type, help, value in (
-            ("llamacpp:prompt_tokens_total", "counter", "prompt tokens evaluated", counts.prompt_tokens),
-            (
-                "llamacpp:prompt_tokens_cached_total",
-                "counter",
-                "prompt tokens found in the cache",
-                counts.cached_tokens,
-            ),
-            ("llamacpp:tokens_predicted_total", "counter", "tokens generated", counts.generated_tokens),
-            ("llamacpp:n_decode_total", "counter", "steps", counts.steps),
-            ("llamacpp:prompt_seconds_total", "counter", "seconds of evaluating prompts", counts.prefill_s),
-            ("llamacpp:tokens_predicted_seconds_total", "counter", "seconds of generating", counts.decode_s),
-            ("llamacpp:n_tokens_max", "counter", "tokens of the longest sequence", counts.longest),
-            ("llamacpp:spec_decode_num_drafts_total", "counter", "steps with drafts", counts.draft_steps),
-            ("llamacpp:spec_decode_num_draft_tokens_total", "counter", "tokens drafted", counts.drafted),
-            ("llamacpp:spec_decode_num_accepted_tokens_total", "counter", "drafted tokens accepted", counts.accepted),
-            ("llamacpp:n_busy_slots_per_decode", "gauge", "requests in a step", per_step),
-            ("llamacpp:prompt_tokens_seconds", "gauge", f"prompt tokens per second {_SINCE}", rates[0]),
-            ("llamacpp:predicted_tokens_seconds", "gauge", f"tokens generated per second {_SINCE}", rates[1]),
-            ("llamacpp:requests_processing", "gauge", "requests running", counts.running),
-            ("llamacpp:requests_deferred", "gauge", "requests queued", n_waiting),
-            ("localllm_step_seconds_total", "counter", "seconds of steps", counts.step_s),
-            ("localllm_requests_total", "counter", "requests ended", counts.ended),
-            ("localllm_pictures_encoded_total", "counter", "images and audio clips encoded", counts.encoded),
-            (
-                "localllm_preemptions_total",
-                "counter",
-                "requests preempted because the cache was full",
-                counts.preempted,
-            ),
-            ("localllm_cache_usage_ratio", "gauge", "cache in use", counts.n_pages_used / max(1, counts.n_pages)),
+        new, served.told_counts = counts.since(served.told_counts), counts
+        # The first token of each reply has no share in the seconds of decoding.
+        prompt_rate, reply_rate = new.prompt_tokens / (new.prefill_s or 1), new.decode_tokens / (new.decode_s or 1)
+        for name, help, value in (
+            ("llamacpp:prompt_tokens_total", "prompt tokens evaluated", counts.prompt_tokens),
+            ("llamacpp:prompt_tokens_cached_total", "prompt tokens found in the cache", counts.cached_tokens),
+            ("llamacpp:tokens_predicted_total", "tokens generated", counts.generated_tokens),
+            ("llamacpp:n_decode_total", "steps", counts.steps),
+            ("llamacpp:prompt_seconds_total", "seconds of evaluating prompts", counts.prefill_s),
+            ("llamacpp:tokens_predicted_seconds_total", "seconds of generating", counts.decode_s),
+            ("llamacpp:n_tokens_max", "tokens of the longest sequence", counts.longest),
+            ("llamacpp:spec_decode_num_drafts_total", "steps with drafts", counts.draft_steps),
+            ("llamacpp:spec_decode_num_draft_tokens_total", "tokens drafted", counts.drafted),
+            ("llamacpp:spec_decode_num_accepted_tokens_total", "drafted tokens accepted", counts.accepted),
+            ("llamacpp:n_busy_slots_per_decode", "requests in a step", per_step),
+            ("llamacpp:prompt_tokens_seconds", f"prompt tokens per second {_SINCE}", prompt_rate),
+            ("llamacpp:predicted_tokens_seconds", f"tokens generated per second {_SINCE}", reply_rate),
+            ("llamacpp:requests_processing", "requests running", counts.running),
+            ("llamacpp:requests_deferred", "requests queued", n_waiting),
+            ("localllm_step_seconds_total", "seconds of steps", counts.step_s),
+            ("localllm_requests_total", "requests ended", counts.ended),
+            ("localllm_pictures_encoded_total", "images and audio clips encoded", counts.encoded),
+            ("localllm_preemptions_total", "requests preempted because the cache was full", counts.preempted),
+            ("localllm_cache_usage_ratio", "cache in use", counts.n_pages_used / max(1, counts.n_pages)),
         ):
-            add(name, metric_type, help, value, label)
-    add("localllm_model_loads_total", "counter", "models loaded", dispatcher.models.n_loads)
+            add(name, help, value, label)
+    add("localllm_model_loads_total", "models loaded", dispatcher.models.n_loads)
     text = "".join(f"{line}\n" for lines in rows.values() for line in lines)
     response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
     started = str(int(psutil.Process().create_time())).encode()
     response.raw_headers.append((b"Process-Start-Time-Unix", started))  # the spelling that llama.cpp's clients read
     return response
-
-
-def _rates(before: Counts, now: Counts) -> tuple[float, float]:
-    """Return prompt tokens per second, and generated tokens per second without the first token of each reply."""
-    if now.steps < before.steps:  # the model was loaded again
-        before = Counts()
-    prompt_s, decode_s = now.prefill_s - before.prefill_s, now.decode_s - before.decode_s
-    prompt_tokens, decode_tokens = now.prompt_tokens - before.prompt_tokens, now.decode_tokens - before.decode_tokens
-    return prompt_tokens / (prompt_s or 1), decode_tokens / (decode_s or 1)
 
 
 # -- Tokens --------------------------------------------------------------------------------------------------------
@@ -283,8 +258,7 @@ class TemplateRequest(ThinkingFields, kw_only=True):
     model: str | None = None
 
 
-async def tokenize(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, TokenizeRequest)
+async def tokenize(request: Request, dispatcher: Dispatcher, body: TokenizeRequest) -> Response:
     if len(body.content) > MAX_CONTENT:
         raise HTTPError(
             413, f"content has {len(body.content):,} characters: send up to {MAX_CONTENT:,} in one request"
@@ -308,14 +282,12 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
-async def detokenize(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, DetokenizeRequest)
+async def detokenize(request: Request, dispatcher: Dispatcher, body: DetokenizeRequest) -> Response:
     text = await dispatcher.with_model(request, body.model, lambda llm: llm.detokenize(body.tokens, special=True))
     return json_response({"content": text})
 
 
-async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, TemplateRequest)
+async def apply_template(request: Request, dispatcher: Dispatcher, body: TemplateRequest) -> Response:
     goes_on = None if body.add_generation_prompt else False
     read = partial(read_messages, body.messages)
     messages, reply_start = split_reply_start(await dispatcher.read(request, read), goes_on)
@@ -325,13 +297,7 @@ async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
     tools = offer_tools({}, body.tools, None)
     job = GenerationJob(body.model, {}, messages=messages, variables=variables, reply_start=reply_start, **tools)
 
-    def work(job: GenerationJob, llm: LLM) -> str:
-        arguments = job.chat_arguments(llm)
-        variables: dict[str, Any] = llm.template_variables | checked_variables(arguments["template_variables"])
-        text = llm.chat_template.render(arguments["messages"], tools=arguments["tools"], **variables)
-        return text + str(arguments["reply_prefix"])
-
-    return json_response({"prompt": await dispatcher.with_chat(request, job, work)})
+    return json_response({"prompt": await dispatcher.with_chat(request, job, GenerationJob.rendered)})
 
 
 async def lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
@@ -340,10 +306,10 @@ async def lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response([{"id": i, "path": Path(path).name, "scale": scale} for i, (path, scale) in adapters])
 
 
-async def set_lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
+async def set_lora_adapters(request: Request, dispatcher: Dispatcher, body: list[LoraScale]) -> Response:
     """Sets the adapters' scales for requests without ``lora``."""
     model = _model_of_query(request, dispatcher)
-    model.adapters = adapter_scales(model, await decode(request, list[LoraScale]))
+    model.adapters = adapter_scales(model, body)
     return await lora_adapters(request, dispatcher)
 
 
@@ -373,20 +339,19 @@ class InfillRequest(_CompletionFields, kw_only=True):
     prompt: str | list[int] = ""
 
 
-async def completion(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, LlamaCompletionRequest)
+async def completion(request: Request, dispatcher: Dispatcher, body: LlamaCompletionRequest) -> Response:
     if body.prompt == []:
         raise HTTPError(400, "prompt is an empty list: give a string, or token ids")
     prompts = await dispatcher.read(request, partial(prompts_of, body.prompt, may_see=True))
     return await _complete(request, dispatcher, body, prompts)
 
 
-async def infill(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, InfillRequest)
+async def infill(request: Request, dispatcher: Dispatcher, body: InfillRequest) -> Response:
     prompt = body.prompt if isinstance(body.prompt, str) else ""
     extra = "".join(file.get("text", "") + "\n" for file in body.input_extra or [])
     work = partial(infill_tokens, before=extra + body.input_prefix, after=body.input_suffix, start=prompt)
-    return await _complete(request, dispatcher, body, [await dispatcher.with_model(request, body.model, work)])
+    ids: list[Any] = await dispatcher.with_model(request, body.model, work)
+    return await _complete(request, dispatcher, body, [ids])
 
 
 async def _complete(
@@ -396,34 +361,60 @@ async def _complete(
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")
     if (n_fields := len(body.response_fields or ())) > _MAX_FIELDS:
         raise HTTPError(400, f"response_fields has {n_fields:,} names: send up to {_MAX_FIELDS}")
-    logprobs = checked_logprobs(body.n_probs) or None
-    options = await dispatcher.read(request, partial(body.options, logprobs=logprobs))
-    job = GenerationJob(
-        body.model,
-        options,
-        prompts=prompts,
-        special=True,
-        tells_progress=body.return_progress and body.stream,
-        tells_timings=body.timings_per_token,
-    )
-    pending = await dispatcher.begin(job, request)
-    end = partial(_end, pending, body, _settings(pending.llm, job.options))
-    if body.stream:
-        lines = pending.lines(partial(_lines, pending, body, end))
-        return EventStream(lines, pending.close, path=request.url.path)
-    with closing(pending):
-        replies = await cancel_on_disconnect(request, pending.read())
+    return await respond(request, dispatcher, body, partial(_completion_job, prompts), _LlamaWriter)
 
-    def convert() -> list[dict[str, Any]]:
+
+def _completion_job(prompts: Sequence[Prompt | MediaPrompt], body: _CompletionFields) -> GenerationJob:
+    return body.job(body.options(body.n_probs or None), prompts=prompts, special=True)
+
+
+class _LlamaWriter(ReplyWriter[_CompletionFields]):
+    def __init__(self, pending: PendingReplies, body: _CompletionFields) -> None:
+        super().__init__(pending, body)
+        self._settings = _settings(pending.llm, pending.job.options)
+
+    def lines(self, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+        head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
+        if chunk.n_evaluated is not None:
+            yield event({**head, **progress_json(self.pending, chunk)})
+        elif chunk.text or chunk.logprobs:  # the last chunk may contain text that was held back
+            probabilities = self._probabilities(chunk.logprobs or ())
+            yield event({**head, **probabilities, **timings_so_far(self.pending, reply)})
+        if chunk.finish_reason is not None:
+            yield event(_chosen(self.body, self._end(reply)))
+
+    def answer(self, replies: list[Reply]) -> Response:
         rows = []
         for reply in replies:
-            probabilities = _probabilities(pending.llm, reply.logprobs, bool(body.post_sampling_probs))
-            more = {name: json_list(values) for name, values in probabilities.items()}
-            rows.append(_chosen(body, {**end(reply), "content": reply.text, **more}))
-        return rows
+            probabilities = {name: json_list(rows) for name, rows in self._probabilities(reply.logprobs).items()}
+            rows.append(_chosen(self.body, {**self._end(reply), "content": reply.text, **probabilities}))
+        return json_response(rows if len(rows) > 1 else rows[0])
 
-    results = convert() if logprobs is None else await dispatcher.convert(request, convert)
-    return json_response(results if len(results) > 1 else results[0])
+    def _probabilities(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return _probabilities(self.pending.llm, choices, bool(self.body.post_sampling_probs))
+
+    def _end(self, reply: Reply) -> dict[str, Any]:
+        body, stream = self.body, self.pending.streams[reply.index]
+        wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # it may be long
+        stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
+        return {
+            "index": reply.index,
+            "content": "",
+            "tokens": stream.tokens[stream.usage.prompt_tokens :] if body.return_tokens else [],
+            **({"prompt": self.pending.prompt_text(reply.index)} if wants_prompt else {}),
+            "has_new_line": "\n" in reply.text,
+            "model": self.pending.served.name,
+            "stop": True,
+            "stop_type": stop,
+            "stopping_word": reply.stop_text or "",
+            "tokens_predicted": reply.usage.completion_tokens,
+            "tokens_evaluated": reply.usage.prompt_tokens,
+            "tokens_cached": reply.usage.cached_tokens,
+            "truncated": reply.usage.total_tokens >= self.pending.llm.info.context,
+            "generation_settings": self._settings,
+            "timings": timings_json(reply),
+            **warnings_json(reply),
+        }
 
 
 def _chosen(body: _CompletionFields, result: dict[str, Any]) -> dict[str, Any]:
@@ -438,23 +429,6 @@ def _chosen(body: _CompletionFields, result: dict[str, Any]) -> dict[str, Any]:
         if value is not msgspec.UNSET:
             selected[path] = value
     return selected
-
-
-def _lines(
-    pending: PendingReplies,
-    body: _CompletionFields,
-    end: Callable[[Reply], dict[str, Any]],
-    reply: Reply,
-    chunk: Chunk,
-) -> Iterator[bytes]:
-    head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
-    if chunk.n_evaluated is not None:
-        yield event({**head, **progress_json(pending, chunk)})
-    elif chunk.text or chunk.logprobs:  # the last chunk may contain text that was held back
-        probabilities = _probabilities(pending.llm, chunk.logprobs or (), bool(body.post_sampling_probs))
-        yield event({**head, **probabilities, **timings_so_far(pending, reply)})
-    if chunk.finish_reason is not None:
-        yield event(_chosen(body, end(reply)))
 
 
 def _probabilities(llm: LLM, choices: Sequence[Choice], are_drawn: bool) -> dict[str, Any]:
@@ -473,27 +447,3 @@ def _drawn_json(tokenizer: Tokenizer, id_: int, logprob: float | None) -> dict[s
     """Return a token with its probability after sampling, in llama.cpp's format."""
     token = token_json(tokenizer, id_, logprob)
     return {"token": token["token"], "prob": math.exp(token["logprob"]), "bytes": token["bytes"]}
-
-
-def _end(pending: PendingReplies, body: _CompletionFields, settings: dict[str, Any], reply: Reply) -> dict[str, Any]:
-    stream = pending.streams[reply.index]
-    wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # it may be long
-    stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
-    return {
-        "index": reply.index,
-        "content": "",
-        "tokens": stream.tokens[stream.usage.prompt_tokens :] if body.return_tokens else [],
-        **({"prompt": pending.prompt_text(reply.index)} if wants_prompt else {}),
-        "has_new_line": "\n" in reply.text,
-        "model": pending.served.name,
-        "stop": True,
-        "stop_type": stop,
-        "stopping_word": reply.stop_text or "",
-        "tokens_predicted": reply.usage.completion_tokens,
-        "tokens_evaluated": reply.usage.prompt_tokens,
-        "tokens_cached": reply.usage.cached_tokens,
-        "truncated": reply.usage.total_tokens >= pending.llm.info.context,
-        "generation_settings": settings,
-        "timings": timings_json(reply),
-        **warnings_json(reply),
-    }

@@ -27,15 +27,15 @@ Loader = Callable[[str | None, LoadProgress], LLM]
 
 
 class Preset(NamedTuple):
-    """A model's source and options; see `ServedModel`."""
+    """A model's source and options."""
 
-    source: str | None
+    source: str | None  # argument of `localllm.load`; None is the demo model
     load: Loader
-    ttl_s: float | None = None
-    aliases: Sequence[str] = ()
+    ttl_s: float | None = None  # seconds of idleness before it is unloaded; None is the server's default
+    aliases: Sequence[str] = ()  # further names in requests
     adapters: Mapping[str, float] = MappingProxyType({})  # scale by adapter path
-    tags: Sequence[str] = ()
-    system: str = ""
+    tags: Sequence[str] = ()  # words in lists
+    system: str = ""  # system message of chats that do not start with one
 
 
 class UnknownModelError(LocalLLMError):
@@ -53,8 +53,9 @@ class TooLargeError(LoadError):
 @dataclass(eq=False)
 class ServedModel:
     name: str  # name in requests and lists
-    source: str | None  # argument of `localllm.load`; None is the demo model
-    ttl_s: float | None = None  # seconds of idleness before it is unloaded; None is never
+    preset: Preset
+    ttl_s: float | None  # seconds of idleness before it is unloaded; None is never
+    adapters: dict[str, float]  # scale by adapter path, for requests without ``lora``
     llm: LLM | None = None  # None while it is not loaded
     # Unix time at which the server added the model
     created: int = field(default_factory=lambda: int(time.time()))
@@ -63,20 +64,13 @@ class ServedModel:
     load_progress: float | None = None  # from 0 to 1 during loading
     # facts from the file's header, set by `Models.listed`
     details: Details = field(default_factory=Details)
-    preset: Preset | None = None  # options of this model only
-    # aliases: further names in requests; tags: words in lists
-    aliases: Sequence[str] = ()
-    tags: Sequence[str] = ()
-    system: str = ""  # system message of chats that do not start with one
-    # scale by adapter path, for requests without ``lora``
-    adapters: dict[str, float] = field(default_factory=dict)
     props: dict[str, Any] = field(default_factory=dict)  # contents of ``/props`` while the model is not loaded
     last_counts: Counts | None = None  # counters at the last unloading
     told_counts: Counts = field(default_factory=Counts)  # counters at the last request of ``/metrics``
 
     @property
     def path(self) -> Path:
-        return demo_path() if self.source is None else Path(self.source)
+        return demo_path() if self.preset.source is None else Path(self.preset.source)
 
     @property
     def n_bytes(self) -> int:
@@ -127,28 +121,22 @@ class Models:
         aliases = sorted(aliases)
         self.served: dict[str, ServedModel] = {}  # by name; the first is the default
         self._by_key: dict[str, ServedModel] = {}
-        for name, source in sources.items():
-            if isinstance(source, Preset):
-                own_ttl_s = ttl_s if source.ttl_s is None else source.ttl_s
-                model = ServedModel(name, source.source, own_ttl_s, preset=source, adapters=dict(source.adapters))
-                model.aliases, model.tags, model.system = source.aliases, source.tags, source.system
-            else:
-                model = ServedModel(name, source, ttl_s, adapters=dict(adapters or {}))
+        for key, source in sources.items():
+            preset = source if isinstance(source, Preset) else Preset(source, load, adapters=adapters or {})
+            name = key
+            if preset.ttl_s is None:
+                preset = preset._replace(ttl_s=ttl_s)
             if not self.served:
-                model.tags = (*tags, *model.tags)
-                if aliases:
-                    model.name, model.aliases = aliases[0], (*aliases, *model.aliases)
-            self.served[model.name] = model
-            self._by_key |= dict.fromkeys(map(_key, model.aliases), model)
-            self._by_key[_key(name)] = model
+                name = aliases[0] if aliases else key
+                preset = preset._replace(aliases=(*aliases, *preset.aliases), tags=(*tags, *preset.tags))
+            self.served[name] = model = ServedModel(name, preset, preset.ttl_s, dict(preset.adapters))
+            self._by_key |= dict.fromkeys(map(_key, (*preset.aliases, key)), model)
         # n_loads: number of loads of all models
         # prompts: folder for the evaluated prompts of unloaded models; None if they are not saved
         self.n_loads, self.prompts = 0, prompts
         self.is_closed = False  # no model is loaded after this
         self.log = log  # called with messages about loading and unloading
         self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}  # returns ``props``
-        self._load = load
-        self._ttl_s = ttl_s
         self._takes_any_name = takes_any_name
         self._loading = asyncio.Lock()
         # Not asyncio's default executor, because asyncio waits for its threads at the end.
@@ -206,12 +194,13 @@ class Models:
 
     async def _load_model(self, served: ServedModel) -> None:
         served.load_progress = 0.0
-        load = self._load if served.preset is None else served.preset.load
         self.log(f"loading {served.name}")
         try:
             while True:
                 try:
-                    served.llm = await self._in_thread(load, served.source, partial(self._report, served))
+                    served.llm = await self._in_thread(
+                        served.preset.load, served.preset.source, partial(self._report, served)
+                    )
                     self.n_loads += 1
                     break
                 except NotEnoughMemoryError:
@@ -276,8 +265,7 @@ class Models:
             served.last_counts = llm.counts
             await self._in_thread(self._save_prompts, served, llm)
             await self._in_thread(llm.close)
-            preset_ttl_s = None if served.preset is None else served.preset.ttl_s
-            served.ttl_s = self._ttl_s if preset_ttl_s is None else preset_ttl_s
+            served.ttl_s = served.preset.ttl_s
             self.log(f"unloaded {served.name}")
 
     async def unload_expired(self) -> float:

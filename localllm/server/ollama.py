@@ -9,8 +9,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -35,9 +34,9 @@ from localllm.server.answers import (
     offer_tools,
     split_reply_start,
 )
-from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, json_bytes, json_response
+from localllm.server.endpoint import ReplyWriter, respond
+from localllm.server.http import HTTPError, json_bytes, json_response
 from localllm.server.models import ServedModel
 from localllm.server.openai import warnings_json
 from localllm.version import __version__
@@ -67,11 +66,8 @@ class OllamaRequest(ThinkingFields):
     context: list[int] | None = None
 
 
-#: Converts text, reasoning and calls to the fields of a line.
-_Shape = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
-
-
 def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
+    _seconds(body.keep_alive)  # rejects an invalid value before the model is loaded
     run = body.options or RunOptions()
     options = run.options()
     if isinstance(body.format, str) and body.format not in ("", "json"):
@@ -79,31 +75,18 @@ def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
     variables = run.template_variables() | body.template_variables()
-    return GenerationJob(
-        body.model or body.name, options, variables=variables, **offer_tools(options, body.tools, None), **more
-    )
+    more |= {"variables": variables, "stream": body.stream, **offer_tools(options, body.tools, None)}
+    return GenerationJob(body.model or body.name, options, **more)
 
 
-async def chat(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, OllamaRequest)
-
-    def message(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        fields: dict[str, Any] = {"role": "assistant", "content": text}
-        if thinking:
-            fields["thinking"] = thinking
-        if calls:
-            fields["tool_calls"] = [{"function": {"name": call.name, "arguments": call.values}} for call in calls]
-        return {"message": fields}
-
+async def chat(request: Request, dispatcher: Dispatcher, body: OllamaRequest) -> Response:
     if not body.messages:
-        return await _load_only(body, dispatcher, message)
-    job = await dispatcher.read(request, _chat_job, body)
-    return await _respond(request, body, dispatcher, job, message)
+        return await _load_only(body, dispatcher, _ChatLineWriter)
+    return await respond(request, dispatcher, body, _chat_job, _ChatLineWriter)
 
 
 def _chat_job(body: OllamaRequest) -> GenerationJob:
-    messages = [_message(number, message) for number, message in enumerate(body.messages or ())]
-    messages, reply_start = split_reply_start(messages)
+    messages, reply_start = split_reply_start([_message(*numbered) for numbered in enumerate(body.messages)])
     return _job(body, messages=messages, reply_start=reply_start)
 
 
@@ -123,30 +106,25 @@ def _images(location: str, images: object) -> list[Media]:
     return [Media(decoded(image.rpartition(",")[2], name), where=name) for image in images or ()]
 
 
-async def generate(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, OllamaRequest)
-
-    def response(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        return {"response": text, **({"thinking": thinking} if thinking else {})}
-
+async def generate(request: Request, dispatcher: Dispatcher, body: OllamaRequest) -> Response:
     if not body.prompt:
-        return await _load_only(body, dispatcher, response)
+        return await _load_only(body, dispatcher, _LineWriter)
     if body.suffix:
         work = partial(infill_tokens, before=body.prompt, after=body.suffix)
-        job = _job(body, prompts=[await dispatcher.with_model(request, body.model, work)])
+        read = partial(_job, prompts=[await dispatcher.with_model(request, body.model, work)])
     elif body.raw:
         if body.images:
             raise HTTPError(400, "images need the chat template: leave raw out")
-        job = _job(body, prompts=[body.prompt], special=True)
+        read = partial(_job, prompts=[body.prompt], special=True)
     else:
         messages = [Message("user", (*_images("the request", body.images), body.prompt))]
         if body.system:
             messages.insert(0, Message("system", (body.system,)))
-        job = await dispatcher.read(request, partial(_job, body, messages=messages))
+        read = partial(_job, messages=messages)
         if body.context:  # tokens of an earlier reply, which this request continues
-            encode = partial(_after, context=body.context, messages=messages, variables=job.variables)
-            job = _job(body, prompts=[await dispatcher.with_model(request, body.model, encode)])
-    return await _respond(request, body, dispatcher, job, response)
+            encode = partial(_after, context=body.context, messages=messages, variables=_job(body).variables)
+            read = partial(_job, prompts=[await dispatcher.with_model(request, body.model, encode)])
+    return await respond(request, dispatcher, body, read, _LineWriter)
 
 
 def _after(llm: LLM, context: list[int], messages: list[Message], variables: dict[str, Any]) -> list[int]:
@@ -154,7 +132,7 @@ def _after(llm: LLM, context: list[int], messages: list[Message], variables: dic
     return context + ids[ids[0] == llm.tokenizer.bos_id :]
 
 
-async def _load_only(body: OllamaRequest, dispatcher: Dispatcher, shape: _Shape) -> Response:
+async def _load_only(body: OllamaRequest, dispatcher: Dispatcher, writer_type: type[_LineWriter]) -> Response:
     """Load the model of a request without a prompt.  ``keep_alive`` 0 unloads it after its replies have ended."""
     name, keep_alive = body.model or body.name, _seconds(body.keep_alive)
     served = dispatcher.models.find(name)
@@ -169,57 +147,70 @@ async def _load_only(body: OllamaRequest, dispatcher: Dispatcher, shape: _Shape)
         _keep(served, keep_alive)
         dispatcher.models.release(served)
         reason = "load"
-    end = {"model": served.name, "created_at": _now(), **shape("", "", ()), "done": True, "done_reason": reason}
-    return json_response(end)
+    head, end = {"model": served.name, "created_at": _now()}, {"done": True, "done_reason": reason}
+    return json_response({**head, **writer_type.fields(), **end})
 
 
-async def _respond(
-    request: Request, body: OllamaRequest, dispatcher: Dispatcher, job: GenerationJob, shape: _Shape
-) -> Response:
-    keep_alive = _seconds(body.keep_alive)
-    pending = await dispatcher.begin(job, request)
-    _keep(pending.served, keep_alive)
-    if body.stream:
-        lines, path = pending.lines(partial(_lines, pending, shape, bool(body.messages))), request.url.path
-        media_type = "application/x-ndjson"
-        return EventStream(lines, pending.close, path=path, media_type=media_type, encode_error=_line, ping=b"")
-    with closing(pending):
-        (reply,) = await cancel_on_disconnect(request, pending.read())
-    fields = shape(reply.text, reply.thinking, reply.calls)
-    return json_response({**_head(pending), **fields, **_end(pending, reply, bool(body.messages))})
+class _LineWriter(ReplyWriter[OllamaRequest]):
+    """Writes lines of JSON.  As in Ollama, a tool call is sent only when it is complete."""
+
+    media_type, ping = "application/x-ndjson", b""
+
+    def __init__(self, pending: PendingReplies, body: OllamaRequest) -> None:
+        super().__init__(pending, body)
+        _keep(pending.served, _seconds(body.keep_alive))
+
+    @staticmethod
+    def fields(text: str = "", thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+        return {"response": text, **({"thinking": thinking} if thinking else {})}
+
+    def lines(self, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+        calls = [chunk.call] if isinstance(chunk.call, ToolCall) else []
+        if chunk.text or chunk.reasoning or calls:  # the last chunk may contain text that was held back
+            yield _line({**self._head(), **self.fields(chunk.text, chunk.reasoning, calls), "done": False})
+        if chunk.finish_reason is not None:
+            yield _line({**self._head(), **self.fields(), **self._end(reply)})
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return _line(body)
+
+    def answer(self, replies: list[Reply]) -> Response:
+        (reply,) = replies
+        fields = self.fields(reply.text, reply.thinking, reply.calls)
+        return json_response({**self._head(), **fields, **self._end(reply)})
+
+    def _head(self) -> dict[str, Any]:
+        return {"model": self.pending.served.name, "created_at": _now()}
+
+    def _end(self, reply: Reply) -> dict[str, Any]:
+        usage, timings = reply.usage, reply.timings
+        return {
+            "done": True,
+            "done_reason": "stop" if reply.finish_reason == "stop" else "length",
+            "total_duration": _ns(time.perf_counter() - self.pending.begun_at),
+            "load_duration": _ns(self.pending.load_s),
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _ns(timings.prefill_s),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _ns(timings.decode_s),
+            **({} if self.body.messages else {"context": _context(self.pending, reply)}),
+            **warnings_json(reply),
+        }
 
 
-def _lines(pending: PendingReplies, shape: _Shape, is_chat: bool, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-    """Yield the lines of an event.  As in Ollama, a tool call is sent only when it is complete."""
-    calls = [chunk.call] if isinstance(chunk.call, ToolCall) else []
-    if chunk.text or chunk.reasoning or calls:  # the last chunk may contain text that was held back
-        yield _line({**_head(pending), **shape(chunk.text, chunk.reasoning, calls), "done": False})
-    if chunk.finish_reason is not None:
-        yield _line({**_head(pending), **shape("", "", ()), **_end(pending, reply, is_chat)})
+class _ChatLineWriter(_LineWriter):
+    @staticmethod
+    def fields(text: str = "", thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = [{"function": {"name": call.name, "arguments": call.values}} for call in calls]
+        return {"message": message}
 
 
 def _line(value: Any) -> bytes:
     return json_bytes(value) + b"\n"
-
-
-def _head(pending: PendingReplies) -> dict[str, Any]:
-    return {"model": pending.served.name, "created_at": _now()}
-
-
-def _end(pending: PendingReplies, reply: Reply, is_chat: bool) -> dict[str, Any]:
-    usage, timings = reply.usage, reply.timings
-    return {
-        "done": True,
-        "done_reason": "stop" if reply.finish_reason == "stop" else "length",
-        "total_duration": _ns(time.perf_counter() - pending.begun_at),
-        "load_duration": _ns(pending.load_s),
-        "prompt_eval_count": usage.prompt_tokens,
-        "prompt_eval_duration": _ns(timings.prefill_s),
-        "eval_count": usage.completion_tokens,
-        "eval_duration": _ns(timings.decode_s),
-        **({} if is_chat else {"context": _context(pending, reply)}),
-        **warnings_json(reply),
-    }
 
 
 def _context(pending: PendingReplies, reply: Reply) -> list[int]:
@@ -309,13 +300,15 @@ async def running(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response({"models": models})
 
 
-async def show(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, OllamaRequest)
+async def show(request: Request, dispatcher: Dispatcher, body: OllamaRequest) -> Response:
     name = body.model or body.name
 
-    def work(llm: Any) -> dict[str, Any]:
+    def work(llm: LLM) -> dict[str, Any]:
         info = llm.info
-        about = {"general.architecture": info.architecture, "general.parameter_count": info.n_parameters}
+        about: dict[str, Any] = {
+            "general.architecture": info.architecture,
+            "general.parameter_count": info.n_parameters,
+        }
         about[f"{info.architecture}.context_length"] = info.trained_context
         about[f"{info.architecture}.embedding_length"] = info.config.n_embd
         if not llm.writes_text:
@@ -329,12 +322,11 @@ async def show(request: Request, dispatcher: Dispatcher) -> Response:
     shown = await dispatcher.with_model(request, name, work)
     await dispatcher.models.listed()
     served = dispatcher.models.find(name)
-    fixed = {"modelfile": "", "parameters": "", "license": "", "system": served.system}
+    fixed = {"modelfile": "", "parameters": "", "license": "", "system": served.preset.system}
     return json_response({**fixed, **shown, "details": _details(served), "modified_at": _now()})
 
 
-async def pull(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, OllamaRequest)
+async def pull(request: Request, dispatcher: Dispatcher, body: OllamaRequest) -> Response:
     name = body.model or body.name
     if not dispatcher.models.has(name):
         raise HTTPError(403, "requests download nothing: run localllm pull where the server runs, and start it again")

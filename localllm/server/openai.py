@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -27,27 +26,19 @@ from localllm.server.answers import (
     GenerationFields,
     GenerationJob,
     PendingReplies,
-    Prompt,
     Prompts,
     Reply,
-    closed_on_error,
     constrain_to_format,
     infill_tokens,
     join_prompt,
-    offer_tools,
     prompts_of,
-    split_reply_start,
 )
-from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import DONE, EventStream, HTTPError, cancel_on_disconnect, event, json_list, json_response
+from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
+from localllm.server.http import DONE, HTTPError, event, json_list, json_response
 from localllm.server.models import ServedModel
 from localllm.tokenizer.stream import TextOffsets
 from localllm.version import __version__
-
-#: Maximum number of likeliest tokens per position.
-_MAX_LOGPROBS = 100
-
 
 # -- Requests ------------------------------------------------------------------------------------------------------
 
@@ -89,10 +80,9 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 def _chat_job(body: ChatRequest) -> GenerationJob:
-    logprobs = body.top_logprobs or 0 if body.logprobs else None
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
-    options = body.options(logprobs=checked_logprobs(logprobs))
+    options = body.options(body.top_logprobs or 0 if body.logprobs else None)
     if (form := body.response_format) is not None:
         schema = form.schema if form.json_schema is None else form.json_schema.get("schema")
         constrain_to_format(options, "response_format", form.type, schema)
@@ -101,26 +91,9 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
         raise HTTPError(400, "continue_final_message and add_generation_prompt contradict each other: leave one out")
     if goes_on is None and body.add_generation_prompt:
         goes_on = False
-    messages, reply_start = split_reply_start(read_messages(body.messages), goes_on)
-    return GenerationJob(
-        body.model,
-        options,
-        messages=messages,
-        reply_start=reply_start,
-        **offer_tools(options, body.tools, body.tool_choice),
-        variables=body.template_variables(),
-        n=1 if body.n is None else body.n,
-        one_call=body.parallel_tool_calls is False,
-        tells_progress=body.return_progress and body.stream,
-        tells_timings=body.timings_per_token,
-    )
-
-
-def checked_logprobs(logprobs: int | None) -> int | None:
-    """Return ``logprobs``, the number of likeliest tokens per position.  Raises HTTPError if it is too large."""
-    if logprobs is not None and logprobs > _MAX_LOGPROBS:
-        raise HTTPError(400, f"at most {_MAX_LOGPROBS} likeliest tokens can be listed, not {logprobs}")
-    return logprobs
+    n, one_call = 1 if body.n is None else body.n, body.parallel_tool_calls is False
+    messages = read_messages(body.messages)
+    return body.chat_job(options, messages, body.tools, body.tool_choice, goes_on, n=n, one_call=one_call)
 
 
 # -- Parts of responses --------------------------------------------------------------------------------------------
@@ -195,79 +168,79 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-class _Head:
-    def __init__(self, prefix: str, object_name: str, pending: PendingReplies) -> None:
-        self._fields = {
-            "id": new_id(prefix),
-            "object": object_name,
+_OpenAIBody = TypeVar("_OpenAIBody", bound=ChatRequest | CompletionRequest)
+
+
+class _OpenAIWriter(ReplyWriter[_OpenAIBody]):
+    """The format that chats and completions share."""
+
+    prefix: ClassVar[str]  # of the id
+    names: ClassVar[tuple[str, str]]  # ``object`` of a complete response, and of an event
+
+    def __init__(self, pending: PendingReplies, body: _OpenAIBody) -> None:
+        super().__init__(pending, body)
+        self._head = {
+            "id": new_id(self.prefix),
+            "object": self.names[pending.job.stream],
             "created": int(time.time()),
             "model": pending.served.name,
             "system_fingerprint": f"build-localllm-{__version__}",
         }
 
     def json(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {**self._fields, "choices": choices, **more}
+        return {**self._head, "choices": choices, **more}
+
+    def _event(
+        self, index: int, content: dict[str, Any], *, logprobs: Any = None, reason: str | None = None, **more: Any
+    ) -> bytes:
+        return event(self.json([_choice(index, content, logprobs, reason)], **more))
+
+    def end(self, replies: list[Reply]) -> Iterator[bytes]:
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield event(self.json([], usage=_usage_json(replies), timings=timings_json(replies[0])))
+        yield DONE
 
 
-# -- Chat ----------------------------------------------------------------------------------------------------------
-
-
-async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, ChatRequest)
-    pending = await dispatcher.begin(await dispatcher.read(request, _chat_job, body), request)
-    if body.stream:
-        head = _Head("chatcmpl-", "chat.completion.chunk", pending)
-        begin = [
-            event(_chat_piece(head, index, {"role": "assistant", "content": None})) for index in range(pending.job.n)
-        ]
-        lines = pending.lines(partial(_chat_lines, head, pending), begin, partial(_end_lines, head, body))
-        return EventStream(lines, pending.close, path=request.url.path)
-    with closing(pending):
-        replies = await cancel_on_disconnect(request, pending.read())
-    head = _Head("chatcmpl-", "chat.completion", pending)
-
-    def convert() -> list[dict[str, Any]]:
-        choices = []
-        for reply in replies:
-            logprobs = chat_logprobs_json(pending.llm.tokenizer, reply.logprobs, json_list) if body.logprobs else None
-            message = message_json(reply.text, reply.thinking, reply.calls, refusal=None)
-            choice = {"index": reply.index, "message": message, "logprobs": logprobs}
-            choices.append({**choice, "finish_reason": finish_reason(reply)})
-        return choices
-
-    choices = await dispatcher.convert(request, convert) if body.logprobs else convert()
-    verbose = {"__verbose": {"prompt": pending.prompt_text(0)}} if body.verbose else {}
-    return json_response(head.json(choices, **_totals(replies), **verbose))
+def _choice(index: int, content: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
     return {"usage": _usage_json(replies), "timings": timings_json(replies[0]), **warnings_json(*replies)}
 
 
-def _chat_piece(
-    head: _Head, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
-) -> dict[str, Any]:
-    return head.json([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+# -- Chat ----------------------------------------------------------------------------------------------------------
 
 
-def _chat_lines(head: _Head, pending: PendingReplies, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-    if chunk.n_evaluated is not None:
-        yield event(_chat_piece(head, reply.index, {}) | progress_json(pending, chunk))
-    elif chunk.finish_reason is not None:
-        yield event(_chat_piece(head, reply.index, {}, finish_reason(reply)) | _end_of_stream(reply))
-    elif (delta := _delta(chunk)) or chunk.logprobs:
-        logprobs = chat_logprobs_json(pending.llm.tokenizer, chunk.logprobs, json_list) if chunk.logprobs else None
-        yield event(_chat_piece(head, reply.index, delta, logprobs=logprobs) | timings_so_far(pending, reply))
+class _ChatWriter(_OpenAIWriter[ChatRequest]):
+    prefix, names = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
+    def begin(self) -> Iterator[bytes]:
+        for index in range(self.pending.job.n):
+            yield self._event(index, {"delta": {"role": "assistant", "content": None}})
 
-def _end_lines(head: _Head, body: ChatRequest | CompletionRequest, replies: Sequence[Reply]) -> Iterator[bytes]:
-    if body.stream_options is not None and body.stream_options.include_usage:
-        yield event(head.json([], usage=_usage_json(replies), timings=timings_json(replies[0])))
-    yield DONE
+    def lines(self, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+        write = partial(self._event, reply.index)
+        if chunk.n_evaluated is not None:
+            yield write({"delta": {}}, **progress_json(self.pending, chunk))
+        elif chunk.finish_reason is not None:
+            more = {"timings": timings_json(reply), **warnings_json(reply)}
+            yield write({"delta": {}}, reason=finish_reason(reply), **more)
+        elif (delta := _delta(chunk)) or chunk.logprobs:
+            logprobs = self._logprobs(chunk.logprobs)
+            yield write({"delta": delta}, logprobs=logprobs, **timings_so_far(self.pending, reply))
 
+    def answer(self, replies: list[Reply]) -> Response:
+        choices = []
+        for reply in replies:
+            message = message_json(reply.text, reply.thinking, reply.calls, refusal=None)
+            logprobs = self._logprobs(reply.logprobs) if self.body.logprobs else None
+            choices.append(_choice(reply.index, {"message": message}, logprobs, finish_reason(reply)))
+        verbose = {"__verbose": {"prompt": self.pending.prompt_text(0)}} if self.body.verbose else {}
+        return json_response(self.json(choices, **_totals(replies), **verbose))
 
-def _end_of_stream(reply: Reply) -> dict[str, Any]:
-    return {"timings": timings_json(reply), **warnings_json(reply)}
+    def _logprobs(self, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+        return None if choices is None else chat_logprobs_json(self.pending.llm.tokenizer, choices, json_list)
 
 
 def _delta(chunk: Chunk) -> dict[str, Any]:
@@ -282,92 +255,81 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
     return {"tool_calls": [{"index": call.index, "function": function}]} if call.arguments else {}
 
 
-async def chat_input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
-    job = await dispatcher.read(request, _chat_job, await decode(request, ChatRequest))
-    return await count_input(request, dispatcher, job)
+async def chat_completions(request: Request, dispatcher: Dispatcher, body: ChatRequest) -> Response:
+    return await respond(request, dispatcher, body, _chat_job, _ChatWriter)
 
 
-async def count_input(request: Request, dispatcher: Dispatcher, job: GenerationJob) -> Response:
-    n_tokens = len(await dispatcher.with_chat(request, job, GenerationJob.prompt_ids))
+async def chat_input_tokens(request: Request, dispatcher: Dispatcher, body: ChatRequest) -> Response:
+    n_tokens = await n_input_tokens(request, dispatcher, body, _chat_job)
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 # -- Completions ---------------------------------------------------------------------------------------------------
 
 
-async def completions(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, CompletionRequest)
+class _CompletionWriter(_OpenAIWriter[CompletionRequest]):
+    prefix, names = "cmpl-", ("text_completion", "text_completion")
+
+    async def prepare(self, request: Request, dispatcher: Dispatcher) -> None:
+        tokenizer, name = self.pending.llm.tokenizer, self.pending.served.name
+        self._offsets = [TextOffsets(tokenizer) for _ in self.pending.streams]
+        echoed = self.pending.job.prompts if self.body.echo else ()
+        self._echoes = [await dispatcher.with_model(request, name, partial(self._echo, prompt)) for prompt in echoed]
+
+    def _echo(self, prompt: Any, llm: LLM) -> tuple[str, list[Choice]]:
+        """Return the prompt's text, and its tokens' log-probabilities if requested."""
+        ids = llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else join_prompt(llm, prompt)
+        assert isinstance(ids, list)
+        text = prompt if isinstance(prompt, str) else llm.detokenize(ids)
+        if self.body.logprobs is None or not ids:
+            return text, []
+        (score,) = llm.score(ids[:1], [ids[1:]], top_logprobs=self.body.logprobs)
+        return text, [Choice(ids[0]), *score.choices]
+
+    def begin(self) -> Iterator[bytes]:
+        for index in range(len(self.pending.streams)) if self._echoes else ():
+            text, choices = self._echoes[index // self.pending.job.n]
+            yield self._event(index, {"text": text}, logprobs=self._logprobs(index, choices or None))
+
+    def lines(self, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+        if chunk.text or chunk.logprobs:  # the last chunk may contain text that was held back
+            logprobs = self._logprobs(reply.index, chunk.logprobs)
+            yield self._event(reply.index, {"text": chunk.text}, logprobs=logprobs)
+        if chunk.finish_reason is not None:
+            more = {"timings": timings_json(reply), **warnings_json(reply)}
+            yield self._event(reply.index, {"text": ""}, reason=finish_reason(reply), **more)
+
+    def answer(self, replies: list[Reply]) -> Response:
+        choices = []
+        for reply in replies:
+            text, echoed = self._echoes[reply.index // self.pending.job.n] if self._echoes else ("", [])
+            sampled = None if self.body.logprobs is None else [*echoed, *reply.logprobs]
+            logprobs = self._logprobs(reply.index, sampled)
+            choices.append(_choice(reply.index, {"text": text + reply.text}, logprobs, finish_reason(reply)))
+        return json_response(self.json(choices, **_totals(replies)))
+
+    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+        if choices is None:
+            return None
+        logprobs = text_logprobs_json(self.pending.llm.tokenizer, choices, self._offsets[index])
+        return {**logprobs, "top_logprobs": json_list(logprobs["top_logprobs"])}
+
+
+async def completions(request: Request, dispatcher: Dispatcher, body: CompletionRequest) -> Response:
     prompts = await dispatcher.read(request, prompts_of, body.prompt)
     if not 1 <= len(prompts) <= MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has from 1 to {MAX_REPLIES}")
-    n = 1 if body.n is None else body.n
-    options = await dispatcher.read(request, partial(body.options, logprobs=checked_logprobs(body.logprobs)))
     if body.suffix:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise HTTPError(400, "suffix needs a prompt that is a string")
         filled = [partial(infill_tokens, before=str(prompt), after=body.suffix) for prompt in prompts]
         prompts = [await dispatcher.with_model(request, body.model, work) for work in filled]
-    pending = await dispatcher.begin(GenerationJob(body.model, options, prompts=prompts, n=n, special=True), request)
-    head, n_replies = _Head("cmpl-", "text_completion", pending), range(len(pending.streams))
-    offsets = [TextOffsets(pending.llm.tokenizer) for _ in n_replies]
-    with closed_on_error(pending):
-        echoes = [await _echo(request, dispatcher, body, pending, prompt) for prompt in prompts] if body.echo else []
-    if body.stream:
-
-        def write(index: int, text: str, sampled: Sequence[Choice], reason: str | None = None) -> dict[str, Any]:
-            logprobs = text_logprobs_json(pending.llm.tokenizer, sampled, offsets[index]) if sampled else None
-            return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
-
-        def begin() -> list[bytes]:
-            return [event(write(index, *echoes[index // n])) for index in n_replies if echoes]
-
-        with closed_on_error(pending):
-            first = begin() if body.logprobs is None or not echoes else await dispatcher.convert(request, begin)
-        lines = pending.lines(partial(_completion_lines, write), first, partial(_end_lines, head, body))
-        return EventStream(lines, pending.close, path=request.url.path)
-    with closing(pending):
-        replies = await cancel_on_disconnect(request, pending.read())
-
-    def convert() -> list[dict[str, Any]]:
-        choices = []
-        for reply in replies:
-            echo, before = echoes[reply.index // n] if echoes else ("", [])
-            sampled = [*before, *reply.logprobs]
-            logprobs = None
-            if body.logprobs is not None:
-                logprobs = text_logprobs_json(pending.llm.tokenizer, sampled, offsets[reply.index])
-                logprobs["top_logprobs"] = json_list(logprobs["top_logprobs"])
-            choice = {"index": reply.index, "text": echo + reply.text, "logprobs": logprobs}
-            choices.append({**choice, "finish_reason": finish_reason(reply)})
-        return choices
-
-    choices = convert() if body.logprobs is None else await dispatcher.convert(request, convert)
-    return json_response(head.json(choices, **_totals(replies)))
+    return await respond(request, dispatcher, body, partial(_completion_job, prompts), _CompletionWriter)
 
 
-async def _echo(
-    request: Request, dispatcher: Dispatcher, body: CompletionRequest, pending: PendingReplies, prompt: Prompt
-) -> tuple[str, list[Choice]]:
-    """Return the prompt's text, and its tokens' log-probabilities if requested."""
-
-    def work(llm: LLM) -> tuple[str, list[Choice]]:
-        ids = llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else join_prompt(llm, prompt)
-        assert isinstance(ids, list)
-        text = prompt if isinstance(prompt, str) else llm.detokenize(ids)
-        if body.logprobs is None or not ids:
-            return text, []
-        (score,) = llm.score(ids[:1], [ids[1:]], top_logprobs=body.logprobs)
-        return text, [Choice(ids[0]), *score.choices]
-
-    result: tuple[str, list[Choice]] = await dispatcher.with_model(request, pending.served.name, work)
-    return result
-
-
-def _completion_lines(write: Callable[..., dict[str, Any]], reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-    if chunk.text or chunk.logprobs:  # the last chunk may contain text that was held back
-        yield event(write(reply.index, chunk.text, chunk.logprobs or ()))
-    if chunk.finish_reason is not None:
-        yield event(write(reply.index, "", (), finish_reason(reply)) | _end_of_stream(reply))
+def _completion_job(prompts: list[Any], body: CompletionRequest) -> GenerationJob:
+    options = body.options(body.logprobs)
+    return body.job(options, prompts=prompts, n=1 if body.n is None else body.n, special=True)
 
 
 # -- Models --------------------------------------------------------------------------------------------------------
@@ -430,8 +392,8 @@ def model_json(served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "localllm",
-        "aliases": served.aliases,
-        "tags": served.tags,
+        "aliases": served.preset.aliases,
+        "tags": served.preset.tags,
         "status": {"value": served.state, "progress": served.load_progress},
         "meta": meta,
         # Fields that Anthropic's clients read.

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import re
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -34,12 +35,16 @@ class StoredResponse(msgspec.Struct):
 
 
 class ResponseStore:
-    """Stores responses in memory up to `_MAX_BYTES`, and in a folder, if one is set, for thirty days."""
+    """Stores responses in memory up to `_MAX_BYTES`, and in a folder, if one is set, for thirty days.
+
+    Threads may share a store.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._stored: dict[str, bytes] = {}
         self._n_bytes = 0
+        self._lock = threading.Lock()
         if folder is not None:
             if (warning := private_folder(folder)) is not None:
                 warn(warning)
@@ -49,10 +54,11 @@ class ResponseStore:
 
     def put(self, id_: str, response: StoredResponse) -> None:
         data = msgspec.json.encode(response)
-        self._stored[id_] = data
-        self._n_bytes += len(data)
-        while self._n_bytes > _MAX_BYTES:
-            self._n_bytes -= len(self._stored.pop(next(iter(self._stored))))
+        with self._lock:
+            self._stored[id_] = data
+            self._n_bytes += len(data)
+            while self._n_bytes > _MAX_BYTES:
+                self._n_bytes -= len(self._stored.pop(next(iter(self._stored))))
         if self._folder is not None:
             path = self._folder / f"{id_}.json"
             try:
@@ -76,8 +82,11 @@ class ResponseStore:
             raise HTTPError(404, f"there is no response {id_!r:.80}: send the whole chat as input", "not_found")
         return stored
 
-    def remove(self, id_: str) -> None:
-        self._n_bytes -= len(self._stored.pop(id_, b""))
+    def remove(self, id_: str, client: str) -> None:
+        """Remove a response.  Raises HTTPError as `get`."""
+        self.get(id_, client)
+        with self._lock:
+            self._n_bytes -= len(self._stored.pop(id_, b""))
         if self._folder is not None and _ID.fullmatch(id_):
             (self._folder / f"{id_}.json").unlink(missing_ok=True)
 

@@ -6,10 +6,9 @@ Source: https://platform.openai.com/docs/api-reference/responses.
 from __future__ import annotations
 
 import base64
-import contextlib
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -30,21 +29,11 @@ from localllm.server.answers import (
     PendingReplies,
     Reply,
     constrain_to_format,
-    offer_tools,
-    split_reply_start,
 )
-from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
-from localllm.server.openai import (
-    checked_logprobs,
-    count_input,
-    new_id,
-    progress_json,
-    timings_json,
-    timings_so_far,
-    warnings_json,
-)
+from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
+from localllm.server.http import HTTPError, event, json_response
+from localllm.server.openai import new_id, progress_json, timings_json, timings_so_far, warnings_json
 from localllm.server.response_store import StoredResponse
 
 
@@ -85,7 +74,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     logprobs = body.top_logprobs
     if logprobs is None and "message.output_text.logprobs" in (body.include or ()):
         logprobs = 0
-    options = body.options(logprobs=checked_logprobs(logprobs))
+    options = body.options(logprobs)
     form = body.text.format if body.text is not None else None
     if form is not None:
         constrain_to_format(options, "text.format", form.type, form.schema if isinstance(form.schema, dict) else None)
@@ -101,21 +90,11 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a string, a list of items, or previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
-    messages, reply_start = split_reply_start([*before, *_messages(items)])
+    messages = [*before, *_messages(items)]
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
-    return GenerationJob(
-        body.model,
-        options,
-        messages=messages,
-        reply_start=reply_start,
-        **offer_tools(options, tools, body.tool_choice),
-        hosted_tools=hosted,
-        variables=body.template_variables(),
-        one_call=body.parallel_tool_calls is False,
-        tells_progress=body.return_progress and body.stream,
-        tells_timings=body.timings_per_token,
-    )
+    one_call = body.parallel_tool_calls is False
+    return body.chat_job(options, messages, tools, body.tool_choice, hosted_tools=hosted, one_call=one_call)
 
 
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
@@ -148,52 +127,29 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-async def _read_job(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> GenerationJob:
+async def _stored(request: Request, dispatcher: Dispatcher, id_: str) -> StoredResponse:
+    return await dispatcher.convert(request, dispatcher.responses.get, id_, request.state.client)
+
+
+async def _reader(
+    request: Request, dispatcher: Dispatcher, body: ResponsesRequest
+) -> Callable[[ResponsesRequest], GenerationJob]:
     earlier = body.previous_response_id
-    before = dispatcher.responses.get(earlier, request.state.client).conversation if earlier else []
-    return await dispatcher.read(request, _job, body, before)
+    return partial(_job, before=(await _stored(request, dispatcher, earlier)).conversation if earlier else [])
 
 
-async def responses(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, ResponsesRequest)
-    client = request.state.client
-    pending = await dispatcher.begin(await _read_job(request, dispatcher, body), request)
-    writer = _ResponseWriter(pending, body)
-
-    def keep(reply: Reply) -> None:
-        if body.store is not False:
-            messages = list(pending.job.messages or [])[1 if body.instructions else 0 :]
-            reply_start = pending.job.reply_start or Message("assistant")
-            text, thinking = reply_start.text + reply.text, reply_start.reasoning + reply.thinking
-            answer = Message("assistant", (text,) if text else (), reasoning=thinking, calls=tuple(reply.calls))
-            response = writer.response
-            dispatcher.responses.put(response["id"], StoredResponse(client, [*messages, answer], response))
-
-    def lines(reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-        for name, fields in writer.events(reply, chunk):
-            yield writer.line(name, fields)
-        if chunk.finish_reason is not None:
-            keep(reply)
-
-    if body.stream:
-        begin = [writer.line(f"response.{s}", {"response": writer.response}) for s in ("created", "in_progress")]
-        pieces, encode_error = pending.lines(lines, begin), partial(writer.line, "error")
-        return EventStream(pieces, pending.close, path=request.url.path, encode_error=encode_error)
-    with contextlib.closing(pending):
-        (reply,) = await cancel_on_disconnect(request, pending.read(writer.events))
-    keep(reply)
-    return json_response(writer.response)
+async def responses(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> Response:
+    return await respond(request, dispatcher, body, await _reader(request, dispatcher, body), _ResponseWriter)
 
 
-async def input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
-    return await count_input(
-        request, dispatcher, await _read_job(request, dispatcher, await decode(request, ResponsesRequest))
-    )
+async def input_tokens(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> Response:
+    n_tokens = await n_input_tokens(request, dispatcher, body, await _reader(request, dispatcher, body))
+    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
     """List the input messages of a response as items."""
-    stored = dispatcher.responses.get(request.path_params["id"], request.state.client)
+    stored = await _stored(request, dispatcher, request.path_params["id"])
     data = [
         {"id": f"msg_{stored.response['id'].removeprefix('resp_')}_{number}", **item}
         for number, item in enumerate(item for message in stored.conversation[:-1] for item in _items(message))
@@ -225,13 +181,12 @@ def _items(message: Message) -> Iterator[dict[str, Any]]:
 
 
 async def get_response(request: Request, dispatcher: Dispatcher) -> Response:
-    return json_response(dispatcher.responses.get(request.path_params["id"], request.state.client).response)
+    return json_response((await _stored(request, dispatcher, request.path_params["id"])).response)
 
 
 async def delete_response(request: Request, dispatcher: Dispatcher) -> Response:
     id_ = request.path_params["id"]
-    dispatcher.responses.get(id_, request.state.client)
-    dispatcher.responses.remove(id_)
+    await dispatcher.convert(request, dispatcher.responses.remove, id_, request.state.client)
     return json_response({"id": id_, "object": "response", "deleted": True})
 
 
@@ -246,23 +201,63 @@ def _usage_json(reply: Reply) -> dict[str, Any]:
     }
 
 
-class _ResponseWriter:
+#: The name and the fields of an event.
+_Event = tuple[str, dict[str, Any]]
+
+
+class _ResponseWriter(ReplyWriter[ResponsesRequest]):
     """Builds the items of a response, and the events of its stream."""
 
     def __init__(self, pending: PendingReplies, body: ResponsesRequest) -> None:
-        self._respond, self._body = pending, body
+        super().__init__(pending, body)
         self._id, self._created = new_id("resp_"), time.time()
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._waiting: tuple[Choice, ...] = ()
         self._numbers = itertools.count()
-        self.response = self._response("in_progress")  # the incomplete response
+        self._json = self._response("in_progress")  # the incomplete response
 
-    def line(self, name: str, fields: dict[str, Any]) -> bytes:
+    @property
+    def is_long(self) -> bool:
+        return super().is_long or self.body.store is not False
+
+    async def prepare(self, request: Request, dispatcher: Dispatcher) -> None:
+        self._client, self._store = request.state.client, dispatcher.responses
+
+    def begin(self) -> list[bytes]:
+        return [self._line(f"response.{status}", {"response": self._json}) for status in ("created", "in_progress")]
+
+    def lines(self, reply: Reply, chunk: Chunk) -> list[bytes]:
+        events = self._events(reply, chunk)
+        if chunk.finish_reason is not None:
+            self._keep(reply)
+        return [self._line(name, fields) for name, fields in events]
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return self._line("error", body)
+
+    def answer(self, replies: list[Reply]) -> Response:
+        (reply,) = replies
+        for chunk in reply.chunks:
+            self._events(reply, chunk)
+        self._keep(reply)
+        return json_response(self._json)
+
+    def _keep(self, reply: Reply) -> None:
+        """Store the response, unless the request forbids it."""
+        if self.body.store is not False:
+            job = self.pending.job
+            messages = list(job.messages or [])[1 if self.body.instructions else 0 :]
+            reply_start = job.reply_start or Message("assistant")
+            text, thinking = reply_start.text + reply.text, reply_start.reasoning + reply.thinking
+            answer = Message("assistant", (text,) if text else (), reasoning=thinking, calls=tuple(reply.calls))
+            self._store.put(self._id, StoredResponse(self._client, [*messages, answer], self._json))
+
+    def _line(self, name: str, fields: dict[str, Any]) -> bytes:
         return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
 
     def _response(self, status: str, reply: Reply | None = None, why: str | None = None) -> dict[str, Any]:
-        body = self._body
+        body = self.body
         return {
             "id": self._id,
             "object": "response",
@@ -272,7 +267,7 @@ class _ResponseWriter:
             "incomplete_details": {"reason": why} if why else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_tokens,
-            "model": self._respond.served.name,
+            "model": self.pending.served.name,
             "output": list(self._output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -288,19 +283,19 @@ class _ResponseWriter:
             "metadata": body.metadata or {},
         }
 
-    def events(self, reply: Reply, chunk: Chunk) -> list[tuple[str, dict[str, Any]]]:
+    def _events(self, reply: Reply, chunk: Chunk) -> list[_Event]:
         """Return names and fields of events."""
         if chunk.finish_reason is not None:
             last = [] if self._output or self._open else self._begin("message")
             status = "completed" if reply.finish_reason == "stop" and not reply.has_cut_call else "incomplete"
             events = [*last, *self._close(status)]
             why = None if reply.finish_reason == "stop" else "max_output_tokens"
-            self.response = self._response(status, reply, why) | warnings_json(reply)
+            self._json = self._response(status, reply, why) | warnings_json(reply)
             timings = timings_json(reply)  # a field of llama.cpp, as below
-            return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]
+            return [*events, (f"response.{status}", {"response": self._json, "timings": timings})]
         if chunk.n_evaluated is not None:
-            progress = progress_json(self._respond, chunk)
-            return [("response.in_progress", {"response": self.response, **progress})]
+            progress = progress_json(self.pending, chunk)
+            return [("response.in_progress", {"response": self._json, **progress})]
         if chunk.call is not None:
             return self._call(chunk.call)
         item_type = "reasoning" if chunk.reasoning else "message"
@@ -308,65 +303,58 @@ class _ResponseWriter:
         if not text:
             self._waiting += chunk.logprobs or ()
             return []
-        start_events: list[tuple[str, dict[str, Any]]] = []
+        start_events: list[_Event] = []
         if self._open is None or self._open["type"] != item_type:
             start_events = [*self._close(), *self._begin(item_type)]
         assert self._open is not None
-        content = self._open["content"][0]
-        content["text"] += text
-        more = timings_so_far(self._respond, reply)
+        (part,) = self._open["content"]
+        part["text"] += text
+        more = timings_so_far(self.pending, reply)
         if item_type == "message":
             more["logprobs"] = self._logprobs(chunk)
-            content["logprobs"] += more["logprobs"]
-        name = "response.output_text.delta" if item_type == "message" else "response.reasoning_text.delta"
-        return [*start_events, (name, {**self._position(), "content_index": 0, "delta": text, **more})]
+            part["logprobs"] += more["logprobs"]
+        return [*start_events, (f"response.{part['type']}.delta", {**self._position(), "delta": text, **more})]
 
-    def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return log-probabilities of a chunk's tokens, and of earlier tokens that produced no text."""
+    def _logprobs(self, chunk: Chunk) -> list[msgspec.Raw]:
+        """Return log-probabilities of a chunk's tokens, and of earlier tokens that produced no text.
+
+        Each token is encoded once, although the last events repeat all tokens.
+        """
         choices, self._waiting = (*self._waiting, *(chunk.logprobs or ())), ()
-        return list(tokens_json(self._respond.llm.tokenizer, choices))
+        tokens = tokens_json(self.pending.llm.tokenizer, choices)
+        return [msgspec.Raw(msgspec.json.encode(token)) for token in tokens]
 
     def _position(self) -> dict[str, Any]:
         assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self._output)}
+        return {"item_id": self._open["id"], "output_index": len(self._output), "content_index": 0}
 
-    def _begin(self, item_type: str) -> list[tuple[str, dict[str, Any]]]:
-        if item_type == "reasoning":
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            item = {"id": new_id("rs_"), "type": item_type, "summary": [], "content": [part], "status": "in_progress"}
-        else:
+    def _begin(self, item_type: str) -> list[_Event]:
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        head: dict[str, Any] = {"id": new_id("rs_"), "type": item_type, "summary": []}
+        if item_type == "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item = {"id": new_id("msg_"), "type": item_type, "role": "assistant", "content": [part]}
-            item["status"] = "in_progress"
-        self._open = item
-        added = {"output_index": len(self._output), "item": {**item, "content": []}}
-        part_added = {
-            **self._position(),
-            "content_index": 0,
-            "part": deepcopy(part),
-        }  # the part may grow before it is sent
+            head = {"id": new_id("msg_"), "type": item_type, "role": "assistant"}
+        self._open = {**head, "content": [part], "status": "in_progress"}
+        added = {"output_index": len(self._output), "item": {**self._open, "content": []}}
+        part_added = {**self._position(), "part": deepcopy(part)}  # the part may grow before it is sent
         return [("response.output_item.added", added), ("response.content_part.added", part_added)]
 
-    def _close(self, status: str = "completed") -> list[tuple[str, dict[str, Any]]]:
+    def _close(self, status: str = "completed") -> list[_Event]:
         if self._open is None:
             return []
         item, position = self._open, self._position()
         item["status"] = status
-        part = item["content"][0]
-        is_text = item["type"] == "message"
-        name = "response.output_text.done" if is_text else "response.reasoning_text.done"
-        more: dict[str, Any] = {"logprobs": part["logprobs"]} if is_text else {}
-        text_done = {**position, "content_index": 0, "text": part["text"], **more}
-        events = [
-            (name, text_done),
-            ("response.content_part.done", {**position, "content_index": 0, "part": part}),
-            ("response.output_item.done", {"output_index": len(self._output), "item": item}),
-        ]
+        (part,) = item["content"]
         self._output.append(item)
         self._open = None
-        return events
+        done = {name: part[name] for name in ("text", "logprobs") if name in part}
+        return [
+            (f"response.{part['type']}.done", {**position, **done}),
+            ("response.content_part.done", {**position, "part": part}),
+            ("response.output_item.done", {"output_index": position["output_index"], "item": item}),
+        ]
 
-    def _call(self, call: CallDelta | ToolCall) -> list[tuple[str, dict[str, Any]]]:
+    def _call(self, call: CallDelta | ToolCall) -> list[_Event]:
         end_events = self._close() if isinstance(call, CallDelta) and call.begins else []
         index = len(self._output)
         item = {"id": "fc_" + call.id.removeprefix("call_"), "type": "function_call", "call_id": call.id}

@@ -79,22 +79,17 @@ class Stats:
                 continue
             then, before = self._before.get(served.name, (now - 1.0, Counts()))
             self._before[served.name] = now, counts
-            if before.steps > counts.steps:  # it was loaded again
-                before = Counts()
-            seconds = max(1e-3, now - then)
-            prompt, cached = counts.prompt_tokens - before.prompt_tokens, counts.cached_tokens - before.cached_tokens
-            step_s, read_speed = counts.step_s - before.step_s, self._read_speeds.get(str(llm.info.path))
-            share = "-"
-            if step_s > 0 and read_speed is not None:
-                n_bytes = llm.info.placement.multiplied * (counts.steps - before.steps)
-                share = f"{n_bytes / step_s / read_speed:.0%}"
+            new, seconds = counts.since(before), max(1e-3, now - then)
+            read_speed, share = self._read_speeds.get(str(llm.info.path)), "-"
+            if new.step_s > 0 and read_speed is not None:
+                share = f"{llm.info.placement.multiplied * new.steps / new.step_s / read_speed:.0%}"
             yield (
                 served.name,
                 str(counts.running),
                 str(n_waiting),
                 f"{counts.n_pages_used / max(1, counts.n_pages):.0%}",
-                f"{prompt / seconds:,.0f}",
-                f"{(counts.generated_tokens - before.generated_tokens) / seconds:,.1f}",
-                f"{cached / max(1, prompt + cached):.0%}",
+                f"{new.prompt_tokens / seconds:,.0f}",
+                f"{new.generated_tokens / seconds:,.1f}",
+                f"{new.cached_tokens / max(1, new.prompt_tokens + new.cached_tokens):.0%}",
                 share,
             )

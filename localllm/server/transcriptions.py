@@ -6,9 +6,7 @@ llama.cpp's server.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -17,9 +15,9 @@ from starlette.responses import PlainTextResponse, Response
 from localllm.chat.conversation import Media, Message
 from localllm.generation.completion import Chunk
 from localllm.server.answers import GenerationFields, GenerationJob, Reply
-from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, event, json_response
+from localllm.server.endpoint import ReplyWriter, respond
+from localllm.server.http import HTTPError, event, json_response
 from localllm.server.openai import warnings_json
 
 #: Tag after the language in Qwen 3 ASR's output: "language English<asr_text>".
@@ -40,49 +38,43 @@ def _job(body: TranscriptionRequest) -> GenerationJob:
     audio = Media(body.file, where="the audio in file", kind="audio")
     options = {"temperature": 0, **body.options()}
     messages = [Message("user", (audio, instruction))]
-    return GenerationJob(body.model, options, messages=messages, variables=body.template_variables())
+    return body.job(options, messages=messages)
 
 
-async def transcriptions(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, TranscriptionRequest)
-    pending = await dispatcher.begin(await dispatcher.read(request, _job, body), request)
-    if body.stream:
-        lines = pending.lines(partial(_piece, _Transcript()), (), _end)
-        return EventStream(lines, pending.close, path=request.url.path)
-    with closing(pending):
-        (reply,) = await cancel_on_disconnect(request, pending.read())
-    if body.response_format == "text":
-        return PlainTextResponse(f"{_transcript(reply.text)}\n")
-    return json_response({"text": _transcript(reply.text), "usage": _usage(reply), **warnings_json(reply)})
+async def transcriptions(request: Request, dispatcher: Dispatcher, body: TranscriptionRequest) -> Response:
+    return await respond(request, dispatcher, body, _job, _TranscriptWriter)
 
 
-class _Transcript:
-    """Yields the pieces of a transcript, without the language at the start."""
+class _TranscriptWriter(ReplyWriter[TranscriptionRequest]):
+    """Writes a transcript, without the language at its start."""
 
-    def __init__(self) -> None:
-        self._text, self._n_sent = "", 0
+    _n_sent = 0  # characters
 
-    def add(self, text: str, is_last: bool) -> str:
-        self._text += text
+    def lines(self, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
         begin = "language "
-        if not is_last and _TEXT_BEGINS not in self._text and (self._text + begin).startswith(begin):
-            return ""
-        start, self._n_sent = self._n_sent, len(transcript := _transcript(self._text))
-        return transcript[start:]
+        is_complete = chunk.finish_reason is not None or _TEXT_BEGINS in reply.text
+        if not is_complete and (reply.text + begin).startswith(begin):
+            return
+        transcript = _transcript(reply)
+        delta, self._n_sent = transcript[self._n_sent :], len(transcript)
+        if delta:
+            yield event({"type": "transcript.text.delta", "delta": delta})
+
+    def end(self, replies: list[Reply]) -> Iterator[bytes]:
+        yield event({"type": "transcript.text.done", **_result(replies[0])})
+
+    def answer(self, replies: list[Reply]) -> Response:
+        if self.body.response_format == "text":
+            return PlainTextResponse(f"{_transcript(replies[0])}\n")
+        return json_response(_result(replies[0]))
 
 
-def _transcript(text: str) -> str:
-    return text.rpartition(_TEXT_BEGINS)[2]
+def _transcript(reply: Reply) -> str:
+    return reply.text.rpartition(_TEXT_BEGINS)[2]
 
 
-def _piece(transcript: _Transcript, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-    if delta := transcript.add(chunk.text, chunk.finish_reason is not None):
-        yield event({"type": "transcript.text.delta", "delta": delta})
-
-
-def _end(replies: Sequence[Reply]) -> Iterator[bytes]:
-    text, usage = _transcript(replies[0].text), _usage(replies[0])
-    yield event({"type": "transcript.text.done", "text": text, "usage": usage, **warnings_json(replies[0])})
+def _result(reply: Reply) -> dict[str, Any]:
+    return {"text": _transcript(reply), "usage": _usage(reply), **warnings_json(reply)}
 
 
 def _usage(reply: Reply) -> dict[str, Any]:

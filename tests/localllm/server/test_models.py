@@ -159,7 +159,7 @@ def test_a_broken_model_is_told_without_its_path_and_others_go_on() -> None:
 def test_names() -> None:
     models = models_in(Memory(1), aliases=["gpt-4o"])
     assert models.find(None) is models.find("") is models.find("gpt-4o") is models.find("a")
-    assert (models.find("a").name, models.find("a").aliases) == ("gpt-4o", ("gpt-4o",))
+    assert (models.find("a").name, models.find("a").preset.aliases) == ("gpt-4o", ("gpt-4o",))
     assert models.find("b:latest").name == "b"
     assert models.find("B.gguf").name == "b"
     with pytest.raises(UnknownModelError, match=r"no model 'd' here, but gpt-4o, b, c, broken: .* --alias"):

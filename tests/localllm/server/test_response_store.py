@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 from localllm.cli.commands.serve import _folder
 from localllm.errors import UsageError
+from localllm.server import responses
 from localllm.server.http import HTTPError
 from localllm.server.response_store import ResponseStore
 from tests.helpers.http_server import demo, serving
@@ -85,3 +88,36 @@ def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"^--responses .*file.a cannot be created \("):
         _folder("--responses", tmp_path / "file" / "a")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{"top_logprobs": 2, "store": False}, {}])
+def test_a_thread_encodes_and_stores_responses(
+    stream: bool, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[str]] = {}
+
+    def recorded(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def record(*args: Any, **options: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name.rpartition("_")[0])
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, record)
+
+    recorded(responses, "_usage_json")  # called for the final event or the complete response
+    for name in ("put", "get", "remove"):
+        recorded(ResponseStore, name)
+    with serving(demo(), responses_folder=tmp_path) as server, httpx.Client(base_url=server.url) as client:
+        body = {"input": "a", "max_output_tokens": 2, "stream": stream, **more}
+        text = client.post("/v1/responses", json=body, timeout=60).text
+        if not more:
+            id_ = re.search(r"resp_[0-9a-f]{32}", text)
+            assert id_ is not None
+            again = {**body, "previous_response_id": id_[0]}
+            assert client.post("/v1/responses", json=again, timeout=60).status_code == 200
+            assert client.delete(f"/v1/responses/{id_[0]}").status_code == 200
+            assert client.get(f"/v1/responses/{id_[0]}").status_code == 404
+    assert threads.keys() == ({"_usage_json"} if more else {"_usage_json", "put", "get", "remove"})
+    assert set().union(*threads.values()) == {"localllm-reply"}
