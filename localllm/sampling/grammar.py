@@ -11,8 +11,9 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -21,23 +22,28 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from localllm.cancellation import check_cancelled
 from localllm.chat.thinking import TAGS
-from localllm.chat.tool_choice import JSON_OPTIONS
 from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.nesting import check_nesting, parse_json
+from localllm.sampling.call_constraint import CallConstraint, CallSearch
 from localllm.sampling.candidates import IntArray
 from localllm.sampling.json_schema import enforceable_schema
 from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
+    from localllm.chat.calls.grammar import CallGrammar
     from localllm.options.declared import Sampling
     from localllm.tokenizer import Tokenizer
 
 #: Most allowed tokens for which the longest common spelling is preferred.
 _MAX_SPELLINGS = 256
 
+#: llguidance's options for schemas. JSON is on one line, because a model that may write white space between values
+#: may write it endlessly. Unknown parts of a schema are warnings, not errors.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
+
 #: Without this, each mask would spell and tokenize any forced text, which takes seconds for a long literal.
-_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 #: Warnings of llguidance (part of the text), and our wording.
 _OF_LLGUIDANCE = (
@@ -142,10 +148,25 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
             for start, end in reversed([span for span, _ in _schemas(lark)]):
                 schema, more = _enforceable_schema(lark[start:end])
                 lark, unenforced = lark[:start] + schema + lark[end:], unenforced + more
-        return lark + _NO_FORCING, unenforced
+        return lark + NO_FORCING, unenforced
     except Exception as error:  # llguidance raises nothing more specific
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _error(sampling, complaint, reason) from None
+
+
+@lru_cache(512)
+def enforced_schema(text: str) -> Any:
+    """Return the JSON schema of a tool's arguments in the form of `localllm.sampling.json_schema`.
+
+    Raises:
+        ValueError: llguidance cannot enforce the schema, or might need too much time or memory.
+    """
+    original = parse_json(text, _MAX_SCHEMA_NESTING)
+    _check_schemas([original])
+    schema = enforceable_schema(original)[0]
+    if problem := llguidance.LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}"):
+        raise ValueError(problem)
+    return schema
 
 
 @lru_cache(_MAX_KEPT)
@@ -187,13 +208,15 @@ def _check_size(sampling: Sampling) -> None:
     operators = [match.lastindex for match in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
     if 1 in operators and 2 in operators:
         raise ValueError("it has both & and ~, which may take forever to compile: use only one operator")
-    n_rules, n_patterns, n_optional, is_combined = max(len(lark.splitlines()), lark.count("%json")), 0, 0, False
+    n_rules = max(len(lark.splitlines()), lark.count("%json"))
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or schemas: use fewer")
-    pending: list[Any] = (
-        [parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)] if sampling.json_schema is not None else []
-    )
-    pending += [schema for _, schema in _schemas(lark)]
+    schemas = [parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)] if sampling.json_schema is not None else []
+    _check_schemas([*schemas, *(schema for _, schema in _schemas(lark))], n_rules)
+
+
+def _check_schemas(pending: list[Any], n_rules: int = 0) -> None:
+    n_patterns, n_optional, is_combined = 0, 0, False
     while pending:
         check_cancelled()
         schema = pending.pop()
@@ -241,7 +264,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._n_vocab = n_vocab
         self._vocabulary: Any = None
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._texts: list[bytes] = []  # of the tokens; 0xFF starts the name of a control token
+        self._matchers: OrderedDict[Hashable, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def constraint(self, sampling: Sampling, prompt_ids: Sequence[int], template: str = "") -> Constraint:
@@ -255,40 +279,75 @@ class Grammars:
         internal, unenforced = _read(sampling)
         for words in unenforced:
             warn(f"{sampling.grammar_kind}: {words}, which is not enforced")
-        with self._lock:
-            matcher = self._kept.get(internal)
-        if matcher is None:
-            with process.UnfinishedWork(process.workers):
-                matcher = self._compiled(internal, sampling)  # without the lock, because it may take a second
-        with self._lock:
-            self._kept[internal] = matcher
-            self._kept.move_to_end(internal)
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-            matcher, vocabulary = matcher.deep_copy(), self._vocabulary
+        matcher = self._matcher(internal, lambda: internal).result()
+        _raise_if(matcher.get_error(), sampling)
+        return self._constraint(matcher, prompt_ids, template, _OPENING)
+
+    def call_constraint(
+        self, grammar: CallGrammar, search: CallSearch, prompt_ids: Sequence[int], template: str
+    ) -> Constraint | CallConstraint:
+        """Return the constraint of a reply that may call tools.
+
+        Args:
+            search: searches the reply for the first call.
+            prompt_ids, template: as in `constraint`.
+        """
+        ends = [self._tokenizer.token_text(id_) for id_ in self._tokenizer.eog_ids]
+        matcher = self._matcher(grammar, partial(grammar.lark, ends))  # compiled while the prompt is evaluated
+
+        def start() -> Constraint:
+            return self._constraint(matcher.result(), (), "", {})
+
+        if grammar.must_call:
+            return self._constraint(matcher.result(), prompt_ids, template, TAGS)
+        return CallConstraint(start, search, self._tokenizer, lambda: self._texts)
+
+    def _constraint(
+        self, matcher: Any, prompt_ids: Sequence[int], template: str, tags: Mapping[str, str]
+    ) -> Constraint:
         end = self._tokenizer.decode(prompt_ids[-_LAST_TOKENS:], special=True).rstrip()
-        closing = next((_OPENING[tag] for tag in _OPENING if end.endswith(tag)), None)
+        closing = next((tags[tag] for tag in tags if end.endswith(tag)), None)
         has_thought = closing is not None or end.endswith(tuple(TAGS.values()))
         opening = {} if has_thought else self._opening_tokens(template)
-        return Constraint(matcher, vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening)
+        return Constraint(
+            matcher.deep_copy(), self._vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening
+        )
+
+    def _matcher(self, key: Hashable, lark: Callable[[], str]) -> Future[Any]:
+        """Return the matcher of a grammar, which another thread compiles unless it is in the cache."""
+        with self._lock:
+            matcher = self._matchers.pop(key, None)
+            if matcher is None:
+                matcher = Future()
+                threading.Thread(
+                    target=self._compile, args=(lark, matcher), name="localllm-grammar", daemon=True
+                ).start()
+            self._matchers[key] = matcher
+            if len(self._matchers) > _MAX_KEPT:
+                self._matchers.popitem(last=False)
+        return matcher
+
+    def _compile(self, lark: Callable[[], str], matcher: Future[Any]) -> None:
+        try:
+            with process.UnfinishedWork(process.workers):
+                self.prepare()
+                matcher.set_result(llguidance.LLMatcher(self._vocabulary, lark(), log_level=0))
+        except BaseException as error:
+            matcher.set_exception(error)
 
     def prepare(self) -> None:
         """Create llguidance's form of the vocabulary, once."""
         with self._lock:
             if self._vocabulary is None:
+                adapter = _TokenizerAdapter(self._tokenizer, self._n_vocab)
+                self._texts = adapter.tokens
                 self._vocabulary = llguidance.LLTokenizer(
-                    _TokenizerAdapter(self._tokenizer, self._n_vocab),
+                    adapter,
                     # A vocabulary without an end token gets an extra one, which no mask contains.
                     eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
                     # Slices save little, take half of the preparation time, and block other threads.
                     slices=[],
                 )
-
-    def _compiled(self, internal: str, sampling: Sampling) -> Any:
-        self.prepare()
-        matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
-        _raise_if(matcher.get_error(), sampling)
-        return matcher
 
     def _opening_tokens(self, template: str) -> dict[int, str]:
         """Return reasoning tags of a template that are one token, with their closing tags."""
@@ -313,7 +372,8 @@ class _TokenizerAdapter:
         self.bos_token_id = tokenizer.bos_id
         # 0xFF never occurs in text, so it distinguishes names of control tokens from text.
         self.tokens = [
-            b"\xff" * tokenizer.is_special(id_) + tokenizer.token_bytes(id_, special=tokenizer.is_special(id_))
+            b"\xff" * (tokenizer.is_special(id_) or id_ in tokenizer.eog_ids)
+            + tokenizer.token_bytes(id_, special=tokenizer.is_special(id_))
             for id_ in range(tokenizer.n_vocab)
         ]
         self.tokens += [b""] * (n_vocab - tokenizer.n_vocab) + [b"\xff<end>"]
@@ -325,6 +385,9 @@ class _TokenizerAdapter:
 
 class Constraint:
     """Constrains one text to a grammar (`localllm.sampling.sampler`)."""
+
+    #: Whether every token is allowed, so that `allows` need not be called.
+    is_free = False
 
     def __init__(
         self,
@@ -391,6 +454,11 @@ class Constraint:
         if not all(text and longest.startswith(text) for text in texts):  # an end token has no text
             return allowed
         return allowed[[len(text) == len(longest) for text in texts]]
+
+    def starts_with(self, data: bytes) -> bool:
+        """Return whether the text may start with ``data``, and continue after it."""
+        ids = self._vocabulary.tokenize_bytes(data)
+        return not self._matcher.is_error() and int(self._matcher.try_consume_tokens(ids)) == len(ids)
 
     def accept(self, id_: int) -> None:
         """Advance by one token of the text."""

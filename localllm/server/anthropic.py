@@ -80,7 +80,7 @@ def _job(body: MessagesRequest) -> GenerationJob:
     effort: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
     variables = effort | body.template_variables()
     messages, reply_start = split_reply_start(_messages(body))
-    more = offer_tools(options, tools, body.tool_choice)
+    more = offer_tools(tools, body.tool_choice)
     more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use")), "hosted_tools": hosted}
     return GenerationJob(body.model, options, messages=messages, variables=variables, reply_start=reply_start, **more)
 

@@ -322,7 +322,7 @@ async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
     variables = body.template_variables()
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
-    tools = offer_tools({}, body.tools, None)
+    tools = offer_tools(body.tools, None)
     job = GenerationJob(body.model, {}, messages=messages, variables=variables, reply_start=reply_start, **tools)
 
     def work(job: GenerationJob, llm: LLM) -> str:

@@ -80,7 +80,7 @@ def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
         constrain(options, body.format if isinstance(body.format, dict) else None)
     variables = run.template_variables() | body.template_variables()
     return GenerationJob(
-        body.model or body.name, options, variables=variables, **offer_tools(options, body.tools, None), **more
+        body.model or body.name, options, variables=variables, **offer_tools(body.tools, None), **more
     )
 
 

@@ -107,7 +107,7 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
         options,
         messages=messages,
         reply_start=reply_start,
-        **offer_tools(options, body.tools, body.tool_choice),
+        **offer_tools(body.tools, body.tool_choice),
         variables=body.template_variables(),
         n=1 if body.n is None else body.n,
         one_call=body.parallel_tool_calls is False,

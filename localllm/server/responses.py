@@ -109,7 +109,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
         options,
         messages=messages,
         reply_start=reply_start,
-        **offer_tools(options, tools, body.tool_choice),
+        **offer_tools(tools, body.tool_choice),
         hosted_tools=hosted,
         variables=body.template_variables(),
         one_call=body.parallel_tool_calls is False,

@@ -188,6 +188,7 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
     settings = apply_settings(arguments, skip=("model",))
     defaults = generation_options(arguments, settings)
     defaults.pop("adapters", None)  # requests name their adapters
+    defaults["tool_grammar"] = arguments.tool_grammar == "on"
     CheckedOptions.of(defaults)
 
     def load_model(source: str | None, progress: LoadProgress) -> LLM:
@@ -375,6 +376,11 @@ COMMAND = Command(
         "where replies end (default for requests)",
         *ENDING,
         *(f"{item} (default for requests)" if isinstance(item, str) else item for item in SAMPLING),
+        flag(
+            "--tool-grammar on|off",
+            "hold tool calls to the model's format and the tools' schemas (default for requests)",
+            default="on",
+        ),
         flag("--no-slots", "do not list running requests at /slots", dest="slots", action="store_false"),
         "access",
         flag(
