@@ -352,7 +352,7 @@ def test_calls_follow_the_schemas_of_their_tools() -> None:
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     messages = [{"role": "user", "content": "a"}]
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
-        reply = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+    reply = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
     with serving(scripted(reply, chat_template=CALLS_TEMPLATE)) as server:
 
         def call(**more: Any) -> Any:
