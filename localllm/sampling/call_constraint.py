@@ -17,7 +17,7 @@ from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
     from localllm.chat.calls.grammar import CallGrammar
-    from localllm.sampling.grammar import Constraint
+    from localllm.sampling.constraint import Constraint
     from localllm.tokenizer import Tokenizer
 
 

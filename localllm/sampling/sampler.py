@@ -34,7 +34,7 @@ from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionP
 
 if TYPE_CHECKING:
     from localllm.sampling.call_constraint import CallConstraint
-    from localllm.sampling.grammar import Constraint
+    from localllm.sampling.constraint import Constraint
 
 
 Step = Callable[[Candidates], Candidates]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.chat.calls.declaration import Arguments, CallFormat, PythonArguments
-from localllm.chat.calls.values import Rules, UnwritableError, arguments_rule, flexible, literal
+from localllm.chat.calls.values import Rules, Schema, UnwritableError, arguments_rule, flexible, literal
 from localllm.chat.thinking import CALL
 from localllm.errors import UsageError
-from localllm.sampling.grammar import NO_FORCING, enforced_schema
 
-#: Most characters of all schemas whose arguments are enforced. Arguments of the tools beyond are any JSON.
+#: Returns a schema in the form of `localllm.sampling.json_schema`, for its JSON.
+Enforced = Callable[[str], Schema]
+
+#: Maximum characters of all enforced schemas. The tools after them have any arguments.
 MAX_CHARACTERS = 256 << 10
 
 #: Terminals of the words in heads. ``header`` is the rest of a header of gpt-oss.
@@ -62,18 +64,21 @@ class CallGrammar:
         """Whether calls may also start in the reasoning."""
         return self.call_format.is_control or _is_harmony(self.call_format)
 
-    def lark(self, ends: Collection[str] = ()) -> str:
+    def lark(self, enforced: Enforced, ends: Collection[str]) -> str:
         """Return the grammar in llguidance's notation. Takes a while for large schemas.
 
-        ``ends``: names of the tokens that end a reply.
+        Args:
+            enforced: converts the JSON of a schema to the form of `localllm.sampling.json_schema`; raises ValueError
+                if the schema cannot be enforced.
+            ends: names of the tokens that end a reply.
         """
         rules, functions = Rules(), json.loads(self.functions)
         if _is_harmony(self.call_format):
-            return f"start: {self._messages(functions, rules)}\n{rules}{NO_FORCING}"
+            return f"start: {self._messages(functions, rules, enforced)}\n{rules}"
         form = _with_tags(self.call_format)
         if form.closing in ends:
             form = replace(form, closing="")
-        block = _block(form, _calls(form, functions, rules), one_call=self.one_call)
+        block = _block(form, _calls(form, functions, rules, enforced), one_call=self.one_call)
         opening = literal(form.opening.strip()) if form.opening else ""
         start = f"{opening} {block}"
         if self.must_call:
@@ -83,12 +88,14 @@ class CallGrammar:
                 start += f" ({rules.lazy(opening)} {block})* /(.|\\n)*/"
             elif form.repeats:
                 start += f" ({flexible(form.between, spaces=True)} {opening} {block})*"
-        return f"start: {start}\n{rules}{NO_FORCING}"
+        return f"start: {start}\n{rules}"
 
-    def _messages(self, functions: Sequence[Mapping[str, Any]], rules: Rules) -> str:
+    def _messages(self, functions: Sequence[Mapping[str, Any]], rules: Rules, enforced: Enforced) -> str:
         """The message of a call in gpt-oss. If a call must be made, the prompt ends with the start of a message."""
         calls = [
-            _calls(replace(self.call_format, head=f"{{name}}{channel}{{header}}", tail=""), functions, rules)
+            _calls(
+                replace(self.call_format, head=f"{{name}}{channel}{{header}}", tail=""), functions, rules, enforced
+            )
             for channel in ("", "<|channel|>commentary")
         ]
         if not self.must_call:
@@ -160,7 +167,7 @@ def _block(form: CallFormat, calls: str, *, one_call: bool) -> str:
     return f"{before} {calls} {more} {flexible(form.inside[1] + form.closing)}"
 
 
-def _calls(form: CallFormat, functions: Sequence[Mapping[str, Any]], rules: Rules) -> str:
+def _calls(form: CallFormat, functions: Sequence[Mapping[str, Any]], rules: Rules, enforced: Enforced) -> str:
     """A call of any of the tools, without the tags around it."""
     before, _, after = form.head.partition("{name}")
     is_json, n_left, calls = before.startswith("{"), MAX_CHARACTERS, []
@@ -169,7 +176,7 @@ def _calls(form: CallFormat, functions: Sequence[Mapping[str, Any]], rules: Rule
         n_left -= len(json.dumps(parameters))
         written_name = json.dumps(name)[1:-1] if is_json else name
         head = f"{_terminals(before, is_json)} {literal(written_name)} {_terminals(after, is_json)}"
-        arguments = _arguments(form.arguments, parameters if n_left >= 0 else None, rules)
+        arguments = _arguments(form.arguments, parameters if n_left >= 0 else None, rules, enforced)
         calls.append(f"{rules.add(head.strip(), is_terminal=True)} {arguments} {flexible(form.tail)}")
     return rules.add(" | ".join(calls))
 
@@ -181,11 +188,11 @@ def _terminals(text: str, is_json: bool) -> str:
     )
 
 
-def _arguments(form: Arguments, parameters: Any, rules: Rules) -> str:
+def _arguments(form: Arguments, parameters: Any, rules: Rules, enforced: Enforced) -> str:
     """Arguments of a tool: any if its schema cannot be enforced."""
     any_object = {"type": "object"}
     parameters = parameters if isinstance(parameters, dict) else any_object
     try:
-        return arguments_rule(form, parameters, enforced_schema(json.dumps({**parameters, "type": "object"})), rules)
+        return arguments_rule(form, parameters, enforced(json.dumps({**parameters, "type": "object"})), rules)
     except (UnwritableError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return arguments_rule(form, any_object, any_object, rules)

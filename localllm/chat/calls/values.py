@@ -18,7 +18,10 @@ from localllm.chat.calls.declaration import (
     PythonArguments,
     TaggedArguments,
 )
-from localllm.sampling.grammar import JSON_OPTIONS
+
+#: llguidance's options for schemas. JSON is on one line, because a model that may write white space between values
+#: may write it endlessly. Unknown parts of a schema are warnings, not errors.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 
 Schema = Any  #: a JSON schema in the form of `localllm.sampling.json_schema`: a dict or a boolean
 
@@ -50,7 +53,7 @@ def flexible(text: str, *, spaces: bool = False) -> str:
         if piece.strip(" \n"):
             terminals.append(literal(piece))
         elif piece:
-            white = "\\n " if "\n" in piece else " "
+            white = "".join(sorted(set(piece))).replace("\n", "\\n")
             terminals.append(f"/[{white}]{{1,{len(piece) + 1}}}/?")
     return " ".join(terminals)
 
@@ -375,7 +378,9 @@ class _TaggedValues(_TextValues):
 
     def _begin(self, key: str, is_string: bool) -> str:
         before, _, after = self._form.begin.replace("{is_string}", _JSON_WORDS[is_string]).partition("{key}")
-        return self._rules.add(f"{literal(before)} {key} {flexible(after)}", is_terminal=True)
+        # A second line break would belong to the value.
+        after_key = ' "\\n"? '.join(literal(piece) if piece else "" for piece in after.split("\n"))
+        return self._rules.add(f"{literal(before)} {key} {after_key}", is_terminal=True)
 
     def _with_definitions(self, schema: Schema) -> Schema:
         return {**schema, "$defs": self._definitions} if isinstance(schema, dict) and self._definitions else schema

@@ -18,7 +18,8 @@ from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.chat.thinking import CALL
 from localllm.errors import UsageError
 from localllm.sampling.call_constraint import CallConstraint, CallSearch
-from localllm.sampling.grammar import Constraint, Grammars
+from localllm.sampling.constraint import Constraint
+from localllm.sampling.grammar import Grammars
 from localllm.tokenizer import Tokenizer
 from tests.helpers.vocabularies import USER_DEFINED, FakeFile, bpe_metadata
 

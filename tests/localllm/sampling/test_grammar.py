@@ -21,7 +21,8 @@ from localllm.compat import Llama
 from localllm.engine.drafting.cost import StepCost
 from localllm.sampling import grammar as grammar_module
 from localllm.sampling import make_sampler
-from localllm.sampling.grammar import Constraint, Grammars, check_grammar
+from localllm.sampling.constraint import Constraint
+from localllm.sampling.grammar import Grammars, check_grammar
 from localllm.tokenizer import Tokenizer
 from tests.helpers.command_line import run_main
 from tests.helpers.engines import in_engine
