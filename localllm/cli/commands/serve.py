@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.catalog.hub_names import DEMO, HubName
-from localllm.cli.argument_types import model_file, whole
+from localllm.cli.argument_types import model_file, on_or_off, whole
 from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import apply_settings, chat_template, load_options, template_variables
 from localllm.cli.defaults import model_file as find_model
-from localllm.cli.parser import Command, flag, parser_of, several
+from localllm.cli.parser import LEFT_OUT, Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, ollama_preset, read_presets
 from localllm.cli.shared_flags import ENDING, LORA, MEDIA, PRESETS, RUNNING, SAMPLING, options
 from localllm.console import say, warn
@@ -188,7 +188,6 @@ def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Load
     settings = apply_settings(arguments, skip=("model",))
     defaults = generation_options(arguments, settings)
     defaults.pop("adapters", None)  # requests name their adapters
-    defaults["tool_grammar"] = arguments.tool_grammar == "on"
     CheckedOptions.of(defaults)
 
     def load_model(source: str | None, progress: LoadProgress) -> LLM:
@@ -378,8 +377,10 @@ COMMAND = Command(
         *(f"{item} (default for requests)" if isinstance(item, str) else item for item in SAMPLING),
         flag(
             "--tool-grammar on|off",
-            "hold tool calls to the model's format and the tools' schemas (default for requests)",
-            default="on",
+            "hold tool calls to the model's format and the tools' schemas (default: on)",
+            on_or_off,
+            choices=None,
+            default=LEFT_OUT,
         ),
         flag("--no-slots", "do not list running requests at /slots", dest="slots", action="store_false"),
         "access",
