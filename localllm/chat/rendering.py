@@ -141,7 +141,7 @@ class Rendering:
 
     @cached_property
     def call_format(self) -> CallFormat | None:
-        """The format in which the template writes tool calls; None if it is unknown."""
+        """The template's format of tool calls; None if it is unknown."""
         prompt = self._render([{"role": "user", "content": self._content((_ONE,))}], [_TOOL])
         for id_ in (f"functions.{NAME}:0", _SHORT_ID):
             for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):

@@ -122,7 +122,7 @@ class ChatTemplate:
 
     @property
     def call_format(self) -> CallFormat | None:
-        """The format in which the template writes tool calls; None if it is unknown."""
+        """The template's format of tool calls; None if it is unknown."""
         return self._rendering.call_format
 
     def used_for(self, variables: Mapping[str, object]) -> ChatTemplate:

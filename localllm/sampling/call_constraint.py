@@ -33,12 +33,13 @@ class CallSearch:
         # Calls do not start in reasoning.
         self._grammar, self._splitter = grammar, None if grammar.is_anywhere else ThinkingSplitter(opened)
         self._text, self._bytes = "", b""  # the end of the answer, and of an incomplete character
-        self._is_over = False  # whether no call can follow
-        self.add((f"{opened}{prefix}" if grammar.is_anywhere else prefix).encode())
+        self._is_over = False  # whether the search has ended
+        #: The start of a call in the prefix; None without one.
+        self.begun = self.add((f"{opened}{prefix}" if grammar.is_anywhere else prefix).encode())
 
     @property
     def endings(self) -> list[str]:
-        """Texts that complete an opening at the end of the reply."""
+        """The texts that complete an opening at the end of the reply."""
         if self._is_over:
             return []
         openings = self._grammar.openings
@@ -51,8 +52,8 @@ class CallSearch:
     @property
     def may_start(self) -> bool:
         """Whether the next token may complete an opening."""
-        if self._splitter is not None and self._splitter.held:
-            return True
+        if self._splitter is not None and (self._splitter.held or self._splitter.is_thinking):
+            return bool(self._splitter.held)
         return bool(self.endings) if self._grammar.is_bare else n_open(self._text, self._grammar.openings) > 0
 
     def stop(self) -> None:
@@ -99,12 +100,14 @@ class CallConstraint:
     ) -> None:
         """
         Args:
-            start: returns the constraint of a text that starts with a call.
+            start: returns the constraint of text that starts with a call.
             search: searches the reply for its first call.
             texts: returns the texts of all tokens.
         """
         self._start, self._search, self._tokenizer, self._texts = start, search, tokenizer, texts
         self._constraint: Constraint | None = None
+        if search.begun is not None:
+            self._begin(search.begun)
 
     @property
     def is_free(self) -> bool:
@@ -140,12 +143,15 @@ class CallConstraint:
             return
         call = self._search.add(self._tokenizer.token_bytes(id_))
         if call is not None:
-            constraint = self._start()
-            self._constraint = constraint if constraint.starts_with(call) else None
-            self._search.stop()
+            self._begin(call)
+
+    def _begin(self, call: bytes) -> None:
+        constraint = self._start()
+        self._constraint = constraint if constraint.starts_with(call) else None
+        self._search.stop()
 
     def n_possible(self, ids: Sequence[int]) -> int:
-        """Return the number of leading tokens of ``ids`` that are allowed, up to one that may start a call."""
+        """Return the number of leading tokens of ``ids`` that are allowed. After them, a call may start."""
         if self._constraint is not None:
             return self._constraint.n_possible(ids)
         search = self._search.copy()

@@ -1,4 +1,4 @@
-"""Constrains a text to a grammar, by masking logits (`localllm.sampling.grammar`)."""
+"""Constrains text to a grammar, by masking logits (`localllm.sampling.grammar`)."""
 
 from __future__ import annotations
 

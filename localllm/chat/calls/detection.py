@@ -1,4 +1,4 @@
-"""Detects the format in which a chat template writes calls, from a rendered call."""
+"""Detects a chat template's format of calls, from a rendered call."""
 
 from __future__ import annotations
 

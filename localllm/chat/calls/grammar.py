@@ -91,7 +91,7 @@ class CallGrammar:
         return f"start: {start}\n{rules}"
 
     def _messages(self, functions: Sequence[Mapping[str, Any]], rules: Rules, enforced: Enforced) -> str:
-        """The message of a call in gpt-oss. If a call must be made, the prompt ends with the start of a message."""
+        """Return a rule for a call in gpt-oss. A call that must be made follows the start of a message in the prompt."""
         calls = [
             _calls(
                 replace(self.call_format, head=f"{{name}}{channel}{{header}}", tail=""), functions, rules, enforced
@@ -160,7 +160,7 @@ def _openings(form: CallFormat, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _block(form: CallFormat, calls: str, *, one_call: bool) -> str:
-    """The calls of one pair of tags, after the opening tag."""
+    """Return a rule for the calls between one pair of tags, after the opening tag."""
     space = form.opening[len(form.opening.rstrip()) :]
     before = f"{literal(space) if space else ''} {flexible(form.inside[0])}"
     more = "" if one_call or form.repeats else f"({flexible(form.between, spaces=True)} {calls})*"
@@ -168,7 +168,7 @@ def _block(form: CallFormat, calls: str, *, one_call: bool) -> str:
 
 
 def _calls(form: CallFormat, functions: Sequence[Mapping[str, Any]], rules: Rules, enforced: Enforced) -> str:
-    """A call of any of the tools, without the tags around it."""
+    """Return a rule for a call of any of the tools, without the tags around it."""
     before, _, after = form.head.partition("{name}")
     is_json, n_left, calls = before.startswith("{"), MAX_CHARACTERS, []
     for function in functions:
@@ -189,7 +189,7 @@ def _terminals(text: str, is_json: bool) -> str:
 
 
 def _arguments(form: Arguments, parameters: Any, rules: Rules, enforced: Enforced) -> str:
-    """Arguments of a tool: any if its schema cannot be enforced."""
+    """Return a rule for the arguments of a tool. All arguments are allowed if its schema cannot be enforced."""
     any_object = {"type": "object"}
     parameters = parameters if isinstance(parameters, dict) else any_object
     try:

@@ -42,12 +42,12 @@ class UnwritableError(ValueError):
 
 
 def literal(text: str) -> str:
-    """A text in llguidance's notation."""
+    """Return a string in llguidance's notation."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def flexible(text: str, *, spaces: bool = False) -> str:
-    """Terminals for a text whose line breaks, and ``spaces``, a model may omit or double."""
+    """Return terminals for a string whose line breaks, and ``spaces``, a model may omit or double."""
     terminals = []
     for piece in re.split(r"([ \n]+)" if spaces else r"(\n[ \n]*)", text):
         if piece.strip(" \n"):
@@ -59,7 +59,7 @@ def flexible(text: str, *, spaces: bool = False) -> str:
 
 
 def json_rule(schema: Schema) -> str:
-    """JSON that follows a schema."""
+    """Return a rule for JSON that follows a schema."""
     schema = schema if isinstance(schema, dict) else {}
     return "%json " + json.dumps({"x-guidance": JSON_OPTIONS, **schema})
 
@@ -72,7 +72,7 @@ class Rules:
         self._names: dict[str, str] = {}
 
     def add(self, expression: str, *, is_terminal: bool = False, options: str = "") -> str:
-        """Return the name of a rule; equal rules have one name."""
+        """Return the name of a rule. Equal rules share a name."""
         key = f"{options}{is_terminal}{expression}"
         name = self._names.get(key)
         if name is None:
@@ -89,11 +89,11 @@ class Rules:
         self._rules[int(name[1:])] = f"{name}: {expression}"
 
     def lazy(self, end: str, text: str = _ANY_TEXT) -> str:
-        """A text up to and including its first ``end``."""
+        """Return a rule for text up to and including its first ``end``."""
         return self.add(f"{text} {end}", options="[lazy]")
 
     def listed(self, items: Sequence[tuple[str, bool]], separator: str, extra: str) -> str:
-        """Items in their order, with a separator between them.
+        """Return an expression for items in their order, with a separator between them.
 
         Args:
             items: expression of each item, and whether it is required.
@@ -118,7 +118,7 @@ def arguments_rule(form: Arguments, parameters: Any, schema: Schema, rules: Rule
     """Return the expression of arguments that follow a schema.
 
     Args:
-        parameters: the schema as the request has it.
+        parameters: the schema in the request.
         schema: the same schema in the form of `localllm.sampling.json_schema`.
     """
     if isinstance(form, JSONArguments) and form.quote == '"':
@@ -146,7 +146,7 @@ class _Values:
     # -- Schemas -----------------------------------------------------------------------------------------------------
 
     def variants(self, schema: Schema, depth: int = 0) -> list[dict[str, Any]]:
-        """Return schemas without ``$ref``, ``allOf``, ``anyOf`` and ``oneOf``, of which a value follows one."""
+        """Return the alternatives of a schema, without ``$ref``, ``allOf``, ``anyOf`` and ``oneOf``."""
         if depth > _MAX_DEPTH:
             raise UnwritableError("its schemas refer to each other")
         if schema is False:
@@ -254,7 +254,7 @@ class _Values:
         raise NotImplementedError
 
     def key(self, name: str) -> str:
-        """The key of an object's member, with the separator before the value."""
+        """Return the key of an object's member, with the separator before the value."""
         raise NotImplementedError
 
     def any_key(self) -> str:
@@ -330,23 +330,26 @@ class _TextValues(_Values):
         return self._rules.listed(tags, "", self.any_tag() if has_extra(schema) else "")
 
     def _text(self, schema: Schema, end: str, any_text: str = _ANY_TEXT) -> str:
-        """A string up to the tag that ends it, or another value of a schema that also allows strings."""
+        """Return a rule for a string, or null, up to the tag that ends it."""
         texts: list[str] = []
         for variant in self.variants(schema):
             constants = [variant["const"]] if "const" in variant else variant.get("enum")
             types = schema_types(variant)
             if constants is not None:
-                values = [value if isinstance(value, str) else json.dumps(value) for value in constants]
-                texts += [f"{literal(value)} {end}" for value in values]
+                # Text is a string if the schema allows strings, unless it is null.
+                values = ["null" if value is None else value for value in constants]
+                texts += [f"{literal(value)} {end}" for value in values if isinstance(value, str)]
             elif not types or "string" in types:
                 pattern = text_pattern(variant)
                 texts.append(self._rules.lazy(end, any_text if pattern == _ANY_TEXT else pattern))
             elif "null" in types:
                 texts.append(f'"null" {end}')
+        if not texts:
+            raise UnwritableError("no text follows its schema")
         return f"({' | '.join(texts)})"
 
     def tag(self, name: str, schema: Schema) -> str:
-        """The tags of an argument or of a part of one, with the value between them."""
+        """Return a rule for the tags of an argument or of a nested value, with the value between them."""
         raise NotImplementedError
 
     def any_tag(self) -> str:

@@ -17,6 +17,7 @@ from localllm.chat.calls.writer import written
 from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.chat.thinking import CALL
 from localllm.errors import UsageError
+from localllm.sampling import Sampling, make_sampler
 from localllm.sampling.call_constraint import CallConstraint, CallSearch
 from localllm.sampling.constraint import Constraint
 from localllm.sampling.grammar import Grammars
@@ -211,6 +212,11 @@ def test_calls_without_tags_start_the_answer() -> None:
     assert not accepted("described", 'So.</think>{"name": "now", "arguments": [', "<think>")
     for text in ('{"name": "Alice", "age": [', 'So {"name": "now", "arguments": ['):
         assert accepted("described", text)
+    constraint = constraint_of("described", "<think>")
+    accepts(constraint, vocabulary("described")[0], "So")
+    assert constraint.is_free
+    accepts(constraint, vocabulary("described")[0], "</think>")
+    assert not constraint.is_free
     assert not accepted("llama 4", "[now(1")
     assert accepted("llama 4", "[nowhere(1")
     assert not accepted("chatglm", "now\n[")
@@ -259,6 +265,16 @@ def test_text_and_more_calls_may_follow_a_call(name: str) -> None:
     constraint = constraint_of(name, one_call=True)
     assert accepts(constraint, vocabulary(name)[0], f"So. {call}")
     assert constraint.is_complete
+
+
+def test_free_text_needs_only_the_largest_logits() -> None:
+    (tokenizer, _), constraint = vocabulary("ministral"), constraint_of("ministral")
+    sampler = make_sampler(Sampling(top_k=5), tokenizer.n_vocab, constraint=constraint)
+    for text, is_free in (("So ", True), ("[TOOL", False), ("! ", True), ("[TOOL_CALLS]", False), ("now", False)):
+        for id_ in tokenizer.encode(text, add_special=False, continuation=True):
+            sampler.accept(id_)
+        assert (sampler.n_enough, sampler.is_slow) == ((6, False) if is_free else (0, True)), text
+        assert bool(sampler.draws(1)) is is_free
 
 
 def test_drafts_are_checked() -> None:
