@@ -93,14 +93,14 @@ class CallConstraint:
 
     def __init__(
         self,
-        start: Callable[[], Constraint],
+        start: Callable[[], Constraint | None],
         search: CallSearch,
         tokenizer: Tokenizer,
         texts: Callable[[], Sequence[bytes]],
     ) -> None:
         """
         Args:
-            start: returns the constraint of text that starts with a call.
+            start: returns the constraint of text that starts with a call; None if calls cannot be constrained.
             search: searches the reply for its first call.
             texts: returns the texts of all tokens.
         """
@@ -123,7 +123,7 @@ class CallConstraint:
         if self._constraint is not None:
             return self._constraint.allows(id_)
         call = self._search.copy().add(self._tokenizer.token_bytes(id_))
-        return call is None or self._start().starts_with(call)
+        return call is None or self._may_begin(call)
 
     def masked(self, logits: Logits) -> Logits:
         """Return the logits with -inf for tokens that are not allowed."""
@@ -147,8 +147,12 @@ class CallConstraint:
 
     def _begin(self, call: bytes) -> None:
         constraint = self._start()
-        self._constraint = constraint if constraint.starts_with(call) else None
+        self._constraint = constraint if constraint is not None and constraint.starts_with(call) else None
         self._search.stop()
+
+    def _may_begin(self, call: bytes) -> bool:
+        constraint = self._start()
+        return constraint is None or constraint.starts_with(call)
 
     def n_possible(self, ids: Sequence[int]) -> int:
         """Return the number of leading tokens of ``ids`` that are allowed. After them, a call may start."""
@@ -158,7 +162,7 @@ class CallConstraint:
         for n, id_ in enumerate(ids):
             call = search.add(self._tokenizer.token_bytes(id_))
             if call is not None:
-                return n + self._start().starts_with(call)
+                return n + self._may_begin(call)
             if search.may_start:
                 return n + 1
         return len(ids)

@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from localllm.cancellation import check_cancelled
 from localllm.chat.calls.values import JSON_OPTIONS
 from localllm.chat.thinking import TAGS
-from localllm.errors import Argument, GrammarError, warn
+from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.nesting import check_nesting, parse_json
 from localllm.sampling.call_constraint import CallConstraint, CallSearch
@@ -282,10 +282,13 @@ class Grammars:
         # Compiled while the prompt is evaluated.
         matcher = self._matcher(grammar, lambda: grammar.lark(_enforced_schema, ends) + _NO_FORCING)
 
-        def start() -> Constraint:
-            return self._constraint(matcher.result(), (), "", {})
+        def start() -> Constraint | None:
+            is_usable = not matcher.result().is_error()  # otherwise it exceeds a limit of llguidance
+            return self._constraint(matcher.result(), (), "", {}) if is_usable else None
 
         if grammar.must_call:
+            if problem := matcher.result().get_error():
+                raise UsageError(f"the schemas of the tools cannot be enforced: {first_line(problem)}: simplify them")
             return self._constraint(matcher.result(), prompt_ids, template, TAGS)
         return CallConstraint(start, search, self._tokenizer, lambda: self._texts)
 

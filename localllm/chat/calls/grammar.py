@@ -91,7 +91,7 @@ class CallGrammar:
         return f"start: {start}\n{rules}"
 
     def _messages(self, functions: Sequence[Mapping[str, Any]], rules: Rules, enforced: Enforced) -> str:
-        """Return a rule for a call in gpt-oss. A call that must be made follows the start of a message in the prompt."""
+        """Return a rule for a call in gpt-oss. A forced call follows the start of a message in the prompt."""
         calls = [
             _calls(
                 replace(self.call_format, head=f"{{name}}{channel}{{header}}", tail=""), functions, rules, enforced

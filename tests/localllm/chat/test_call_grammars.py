@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from localllm.chat.calls.formats import FORMATS
-from localllm.chat.calls.grammar import call_grammar
+from localllm.chat.calls.grammar import CallGrammar, call_grammar
 from localllm.chat.calls.writer import written
 from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.chat.thinking import CALL
@@ -323,6 +323,25 @@ def test_arguments_of_unusable_schemas_are_free(name: str, parameters: Any) -> N
     tools = [tool("f", parameters)]
     reply = sampled(constraint_of(name, tools=tools, must_call=True), name, 1)
     assert [call.name for call in parsed(reply, tools=tools)[0]] == ["f"]
+
+
+class BrokenGrammar(CallGrammar):
+    def lark(self, *_: object) -> str:
+        return "start: missing"
+
+
+def test_a_grammar_that_llguidance_refuses_allows_any_call() -> None:
+    tokenizer, _ = vocabulary("hermes")
+    for must_call in (False, True):
+        options = vars(call_grammar(FORMATS["hermes"], TOOLS, must_call=must_call))
+        grammar, grammars = BrokenGrammar(**options), Grammars(tokenizer, tokenizer.n_vocab)
+        if must_call:
+            with pytest.raises(UsageError, match=r"^the schemas of the tools cannot be enforced: .*: simplify them$"):
+                grammars.call_constraint(grammar, CallSearch(grammar), [], "")
+        else:
+            constraint = grammars.call_constraint(grammar, CallSearch(grammar), [], "")
+            assert constraint.n_possible(tokenizer.encode("<tool_call>x", add_special=False)) == 1
+            assert accepts(constraint, tokenizer, "<tool_call>what</tool_call>")
 
 
 def test_many_tools() -> None:
