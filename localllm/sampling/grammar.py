@@ -52,6 +52,9 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 #: matches. Twice the patterns of one object's properties take 50 times as long.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
 
+#: Most schemas of a tool's arguments after alternatives are combined, which llguidance does one by one.
+_MAX_SCHEMAS = 20_000
+
 #: Most occurrences of %json in Lark's notation without valid JSON.
 _MAX_INVALID = 10
 
@@ -155,6 +158,8 @@ def _enforced_schema(text: str) -> Any:
     """
     original = parse_json(text, _MAX_SCHEMA_NESTING)
     _check_schemas([original])
+    if _n_combined(original) > _MAX_SCHEMAS:
+        raise ValueError("it combines too many alternatives")
     schema = enforceable_schema(original)[0]
     if problem := llguidance.LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}"):
         raise ValueError(problem)
@@ -227,6 +232,17 @@ def _check_schemas(pending: list[Any], n_rules: int = 0) -> None:
         raise ValueError(f"an object has more than {_MAX_OPTIONAL} optional properties: require some of them")
     if is_combined and n_patterns > _MAX_COMBINED:
         raise ValueError(f"it combines more than {_MAX_COMBINED} patterns: make it simpler")
+
+
+def _n_combined(schema: Any) -> int:
+    """Return about the number of schemas after alternatives are combined with the properties next to them."""
+    if isinstance(schema, list):
+        return sum(map(_n_combined, schema))
+    if not isinstance(schema, dict):
+        return 0
+    n_alternatives = sum(_length(schema.get(key)) for key in ("anyOf", "oneOf"))
+    is_combined = n_alternatives and not schema.keys().isdisjoint(("properties", "items", "allOf", "$ref"))
+    return (1 + sum(map(_n_combined, schema.values()))) * (n_alternatives if is_combined else 1)
 
 
 def _length(value: Any) -> int:

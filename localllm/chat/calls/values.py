@@ -27,8 +27,8 @@ Schema = Any  #: a JSON schema in the form of `localllm.sampling.json_schema`: a
 
 #: Most alternatives of a schema; a schema with more allows any value.
 _MAX_VARIANTS = 32
-#: Deepest combination of schemas.
-_MAX_DEPTH = 40
+#: Deepest combination of schemas, and most schemas of one tool, each counted for every alternative of its parents.
+_MAX_DEPTH, _MAX_SCHEMAS = 40, 20_000
 #: Names of arguments that tags and Python's calls can have.
 _NAME, _PYTHON_NAME = re.compile(r"[^\s<>\"'/]{1,256}"), re.compile(r"[A-Za-z_]\w{0,255}", re.ASCII)
 #: Names of arguments that a schema allows without naming them.
@@ -142,13 +142,15 @@ class _Values:
     def __init__(self, rules: Rules, definitions: Mapping[str, Schema]) -> None:
         self._rules, self._definitions = rules, definitions
         self._references: dict[str, str] = {}  # names of rules
+        self._n_schemas = 0
 
     # -- Schemas -----------------------------------------------------------------------------------------------------
 
     def variants(self, schema: Schema, depth: int = 0) -> list[dict[str, Any]]:
         """Return the alternatives of a schema, without ``$ref``, ``allOf``, ``anyOf`` and ``oneOf``."""
-        if depth > _MAX_DEPTH:
-            raise UnwritableError("its schemas refer to each other")
+        self._n_schemas += 1
+        if depth > _MAX_DEPTH or self._n_schemas > _MAX_SCHEMAS:
+            raise UnwritableError("its schema is too complex")
         if schema is False:
             return []
         if not isinstance(schema, dict):

@@ -302,6 +302,12 @@ def test_names_that_a_format_cannot_express_are_refused() -> None:
     assert parsed(reply, tools=tools)[0][0].name == 'look "up"'
 
 
+NESTED: dict[str, Any] = {"type": "integer"}
+for _ in range(6):  # each level has 30 alternatives, which all have the same property
+    required = [{"required": [f"b{i}"], "properties": {f"b{i}": {"type": "null"}}} for i in range(30)]
+    NESTED = {"type": "object", "properties": {"a": NESTED}, "required": ["a"], "anyOf": required}
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen coder", "lfm2", "gemma", "minimax m3"])
 @pytest.mark.parametrize(
     "parameters",
@@ -312,6 +318,7 @@ def test_names_that_a_format_cannot_express_are_refused() -> None:
         {"type": "object", "properties": {f"a{i}": STRING for i in range(600)}},
         {"type": "object", "properties": {"a": {"enum": ["x" * 1000] * 1000}}},
         {"type": "object", "required": ["a b\n"]},
+        NESTED,
         {"type": "object", "properties": []},
         {"type": "array"},
         [],
