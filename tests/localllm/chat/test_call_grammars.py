@@ -24,7 +24,7 @@ from localllm.sampling.grammar import Grammars
 from localllm.tokenizer import Tokenizer
 from tests.helpers.vocabularies import USER_DEFINED, FakeFile, bpe_metadata
 
-#: Number of random replies per format.
+#: Random replies per format. The suite samples few; LOCALLLM_TEST_REPLIES=10000 samples many.
 N_REPLIES = int(os.environ.get("LOCALLLM_TEST_REPLIES", "4"))
 
 STRING: dict[str, Any] = {"type": "string"}
