@@ -50,10 +50,13 @@ from localllm.tokenizer.stream import StreamDecoder
 # Importing jinja2 would delay the first token of programs that do not chat.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
+    from localllm.chat.calls.grammar import CallGrammar
     from localllm.chat.conversation import Media, Message
     from localllm.chat.reply import ReplyParser
     from localllm.chat.thinking import ThinkingSplitter
+    from localllm.chat.tool_choice import ChosenTools
     from localllm.loading.media_encoder import MediaEncoder
+    from localllm.sampling.call_constraint import CallSearch
     from localllm.sampling.grammar import Grammars
 
     #: Messages of a chat, in the format of OpenAI's API or of `localllm.chat.conversation`.
@@ -559,7 +562,7 @@ class LLM:
         """Answers the last message of a chat.
 
         The completion's ``text`` is the answer.  Separate fields contain the reasoning and the tool calls.  A tool
-        call that cannot be parsed, or that calls a tool not in ``tools``, stays in the text and causes a warning.
+        call that cannot be parsed stays in the text and causes a warning.
 
         Args:
             messages: mappings with a ``role`` ("system", "user", "assistant") and a ``content``: a string, or a list
@@ -587,14 +590,15 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
-        parse: bool | Sequence[Mapping[str, object]] = True,
+        parse: bool | Sequence[Mapping[str, object]] | ChosenTools = True,
         **options: Unpack[Options],
     ) -> Stream:
         """Like `chat`, but return an iterator of chunks.  Closing the iterator cancels the request.
 
         A chunk contains ``text``, ``reasoning``, or a piece of a ``call``.  The last chunk contains the reply's
         ``warnings``.  With ``parse=False``, the text is the complete output.  A list of tools as ``parse`` replaces
-        ``tools`` in the parser.
+        ``tools`` in the parser.  A `localllm.chat.tool_choice.ChosenTools` may also require a call, or limit a reply
+        to one call.
         """
         checked = self.with_defaults(options)
         return self._stream_chat(messages, tools, template_variables, reply_prefix, checked, parse)
@@ -939,11 +943,12 @@ class LLM:
         variables: Mapping[str, object] | None,
         reply_prefix: str,
         checked: CheckedOptions,
-        parse: bool | Sequence[Mapping[str, object]] = True,
+        parse: bool | Sequence[Mapping[str, object]] | ChosenTools = True,
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         from localllm.chat.conversation import read_messages
         from localllm.chat.reply import ReplyParser
+        from localllm.chat.tool_choice import ChosenTools
 
         context = self._opened().context
         encode = self._chat_encoder(tools, variables, reply_prefix)
@@ -957,8 +962,12 @@ class LLM:
             ids, prompt_media = encode(without_turns(chat, n))
         parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
         splitter = parser.splitter()
-        if not isinstance(parse, bool):
-            parser.offer(parse)
+        if not isinstance(parse, ChosenTools):
+            offered = [] if parse is False else (tools or ()) if parse is True else parse
+            parse, chosen = parse is not False, ChosenTools([dict(tool) for tool in offered], [])
+        else:
+            chosen, parse = parse, True
+        parser.offer(chosen.offered)
         # The space at the start of text after a prefix belongs to the text.
         return self._start(
             ids,
@@ -969,8 +978,45 @@ class LLM:
             media=prompt_media,
             on_end=on_end,
             splitter=splitter,
-            parser=None if parse is False else parser,
+            parser=parser if parse else None,
+            calls=self._calls(chosen, tools, checked, parser.opened, reply_prefix),
         )
+
+    def _calls(
+        self,
+        chosen: ChosenTools,
+        tools: Sequence[Mapping[str, object]] | None,
+        checked: CheckedOptions,
+        opened: str,
+        reply_prefix: str,
+    ) -> tuple[CallGrammar, CallSearch] | None:
+        """Return the grammar of a reply's tool calls, and the search for the first call; None for no grammar.
+
+        Args:
+            chosen: the tools that may be called.
+            tools: the tools in the prompt. Without tools in the prompt, a system message describes them.
+            opened: as in `ReplyParser`.
+        """
+        from localllm.chat.tool_choice import is_function
+
+        callable_tools = [tool for tool in chosen.forced or chosen.offered if is_function(tool)]
+        is_off = checked.sampling.grammar_kind is not None or not checked.tool_grammar
+        if not callable_tools or (is_off and not chosen.forced):
+            return None
+        from localllm.chat.calls.formats import DESCRIBED
+        from localllm.chat.calls.grammar import call_grammar
+        from localllm.sampling.call_constraint import CallSearch
+
+        call_format = self.chat_template.used_for({"tools": tools}).call_format if tools else DESCRIBED
+        if call_format is None and not chosen.forced:
+            return None
+        grammar = call_grammar(
+            call_format or DESCRIBED,
+            callable_tools,
+            must_call=bool(chosen.forced),
+            one_call=chosen.one_call,
+        )
+        return grammar, CallSearch(grammar, opened, reply_prefix)
 
     def _chat_encoder(
         self, tools: Sequence[Mapping[str, object]] | None, variables: Mapping[str, object] | None, reply_prefix: str
@@ -1020,10 +1066,12 @@ class LLM:
         on_end: Callable[[], object] | None = None,
         splitter: ThinkingSplitter | None = None,
         parser: ReplyParser | None = None,
+        calls: tuple[CallGrammar, CallSearch] | None = None,
     ) -> Stream:
         """Submits a request.
 
         Args:
+            calls: the grammar of tool calls, and the search for the first call.
             parser: splits a chat's reply into events.
             splitter: separates reasoning, which stop strings do not end, from the answer.
             truncatable: whether a prompt that is too long can be truncated.
@@ -1043,13 +1091,17 @@ class LLM:
             raise ContextLengthError(len(ids), engine.context, *remedies, truncated=truncated)
         speculate = _drafting(checked, engine.drafts_by)
         text_of = text_ids(ids) if media.placed else ids
-        grammars = None if sampling.grammar_kind is None else self._all_grammars(engine)
+        constraint = None
+        if calls is not None:
+            constraint = self._all_grammars(engine).call_constraint(*calls, text_of, template)
+        elif sampling.grammar_kind is not None:
+            constraint = self._all_grammars(engine).constraint(sampling, text_of, template)
         sampler = make_sampler(
             sampling,
             engine.n_vocab,
             prompt_ids=text_of,
             token_bytes=tokenizer.token_bytes,
-            constraint=grammars.constraint(sampling, text_of, template) if grammars else None,
+            constraint=constraint,
         )
         make_request = partial(
             Request,

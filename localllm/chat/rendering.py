@@ -16,12 +16,14 @@ from functools import cached_property
 from typing import Any
 
 from localllm.cancellation import check_cancelled
+from localllm.chat.calls.declaration import CallFormat
+from localllm.chat.calls.detection import ARGUMENTS, NAME, detected_format
 from localllm.chat.conversation import Media, Message, ToolCall
 from localllm.chat.thinking import TAGS
 from localllm.errors import warn
 
 #: Words of the test conversations.
-_ONE, _TWO, _THREE = "zqfirst", "zqsecond", "zqthird"
+_ONE, _TWO, _THREE = "zqfirst", ARGUMENTS["zqkey"], "zqthird"
 
 #: Template variables that switch thinking, with their values for on and off.
 _SWITCHES: dict[str, tuple[object, object]] = {
@@ -33,8 +35,8 @@ _SWITCHES: dict[str, tuple[object, object]] = {
 #: Characters of call ids for templates that require nine of them, such as Mistral's.
 _LETTERS = string.ascii_letters + string.digits
 
-#: For the test conversations: a call id that all templates accept, arguments, and a tool that is not called.
-_SHORT_ID, _ARGUMENTS = "abcdef012", {"zqkey": _TWO}
+#: For the test conversations: a call id that all templates accept, and a tool that is not called.
+_SHORT_ID = "abcdef012"
 _SCHEMA = {"type": "object", "properties": {"zqkey": {"type": "string", "description": ""}}}
 _TOOL: dict[str, Any] = {"name": "zqtool", "description": "", "parameters": _SCHEMA}
 _TOOL = {"type": "function", "function": _TOOL}
@@ -135,16 +137,27 @@ class Rendering:
     def _takes_calls(self) -> bool:
         if not (self._takes_text or self._takes_parts):  # the template cannot be tested
             return True
-        return any(self._takes_call(_SHORT_ID, arguments) for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
+        return any(self._takes_call(_SHORT_ID, arguments) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)))
+
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """The template's format of tool calls; None if it is unknown."""
+        prompt = self._render([{"role": "user", "content": self._content((_ONE,))}], [_TOOL])
+        for id_ in (f"functions.{NAME}:0", _SHORT_ID):
+            for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+                text = self._rendered_call(id_, arguments)
+                if text is not None and (call_format := detected_format(prompt or "", text)) is not None:
+                    return call_format
+        return None
 
     @cached_property
     def _wants_short_ids(self) -> bool:
         """Whether call ids must consist of nine letters and digits."""
-        return self._takes_call(_SHORT_ID, _ARGUMENTS) and not self._takes_call("call_0123456789abcdef", _ARGUMENTS)
+        return self._takes_call(_SHORT_ID, ARGUMENTS) and not self._takes_call("call_0123456789abcdef", ARGUMENTS)
 
     @cached_property
     def _wants_arguments_as_text(self) -> bool:
-        return not self._takes_call(_SHORT_ID, _ARGUMENTS) and self._takes_call(_SHORT_ID, json.dumps(_ARGUMENTS))
+        return not self._takes_call(_SHORT_ID, ARGUMENTS) and self._takes_call(_SHORT_ID, json.dumps(ARGUMENTS))
 
     @cached_property
     def _thinking_switches(self) -> list[str]:
@@ -159,16 +172,20 @@ class Rendering:
 
     def _takes_call(self, id_: str, arguments: object) -> bool:
         """Return whether the template renders a call and its result, and not in Python's notation."""
-        call = {"id": id_, "type": "function", "function": {"name": "zqname", "arguments": arguments}}
+        text = self._rendered_call(id_, arguments)
+        if text is None or _THREE not in text or "{'zqkey'" in text:
+            return False
+        return any(word in text for word in (NAME, _TWO, id_))
+
+    def _rendered_call(self, id_: str, arguments: object) -> str | None:
+        """Render a call and its result; None if the template fails."""
+        call = {"id": id_, "type": "function", "function": {"name": NAME, "arguments": arguments}}
         messages: _TemplateMessages = [
             {"role": "user", "content": self._content((_ONE,))},
             {"role": "assistant", "content": self._content(("",)), "tool_calls": [call]},
-            {"role": "tool", "content": self._content((_THREE,)), "tool_call_id": id_, "name": "zqname"},
+            {"role": "tool", "content": self._content((_THREE,)), "tool_call_id": id_, "name": NAME},
         ]
-        text = self._render(messages, [_TOOL]) or self._render(messages, None)
-        if text is None or _THREE not in text or "{'zqkey'" in text:
-            return False
-        return any(word in text for word in ("zqname", _TWO, id_))
+        return self._render(messages, [_TOOL]) or self._render(messages, None)
 
     # -- Input of the template -------------------------------------------------------------------------------------
 

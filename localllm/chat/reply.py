@@ -34,6 +34,7 @@ class ReplyParser:
     """Parses one reply.
 
     Attributes:
+        opened: Tag that the prompt ended with.
         warnings: Calls that were repaired or left as text, and why.
     """
 
@@ -44,6 +45,7 @@ class ReplyParser:
             tools: Offered to the model, as OpenAI's API describes functions. Without tools, all text is answer text.
             opened: Tag that the prompt ended with (`localllm.chat.thinking.opening_tag`).
         """
+        self.opened = opened
         self._events: list[Event] = []
         self._source = CallSource()
         self._calls = CallReader(self._source, self._emit_call, self._emit_text)
@@ -121,7 +123,7 @@ class ReplyParser:
                 next(self._reading)
 
     def _call_at_end_of_reasoning(self) -> None:
-        """Emit calls of offered tools at the end of the reasoning, for replies without an answer.
+        """Emit calls at the end of the reasoning, for replies without an answer.
 
         Models forget to close their reasoning, and tags that are no control tokens do not end it.
         """
@@ -138,8 +140,7 @@ class ReplyParser:
             elif event.text.strip():
                 n_skipped += sum(isinstance(call, ToolCall) for call in calls)
                 calls = []
-        if {call.name for call in calls} <= self._calls.parameters.keys():
-            self._events += calls
+        self._events += calls
 
     def _drain(self) -> list[Event]:
         events, self._events = self._events, []

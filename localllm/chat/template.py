@@ -19,6 +19,7 @@ from jinja2.exceptions import SecurityError
 from localllm.cancellation import check_cancelled
 from localllm.chat import sandbox
 from localllm.chat.built_in_templates import CHATML
+from localllm.chat.calls.declaration import CallFormat
 from localllm.chat.conversation import EXAMPLE, Media, Message, read_messages
 from localllm.chat.rendering import Rendering
 from localllm.chat.template_source import USES, TemplateSource
@@ -118,6 +119,11 @@ class ChatTemplate:
     def reads(self, name: str) -> bool:
         """Return whether the template, or a named template used for it, reads ``name``, such as ``tools``."""
         return name in self._names or any(USES[key] == name for key in self.named)
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """The template's format of tool calls; None if it is unknown."""
+        return self._rendering.call_format
 
     def used_for(self, variables: Mapping[str, object]) -> ChatTemplate:
         """Return the named template for these variables, or this template.

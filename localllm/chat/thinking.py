@@ -107,6 +107,11 @@ class ThinkingSplitter:
         self.held = ""
         self._after_tag = bool(opened)  # whether white space that follows is omitted
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text that follows is reasoning."""
+        return self._state == "thinking"
+
     def feed(self, text: str) -> list[Piece]:
         """Add the next piece of text. Return the pieces that are certain now."""
         return _pieces(self.segments(text))

@@ -1,8 +1,7 @@
-"""Applies ``tool_choice``: the offered tools, forced calls, and the grammar that makes calls follow their schemas."""
+"""Applies ``tool_choice``: the offered tools and forced calls."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,23 +10,21 @@ from localllm.errors import UsageError
 
 Tools = list[dict[str, Any]]
 
-#: llguidance's options for schemas.  JSON is on one line, because a model that may write white space between values
-#: may write it endlessly.  Unknown parts of a schema are warnings, not errors.
-JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
-
 
 @dataclass(frozen=True)
 class ChosenTools:
-    offered: Tools  # tools in the prompt, in OpenAI's format
-    forced: Tools  # the model must call one of these tools; empty if it may answer in text
+    """Tools that a reply may call, in OpenAI's format."""
+
+    offered: Tools
+    forced: Tools  # the reply must call one of these tools; empty if it may be text
+    one_call: bool = False  # whether the reply has at most one call
 
 
 def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
     """Applies ``tool_choice``, in the format of OpenAI's or Anthropic's API."""
     tools = tools or []
     for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        if not isinstance(tool, Mapping) or "function" not in tool or not is_function(tool):
             raise UsageError(f"tool {number} is not a function with a name: only such tools are called")
     choice_type = choice
     if isinstance(choice, Mapping):
@@ -60,6 +57,12 @@ def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
     return ChosenTools(tools, forced)
 
 
+def is_function(tool: Mapping[str, Any]) -> bool:
+    """Return whether a tool, in OpenAI's format or without its wrapper, is a function with a name."""
+    function = tool.get("function", tool)
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
+
+
 def _named(tools: Tools, functions: Sequence[object]) -> Tools:
     selected: Tools = []
     for function in functions:
@@ -70,32 +73,3 @@ def _named(tools: Tools, functions: Sequence[object]) -> Tools:
             raise UsageError(f"tool_choice names {words}: name one of them")
         selected += matches
     return selected
-
-
-def call_schema(tools: Tools, *, only_strict: bool = False) -> dict[str, Any]:
-    """Return the JSON schema of a call of any of the tools, ``{"name": …, "arguments": {…}}``.
-
-    ``only_strict``: allow any arguments for tools that are not ``strict``.
-    """
-    calls = []
-    for number, tool in enumerate(tools):
-        function = tool["function"]
-        parameters = function.get("parameters") if not only_strict or function.get("strict") else None
-        # With an id the schema is a separate resource, and its references are resolved inside it.
-        arguments = {"$id": f"tool{number}", "type": "object", **(parameters or {})}
-        properties = {"name": {"const": function["name"]}, "arguments": arguments}
-        fixed = {"required": ["name", "arguments"], "additionalProperties": False}
-        calls.append({"type": "object", "properties": properties, **fixed})
-    return {"anyOf": calls}
-
-
-def calls_grammar(tools: Tools) -> str:
-    """Return a Lark grammar for any text.  The text between tags of calls must be a valid call."""
-    schema = json.dumps({"x-guidance": JSON_OPTIONS, **call_schema(tools, only_strict=True)})
-    return (
-        "start: call* TEXT\n"
-        'call: before "\\n"? json "\\n"? "</tool_call>"\n'
-        'before[lazy]: TEXT "<tool_call>"\n'
-        f"json: %json {schema}\n"
-        "TEXT: /(.|\\n)*/\n"
-    )

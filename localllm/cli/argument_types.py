@@ -55,6 +55,12 @@ def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[
     return read
 
 
+def on_or_off(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
 def reader(option: Option) -> Callable[[str], Any]:
     """Return a parser of an option's values.  -1, llama.cpp's "unset", is accepted if the option has a default."""
     leave_out = f"; remove the flag for the default: {option.none}" if option.none else ""

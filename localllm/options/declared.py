@@ -691,6 +691,12 @@ class CheckedOptions(_Checked):
         "scales of loaded adapters, such as {'name': 0.8}; adapters without a scale are off",
         none="no adapters",
     )
+    tool_grammar: bool = _call_option(
+        True,
+        SWITCH,
+        "constrain tool calls to the model's format and the schemas of the tools.  Other text is free.  A call that "
+        "must be made (``tool_choice`` of the server) is always constrained.",
+    )
     timeout: float | None = _call_option(
         None,
         _SECONDS,

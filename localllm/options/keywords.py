@@ -62,6 +62,7 @@ class Options(SamplingOptions, total=False):
     draft_max: int
     draft_always: bool
     priority: Priority
+    tool_grammar: bool
     timeout: float | None
     client: str
     adapters: Mapping[str, float] | None

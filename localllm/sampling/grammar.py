@@ -11,30 +11,28 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import llguidance
-import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from localllm.cancellation import check_cancelled
+from localllm.chat.calls.values import JSON_OPTIONS
 from localllm.chat.thinking import TAGS
-from localllm.chat.tool_choice import JSON_OPTIONS
 from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.nesting import check_nesting, parse_json
-from localllm.sampling.candidates import IntArray
+from localllm.sampling.call_constraint import CallConstraint, CallSearch
+from localllm.sampling.constraint import Constraint, first_line
 from localllm.sampling.json_schema import enforceable_schema
-from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
+    from localllm.chat.calls.grammar import CallGrammar
     from localllm.options.declared import Sampling
     from localllm.tokenizer import Tokenizer
-
-#: Most allowed tokens for which the longest common spelling is preferred.
-_MAX_SPELLINGS = 256
 
 #: Without this, each mask would spell and tokenize any forced text, which takes seconds for a long literal.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -53,6 +51,9 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 #: Each combined pattern doubles time and memory. More optional properties compile for many seconds, and then no text
 #: matches. Twice the patterns of one object's properties take 50 times as long.
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL, _MAX_PATTERNS = 512 << 10, 500, 10, 500, 100
+
+#: Most schemas of a tool's arguments after alternatives are combined, which llguidance does one by one.
+_MAX_SCHEMAS = 20_000
 
 #: Most occurrences of %json in Lark's notation without valid JSON.
 _MAX_INVALID = 10
@@ -148,6 +149,23 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
         raise _error(sampling, complaint, reason) from None
 
 
+@lru_cache(512)
+def _enforced_schema(text: str) -> Any:
+    """Return the JSON schema of a tool's arguments in the form of `localllm.sampling.json_schema`.
+
+    Raises:
+        ValueError: llguidance cannot enforce the schema, or might need too much time or memory.
+    """
+    original = parse_json(text, _MAX_SCHEMA_NESTING)
+    _check_schemas([original])
+    if _n_combined(original) > _MAX_SCHEMAS:
+        raise ValueError("it combines too many alternatives")
+    schema = enforceable_schema(original)[0]
+    if problem := llguidance.LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}"):
+        raise ValueError(problem)
+    return schema
+
+
 @lru_cache(_MAX_KEPT)
 def _enforceable_schema(text: str) -> tuple[str, list[str]]:
     """Return a JSON schema for Lark's notation, and the keywords that are not enforced."""
@@ -187,13 +205,15 @@ def _check_size(sampling: Sampling) -> None:
     operators = [match.lastindex for match in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
     if 1 in operators and 2 in operators:
         raise ValueError("it has both & and ~, which may take forever to compile: use only one operator")
-    n_rules, n_patterns, n_optional, is_combined = max(len(lark.splitlines()), lark.count("%json")), 0, 0, False
+    n_rules = max(len(lark.splitlines()), lark.count("%json"))
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or schemas: use fewer")
-    pending: list[Any] = (
-        [parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)] if sampling.json_schema is not None else []
-    )
-    pending += [schema for _, schema in _schemas(lark)]
+    schemas = [parse_json(str(sampling.json_schema), _MAX_SCHEMA_NESTING)] if sampling.json_schema is not None else []
+    _check_schemas([*schemas, *(schema for _, schema in _schemas(lark))], n_rules)
+
+
+def _check_schemas(pending: list[Any], n_rules: int = 0) -> None:
+    n_patterns, n_optional, is_combined = 0, 0, False
     while pending:
         check_cancelled()
         schema = pending.pop()
@@ -214,6 +234,17 @@ def _check_size(sampling: Sampling) -> None:
         raise ValueError(f"it combines more than {_MAX_COMBINED} patterns: make it simpler")
 
 
+def _n_combined(schema: Any) -> int:
+    """Return about the number of schemas after alternatives are combined with the properties next to them."""
+    if isinstance(schema, list):
+        return sum(map(_n_combined, schema))
+    if not isinstance(schema, dict):
+        return 0
+    n_alternatives = sum(_length(schema.get(key)) for key in ("anyOf", "oneOf"))
+    is_combined = n_alternatives and not schema.keys().isdisjoint(("properties", "items", "allOf", "$ref"))
+    return (1 + sum(map(_n_combined, schema.values()))) * (n_alternatives if is_combined else 1)
+
+
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, dict | list) else 0
 
@@ -224,13 +255,7 @@ def _raise_if(complaint: str, sampling: Sampling) -> None:
 
 
 def _error(sampling: Sampling, problem: str, reason: str) -> GrammarError:
-    return GrammarError(Argument(str(sampling.grammar_kind)), f" {problem}: {_line(reason)}")
-
-
-def _line(text: str) -> str:
-    """Return a message's first line, without the excerpts of the grammar that follow."""
-    reason = re.search(r"^error: (.*)", text, re.MULTILINE)  # for a regular expression
-    return (reason[1] if reason else text.partition("\n")[0])[:300]
+    return GrammarError(Argument(str(sampling.grammar_kind)), f" {problem}: {first_line(reason)}")
 
 
 class Grammars:
@@ -241,7 +266,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._n_vocab = n_vocab
         self._vocabulary: Any = None
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._texts: list[bytes] = []  # of the tokens; 0xFF starts the name of a control token
+        self._matchers: OrderedDict[Hashable, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def constraint(self, sampling: Sampling, prompt_ids: Sequence[int], template: str = "") -> Constraint:
@@ -255,40 +281,79 @@ class Grammars:
         internal, unenforced = _read(sampling)
         for words in unenforced:
             warn(f"{sampling.grammar_kind}: {words}, which is not enforced")
-        with self._lock:
-            matcher = self._kept.get(internal)
-        if matcher is None:
-            with process.UnfinishedWork(process.workers):
-                matcher = self._compiled(internal, sampling)  # without the lock, because it may take a second
-        with self._lock:
-            self._kept[internal] = matcher
-            self._kept.move_to_end(internal)
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-            matcher, vocabulary = matcher.deep_copy(), self._vocabulary
+        matcher = self._matcher(internal, lambda: internal).result()
+        _raise_if(matcher.get_error(), sampling)
+        return self._constraint(matcher, prompt_ids, template, _OPENING)
+
+    def call_constraint(
+        self, grammar: CallGrammar, search: CallSearch, prompt_ids: Sequence[int], template: str
+    ) -> Constraint | CallConstraint:
+        """Return the constraint of a reply that may call tools.
+
+        Args:
+            search: searches the reply for the first call.
+            prompt_ids, template: as in `constraint`.
+        """
+        ends = [self._tokenizer.token_text(id_) for id_ in self._tokenizer.eog_ids]
+        # Compiled while the prompt is evaluated.
+        matcher = self._matcher(grammar, lambda: grammar.lark(_enforced_schema, ends) + _NO_FORCING)
+
+        def start() -> Constraint | None:
+            is_usable = not matcher.result().is_error()  # otherwise it exceeds a limit of llguidance
+            return self._constraint(matcher.result(), (), "", {}) if is_usable else None
+
+        if grammar.must_call:
+            if problem := matcher.result().get_error():
+                raise UsageError(f"the schemas of the tools cannot be enforced: {first_line(problem)}: simplify them")
+            return self._constraint(matcher.result(), prompt_ids, template, TAGS)
+        return CallConstraint(start, search, self._tokenizer, lambda: self._texts)
+
+    def _constraint(
+        self, matcher: Any, prompt_ids: Sequence[int], template: str, tags: Mapping[str, str]
+    ) -> Constraint:
         end = self._tokenizer.decode(prompt_ids[-_LAST_TOKENS:], special=True).rstrip()
-        closing = next((_OPENING[tag] for tag in _OPENING if end.endswith(tag)), None)
+        closing = next((tags[tag] for tag in tags if end.endswith(tag)), None)
         has_thought = closing is not None or end.endswith(tuple(TAGS.values()))
         opening = {} if has_thought else self._opening_tokens(template)
-        return Constraint(matcher, vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening)
+        return Constraint(
+            matcher.deep_copy(), self._vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening
+        )
+
+    def _matcher(self, key: Hashable, lark: Callable[[], str]) -> Future[Any]:
+        """Return the matcher of a grammar, which another thread compiles unless it is in the cache."""
+        with self._lock:
+            matcher = self._matchers.pop(key, None)
+            if matcher is None:
+                matcher = Future()
+                threading.Thread(
+                    target=self._compile, args=(lark, matcher), name="localllm-grammar", daemon=True
+                ).start()
+            self._matchers[key] = matcher
+            if len(self._matchers) > _MAX_KEPT:
+                self._matchers.popitem(last=False)
+        return matcher
+
+    def _compile(self, lark: Callable[[], str], matcher: Future[Any]) -> None:
+        try:
+            with process.UnfinishedWork(process.workers):
+                self.prepare()
+                matcher.set_result(llguidance.LLMatcher(self._vocabulary, lark(), log_level=0))
+        except BaseException as error:
+            matcher.set_exception(error)
 
     def prepare(self) -> None:
         """Create llguidance's form of the vocabulary, once."""
         with self._lock:
             if self._vocabulary is None:
+                adapter = _TokenizerAdapter(self._tokenizer, self._n_vocab)
+                self._texts = adapter.tokens
                 self._vocabulary = llguidance.LLTokenizer(
-                    _TokenizerAdapter(self._tokenizer, self._n_vocab),
+                    adapter,
                     # A vocabulary without an end token gets an extra one, which no mask contains.
                     eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
                     # Slices save little, take half of the preparation time, and block other threads.
                     slices=[],
                 )
-
-    def _compiled(self, internal: str, sampling: Sampling) -> Any:
-        self.prepare()
-        matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
-        _raise_if(matcher.get_error(), sampling)
-        return matcher
 
     def _opening_tokens(self, template: str) -> dict[int, str]:
         """Return reasoning tags of a template that are one token, with their closing tags."""
@@ -313,7 +378,8 @@ class _TokenizerAdapter:
         self.bos_token_id = tokenizer.bos_id
         # 0xFF never occurs in text, so it distinguishes names of control tokens from text.
         self.tokens = [
-            b"\xff" * tokenizer.is_special(id_) + tokenizer.token_bytes(id_, special=tokenizer.is_special(id_))
+            b"\xff" * (tokenizer.is_special(id_) or id_ in tokenizer.eog_ids)
+            + tokenizer.token_bytes(id_, special=tokenizer.is_special(id_))
             for id_ in range(tokenizer.n_vocab)
         ]
         self.tokens += [b""] * (n_vocab - tokenizer.n_vocab) + [b"\xff<end>"]
@@ -321,105 +387,3 @@ class _TokenizerAdapter:
     def __call__(self, text: bytes | str) -> list[int]:
         text = text if isinstance(text, str) else text.decode(errors="replace")
         return self._tokenizer.encode(text, add_special=False, continuation=True)
-
-
-class Constraint:
-    """Constrains one text to a grammar (`localllm.sampling.sampler`)."""
-
-    def __init__(
-        self,
-        matcher: Any,
-        vocabulary: Any,
-        tokenizer: Tokenizer,
-        n_vocab: int,
-        *,
-        closing: str | None,
-        opening: dict[int, str],
-    ) -> None:
-        """
-        Args:
-            matcher: llguidance's matcher, in its initial state.
-            vocabulary: llguidance's vocabulary.
-            closing: end of the reasoning that the text starts with; None if it starts with the answer.
-            opening: tokens that may start reasoning, with the closing of each.
-        """
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._tokenizer = tokenizer
-        self._closing = None if closing is None else closing.encode()
-        self._opening = opening
-        self._thought = b""  # end of the reasoning
-        self._n_vocab = n_vocab
-        self._mask = np.empty((n_vocab + 32) // 32, np.uint32)  # one bit per token, and one for an extra end token
-        self._ends = np.array(sorted(tokenizer.eog_ids), np.int64)
-
-    @property
-    def is_complete(self) -> bool:
-        """True if no text can follow."""
-        return self._closing is None and bool(self._matcher.is_stopped())
-
-    def allows(self, id_: int) -> bool:
-        if self._closing is not None:
-            return id_ not in self._tokenizer.eog_ids
-        return id_ in self._opening or bool(self._matcher.validate_tokens([id_]))
-
-    def masked(self, logits: Logits) -> Logits:
-        """Return the logits with -inf for tokens that are not allowed, and for short spellings of a forced text."""
-        if self._closing is not None:
-            masked = logits.copy()
-            masked[self._ends] = -np.inf
-            return masked
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._check()
-        bits = np.unpackbits(self._mask.view(np.uint8), count=self._n_vocab, bitorder="little")
-        bits[list(self._opening)] = 1
-        allowed: IntArray = np.flatnonzero(bits)
-        if 1 < len(allowed) <= _MAX_SPELLINGS:
-            allowed = self._longest_spelling(allowed)
-        masked = np.full_like(logits, -np.inf)
-        masked[allowed] = logits[allowed]
-        return masked
-
-    def _longest_spelling(self, allowed: IntArray) -> IntArray:
-        """Return the longest of tokens that all start one forced text, or all tokens if several texts can follow.
-
-        The model would choose the longest spelling. The shorter tokens are likely only because other texts start with
-        them.
-        """
-        texts = [self._tokenizer.token_bytes(id_) for id_ in allowed.tolist()]
-        longest = max(texts, key=len)
-        if not all(text and longest.startswith(text) for text in texts):  # an end token has no text
-            return allowed
-        return allowed[[len(text) == len(longest) for text in texts]]
-
-    def accept(self, id_: int) -> None:
-        """Advance by one token of the text."""
-        if self._closing is not None:
-            self._think(id_)
-        elif id_ in self._opening:
-            self._closing = self._opening[id_].encode()
-        else:
-            self._consume([id_])
-        self._opening = {}
-
-    def n_possible(self, ids: Sequence[int]) -> int:
-        """Return the number of leading tokens of ``ids`` that are allowed."""
-        return len(ids) if self._closing is not None else int(self._matcher.validate_tokens(list(ids)))
-
-    def _think(self, id_: int) -> None:
-        assert self._closing is not None
-        thought = self._thought + self._tokenizer.token_bytes(id_, special=True)
-        before, closing, answer = thought.partition(self._closing)
-        self._thought = before[-len(self._closing) :]
-        if closing:
-            self._closing = None
-            if answer := answer.lstrip():  # rest of a token that contains the end of the tag
-                self._consume(self._vocabulary.tokenize_bytes(answer))
-
-    def _consume(self, ids: list[int]) -> None:
-        self._matcher.consume_tokens(ids)
-        self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise UsageError(f"the text no longer matches its grammar: {_line(self._matcher.get_error())}")

@@ -33,7 +33,8 @@ from localllm.sampling.candidates import AdaptiveP, Candidates, IntArray, Mirost
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers
 
 if TYPE_CHECKING:
-    from localllm.sampling.grammar import Constraint
+    from localllm.sampling.call_constraint import CallConstraint
+    from localllm.sampling.constraint import Constraint
 
 
 Step = Callable[[Candidates], Candidates]
@@ -130,7 +131,7 @@ class Sampler:
         listeners: Sequence[Callable[[int], None]],
         choose: _Choose | None,
         n_enough: int,
-        constraint: Constraint | None = None,
+        constraint: Constraint | CallConstraint | None = None,
         uniform: UniformNumbers | None = None,
     ) -> None:
         self.sampling = sampling
@@ -142,10 +143,14 @@ class Sampler:
         self._adjustments = tuple(adjustments)
         self._listeners = tuple(listeners)
         self._choose = choose  # None: select the largest logit
-        # Number of largest logits that `among` needs; 0 if the settings need all logits
-        self.n_enough = n_enough
+        self._n_enough = n_enough
         self._constraint = constraint
         self._uniform = uniform
+
+    @property
+    def n_enough(self) -> int:
+        """Number of largest logits that `among` needs for the next token; 0 if it needs all logits."""
+        return self._n_enough if self._constraint is None or self._constraint.is_free else 0
 
     def draws(self, n: int) -> list[tuple[float, ...]]:
         """Return parameters of the next draws from the `n_enough` largest logits, for `Batch.draws` of a backend.
@@ -164,7 +169,7 @@ class Sampler:
 
         Processors always run in the engine thread.
         """
-        return self._constraint is not None and not self.sampling.processors
+        return self._constraint is not None and not self._constraint.is_free and not self.sampling.processors
 
     @property
     def is_complete(self) -> bool:
@@ -280,12 +285,12 @@ def make_sampler(
     *,
     prompt_ids: Sequence[int] | IntArray = (),
     token_bytes: Callable[[int], bytes] | None = None,
-    constraint: Constraint | None = None,
+    constraint: Constraint | CallConstraint | None = None,
 ) -> Sampler:
     """Return the sampler of one sequence.
 
     ``prompt_ids``: the prompt, for penalties and DRY. ``token_bytes``: returns the bytes of a token; needed
-    for DRY's sequence breakers. ``constraint``: enforces the grammar of the settings.
+    for DRY's sequence breakers. ``constraint``: enforces the grammar of the settings, or of tool calls.
     """
     in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
     in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
@@ -310,7 +315,7 @@ def make_sampler(
         adjustments=adjustments,
         listeners=listeners,
         choose=_make_choose(sampling, seed, uniform) if uniform else None,
-        n_enough=0 if len(adjustments) > n_biases or constraint else _n_enough(sampling, n_vocab),
+        n_enough=0 if len(adjustments) > n_biases else _n_enough(sampling, n_vocab),
         constraint=constraint,
         uniform=uniform,
     )

@@ -19,8 +19,7 @@ from localllm.chat import thinking
 from localllm.chat.conversation import Media, Message, ToolCall, decoded, kind_of
 from localllm.chat.rendering import described_tools
 from localllm.chat.reply import CallDelta
-from localllm.chat.tool_choice import Tools, choose_tools
-from localllm.chat.tool_choice import call_schema as _call_schema
+from localllm.chat.tool_choice import ChosenTools, Tools, choose_tools
 from localllm.engine.drafting import Drafts
 from localllm.engine.media import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
@@ -199,7 +198,7 @@ class GenerationFields(_Options):
     ) -> GenerationJob:
         """Return the job of a chat.  ``goes_on``: see `split_reply_start`."""
         messages, reply_start = split_reply_start(messages, goes_on)
-        more |= offer_tools(options, tools, choice)
+        more |= offer_tools(tools, choice)
         return self.job(options, messages=messages, reply_start=reply_start, **more)
 
 
@@ -212,7 +211,7 @@ class GenerationJob:
     messages: list[Message] | None = None  # of a chat; None if ``prompts`` are continued
     prompts: Sequence[Prompt | MediaPrompt] = ()  # strings, token ids, or both in one prompt
     tools: Tools = field(default_factory=list)  # callable by the model, in OpenAI's format
-    must_call: bool = False  # whether the reply must be a tool call
+    forced: Tools = field(default_factory=list)  # the reply must call one of these; empty if it may be text
     hosted_tools: Sequence[str] = ()  # tools that only a provider's server can run
     variables: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     reply_start: Message | None = None  # start of the reply, sent by the client
@@ -236,11 +235,8 @@ class GenerationJob:
             left_out = ", ".join(self.hosted_tools)
             self.warnings.append(f"only functions are called, so these tools were left out: {left_out}")
         if tools and not llm.chat_template.reads("tools"):
-            tools = []
-            if self.must_call:
-                messages = [Message("system", (described_tools(self.tools),)), *messages]
-            else:
-                self.warnings.append("this model's chat template knows no tools: the prompt omits them")
+            tools, messages = [], [Message("system", (described_tools(self.tools),)), *messages]
+            self.warnings.append("this model's chat template has no tools: a system message describes them")
         return {
             "messages": messages,
             "tools": tools or None,
@@ -264,6 +260,10 @@ class GenerationJob:
         """Return the prompt of a chat."""
         arguments = self.chat_arguments(llm)
         return self._render(llm, arguments["messages"], arguments["tools"]) + str(arguments["reply_prefix"])
+
+    @property
+    def chosen(self) -> ChosenTools:
+        return ChosenTools(self.tools, self.forced, self.one_call)
 
     def prompt_ids(self, llm: LLM) -> list[int]:
         return llm.tokenize_chat(**self.chat_arguments(llm))
@@ -433,12 +433,10 @@ def constrain_to_format(options: dict[str, Any], name: str, format_type: str, sc
         constrain(options, schema)
 
 
-def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> dict[str, Any]:
-    """Return the fields of a `GenerationJob` for tools.  For a forced call, adds its schema to ``options``."""
+def offer_tools(tools: Tools | None, choice: object) -> dict[str, Any]:
+    """Return the fields of a `GenerationJob` for tools."""
     selection = choose_tools(tools, choice)
-    if selection.forced:
-        constrain(options, _call_schema(selection.forced))
-    return {"tools": selection.offered, "must_call": bool(selection.forced)}
+    return {"tools": selection.offered, "forced": selection.forced}
 
 
 def split_reply_start(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], Message | None]:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from localllm.cancellation import cancellable, check_cancelled
-from localllm.chat.tool_choice import calls_grammar
 from localllm.errors import Argument, ClosedError, UsageError
 from localllm.generation.completion import Stream
 from localllm.llm import LLM
@@ -217,14 +216,8 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
             _check_length(prompt.text if isinstance(prompt, MediaPrompt) else prompt, llm.info.context)
         begins = [partial(_stream, llm, prompt, parse_special=job.special) for prompt in job.prompts]
     else:
-        template = llm.chat_template.used_for({"tools": job.tools}).source
-        is_strict = any(tool["function"].get("strict") for tool in job.tools)
-        calls_in_json = "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
-        if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & job.options.keys():
-            job.options["grammar"] = calls_grammar(job.tools)
-        begins = [
-            partial(llm.stream_chat, parse=job.tools, **job.chat_arguments(llm))
-        ]  # the template may not support tools
+        # The template may not support tools.
+        begins = [partial(llm.stream_chat, parse=job.chosen, **job.chat_arguments(llm))]
     streams: list[Stream] = []
     try:
         for begin, index in itertools.product(begins, range(job.n)):

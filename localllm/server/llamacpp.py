@@ -294,7 +294,7 @@ async def apply_template(request: Request, dispatcher: Dispatcher, body: Templat
     variables = body.template_variables()
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
-    tools = offer_tools({}, body.tools, None)
+    tools = offer_tools(body.tools, None)
     job = GenerationJob(body.model, {}, messages=messages, variables=variables, reply_start=reply_start, **tools)
 
     return json_response({"prompt": await dispatcher.with_chat(request, job, GenerationJob.rendered)})

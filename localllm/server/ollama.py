@@ -75,7 +75,7 @@ def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
     variables = run.template_variables() | body.template_variables()
-    more |= {"variables": variables, "stream": body.stream, **offer_tools(options, body.tools, None)}
+    more |= {"variables": variables, "stream": body.stream, **offer_tools(body.tools, None)}
     return GenerationJob(body.model or body.name, options, **more)
 
 

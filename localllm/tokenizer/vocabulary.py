@@ -90,6 +90,9 @@ _VISIBLE_TEXTS = (
     *("<|tools_prefix|>", "<|tools_suffix|>"),
     *("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
     *("<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>"),  # Solar
+    *("<|tool_call|>", "<|/tool_call|>"),  # Phi 4 mini and Granite
+    *("<|action_start|>", "<|plugin|>", "<|action_end|>"),  # InternLM
+    *("<|message_sep|>", "<|role_sep|>"),  # GigaChat
     *("<|tool_call:end|>", "<|function_call|>", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
 )
 

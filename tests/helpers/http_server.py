@@ -34,6 +34,12 @@ TOOLS_TEMPLATE = (
     "assistant:{% if enable_thinking and messages[-1].content == 'think' %}<think>{% endif %}"
 )
 
+#: The same, with calls as Hermes and Qwen write them.
+CALLS_TEMPLATE = TOOLS_TEMPLATE.replace(
+    "<call {{ call.function.name }} {{ call.function.arguments | tojson }}>",
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>",
+)
 
 #: A scripted reply that ends with this string raises an error there.
 FAILS = "(fails)"
@@ -67,8 +73,14 @@ class ScriptedLLM(LLM):
     def _start(self, ids: list[int], given: Any, **more: Any) -> Any:
         tokenizer = self.tokenizer
         text, schema = self._reply(tokenizer.decode(ids, special=True)), given.sampling.json_schema
-        if schema is not None:  # a forced call has no tags around it
+        calls = more.get("calls")
+        if calls is not None and calls[0].must_call:  # in a template of unknown calls they have no tags
             text = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+            if not text.startswith("{"):
+                name = calls[0].openings[0].rpartition(":")[2].strip(' "')
+                parameters = more["parser"]._calls.parameters[name]
+                text = json.dumps({"name": name, "arguments": example(parameters or {"type": "object"})})
+        elif schema is not None:
             text = text if text.startswith("{") else json.dumps(example(json.loads(schema)))
         script = tokenizer.encode(text, add_special=False, continuation=True) if text else []
         n_prompt = len(ids)
@@ -77,7 +89,7 @@ class ScriptedLLM(LLM):
             at = len(tokens) - n_prompt
             if at >= len(script) and text.endswith(FAILS):
                 raise RuntimeError("a defect")
-            forced = np.full_like(logits, -np.inf)
+            forced = np.full_like(logits, -1000.0)  # a grammar may forbid the token
             forced[script[at] if at < len(script) else tokenizer.eos_id] = 0.0
             return forced
 

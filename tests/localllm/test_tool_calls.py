@@ -16,6 +16,8 @@ from localllm import LLM, Chunk, Stream
 from localllm.chat import ReplyParser
 from localllm.chat.conversation import ToolCall
 from localllm.chat.reply import CallDelta
+from localllm.chat.tool_choice import ChosenTools
+from tests.helpers.http_server import CALLS_TEMPLATE
 from tests.helpers.tiny_models import tiny_gguf
 
 pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
@@ -85,6 +87,23 @@ def test_a_call_that_is_cut_off_is_a_call(llm: LLM) -> None:
 def test_open_reasoning_continues(llm: LLM) -> None:
     done = llm.chat(MESSAGES, reply_prefix="<think>So", regex="o[?]</think>Yes", max_tokens=300)
     assert (done.reasoning, done.text) == ("o?", "Yes")
+
+
+def test_calls_follow_the_template_and_the_schemas(tmp_path: Path) -> None:
+    """Also a call that the start of the reply has begun."""
+    path = tiny_gguf(tmp_path / "tiny.gguf", max_position_embeddings=512)
+    with localllm.load(path, context=512, threads=1, chat_template=CALLS_TEMPLATE) as llm:
+        chosen = ChosenTools(TOOLS, TOOLS)
+        options: dict[str, Any] = {"tools": TOOLS, "max_tokens": 300, "seed": 1}
+        written = llm.stream_chat(MESSAGES, parse=False, **options).read().text
+        assert "<tool_call>" not in written  # it is random
+        (call,) = llm.stream_chat(MESSAGES, parse=chosen, **options).read().tool_calls
+        assert call.name == "add"
+        for prefix in ("<tool_call>", 'So: <tool_call>\n{"name": "', "<think>So</think><tool_call>"):
+            done = llm.chat(MESSAGES, reply_prefix=prefix, **options)
+            assert [call.name for call in done.tool_calls][:1] == ["add"], done
+        done = llm.chat(MESSAGES, reply_prefix="<tool_call>", tool_grammar=False, **options)
+        assert not done.tool_calls
 
 
 def test_a_prompt_may_open_the_thought(llm: LLM) -> None:

@@ -281,9 +281,13 @@ FORMATS = {
     "llama 3.1": CallFormat("Llama 3.1", "<function={name}>", _JSON, "</function>"),
     "gpt-oss": CallFormat("gpt-oss", f"{CALL}functions.{{name}}<|message|>", _JSON, END_OF_CALL, between=""),
     "llama 3, bare": _json("Llama 3.2", "", "", _call("parameters")),
+    "described": _json("Models whose chat template has no tools, which a system message describes", ""),
     "llama 4": CallFormat("Llama 4", "{name}", _PYTHON, inside=("[", "]"), between=", "),
     "chatglm": CallFormat("ChatGLM 3, GLM-4 9B", "{name}\n", _JSON),
 }
+
+#: The format that `localllm.chat.rendering.described_tools` describes.
+DESCRIBED = FORMATS["described"]
 
 
 # -- Tables of the parser ------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ def tool_name(written: str, names: Collection[str]) -> str:
     Models write a namespace before the name (``default_api.look``). They also write the call's id instead of its
     name, and clients replace characters of ids (``functions.look:0``, ``functions_look_0``).
     """
-    written = written.strip().strip("\"'`").strip()
-    if written in names:
-        return written
+    for name in (written, written := written.strip().strip("\"'`").strip()):
+        if name in names:
+            return name
     index = _INDEX if written.startswith("functions") else r"(?::\d+)?"
     for name in sorted(names, key=len, reverse=True):
         if re.fullmatch(f"{_NAMESPACE}{re.escape(name)}{index}", written):

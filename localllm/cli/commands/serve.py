@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.catalog.hub_names import DEMO, HubName
-from localllm.cli.argument_types import model_file, whole
+from localllm.cli.argument_types import model_file, on_or_off, whole
 from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import apply_settings, chat_template, load_options, template_variables
 from localllm.cli.defaults import model_file as find_model
-from localllm.cli.parser import Command, flag, parser_of, several
+from localllm.cli.parser import LEFT_OUT, Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, ollama_preset, read_presets
 from localllm.cli.shared_flags import ENDING, LORA, MEDIA, PRESETS, RUNNING, SAMPLING, options
 from localllm.console import say, warn
@@ -375,6 +375,13 @@ COMMAND = Command(
         "where replies end (default for requests)",
         *ENDING,
         *(f"{item} (default for requests)" if isinstance(item, str) else item for item in SAMPLING),
+        flag(
+            "--tool-grammar on|off",
+            "hold tool calls to the model's format and the tools' schemas (default: on)",
+            on_or_off,
+            choices=None,
+            default=LEFT_OUT,
+        ),
         flag("--no-slots", "do not list running requests at /slots", dest="slots", action="store_false"),
         "access",
         flag(

@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.chat.calls.argument_types import ArgumentTypes
-from localllm.chat.calls.declaration import CallFormat, JSONArguments, NestedArguments, PythonArguments
+from localllm.chat.calls.detection import ARGUMENTS, NAME, detected_format
 from localllm.chat.calls.formats import FORMATS
 from localllm.chat.calls.json_text import JSONReader
 from localllm.chat.calls.patterns import tool_name
+from localllm.chat.calls.writer import written
 from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.chat.thinking import CALL, END_OF_CALL, Piece
 
 M3 = "]<]minimax[>["
-
-Call = tuple[str, dict[str, Any]]
 
 STRING: dict[str, Any] = {"type": "string"}
 PROPERTIES: dict[str, Any] = {
@@ -36,58 +35,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
     {"type": "function", "function": {"name": "later"}},
 ]
-
-# -- Text that follows a declaration -------------------------------------------------------------------------------
-
-
-def dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def gemma(value: Any, quote: str) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{gemma(part, quote)}" for key, part in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(gemma(part, quote) for part in value) + "]"
-    return f"{quote}{value}{quote}" if isinstance(value, str) else dumps(value)
-
-
-def nested(name: str, value: Any, mark: str) -> str:
-    if isinstance(value, dict):
-        value = "".join(nested(key, part, mark) for key, part in value.items())
-    elif isinstance(value, list):
-        value = "".join(nested("item", part, mark) for part in value)
-    elif not isinstance(value, str):
-        value = dumps(value)
-    return f"{mark}<{name}>{value}{mark}</{name}>"
-
-
-def arguments_of(format_: CallFormat, values: dict[str, Any]) -> str:
-    kind = format_.arguments
-    if isinstance(kind, JSONArguments):
-        return dumps(values) if kind.quote == '"' else gemma(values, kind.quote)
-    if isinstance(kind, PythonArguments):
-        return f"({', '.join(f'{name}={value!r}' for name, value in values.items())})"
-    if isinstance(kind, NestedArguments):
-        return "".join(nested(name, value, kind.mark) for name, value in values.items())
-    texts = []
-    for name, value in values.items():
-        begin = kind.begin.replace("{key}", name).replace("{is_string}", dumps(isinstance(value, str)))
-        texts.append(begin + (value if isinstance(value, str) else dumps(value)) + kind.end + kind.between)
-    return "".join(texts)
-
-
-def written(format_: CallFormat, *calls: Call) -> str:
-    """Calls in a format."""
-    texts = []
-    for number, (name, values) in enumerate(calls):
-        head = format_.head.replace("{name}", name).replace("{id}", "abc123456").replace("{number}", str(number))
-        texts.append(head + arguments_of(format_, values) + format_.tail)
-    if format_.repeats:
-        around = [f"{format_.opening}{format_.inside[0]}{text}{format_.inside[1]}{format_.closing}" for text in texts]
-        return format_.between.join(around)
-    inside = format_.inside[0] + format_.between.join(texts) + format_.inside[1]
-    return format_.opening + inside + format_.closing
 
 
 def parse(reply: str, step: int | random.Random = 10_000, *, tools: Any = TOOLS, opened: str = "") -> Any:
@@ -130,17 +77,26 @@ STEPS = {"whole": 10_000, "by characters": 1, "random": 0}
 def test_calls_of_every_format(name: str, values: dict[str, Any], step: int) -> None:
     calls = [("add", values), ("now", {}), ("add", {"a": 1, "note": "x"})]
     for some in (calls, calls[:1]):
-        assert calls_of(written(FORMATS[name], *some), step or random.Random(1)) == ("", some, [])
+        assert calls_of(written(FORMATS[name], some), step or random.Random(1)) == ("", some, [])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_detected_from_a_rendered_call(name: str) -> None:
+    header = "<|im_start|>user\nzqfirst<|im_end|>\n<|im_start|>assistant\n"
+    call = written(FORMATS[name], [(NAME, ARGUMENTS)])
+    assert detected_format(header, f"{header}{call}<|im_end|>\n") == FORMATS[name]
+    assert detected_format(header, header + call.replace("\n", " \n  ")) is not None
+    assert detected_format(header, header + call.replace(NAME, "other")) is None
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_arguments_may_contain_the_tags_of_their_format(name: str) -> None:
     format_ = FORMATS[name]
-    tags = set(re.findall(r"<[^<>\s\"]+>|\[[A-Z_]+\]|```", written(format_, ("add", {"a": 1, "note": "x"}))))
+    tags = set(re.findall(r"<[^<>\s\"]+>|\[[A-Z_]+\]|```", written(format_, [("add", {"a": 1, "note": "x"})])))
     for tag in sorted(tags - {'<|"|>', END_OF_CALL, "<|message|>", "<|channel|>"}):
         calls = [("add", {"a": 1, "note": f"so {tag} it"}), ("now", {})]
         for step in (1, 10_000):
-            assert calls_of(written(format_, *calls), step) == ("", calls, []), tag
+            assert calls_of(written(format_, calls), step) == ("", calls, []), tag
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -149,7 +105,7 @@ def test_long_arguments_are_read_in_linear_time(name: str) -> None:
     for n, step in ((3000, 5000), (300, 1)):
         values = {"note": f'<p>{tag}</p> "x" it\'s {{y}} \\ \n' * n + "z", "texts": ["ab"] * n}
         calls = [("add", values if CALL not in FORMATS[name].head else {"note": "x" * 30 * n})]
-        assert calls_of(written(FORMATS[name], *calls), step) == ("", calls, [])
+        assert calls_of(written(FORMATS[name], calls), step) == ("", calls, [])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +155,7 @@ def test_white_space_around_calls(name: str, step: int) -> None:
     format_ = FORMATS[name]
     if format_.is_bare or CALL in format_.head:
         return
-    call = written(format_, ("now", {}))
+    call = written(format_, [("now", {})])
     assert calls_of(f"Before {call}", step)[0] == "Before"
     assert calls_of(f"Before.\n\n{call}\n", step)[0] == "Before."
     if format_.closing or format_.tail.startswith("<"):
@@ -304,7 +260,7 @@ def test_values_between_tags_are_repaired(form: str, expected: object) -> None:
     both = [("add", expected), ("now", {})]
     for step in (1, 10_000):
         assert calls_of(reply, step)[:2] == ("", [("add", expected)])
-        assert calls_of(f"{reply}\n{written(FORMATS['qwen coder'], ('now', {}))}", step)[:2] == ("", both)
+        assert calls_of(f"{reply}\n{written(FORMATS['qwen coder'], [('now', {})])}", step)[:2] == ("", both)
 
 
 GLM_A = "<arg_key>a</arg_key><arg_value>1"
@@ -350,7 +306,7 @@ def test_the_markup_and_the_schema_decide_what_is_a_string() -> None:
 @pytest.mark.parametrize("name", [name for name, format_ in FORMATS.items() if format_.is_control])
 def test_a_control_token_before_calls_ends_reasoning(name: str) -> None:
     for step in (1, 10_000):
-        reply = f"I must look.{written(FORMATS[name], ('now', {}))}"
+        reply = f"I must look.{written(FORMATS[name], [('now', {})])}"
         assert parse(reply, step, opened="<think>") == ("I must look.", "", [("now", {})], [])
         assert parse(reply, step, opened="<think>", tools=[])[0] == reply
         if FORMATS[name].closing:
@@ -360,13 +316,14 @@ def test_a_control_token_before_calls_ends_reasoning(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "qwen coder", "glm 4.7", "minimax m2", "seed"])
 def test_a_reply_that_ends_with_a_call_in_its_reasoning_calls(name: str) -> None:
-    call = written(FORMATS[name], ("add", {"a": 1}), ("now", {}))
+    call = written(FORMATS[name], [("add", {"a": 1}), ("now", {})])
     for step in (1, 10_000):
         for end in ("", "\n", "</think>"):
             assert parse(f"So.\n{call}{end}", step, opened="<think>")[2] == [("add", {"a": 1}), ("now", {})]
         assert parse(f"So.\n{call} No, later.", step, opened="<think>")[2] == []
         assert parse(f"So.\n{call}</think>Yes.", step, opened="<think>")[1:3] == ("Yes.", [])
-        assert parse(f"So.\n{call}".replace("now", "what"), step, opened="<think>")[2] == []
+        unknown = parse(f"So.\n{call}".replace("now", "what"), step, opened="<think>")[2]
+        assert [name for name, _ in unknown] == ["add", "what"]
 
 
 NAMES = ["read_file", "read", "look"]
@@ -517,9 +474,7 @@ def test_calls_with_random_errors(seed: int) -> None:
     source = random.Random(seed)
     for _ in range(25):
         calls = [source.choice([("add", source.choice([*VALUES.values()])), ("now", {})]) for _ in range(2)]
-        characters = list(
-            "Let me see.\n" * source.randint(0, 1) + written(source.choice([*FORMATS.values()]), *calls)
-        )
+        characters = list("Let me see.\n" * source.randint(0, 1) + written(source.choice([*FORMATS.values()]), calls))
         for _ in range(source.randint(1, 4)):
             at, end = source.randrange(len(characters)), source.randrange(len(characters))
             characters[at:at] = source.choice([list(source.choice(FRAGMENTS)), characters[end : end + 12]])

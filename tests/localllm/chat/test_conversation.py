@@ -8,10 +8,7 @@ import pytest
 
 from localllm.chat import ChatTemplate
 from localllm.chat.conversation import Message, ToolCall, read_messages
-from localllm.chat.tool_choice import calls_grammar
 from localllm.errors import TemplateError
-from localllm.sampling import Sampling
-from localllm.sampling.grammar import check_grammar
 
 
 def each(body: str) -> str:
@@ -154,13 +151,6 @@ def test_what_is_malformed_is_named(message: Any, words: str) -> None:
 def test_arguments_that_are_not_json_stay_what_the_model_wrote() -> None:
     assert ToolCall("f", "{x").values == {"arguments": "{x"}
     assert ToolCall("f", "").values == {}
-
-
-def test_strict_tools_may_have_keywords_that_texts_cannot_be_held_to() -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "string", "format": "password"}}}
-    check_grammar(
-        Sampling(grammar=calls_grammar([{"function": {"name": "f", "strict": True, "parameters": parameters}}]))
-    )
 
 
 @pytest.mark.parametrize(

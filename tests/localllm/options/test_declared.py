@@ -62,6 +62,7 @@ _OTHER_FLAGS = {
     "mmproj": {"--no-mmproj"},
     "parallel": {"--parallel", "-np"},
     "speculate": {"--lookup"},
+    "tool_grammar": {"--tool-grammar"},
 }
 
 

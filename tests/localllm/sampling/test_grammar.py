@@ -17,12 +17,12 @@ from llguidance import LLTokenizer
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
 from localllm.catalog.listing import demo_model
-from localllm.chat.tool_choice import call_schema, calls_grammar
 from localllm.compat import Llama
 from localllm.engine.drafting.cost import StepCost
 from localllm.sampling import grammar as grammar_module
 from localllm.sampling import make_sampler
-from localllm.sampling.grammar import Constraint, Grammars, check_grammar
+from localllm.sampling.constraint import Constraint
+from localllm.sampling.grammar import Grammars, check_grammar
 from localllm.tokenizer import Tokenizer
 from tests.helpers.command_line import run_main
 from tests.helpers.engines import in_engine
@@ -745,29 +745,3 @@ def test_closed_objects_never_contradict_what_stands_beside_them() -> None:
             held.accept(id_)
             ids.append(id_)
         jsonschema.Draft202012Validator(schema).validate(json.loads(tokenizer.decode(ids)))
-
-
-def test_references_of_a_tool_lead_into_its_own_schema() -> None:
-    def tool(kind: str, **more: Any) -> dict[str, Any]:
-        point = {"x": {"type": kind}, "default": {"$ref": "#/$defs/Point"}}
-        definitions = {"Point": {"type": "object", "properties": point, "required": ["x"]}}
-        parameters = {
-            "properties": {"to": {"$ref": "#/$defs/Point"}},
-            "required": ["to"],
-            "$defs": definitions,
-            **more,
-        }
-        return {"type": "function", "function": {"name": kind, "parameters": parameters, "strict": True}}
-
-    for more in ({}, {"$id": "https://x.org/same", "$schema": "http://json-schema.org/draft-07/schema#"}):
-        schema = call_schema([tool("integer", **more), tool("string", **more)])
-        for name, right, wrong in (("integer", 1, "a"), ("string", "a", 1)):
-            to = {"x": right, "default": {"x": right}}
-            assert takes(schema, {"name": name, "arguments": {"to": to}})
-            assert not takes(schema, {"name": name, "arguments": {"to": {"x": wrong}}})
-        # Also as text between tags.
-        grammar = calls_grammar([tool("integer", **more), tool("string", **more)])
-        tokenizer = bytes_tokenizer()
-        held = constraint(tokenizer, grammar=grammar)
-        ids = tokenizer.encode('<tool_call>{"name": "string", "arguments": {"to": {"x": "a"}}}</tool_call>')
-        assert held.n_possible(ids) == len(ids)

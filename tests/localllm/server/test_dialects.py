@@ -16,7 +16,7 @@ import pytest
 
 from localllm import compat
 from localllm.chat.conversation import Message, ToolCall, read_messages
-from localllm.chat.tool_choice import call_schema
+from localllm.chat.tool_choice import ChosenTools
 from localllm.errors import TemplateError, UsageError
 from localllm.llm import LLM
 from localllm.loading.load import load_file
@@ -291,7 +291,7 @@ def test_a_choice_of_tools(choice: Any, forced: bool) -> None:
     body = {"messages": [HI], "tools": [TOOL], "tool_choice": choice}
     job = openai._chat_job(msgspec.convert(body, openai.ChatRequest))
     assert job.tools == [TOOL]
-    assert ("json_schema" in job.options) == forced
+    assert bool(job.forced) == forced
 
 
 @pytest.mark.parametrize("choice", ["foo", "Required", "", {"type": "foo"}, {"type": "function"}, {"type": "tool"}])
@@ -315,9 +315,9 @@ def test_documents_of_text_are_text() -> None:
 
 def test_a_format_of_the_reply_forces_no_call() -> None:
     body = {"messages": [HI], "tools": [TOOL], "response_format": {"type": "json_object"}}
-    assert not openai._chat_job(msgspec.convert(body, openai.ChatRequest)).must_call
+    assert not openai._chat_job(msgspec.convert(body, openai.ChatRequest)).forced
     body = {"messages": [HI], "tools": [TOOL], "tool_choice": "required"}
-    assert openai._chat_job(msgspec.convert(body, openai.ChatRequest)).must_call
+    assert openai._chat_job(msgspec.convert(body, openai.ChatRequest)).forced
 
 
 def test_what_was_thought_before_calls_belongs_to_them_alone() -> None:
@@ -358,10 +358,6 @@ OTHER = {**FUNCTION, "name": "then"}
 TOOLS = [{"type": "function", "function": function} for function in (FUNCTION, OTHER)]
 
 
-def call_of(*functions: Mapping[str, Any]) -> dict[str, Any]:
-    return call_schema([{"type": "function", "function": function} for function in functions])
-
-
 #: Expected arguments of the library for each feature; tools are the names of the offered tools.
 WANTED: dict[str, dict[str, Any]] = {
     "a limit of tokens": {"max_tokens": 7},
@@ -371,10 +367,10 @@ WANTED: dict[str, dict[str, Any]] = {
     "log-probabilities": {"logprobs": 2},
     "any JSON object": {"json_schema": {"type": "object"}},
     "a schema with references": {"json_schema": SCHEMA},
-    "tools": {"tools": ["now", "then"]},
+    "tools": {"tools": ["now", "then"], "forced": []},
     "no tools after all": {"tools": []},
-    "a call of any tool": {"tools": ["now", "then"], "json_schema": call_of(FUNCTION, OTHER)},
-    "a call of one tool": {"tools": ["now", "then"], "json_schema": call_of(FUNCTION)},
+    "a call of any tool": {"tools": ["now", "then"], "forced": ["now", "then"]},
+    "a call of one tool": {"tools": ["now", "then"], "forced": ["now"]},
     "some of the tools": {"tools": ["now"]},
     "no thinking": {"template_variables": {"enable_thinking": False}},
     "thinking": {"template_variables": {"enable_thinking": True}},
@@ -405,8 +401,8 @@ OF_LIBRARY: dict[str, Any] = {
     "a schema with references": {"json_schema": SCHEMA},
     "tools": {"tools": TOOLS},
     "no tools after all": {"tools": None},
-    "a call of any tool": "json_schema holds a reply to a call",
-    "a call of one tool": "json_schema holds a reply to a call",
+    "a call of any tool": "its keyword parse forces calls",
+    "a call of one tool": "its keyword parse forces calls",
     "some of the tools": {"tools": TOOLS[:1]},
     "no thinking": {"template_variables": {"enable_thinking": False}},
     "thinking": {"template_variables": {"enable_thinking": True}},
@@ -528,7 +524,11 @@ class AskedLLM(LLM):
     asked: ClassVar[dict[str, Any]] = {}
 
     def stream_chat(self, messages: Any, **options: Any) -> Any:
-        AskedLLM.asked = options | {"tools": [tool["function"]["name"] for tool in options.get("tools") or ()]}
+        chosen = options.get("parse")
+        lists = {"tools": options.get("tools"), "forced": chosen.forced if isinstance(chosen, ChosenTools) else None}
+        AskedLLM.asked = options | {
+            name: [tool["function"]["name"] for tool in tools or ()] for name, tools in lists.items()
+        }
         raise UsageError(AS_FAR)
 
     def stream(self, prompt: Any, **options: Any) -> Any:

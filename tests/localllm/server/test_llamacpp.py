@@ -19,7 +19,7 @@ from localllm.sampling import Choice
 from localllm.server import llamacpp
 from localllm.tokenizer.stream import TextOffsets
 from tests.helpers.engines import eventually
-from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, scripted, serving
+from tests.helpers.http_server import CALLS_TEMPLATE, TOOLS_TEMPLATE, Serving, demo, scripted, serving
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
@@ -282,9 +282,10 @@ def test_prompts_outlive_the_server(tmp_path: Path) -> None:
     assert cached == [0, reply["usage"]["prompt_tokens"] - 1, 0]
 
 
-def test_schemas_and_forced_calls() -> None:
+@pytest.mark.parametrize("template", [TOOLS_TEMPLATE, CALLS_TEMPLATE], ids=["unknown format", "known format"])
+def test_schemas_and_forced_calls(template: str) -> None:
     messages = [{"role": "user", "content": "a"}]
-    with serving(demo(chat_template=TOOLS_TEMPLATE)) as server:
+    with serving(demo(chat_template=template)) as server:
         schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
         schema["additionalProperties"] = False
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -347,26 +348,46 @@ def test_completions_follow_a_grammar(server: Serving, text: dict[str, str]) -> 
     assert reply["choices"][0]["text"] in ("yes", "no")
 
 
-def test_strict_tools_hold_calls_to_their_schema() -> None:
+def test_calls_follow_the_schemas_of_their_tools() -> None:
     """The scripted model wants 3, which the schema forbids."""
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    parameters["additionalProperties"] = False
     messages = [{"role": "user", "content": "a"}]
-    template = TOOLS_TEMPLATE.replace("<call ", "<tool_call>")
-    said = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
-    with serving(scripted(said % 1, chat_template=template)) as server:
-        for strict in (True, False):
-            tool = {"type": "function", "function": {"name": "add", "parameters": parameters, "strict": strict}}
-            reply = post(server, "/v1/chat/completions", messages=messages, tools=[TOOL, tool])
-            (call,) = reply["choices"][0]["message"]["tool_calls"]
-            assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-            assert reply["choices"][0]["message"]["content"] == "Well."
-    with serving(scripted(said % 3, chat_template=template)) as server:
-        tool["function"]["strict"] = True
-        response = httpx.post(
-            server.url + "/v1/chat/completions", json={"messages": messages, "tools": [tool]}, timeout=60
-        )
-        assert '"a": 3' not in response.text
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    reply = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+    with serving(scripted(reply, chat_template=CALLS_TEMPLATE)) as server:
+
+        def call(**more: Any) -> Any:
+            body = {"messages": messages, "tools": [TOOL, tool], **more}
+            (choice,) = post(server, "/v1/chat/completions", **body)["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert choice["message"]["content"] == "Well."
+            return choice["message"]["tool_calls"][0]["function"]
+
+        assert json.loads(call()["arguments"])["a"] in (1, 2)
+        assert call(tool_grammar=False) == {"name": "add", "arguments": '{"a": 3}'}
+
+
+def test_a_reply_ends_after_its_only_call() -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}
+    with serving(scripted(f"{call}\n{call} Done.", chat_template=CALLS_TEMPLATE)) as server:
+        for parallel, n, text in ((True, 2, "Done."), (False, 1, None)):
+            reply = post(server, "/v1/chat/completions", parallel_tool_calls=parallel, **body)
+            (choice,) = reply["choices"]
+            assert len(choice["message"]["tool_calls"]) == n
+            assert choice["message"]["content"] == text
+            assert choice["finish_reason"] == "tool_calls"
+            assert "warnings" not in reply
+
+
+def test_calls_of_unknown_tools_are_calls() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}
+    for template in (CALLS_TEMPLATE, TOOLS_TEMPLATE):
+        reply = '<tool_call>\n{"name": "lok", "arguments": {"a": 1}}\n</tool_call>'
+        with serving(scripted(reply, chat_template=template)) as server:
+            (choice,) = post(server, "/v1/chat/completions", tool_grammar=False, **body)["choices"]
+            assert choice["message"]["tool_calls"][0]["function"] == {"name": "lok", "arguments": '{"a": 1}'}
+            assert choice["finish_reason"] == "tool_calls"
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: Serving) -> None:

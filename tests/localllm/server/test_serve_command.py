@@ -185,6 +185,14 @@ def test_the_time_to_read_a_request_does_not_limit_replies() -> None:
     assert generation_options(arguments, Settings()).get("timeout") is None
 
 
+def test_the_grammar_of_calls_can_be_switched_off() -> None:
+    for word, expected in (("off", False), ("on", True)):
+        arguments = parser_of("serve").parse_args(["--tool-grammar", word])
+        assert generation_options(arguments, Settings())["tool_grammar"] is expected
+    with pytest.raises(UsageError, match="'maybe' is neither on nor off"):
+        parser_of("serve").parse_args(["--tool-grammar", "maybe"])
+
+
 def test_the_context_is_divided_as_in_llama_server(tmp_path: Path) -> None:
     sections = {
         "divided": "context = 1024\nparallel = 4",

@@ -1,0 +1,494 @@
+"""Rules for the arguments of calls, in llguidance's notation, for each form of arguments in the declared formats."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, ClassVar
+
+import llguidance
+
+from localllm.chat.calls.argument_types import ArgumentTypes
+from localllm.chat.calls.declaration import (
+    Arguments,
+    JSONArguments,
+    NestedArguments,
+    PythonArguments,
+    TaggedArguments,
+)
+
+#: llguidance's options for schemas. JSON is on one line, because a model that may write white space between values
+#: may write it endlessly. Unknown parts of a schema are warnings, not errors.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
+
+Schema = Any  #: a JSON schema in the form of `localllm.sampling.json_schema`: a dict or a boolean
+
+#: Most alternatives of a schema; a schema with more allows any value.
+_MAX_VARIANTS = 32
+#: Deepest combination of schemas, and most schemas of one tool, each counted for every alternative of its parents.
+_MAX_DEPTH, _MAX_SCHEMAS = 40, 20_000
+#: Names of arguments that tags and Python's calls can have.
+_NAME, _PYTHON_NAME = re.compile(r"[^\s<>\"'/]{1,256}"), re.compile(r"[A-Za-z_]\w{0,255}", re.ASCII)
+#: Names of arguments that a schema allows without naming them.
+_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_ANY_TEXT = "/(.|\\n)*/"
+_JSON_WORDS = {True: "true", False: "false", None: "null"}
+
+
+class UnwritableError(ValueError):
+    """A schema that the rules cannot express."""
+
+
+def literal(text: str) -> str:
+    """Return a string in llguidance's notation."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def flexible(text: str, *, spaces: bool = False) -> str:
+    """Return terminals for a string whose line breaks, and ``spaces``, a model may omit or double."""
+    terminals = []
+    for piece in re.split(r"([ \n]+)" if spaces else r"(\n[ \n]*)", text):
+        if piece.strip(" \n"):
+            terminals.append(literal(piece))
+        elif piece:
+            white = "".join(sorted(set(piece))).replace("\n", "\\n")
+            terminals.append(f"/[{white}]{{1,{len(piece) + 1}}}/?")
+    return " ".join(terminals)
+
+
+def json_rule(schema: Schema) -> str:
+    """Return a rule for JSON that follows a schema."""
+    schema = schema if isinstance(schema, dict) else {}
+    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS, **schema})
+
+
+class Rules:
+    """Rules of a grammar, by name."""
+
+    def __init__(self) -> None:
+        self._rules: list[str] = []
+        self._names: dict[str, str] = {}
+
+    def add(self, expression: str, *, is_terminal: bool = False, options: str = "") -> str:
+        """Return the name of a rule. Equal rules share a name."""
+        key = f"{options}{is_terminal}{expression}"
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = f"{'T' if is_terminal else 'r'}{len(self._rules)}"
+            self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def reserve(self) -> str:
+        """Return the name of a rule that `define` adds, for rules that refer to themselves."""
+        self._rules.append("")
+        return f"r{len(self._rules) - 1}"
+
+    def define(self, name: str, expression: str) -> None:
+        self._rules[int(name[1:])] = f"{name}: {expression}"
+
+    def lazy(self, end: str, text: str = _ANY_TEXT) -> str:
+        """Return a rule for text up to and including its first ``end``."""
+        return self.add(f"{text} {end}", options="[lazy]")
+
+    def listed(self, items: Sequence[tuple[str, bool]], separator: str, extra: str) -> str:
+        """Return an expression for items in their order, with a separator between them.
+
+        Args:
+            items: expression of each item, and whether it is required.
+            extra: expression of any number of further items; empty for none.
+        """
+        rest = f"({separator} {extra})*" if extra else ""
+        firsts, may_be_empty = [f"{extra} {rest}"] if extra else [], True
+        for item, is_required in reversed(items):
+            expression = self.add(item)
+            if is_required:
+                firsts, may_be_empty = [], False
+            firsts.insert(0, f"{expression} {rest}")
+            following = f"{separator} {expression}"
+            rest = self.add(f"{following if is_required else f'({following})?'} {rest}")
+        return f"({' | '.join(firsts)}){'?' if may_be_empty else ''}" if firsts else ""
+
+    def __str__(self) -> str:
+        return "\n".join(rule for rule in self._rules if rule)
+
+
+def arguments_rule(form: Arguments, parameters: Any, schema: Schema, rules: Rules) -> str:
+    """Return the expression of arguments that follow a schema.
+
+    Args:
+        parameters: the schema in the request.
+        schema: the same schema in the form of `localllm.sampling.json_schema`.
+    """
+    if isinstance(form, JSONArguments) and form.quote == '"':
+        return rules.add(json_rule(schema))
+    definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
+    if isinstance(form, JSONArguments):
+        return _QuotedValues(rules, definitions, form.quote).arguments(schema)
+    if isinstance(form, PythonArguments):
+        return _PythonValues(rules, definitions).arguments(schema)
+    if isinstance(form, NestedArguments):
+        return _NestedValues(rules, definitions, form.mark).arguments(schema)
+    return _TaggedValues(rules, definitions, form, ArgumentTypes(parameters)).arguments(schema)
+
+
+class _Values:
+    """Rules of values that follow schemas."""
+
+    words: ClassVar[Mapping[bool | None, str]] = _JSON_WORDS
+    separator = '"," " "?'
+
+    def __init__(self, rules: Rules, definitions: Mapping[str, Schema]) -> None:
+        self._rules, self._definitions = rules, definitions
+        self._references: dict[str, str] = {}  # names of rules
+        self._n_schemas = 0
+
+    # -- Schemas -----------------------------------------------------------------------------------------------------
+
+    def variants(self, schema: Schema, depth: int = 0) -> list[dict[str, Any]]:
+        """Return the alternatives of a schema, without ``$ref``, ``allOf``, ``anyOf`` and ``oneOf``."""
+        self._n_schemas += 1
+        if depth > _MAX_DEPTH or self._n_schemas > _MAX_SCHEMAS:
+            raise UnwritableError("its schema is too complex")
+        if schema is False:
+            return []
+        if not isinstance(schema, dict):
+            return [{}]
+        own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf", "anyOf", "oneOf", "$defs")}
+        groups = [[own]]
+        if "$ref" in schema:
+            groups.append(self.variants(self._target(schema), depth + 1))
+        groups += [self.variants(part, depth + 1) for part in schema.get("allOf", ())]
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                groups.append([variant for part in schema[key] for variant in self.variants(part, depth + 1)])
+        variants: list[dict[str, Any]] = [{}]
+        for group in groups:
+            if len(variants) * len(group) > _MAX_VARIANTS:
+                raise UnwritableError("its schema has too many alternatives")
+            variants = [_merged(a, b) for a, b in product(variants, group)]
+        return variants
+
+    def _target(self, schema: Mapping[str, Any]) -> Schema:
+        return self._definitions[schema["$ref"].removeprefix("#/$defs/")]
+
+    # -- Values ------------------------------------------------------------------------------------------------------
+
+    def value(self, schema: Schema) -> str:
+        if isinstance(schema, dict) and schema.keys() == {"$ref"}:
+            name = self._references.get(schema["$ref"])
+            if name is None:
+                name = self._references[schema["$ref"]] = self._rules.reserve()
+                self._rules.define(name, self.value(self._target(schema)))
+            return name
+        variants = self.variants(schema)
+        if not variants:
+            raise UnwritableError("no value follows its schema")
+        return "(" + " | ".join(self._variant(variant) for variant in variants) + ")"
+
+    def _variant(self, schema: dict[str, Any]) -> str:
+        constants = [schema["const"]] if "const" in schema else schema.get("enum")
+        if constants is not None:
+            return " | ".join(self.constant(value) for value in constants)
+        types = schema_types(schema)
+        if not types:
+            return self.any_value()
+        return " | ".join(self._of_type(name, schema) for name in types)
+
+    def _of_type(self, name: str, schema: dict[str, Any]) -> str:
+        if name == "object":
+            return self.object(schema)
+        if name == "array":
+            return self.array(schema)
+        if name == "string":
+            return self.string(schema)
+        if name == "boolean":
+            return f"{literal(self.words[True])} | {literal(self.words[False])}"
+        if name == "null":
+            return literal(self.words[None])
+        return self._rules.add(json_rule({**_numeric(schema), "type": name}))
+
+    def any_value(self) -> str:
+        if "" not in self._references:
+            self._references[""] = name = self._rules.reserve()
+            types = ("string", "number", "boolean", "null", "array", "object")
+            self._rules.define(name, " | ".join(self._of_type(type_, {}) for type_ in types))
+        return self._references[""]
+
+    def constant(self, value: Any) -> str:
+        if isinstance(value, dict):
+            members = [f"{self.key(key)} {self.constant(item)}" for key, item in value.items()]
+            return f'"{{" {f" {self.separator} ".join(members)} "}}"'
+        if isinstance(value, list):
+            return f'"[" {f" {self.separator} ".join(self.constant(item) for item in value)} "]"'
+        if isinstance(value, str):
+            return self.constant_string(value)
+        return literal(self.words[value] if isinstance(value, bool | None) else json.dumps(value))
+
+    def object(self, schema: dict[str, Any]) -> str:
+        return f'"{{" {self._members(schema)} "}}"'
+
+    def _members(self, schema: dict[str, Any]) -> str:
+        pairs = [(f"{self.key(name)} {self.value(item)}", needed) for name, item, needed in properties(schema)]
+        extra = f"{self.any_key()} {self.value(extra_schema(schema))}" if has_extra(schema) else ""
+        return self._rules.listed(pairs, self.separator, extra)
+
+    def array(self, schema: dict[str, Any]) -> str:
+        item = "" if schema.get("items") is False else self._rules.add(self.value(schema.get("items", True)))
+        first = [self.value(part) for part in schema.get("prefixItems", ())]
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if first or not item or most == 0:
+            first = first if most is None else first[:most]
+            items = [(expression, i < least) for i, expression in enumerate(first)]
+            return f'"[" {self._rules.listed(items, self.separator, item if most is None else "")} "]"'
+        limits = f"{max(0, least - 1)},{'' if most is None else most - 1}"
+        items_rule = f"{item} ({self.separator} {item}){{{limits}}}"
+        return f'"[" {items_rule} "]"' if least else f'"[" ({items_rule})? "]"'
+
+    def arguments(self, schema: Schema) -> str:
+        raise NotImplementedError
+
+    def string(self, schema: dict[str, Any]) -> str:
+        raise NotImplementedError
+
+    def constant_string(self, value: str) -> str:
+        raise NotImplementedError
+
+    def key(self, name: str) -> str:
+        """Return the key of an object's member, with the separator before the value."""
+        raise NotImplementedError
+
+    def any_key(self) -> str:
+        raise NotImplementedError
+
+
+class _PythonValues(_Values):
+    """Python's literals, and keyword arguments."""
+
+    words: ClassVar[Mapping[bool | None, str]] = {True: "True", False: "False", None: "None"}
+
+    def arguments(self, schema: Schema) -> str:
+        return "(" + " | ".join(f'"(" {self._keywords(variant)} ")"' for variant in self.variants(schema)) + ")"
+
+    def _keywords(self, schema: dict[str, Any]) -> str:
+        pairs = [
+            (f"{literal(f'{name}=')} {self.value(item)}", is_required)
+            for name, item, is_required in properties(schema, _PYTHON_NAME)
+        ]
+        extra = f'{_ANY_NAME} "=" {self.value(extra_schema(schema))}' if has_extra(schema) else ""
+        return self._rules.listed(pairs, self.separator, extra)
+
+    def string(self, schema: dict[str, Any]) -> str:
+        n = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        ends = ((quote, rf"/([^{quote}\\\x00-\x1f\x7f]|\\[\\\"'nrt]){n}/") for quote in "\"'")
+        strings = (f"{literal(quote)} {characters} {literal(quote)}" for quote, characters in ends)
+        return self._rules.add(" | ".join(strings), is_terminal=True)
+
+    def constant_string(self, value: str) -> str:
+        return f"({literal(repr(value))} | {literal(json.dumps(value, ensure_ascii=False))})"
+
+    def key(self, name: str) -> str:
+        return f'{self.constant_string(name)} ":" " "?'
+
+    def any_key(self) -> str:
+        return f'{self.string({})} ":" " "?'
+
+
+class _QuotedValues(_Values):
+    """JSON with another quotation mark, and keys without quotation marks."""
+
+    separator = literal(",")
+
+    def __init__(self, rules: Rules, definitions: Mapping[str, Schema], quote: str) -> None:
+        super().__init__(rules, definitions)
+        self._quote = quote
+
+    def arguments(self, schema: Schema) -> str:
+        return "(" + " | ".join(self.object(variant) for variant in self.variants(schema)) + ")"
+
+    def string(self, schema: dict[str, Any]) -> str:
+        quote = literal(self._quote)
+        return f"{quote} {self._rules.lazy(quote, text_pattern(schema))}"
+
+    def constant_string(self, value: str) -> str:
+        return literal(f"{self._quote}{value}{self._quote}")
+
+    def key(self, name: str) -> str:
+        return literal(f"{name if _PYTHON_NAME.fullmatch(name) else self._quote + name + self._quote}:")
+
+    def any_key(self) -> str:
+        return f'{_ANY_NAME} ":"'
+
+
+class _TextValues(_Values):
+    """Arguments between tags, whose strings have no quotation marks."""
+
+    def arguments(self, schema: Schema) -> str:
+        return "(" + " | ".join(self._tags(variant) for variant in self.variants(schema)) + ")"
+
+    def _tags(self, schema: dict[str, Any]) -> str:
+        tags = [(self.tag(name, item), is_required) for name, item, is_required in properties(schema, _NAME)]
+        return self._rules.listed(tags, "", self.any_tag() if has_extra(schema) else "")
+
+    def _text(self, schema: Schema, end: str, any_text: str = _ANY_TEXT) -> str:
+        """Return a rule for a string, or null, up to the tag that ends it."""
+        texts: list[str] = []
+        for variant in self.variants(schema):
+            constants = [variant["const"]] if "const" in variant else variant.get("enum")
+            types = schema_types(variant)
+            if constants is not None:
+                # Text is a string if the schema allows strings, unless it is null.
+                values = ["null" if value is None else value for value in constants]
+                texts += [f"{literal(value)} {end}" for value in values if isinstance(value, str)]
+            elif not types or "string" in types:
+                pattern = text_pattern(variant)
+                texts.append(self._rules.lazy(end, any_text if pattern == _ANY_TEXT else pattern))
+            elif "null" in types:
+                texts.append(f'"null" {end}')
+        if not texts:
+            raise UnwritableError("no text follows its schema")
+        return f"({' | '.join(texts)})"
+
+    def tag(self, name: str, schema: Schema) -> str:
+        """Return a rule for the tags of an argument or of a nested value, with the value between them."""
+        raise NotImplementedError
+
+    def any_tag(self) -> str:
+        raise NotImplementedError
+
+
+class _TaggedValues(_TextValues):
+    """One pair of tags per argument, around a string or the JSON of another value."""
+
+    def __init__(
+        self, rules: Rules, definitions: Mapping[str, Schema], form: TaggedArguments, types: ArgumentTypes
+    ) -> None:
+        super().__init__(rules, definitions)
+        self._form, self._types = form, types
+        self._end, self._between = literal(form.end.lstrip("\n")), '"\\n"?' if form.between else ""
+
+    def tag(self, name: str, schema: Schema) -> str:
+        types = self._types.of(name)
+        if not types or "string" in types:
+            return f"{self._begin(literal(name), True)} {self._text(schema, self._end)} {self._between}"
+        value = self._rules.add(json_rule(self._with_definitions(schema)))
+        if types == {"boolean"}:
+            value = f'({value} | "True" | "False")'
+        end = self._rules.add(flexible(self._form.end), is_terminal=True)
+        return f"{self._begin(literal(name), False)} {value} {end} {self._between}"
+
+    def any_tag(self) -> str:
+        return f"{self._begin(_ANY_NAME, True)} {self._rules.lazy(self._end)} {self._between}"
+
+    def _begin(self, key: str, is_string: bool) -> str:
+        before, _, after = self._form.begin.replace("{is_string}", _JSON_WORDS[is_string]).partition("{key}")
+        # A second line break would belong to the value.
+        after_key = ' "\\n"? '.join(literal(piece) if piece else "" for piece in after.split("\n"))
+        return self._rules.add(f"{literal(before)} {key} {after_key}", is_terminal=True)
+
+    def _with_definitions(self, schema: Schema) -> Schema:
+        return {**schema, "$defs": self._definitions} if isinstance(schema, dict) and self._definitions else schema
+
+
+class _NestedValues(_TextValues):
+    """One pair of tags per argument and per nested value, each after a mark."""
+
+    separator = ""
+
+    def __init__(self, rules: Rules, definitions: Mapping[str, Schema], mark: str) -> None:
+        super().__init__(rules, definitions)
+        self._mark = mark
+        without_mark = f"{_ANY_TEXT} & ~/(.|\\n)*{re.escape(mark[:4])}(.|\\n)*/"
+        self._text_without_mark = rules.add(without_mark, is_terminal=True)
+
+    def tag(self, name: str, schema: Schema) -> str:
+        begin, end = literal(f"{self._mark}<{name}>"), literal(f"{self._mark}</{name}>")
+        types = [schema_types(variant) for variant in self.variants(schema)]
+        if any(not variant_types or "string" in variant_types for variant_types in types):
+            return f"{begin} {self._text(schema, end, self._text_without_mark)}"
+        return f"({begin} {self.value(schema)} {end})"
+
+    def any_tag(self) -> str:
+        return ""
+
+    def object(self, schema: dict[str, Any]) -> str:
+        return self._tags(schema)
+
+    def array(self, schema: dict[str, Any]) -> str:
+        item = self.tag("item", schema.get("items", True))
+        return f"{item}{{{schema.get('minItems', 0)},{schema.get('maxItems', '')}}}"
+
+    def constant(self, value: Any) -> str:
+        return literal(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+# -- Schemas without combinations ----------------------------------------------------------------------------------
+
+
+def schema_types(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types that a schema allows; empty for any type."""
+    types = sorted(ArgumentTypes(schema).of())
+    narrower = "integer" if "number" in schema.get("type", ()) else "number"  # integers are also numbers
+    return [name for name in types if name != narrower or not {"integer", "number"} <= set(types)]
+
+
+def properties(schema: Mapping[str, Any], name: re.Pattern[str] | None = None) -> Iterable[tuple[str, Schema, bool]]:
+    """Yield name, schema and whether it is required, for each property. Omit optional ones without a valid name."""
+    named, required = schema.get("properties", {}), schema.get("required", ())
+    for key in dict.fromkeys([*named, *required]):
+        if name is None or name.fullmatch(key):
+            yield key, named.get(key, True), key in required
+        elif key in required:
+            raise UnwritableError(f"the format cannot express its argument {key!r:.80}")
+
+
+def has_extra(schema: Mapping[str, Any]) -> bool:
+    """Return whether an object may have properties that the schema does not name."""
+    return schema.get("additionalProperties", not schema.get("properties")) is not False
+
+
+def extra_schema(schema: Mapping[str, Any]) -> Schema:
+    return schema.get("additionalProperties", True)
+
+
+def text_pattern(schema: Mapping[str, Any]) -> str:
+    """Return a terminal for a string that is written without quotation marks."""
+    pattern = schema.get("pattern", "")
+    inner = pattern[1:-1]
+    if pattern.startswith("^") and pattern.endswith("$") and not pattern.endswith("\\$") and "|" not in inner:
+        expression = "/" + re.sub(r"(?<!\\)/", r"\/", inner) + "/"
+        if not llguidance.LLMatcher.validate_grammar(f"start: {expression}"):
+            return expression
+    low, high = schema.get("minLength", 0), schema.get("maxLength")
+    if not low and high is None:
+        return _ANY_TEXT
+    if high is not None and high < 2:
+        return f"/[^\\n]{{{low},{high}}}/"
+    # A line break at the start or the end might belong to the tags.
+    middle = f"(.|\\n){{{max(0, low - 2)},{'' if high is None else high - 2}}}"
+    last = f"({middle}[^\\n]){'?' if low < 2 else ''}"
+    return f"/([^\\n]{last}){'?' if not low else ''}/"
+
+
+def _numeric(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a schema about numbers."""
+    keys = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+    return {key: schema[key] for key in keys if key in schema}
+
+
+def _merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema for values that follow both schemas."""
+    merged = {**a, **b}
+    for key in a.keys() & b.keys():
+        if key == "properties":
+            both = {name: {"allOf": [a[key][name], b[key][name]]} for name in a[key].keys() & b[key].keys()}
+            merged[key] = {**a[key], **b[key], **both}
+        elif key == "required":
+            merged[key] = [*a[key], *(name for name in b[key] if name not in a[key])]
+        elif key in ("type", "enum"):
+            options = [value if isinstance(value, list) else [value] for value in (a[key], b[key])]
+            merged[key] = [value for value in options[0] if value in options[1]] or options[1]
+        elif key == "additionalProperties" and a[key] is False:
+            merged[key] = False
+    return merged
