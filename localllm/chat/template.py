@@ -119,6 +119,11 @@ class ChatTemplate:
         """Return whether the template, or a named template used for it, reads ``name``, such as ``tools``."""
         return name in self._names or any(USES[key] == name for key in self.named)
 
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What the template supports, under llama.cpp's names."""
+        return self._rendering.capabilities(self.reads("tools"))
+
     def used_for(self, variables: Mapping[str, object]) -> ChatTemplate:
         """Return the named template for these variables, or this template.
 

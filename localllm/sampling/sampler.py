@@ -34,6 +34,7 @@ from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionP
 
 if TYPE_CHECKING:
     from localllm.sampling.grammar import Constraint
+    from localllm.sampling.reasoning_limit import ReasoningLimit
 
 
 Step = Callable[[Candidates], Candidates]
@@ -132,8 +133,10 @@ class Sampler:
         n_enough: int,
         constraint: Constraint | None = None,
         uniform: UniformNumbers | None = None,
+        reasoning: ReasoningLimit | None = None,
     ) -> None:
         self.sampling = sampling
+        self.reasoning = reasoning  # None if the text is no chat's reply
         # Seed of the random numbers, also if the settings have no seed. The same seed, settings, prompt and logits
         # give the same ids on every platform, up to the rounding of ``exp``, which may differ in the last place.
         self.seed = seed
@@ -185,6 +188,9 @@ class Sampler:
         if raw.shape != self._ids.shape:
             raise UsageError(f"logits of shape {raw.shape} given to a sampler for {len(self._ids):,} tokens")
         chosen_id = _highest_logit(raw, ModelError, *_MODELS)
+        if (forced := self._forced_id()) is not None:
+            logprobs = self.sampling.logprobs
+            return Choice(forced) if logprobs is None else _with_logprobs(raw, forced, logprobs)
         adjusted = raw
         for adjust in self._adjustments:
             adjusted = adjust(adjusted)
@@ -213,6 +219,8 @@ class Sampler:
                 than any number.
             logits: float32 ``[n]``.
         """
+        if (forced := self._forced_id()) is not None:
+            return Choice(forced)
         order = np.argsort(ids)
         ids, logits = ids[order], logits[order]
         chosen_id = _highest_logit(logits, ModelError, *_MODELS, ids)
@@ -222,6 +230,9 @@ class Sampler:
                 logits = (logits + added).astype(np.float32)
             chosen_id = _highest_logit(logits, UsageError, *_ADJUSTED, ids)
         return Choice(chosen_id if self._choose is None else self._choose(Candidates(ids, logits))[0])
+
+    def _forced_id(self) -> int | None:
+        return None if self.reasoning is None else self.reasoning.next_id
 
     def accept(self, id_: int) -> None:
         """Append a token to the history that penalties, DRY and processors use."""
@@ -281,11 +292,13 @@ def make_sampler(
     prompt_ids: Sequence[int] | IntArray = (),
     token_bytes: Callable[[int], bytes] | None = None,
     constraint: Constraint | None = None,
+    reasoning: ReasoningLimit | None = None,
 ) -> Sampler:
     """Return the sampler of one sequence.
 
     ``prompt_ids``: the prompt, for penalties and DRY. ``token_bytes``: returns the bytes of a token; needed
-    for DRY's sequence breakers. ``constraint``: enforces the grammar of the settings.
+    for DRY's sequence breakers. ``constraint``: enforces the grammar of the settings. ``reasoning``: ends the
+    reasoning of a chat's reply.
     """
     in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
     in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
@@ -300,6 +313,8 @@ def make_sampler(
     listeners = [tracker.accept for tracker in trackers]
     if constraint is not None:
         listeners.append(constraint.accept)
+    if reasoning is not None:
+        listeners.append(reasoning.accept)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     uniform = UniformNumbers(seed) if sampling.temperature > 0 else None
     return Sampler(
@@ -313,6 +328,7 @@ def make_sampler(
         n_enough=0 if len(adjustments) > n_biases or constraint else _n_enough(sampling, n_vocab),
         constraint=constraint,
         uniform=uniform,
+        reasoning=reasoning,
     )
 
 

@@ -36,6 +36,8 @@ class Preset(NamedTuple):
     adapters: Mapping[str, float] = MappingProxyType({})  # scale by adapter path
     tags: Sequence[str] = ()
     system: str = ""
+    context: int | None = None
+    has_media_file: bool = False
 
 
 class UnknownModelError(LocalLLMError):
@@ -71,12 +73,32 @@ class ServedModel:
     # scale by adapter path, for requests without ``lora``
     adapters: dict[str, float] = field(default_factory=dict)
     props: dict[str, Any] = field(default_factory=dict)  # contents of ``/props`` while the model is not loaded
+    requested_context: int | None = None  # tokens of context that the options set; None is the default
+    has_media_file: bool = False  # whether it is loaded with an encoder of images or audio
     last_counts: Counts | None = None  # counters at the last unloading
     told_counts: Counts = field(default_factory=Counts)  # counters at the last request of ``/metrics``
 
     @property
     def path(self) -> Path:
         return demo_path() if self.source is None else Path(self.source)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of context, which are planned while the model is not loaded; None if they are not known."""
+        if self.llm is not None:
+            return self.llm.info.context
+        if self.requested_context is None:
+            return self.details.context
+        return self.requested_context or self.details.trained_context
+
+    @property
+    def modalities(self) -> list[str]:
+        """The kinds of input, which are complete only after the model was loaded."""
+        has = self.props.get("modalities") or {"vision": self.has_media_file}
+        if self.llm is not None:
+            has = {"vision": self.llm.accepts_images, "audio": self.llm.accepts_audio}
+        names = {"vision": "image", "audio": "audio"}
+        return ["text", *(names[name] for name, is_there in has.items() if is_there)]
 
     @property
     def n_bytes(self) -> int:
@@ -111,6 +133,8 @@ class Models:
         takes_any_name: bool = False,
         adapters: Mapping[str, float] | None = None,
         prompts: Path | None = None,
+        context: int | None = None,
+        has_media_file: bool = False,
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
         """Create the table of models, without loading a model.
@@ -122,7 +146,8 @@ class Models:
             aliases: other names of the first model.  Lists show the first in alphabetical order, like llama.cpp.
             tags: tags of the first model.
             takes_any_name: whether an unknown name selects the first model.
-            adapters: scale by path of the low-rank adapters, for models without a `Preset`.
+            adapters, context, has_media_file: of models without a `Preset`: scale by path of the low-rank adapters,
+                and the attributes of `ServedModel`.
         """
         aliases = sorted(aliases)
         self.served: dict[str, ServedModel] = {}  # by name; the first is the default
@@ -132,8 +157,10 @@ class Models:
                 own_ttl_s = ttl_s if source.ttl_s is None else source.ttl_s
                 model = ServedModel(name, source.source, own_ttl_s, preset=source, adapters=dict(source.adapters))
                 model.aliases, model.tags, model.system = source.aliases, source.tags, source.system
+                model.requested_context, model.has_media_file = source.context, source.has_media_file
             else:
                 model = ServedModel(name, source, ttl_s, adapters=dict(adapters or {}))
+                model.requested_context, model.has_media_file = context, has_media_file
             if not self.served:
                 model.tags = (*tags, *model.tags)
                 if aliases:
@@ -151,6 +178,7 @@ class Models:
         self._ttl_s = ttl_s
         self._takes_any_name = takes_any_name
         self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()  # of `begin_load`; asyncio itself keeps no reference
         # Not asyncio's default executor, because asyncio waits for its threads at the end.
         self._threads = ThreadPoolExecutor(4, "localllm-models")
 
@@ -264,6 +292,18 @@ class Models:
             self.log(f"{served.name}: {n:,} tokens of prompts are saved")
         except LocalLLMError as error:
             self.log(f"prompts of {served.name} are not saved: {error}")
+
+    def begin_load(self, served: ServedModel) -> None:
+        """Begin to load a model.  Errors are logged."""
+
+        async def load() -> None:
+            with contextlib.suppress(LocalLLMError):
+                await self.acquire(served.name)
+                self.release(served)
+
+        task = asyncio.create_task(load())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def unload(self, served: ServedModel) -> None:
         """Unloads a model and ends its requests.  Its memory is freed before another model is loaded."""

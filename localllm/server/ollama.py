@@ -73,7 +73,7 @@ _Shape = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
 
 def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
     run = body.options or RunOptions()
-    options = run.options()
+    options = run.options() | body.token_budget()
     if isinstance(body.format, str) and body.format not in ("", "json"):
         raise HTTPError(400, f"format is {body.format!r:.40}, but must be 'json' or a JSON schema")
     if body.format:
@@ -181,8 +181,8 @@ async def _respond(
     _keep(pending.served, keep_alive)
     if body.stream:
         lines, path = pending.lines(partial(_lines, pending, shape, bool(body.messages))), request.url.path
-        media_type = "application/x-ndjson"
-        return EventStream(lines, pending.close, path=path, media_type=media_type, encode_error=_line, ping=b"")
+        media_type, ping = "application/x-ndjson", _line({**_head(pending), **shape("", "", ()), "done": False})
+        return EventStream(lines, pending.close, path=path, media_type=media_type, encode_error=_line, ping=ping)
     with closing(pending):
         (reply,) = await cancel_on_disconnect(request, pending.read())
     fields = shape(reply.text, reply.thinking, reply.calls)

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.conversation import Media, Message, ToolCall, read_calls, read_message
+from localllm.chat.conversation import Media, Message, ToolCall
 from localllm.chat.reply import CallDelta
 from localllm.generation.completion import Chunk
 from localllm.openai_format import tokens_json
@@ -45,6 +44,7 @@ from localllm.server.openai import (
     timings_so_far,
     warnings_json,
 )
+from localllm.server.response_items import Tools, read_items
 from localllm.server.response_store import StoredResponse
 
 
@@ -81,7 +81,8 @@ class ResponsesRequest(GenerationFields):
     background: bool | None = None
 
 
-def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
+def _job(body: ResponsesRequest, before: list[Message], tools: Tools) -> GenerationJob:
+    """Return the job.  Adds the request's tools to ``tools``."""
     logprobs = body.top_logprobs
     if logprobs is None and "message.output_text.logprobs" in (body.include or ()):
         logprobs = 0
@@ -89,19 +90,15 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     form = body.text.format if body.text is not None else None
     if form is not None:
         constrain_to_format(options, "text.format", form.type, form.schema if isinstance(form.schema, dict) else None)
-    tools = [
-        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-        for tool in body.tools or []
-        if tool.get("type", "function") == "function"
-    ]
-    hosted = [str(tool["type"]) for tool in body.tools or [] if tool.get("type", "function") != "function"]
+    tools.add(body.tools)
     for name in ("conversation", "prompt", "background"):
         if getattr(body, name):
             raise HTTPError(400, f"{name} needs OpenAI's own server: send all that the model is to read instead")
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a string, a list of items, or previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
-    messages, reply_start = split_reply_start([*before, *_messages(items)])
+    skipped: list[str] = []
+    messages, reply_start = split_reply_start([*before, *read_items(items, tools, skipped)])
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
     return GenerationJob(
@@ -109,8 +106,9 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
         options,
         messages=messages,
         reply_start=reply_start,
-        **offer_tools(options, tools, body.tool_choice),
-        hosted_tools=hosted,
+        **offer_tools(options, tools.functions, tools.choice(body.tool_choice)),
+        hosted_tools=tools.left_out,
+        skipped=skipped,
         variables=body.template_variables(),
         one_call=body.parallel_tool_calls is False,
         tells_progress=body.return_progress and body.stream,
@@ -118,47 +116,17 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     )
 
 
-def _messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Convert items to messages.  Consecutive reasoning, text and tool calls become one assistant message."""
-    messages: list[Message] = []
-    for number, item in enumerate(items):
-        item_type = item.get("type") or "message"
-        if item_type == "message":
-            message = read_message(number, {"role": item.get("role"), "content": item.get("content")})
-        elif item_type == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            calls = read_calls(number, [{"id": item.get("call_id"), "function": function}])
-            message = Message("assistant", calls=calls)
-        elif item_type == "function_call_output":
-            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            message = read_message(number, result)
-        elif item_type == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-            message = Message("assistant", reasoning=reasoning)
-        else:
-            raise HTTPError(400, f"input {number} is of type {item_type!r:.40}, which is not available here")
-        last = messages[-1] if messages else message
-        goes_on = bool(message.calls) or not (last.parts or last.calls)
-        if messages and goes_on and last.role == message.role == "assistant":
-            reasoning, calls = last.reasoning + message.reasoning, last.calls + message.calls
-            messages[-1] = replace(last, parts=last.parts or message.parts, reasoning=reasoning, calls=calls)
-        else:
-            messages.append(message)
-    return messages
-
-
-async def _read_job(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> GenerationJob:
+async def _read_job(request: Request, dispatcher: Dispatcher, body: ResponsesRequest, tools: Tools) -> GenerationJob:
     earlier = body.previous_response_id
     before = dispatcher.responses.get(earlier, request.state.client).conversation if earlier else []
-    return await dispatcher.read(request, _job, body, before)
+    return await dispatcher.read(request, _job, body, before, tools)
 
 
 async def responses(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, ResponsesRequest)
-    client = request.state.client
-    pending = await dispatcher.begin(await _read_job(request, dispatcher, body), request)
-    writer = _ResponseWriter(pending, body)
+    client, tools = request.state.client, Tools()
+    pending = await dispatcher.begin(await _read_job(request, dispatcher, body, tools), request)
+    writer = _ResponseWriter(pending, body, tools)
 
     def keep(reply: Reply) -> None:
         if body.store is not False:
@@ -186,17 +154,18 @@ async def responses(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
-    return await count_input(
-        request, dispatcher, await _read_job(request, dispatcher, await decode(request, ResponsesRequest))
-    )
+    body = await decode(request, ResponsesRequest)
+    return await count_input(request, dispatcher, await _read_job(request, dispatcher, body, Tools()))
 
 
 async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
     """List the input messages of a response as items."""
     stored = dispatcher.responses.get(request.path_params["id"], request.state.client)
+    tools = Tools()
+    tools.add(stored.response.get("tools"))
     data = [
         {"id": f"msg_{stored.response['id'].removeprefix('resp_')}_{number}", **item}
-        for number, item in enumerate(item for message in stored.conversation[:-1] for item in _items(message))
+        for number, item in enumerate(item for message in stored.conversation[:-1] for item in _items(message, tools))
     ]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": data, **ends, "has_more": False})
@@ -210,8 +179,8 @@ def _media(media: Media) -> dict[str, Any]:
     return {"type": "input_image", "image_url": f"data:;base64,{data}", "detail": detail}
 
 
-def _items(message: Message) -> Iterator[dict[str, Any]]:
-    """Convert a message to items, the inverse of `_messages`."""
+def _items(message: Message, tools: Tools) -> Iterator[dict[str, Any]]:
+    """Convert a message to items, the inverse of `read_items`."""
     text_type = "output_text" if message.role == "assistant" else "input_text"
     content = [{"type": text_type, "text": part} if isinstance(part, str) else _media(part) for part in message.parts]
     if message.role == "tool":
@@ -220,8 +189,7 @@ def _items(message: Message) -> Iterator[dict[str, Any]]:
         return
     if content or not message.calls:
         yield {"type": "message", "role": message.role, "content": content, "status": "completed"}
-    for call in message.calls:
-        yield {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
+    yield from map(tools.item, message.calls)
 
 
 async def get_response(request: Request, dispatcher: Dispatcher) -> Response:
@@ -249,11 +217,12 @@ def _usage_json(reply: Reply) -> dict[str, Any]:
 class _ResponseWriter:
     """Builds the items of a response, and the events of its stream."""
 
-    def __init__(self, pending: PendingReplies, body: ResponsesRequest) -> None:
-        self._respond, self._body = pending, body
+    def __init__(self, pending: PendingReplies, body: ResponsesRequest, tools: Tools) -> None:
+        self._respond, self._body, self._tools = pending, body, tools
         self._id, self._created = new_id("resp_"), time.time()
         self._output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
+        self._open: dict[str, Any] | None = None  # item whose text follows
+        self._begun: dict[str, Any] = {}  # item of the call whose arguments follow
         self._waiting: tuple[Choice, ...] = ()
         self._numbers = itertools.count()
         self.response = self._response("in_progress")  # the incomplete response
@@ -367,19 +336,27 @@ class _ResponseWriter:
         return events
 
     def _call(self, call: CallDelta | ToolCall) -> list[tuple[str, dict[str, Any]]]:
-        end_events = self._close() if isinstance(call, CallDelta) and call.begins else []
+        """Return the events of a call.  The input of calls that are not functions is sent when it is complete."""
+        if isinstance(call, CallDelta) and call.begins:
+            end_events, index = self._close(), len(self._output)
+            item = self._tools.item(ToolCall(call.name, "", call.id)) | {"status": "in_progress"}
+            self._begun = item
+            return [*end_events, ("response.output_item.added", {"output_index": index, "item": item})]
         index = len(self._output)
-        item = {"id": "fc_" + call.id.removeprefix("call_"), "type": "function_call", "call_id": call.id}
-        item |= {"name": call.name, "arguments": call.arguments, "status": "in_progress"}
-        position = {"item_id": item["id"], "output_index": index}
         if isinstance(call, CallDelta):
-            if call.begins:
-                return [*end_events, ("response.output_item.added", {"output_index": index, "item": item})]
-            return [("response.function_call_arguments.delta", {**position, "delta": call.arguments})]
-        item["status"] = "completed" if call.is_whole else "incomplete"
+            fields = {"item_id": self._begun["id"], "output_index": index, "delta": call.arguments}
+            is_function = self._begun["type"] == "function_call"
+            return [("response.function_call_arguments.delta", fields)] if is_function else []
+        item = self._tools.item(call)
         self._output.append(item)
-        fields = {**position, "name": call.name, "arguments": call.arguments}
-        return [
-            ("response.function_call_arguments.done", fields),
-            ("response.output_item.done", {"output_index": index, "item": item}),
-        ]
+        position = {"item_id": item["id"], "output_index": index}
+        events: list[tuple[str, dict[str, Any]]] = []
+        if item["type"] == "function_call":
+            done = {**position, "name": item["name"], "arguments": call.arguments}
+            events = [("response.function_call_arguments.done", done)]
+        elif item["type"] == "custom_tool_call":
+            events = [
+                ("response.custom_tool_call_input.delta", {**position, "delta": item["input"]}),
+                ("response.custom_tool_call_input.done", {**position, "input": item["input"]}),
+            ]
+        return [*events, ("response.output_item.done", {"output_index": index, "item": item})]
