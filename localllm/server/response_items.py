@@ -195,9 +195,8 @@ def _read(number: int, item: Mapping[str, Any], tools: Tools, skipped: list[str]
     elif item_type == "additional_tools":
         tools.add(item.get("tools"))
     elif item_type == "mcp_call":
-        id_ = str(item.get("id") or "")
-        name = flat_name(str(item.get("server_label") or ""), item.get("name"))
-        yield _call(number, id_, name, item.get("arguments"))
+        id_, server = str(item.get("id") or ""), str(item.get("server_label") or "")
+        yield _call(number, id_, flat_name(server, item.get("name")), item.get("arguments"))
         error = item.get("error")
         output = item.get("output") if error is None else error if isinstance(error, str) else json.dumps(error)
         yield Message("tool", (str(output or ""),), call_id=id_, is_error=error is not None)
