@@ -8,6 +8,7 @@ import os
 import queue
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from localllm.loading.media_encoder import MediaEncoder
     from localllm.sampling.call_constraint import CallSearch
     from localllm.sampling.grammar import Grammars
+    from localllm.sampling.reasoning_limit import ReasoningLimit
 
     #: Messages of a chat, in the format of OpenAI's API or of `localllm.chat.conversation`.
     Messages = Sequence[Message | Mapping[str, object]]
@@ -1102,6 +1104,7 @@ class LLM:
             prompt_ids=text_of,
             token_bytes=tokenizer.token_bytes,
             constraint=constraint,
+            reasoning=self._reasoning_limit(checked, splitter, text_of),
         )
         make_request = partial(
             Request,
@@ -1127,6 +1130,20 @@ class LLM:
             on_end=on_end,
             parser=parser,
         )
+
+    def _reasoning_limit(
+        self, checked: CheckedOptions, splitter: ThinkingSplitter | None, prompt_ids: Sequence[int]
+    ) -> ReasoningLimit | None:
+        """Return what ends the reasoning of a chat's reply, or of a text with a ``reasoning_budget``."""
+        if splitter is None and checked.reasoning_budget is None:
+            return None
+        from localllm.chat.thinking import ThinkingSplitter, opening_tag
+        from localllm.sampling.reasoning_limit import ReasoningLimit
+
+        if splitter is None:
+            splitter = ThinkingSplitter(opening_tag(self._tokenizer.decode(prompt_ids[-16:], special=True)))
+        budget = None if checked.reasoning_budget == -1 else checked.reasoning_budget
+        return ReasoningLimit(copy(splitter), self._tokenizer, budget, checked.reasoning_budget_message or "")
 
     def _adapter_scales(self, requested: Mapping[str, float] | None) -> tuple[float, ...]:
         """Return the scale of each adapter for a request; empty if all scales are 0."""

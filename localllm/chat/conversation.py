@@ -32,6 +32,8 @@ _TEXTS = ("text", "input_text", "output_text", "refusal")
 IMAGE_TYPES, IMAGE_KEYS = ("image", "image_url", "input_image"), ("image", "image_url", "source")
 #: Types of audio parts in the library, OpenAI's chat API and others.
 _AUDIO = ("audio", "input_audio", "audio_url")
+#: Types of parts with a file or a passage: in OpenAI's two APIs, and in Anthropic's API.
+_DOCUMENTS = ("file", "input_file", "document", "search_result")
 #: Per kind: its word in errors, its keys in a part, and the media type of an example.
 _MEDIA = {
     "image": ("image", IMAGE_KEYS, "image/png"),
@@ -131,8 +133,15 @@ def read_messages(
     return read
 
 
-def read_message(number: int, message: object, may_open_files: bool = False) -> Message:
-    """Convert one message.  ``number`` is its position, for errors."""
+def read_message(
+    number: int, message: object, may_open_files: bool = False, skipped: list[str] | None = None
+) -> Message:
+    """Convert one message.
+
+    Args:
+        number: its position, for errors.
+        skipped: collects the types of unknown parts, which are omitted.  Without it, unknown parts are errors.
+    """
     if not isinstance(message, Mapping):
         raise TemplateError(f"message {number} is not a mapping such as {EXAMPLE}: {quoted(message)}")
     role = message.get("role")
@@ -145,7 +154,7 @@ def read_message(number: int, message: object, may_open_files: bool = False) -> 
     may_be_null = role in ("assistant", "tool") and "content" in message
     if content is None and not calls and not may_be_null:
         raise TemplateError(f"message {number} (role {quoted(role)}) has no 'content'")
-    parts, thoughts = read_parts(number, role, content, may_open_files)
+    parts, thoughts = read_parts(number, role, content, may_open_files, skipped)
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return Message(
         role,
@@ -160,9 +169,9 @@ def read_message(number: int, message: object, may_open_files: bool = False) -> 
 
 
 def read_parts(
-    number: int, role: str, content: object, may_open_files: bool = False
+    number: int, role: str, content: object, may_open_files: bool = False, skipped: list[str] | None = None
 ) -> tuple[tuple[str | Media, ...], str]:
-    """Return the text and media of a content, and the reasoning among its parts."""
+    """Return the text and media of a content, and the reasoning among its parts; see `read_message`."""
     if content is None or isinstance(content, str):
         return (() if content is None else (content,)), ""
     if isinstance(content, bytes | bytearray) or not isinstance(content, Sequence):
@@ -177,12 +186,18 @@ def read_parts(
         if part_type in IMAGE_TYPES or part_type in _AUDIO:
             parts.append(_media("image" if part_type in IMAGE_TYPES else "audio", number, part, may_open_files))
             continue
+        if part_type in _DOCUMENTS:
+            parts += _document(number, role, part, skipped)
+            continue
         text: object = part
         if isinstance(part, Mapping):
             text = part.get("text", part.get("refusal")) if part_type in _TEXTS else None
         if not isinstance(text, str):
             if part_type in _TEXTS:
                 raise TemplateError(f"a part of message {number} has no text: write {_PART}")
+            if skipped is not None:
+                skipped.append(str(part_type))
+                continue
             raise TemplateError(
                 f"message {number} has a part of type {quoted(part_type)}, but a message has text, images and audio: "
                 f"write parts as {_PART}"
@@ -215,6 +230,56 @@ def _media(kind: Literal["image", "audio"], number: int, part: Mapping[str, Any]
     elif not may_open_files:  # a JSON value that is not a string
         raise TemplateError(f"{name} is {quoted(source)}, but must be a data URL, 'data:{example};base64,…'")
     return Media(source, _LOW_DETAIL if detail == "low" and kind == "image" else None, name, kind)
+
+
+def _document(number: int, role: str, part: Mapping[str, Any], skipped: list[str] | None) -> tuple[str | Media, ...]:
+    """Return the title and the contents of a document.  Files of text and PDF files become text.
+
+    Sources: https://platform.openai.com/docs/guides/pdf-files,
+    https://docs.anthropic.com/en/docs/build-with-claude/citations.
+    """
+    file = part["file"] if isinstance(part.get("file"), Mapping) else part  # OpenAI's chat API nests it
+    source: Any = part["source"] if isinstance(part.get("source"), Mapping) else file
+    if part["type"] == "search_result":
+        source = {"type": "content", "content": part.get("content")}
+    lines = [part.get("title"), part.get("source"), file.get("filename"), part.get("context")]
+    heading = "".join(f"{line}\n" for line in lines if isinstance(line, str) and line)
+    name = f"the document {quoted(heading.splitlines()[0])}" if heading else f"the document of message {number}"
+    data = source.get("data") or source.get("file_data")
+    if source.get("type") == "content":
+        parts, _ = read_parts(number, role, source.get("content"), skipped=skipped)
+    elif not isinstance(data, str):
+        raise TemplateError(
+            f"{name} has no data, but a name or an address of a file: send the file's bytes in base64"
+        )
+    elif source.get("type") == "text":
+        parts = (data,)
+    else:
+        parts = (_file_text(source_of_text(data, name) if data[:5] == "data:" else decoded(data, name), name),)
+    if not heading:
+        return parts
+    first, rest = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
+    return (f"{heading}\n{first}", *rest)
+
+
+def _file_text(data: bytes, name: str) -> str:
+    """Return the text of a file of UTF-8 text or of a PDF file.
+
+    Raises:
+        TemplateError: the file is in another format, or a PDF file without text.
+        UsageError: the PDF file is damaged, or pypdf is not installed.
+    """
+    if not data.startswith(b"%PDF-"):
+        try:
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise TemplateError(f"{name} is neither text nor a PDF file: send its text") from None
+    from localllm import pdf  # imported here because it imports decoders
+
+    text = pdf.page_texts(name, data)
+    if not text.strip():
+        raise TemplateError(f"{name} is a PDF file without text: send its pages as images")
+    return text
 
 
 def source_of_text(text: str, name: str, may_open_files: bool = False, example: str = "image/png") -> Any:

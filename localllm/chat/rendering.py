@@ -7,6 +7,7 @@ made-up words are rendered, once and only when needed.  The words' positions in 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import string
 from collections import defaultdict, deque
@@ -58,10 +59,11 @@ class Rendering:
         self._render = render
 
     def messages(self, conversation: Sequence[Message]) -> _TemplateMessages:
-        is_known = "developer" in self._source
-        converted = [m if is_known or m.role != "developer" else replace(m, role="system") for m in conversation]
+        converted = list(conversation)
+        if any(m.role == "developer" for m in converted) and not self._takes_developers:
+            converted = [m if m.role != "developer" else replace(m, role="system") for m in converted]
         converted = self._with_matched_results(self._with_systems_in_place(converted))
-        return [self._message(message) for message in converted]
+        return [self._message(message) for message in self._with_texts_after_results(converted)]
 
     def alternating(self, conversation: Sequence[Message]) -> _TemplateMessages | None:
         """Return the conversation with consecutive messages of a role merged, for templates that reject them.
@@ -87,6 +89,21 @@ class Rendering:
             warn("this chat template has no switch for thinking: the model may think although it shall not")
         on = switch is None or bool(switch)
         return {**{name: _SWITCHES[name][not on] for name in self._thinking_switches}, **variables}
+
+    def capabilities(self, reads_tools: bool) -> dict[str, bool]:
+        """Return what the template supports, under llama.cpp's names (``common/jinja/caps.h``)."""
+        takes_calls = self._takes_calls
+        return {
+            "supports_string_content": self._takes_text,
+            "supports_typed_content": self._takes_parts,
+            "supports_tools": reads_tools,
+            "supports_tool_calls": takes_calls,
+            "supports_parallel_tool_calls": takes_calls and self._takes_parallel_calls,
+            "supports_system_role": self._takes_systems,
+            "supports_preserve_reasoning": self._keeps_reasoning,
+            "supports_reasoning_effort": "reasoning_effort" in self._source,
+            "supports_object_arguments": takes_calls and not self._wants_arguments_as_text,
+        }
 
     # -- Features of the template ----------------------------------------------------------------------------------
 
@@ -132,6 +149,39 @@ class Rendering:
         messages = [Message("system", (_ONE,)), Message("user", (_TWO,))]
         # If the template does not even render a user message, the test has no meaning.
         return self._renders(messages, _ONE, _TWO) or not self._renders(messages[1:], _TWO)
+
+    @cached_property
+    def _takes_developers(self) -> bool:
+        """Whether the template has a form for developers' messages, not the same as for any unknown role."""
+        texts: dict[str, str] = {}
+        for role in ("developer", "zqrole"):
+            messages = [Message(role, (_ONE,)), Message("user", (_TWO,))]
+            texts[role] = self._render([self._message(message) for message in messages], None) or ""
+        developer = texts["developer"]
+        return _ONE in developer and developer.replace("developer", "zqrole") != texts["zqrole"]
+
+    @cached_property
+    def _takes_texts_after_results(self) -> bool:
+        """Whether a message of the user may follow the result of a call."""
+        call = ToolCall(NAME, json.dumps(ARGUMENTS), _SHORT_ID)
+        result = Message("tool", (_TWO,), call_id=_SHORT_ID, name=NAME)
+        messages = [Message("user", (_ONE,)), Message("assistant", calls=(call,)), result, Message("user", (_THREE,))]
+        converted = [self._message(message) for message in messages]
+        text = self._render(converted, [_TOOL]) or self._render(converted, None) or ""
+        return 0 <= text.find(_ONE) < text.rfind(_TWO) < text.find(_THREE)
+
+    @cached_property
+    def _takes_parallel_calls(self) -> bool:
+        calls = tuple(ToolCall(name, json.dumps(ARGUMENTS), _SHORT_ID) for name in (NAME, "zqother"))
+        messages = [Message("user", (_ONE,)), Message("assistant", calls=calls)]
+        messages += [Message("tool", (word,), call_id=_SHORT_ID, name=NAME) for word in (_TWO, _THREE)]
+        return self._renders(messages, _ONE, NAME, "zqother", _THREE)
+
+    @cached_property
+    def _keeps_reasoning(self) -> bool:
+        """Whether reasoning of earlier replies stays in the prompt."""
+        messages = [Message("user", (_ONE,)), Message("assistant", (_TWO,), _THREE), Message("user", (_ONE,))]
+        return self._renders(messages, _THREE)
 
     @cached_property
     def _takes_calls(self) -> bool:
@@ -242,6 +292,19 @@ class Rendering:
                     message = replace(message, call_id=form(message.call_id))
             matched.append(_as_text(message) if as_text else message)
         return matched
+
+    def _with_texts_after_results(self, messages: list[Message]) -> list[Message]:
+        """Append the user's text after a result to the result, for templates that refuse or omit such messages."""
+        pairs = itertools.pairwise(message.role for message in messages)
+        if ("tool", "user") not in pairs or self._takes_texts_after_results:
+            return messages
+        merged: list[Message] = []
+        for message in messages:
+            if merged and (merged[-1].role, message.role) == ("tool", "user"):
+                merged[-1] = _joined([merged[-1], message])
+            else:
+                merged.append(message)
+        return merged
 
     def _content(self, parts: Sequence[str | Media]) -> Any:
         """Return parts in the template's form: a list for media, for several texts, or if required; else a string.

@@ -125,6 +125,11 @@ class ChatTemplate:
         """The template's format of tool calls; None if it is unknown."""
         return self._rendering.call_format
 
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What the template supports, under llama.cpp's names."""
+        return self._rendering.capabilities(self.reads("tools"))
+
     def used_for(self, variables: Mapping[str, object]) -> ChatTemplate:
         """Return the named template for these variables, or this template.
 

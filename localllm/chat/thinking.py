@@ -29,6 +29,8 @@ TAGS = {
 
 #: What prompts of gpt-oss end with.
 _MESSAGE = "<|start|>assistant"
+#: Ends a message of gpt-oss, and starts the one with the answer.
+_ANSWER = f"<|end|>{_MESSAGE}<|channel|>final<|message|>"
 _HEADER = re.compile(
     r"\s*+(?:<\|start\|>assistant)?\s*+(?:to=(\S+?))?\s*+<\|channel\|>(\w+)\s*(?:to=([^\s<]+))?"
     r"\s*(?:<\|constrain\|>)?\s*\w*<\|message\|>"
@@ -108,9 +110,19 @@ class ThinkingSplitter:
         self._after_tag = bool(opened)  # whether white space that follows is omitted
 
     @property
-    def is_thinking(self) -> bool:
-        """Whether the text that follows is reasoning."""
-        return self._state == "thinking"
+    def is_open(self) -> bool:
+        """True while the next text is reasoning."""
+        return self._state == "thinking" or (self._state == "start" and self._tag in TAGS)
+
+    @property
+    def is_over(self) -> bool:
+        """True if no more reasoning can follow."""
+        return self._state == "answer" and not self._has_messages
+
+    @property
+    def closing(self) -> str:
+        """Text that ends the reasoning, and starts the answer."""
+        return _ANSWER if self._has_messages else TAGS.get(self._tag, "</think>")
 
     def feed(self, text: str) -> list[Piece]:
         """Add the next piece of text. Return the pieces that are certain now."""

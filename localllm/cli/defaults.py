@@ -96,7 +96,7 @@ def load_options(arguments: argparse.Namespace, path: str | Path | None, **more:
 
 
 def template_variables(arguments: argparse.Namespace) -> dict[str, Any]:
-    switch = "off" if arguments.reasoning_budget == 0 else arguments.reasoning
+    switch = "off" if vars(arguments).get("reasoning_budget") == 0 else arguments.reasoning
     thinking = {} if switch in (None, "auto") else {"enable_thinking": switch == "on"}
     return {**thinking, **arguments.chat_template_kwargs}
 

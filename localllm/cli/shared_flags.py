@@ -143,7 +143,7 @@ RUNNING = [
         "--chat-template-kwargs JSON", "JSON object of additional variables for the template", json_object, default={}
     ),
     flag("--reasoning on|off|auto", "let the model reason before it answers, if it can"),
-    flag("--reasoning-budget N", "0 means --reasoning off; other numbers have no effect", whole(-1)),
+    *options(CheckedOptions, "reasoning_budget", "reasoning_budget_message"),
     *THREADS,
 ]
 LORA = several(

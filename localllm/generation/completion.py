@@ -351,6 +351,14 @@ class Stream:
         """Current draft counts; None without a drafter."""
         return self._request.draft_counts
 
+    def end_reasoning(self) -> None:
+        """End the reasoning before its next token, so that the answer follows.  May be called in any thread.
+
+        Does nothing if the reply does not reason, or no longer.
+        """
+        if self._request.sampler is not None and self._request.sampler.reasoning is not None:
+            self._request.sampler.reasoning.end()
+
     def cancel(self) -> None:
         """End the text before the next step. A last chunk follows."""
         self._engine.cancel(self._request)

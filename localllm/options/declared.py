@@ -629,6 +629,21 @@ class CheckedOptions(_Checked):
         none="until the model ends its text or the context is full",
     )
     stop: tuple[str, ...] = _call_option((), STOPS, "stop before this text, which is omitted", "--")
+    reasoning_budget: int | None = _call_option(
+        None,
+        _whole(-1, "a whole number of at least -1 (-1 is no limit)"),
+        "maximum number of tokens of reasoning.  Then the text ``reasoning_budget_message`` and the tag that closes "
+        "the reasoning follow, and the model answers.  0 closes the reasoning at once.",
+        "--",
+        none="no limit",
+    )
+    reasoning_budget_message: str | None = _call_option(
+        None,
+        _of_type("text (str)", str, "TEXT", str),
+        "text at the end of reasoning that exceeds its budget",
+        "--",
+        none="no text",
+    )
     ignore_eos: bool = _call_option(False, SWITCH, "continue after the model ends its text", "--")
     overflow: Overflow = _call_option(
         "error",

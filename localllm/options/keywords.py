@@ -54,6 +54,8 @@ class Options(SamplingOptions, total=False):
 
     max_tokens: int | None
     stop: str | Sequence[str]
+    reasoning_budget: int | None
+    reasoning_budget_message: str | None
     ignore_eos: bool
     overflow: Overflow
     sampling: Sampling | None

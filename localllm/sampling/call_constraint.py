@@ -52,7 +52,7 @@ class CallSearch:
     @property
     def may_start(self) -> bool:
         """Whether the next token may complete an opening."""
-        if self._splitter is not None and (self._splitter.held or self._splitter.is_thinking):
+        if self._splitter is not None and (self._splitter.held or self._splitter.is_open):
             return bool(self._splitter.held)
         return bool(self.endings) if self._grammar.is_bare else n_open(self._text, self._grammar.openings) > 0
 

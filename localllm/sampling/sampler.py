@@ -35,6 +35,7 @@ from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionP
 if TYPE_CHECKING:
     from localllm.sampling.call_constraint import CallConstraint
     from localllm.sampling.constraint import Constraint
+    from localllm.sampling.reasoning_limit import ReasoningLimit
 
 
 Step = Callable[[Candidates], Candidates]
@@ -133,8 +134,10 @@ class Sampler:
         n_enough: int,
         constraint: Constraint | CallConstraint | None = None,
         uniform: UniformNumbers | None = None,
+        reasoning: ReasoningLimit | None = None,
     ) -> None:
         self.sampling = sampling
+        self.reasoning = reasoning  # None if the text is no chat's reply
         # Seed of the random numbers, also if the settings have no seed. The same seed, settings, prompt and logits
         # give the same ids on every platform, up to the rounding of ``exp``, which may differ in the last place.
         self.seed = seed
@@ -190,6 +193,9 @@ class Sampler:
         if raw.shape != self._ids.shape:
             raise UsageError(f"logits of shape {raw.shape} given to a sampler for {len(self._ids):,} tokens")
         chosen_id = _highest_logit(raw, ModelError, *_MODELS)
+        if (forced := self._forced_id()) is not None:
+            logprobs = self.sampling.logprobs
+            return Choice(forced) if logprobs is None else _with_logprobs(raw, forced, logprobs)
         adjusted = raw
         for adjust in self._adjustments:
             adjusted = adjust(adjusted)
@@ -218,6 +224,8 @@ class Sampler:
                 than any number.
             logits: float32 ``[n]``.
         """
+        if (forced := self._forced_id()) is not None:
+            return Choice(forced)
         order = np.argsort(ids)
         ids, logits = ids[order], logits[order]
         chosen_id = _highest_logit(logits, ModelError, *_MODELS, ids)
@@ -227,6 +235,9 @@ class Sampler:
                 logits = (logits + added).astype(np.float32)
             chosen_id = _highest_logit(logits, UsageError, *_ADJUSTED, ids)
         return Choice(chosen_id if self._choose is None else self._choose(Candidates(ids, logits))[0])
+
+    def _forced_id(self) -> int | None:
+        return None if self.reasoning is None else self.reasoning.next_id
 
     def accept(self, id_: int) -> None:
         """Append a token to the history that penalties, DRY and processors use."""
@@ -286,11 +297,13 @@ def make_sampler(
     prompt_ids: Sequence[int] | IntArray = (),
     token_bytes: Callable[[int], bytes] | None = None,
     constraint: Constraint | CallConstraint | None = None,
+    reasoning: ReasoningLimit | None = None,
 ) -> Sampler:
     """Return the sampler of one sequence.
 
     ``prompt_ids``: the prompt, for penalties and DRY. ``token_bytes``: returns the bytes of a token; needed
     for DRY's sequence breakers. ``constraint``: enforces the grammar of the settings, or of tool calls.
+    ``reasoning``: ends the reasoning of a chat's reply.
     """
     in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
     in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
@@ -305,6 +318,8 @@ def make_sampler(
     listeners = [tracker.accept for tracker in trackers]
     if constraint is not None:
         listeners.append(constraint.accept)
+    if reasoning is not None:
+        listeners.append(reasoning.accept)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     uniform = UniformNumbers(seed) if sampling.temperature > 0 else None
     return Sampler(
@@ -318,6 +333,7 @@ def make_sampler(
         n_enough=0 if len(adjustments) > n_biases else _n_enough(sampling, n_vocab),
         constraint=constraint,
         uniform=uniform,
+        reasoning=reasoning,
     )
 
 

@@ -64,9 +64,10 @@ _OPTIONS = [
 
 
 class Thinking(msgspec.Struct):
-    """The thinking switch of Anthropic, GLM, Kimi and DeepSeek."""
+    """The thinking switch of Anthropic, GLM, Kimi and DeepSeek, and Anthropic's budget of tokens."""
 
     type: str = "disabled"
+    budget_tokens: int | None = None
 
 
 class Reasoning(msgspec.Struct):
@@ -74,6 +75,7 @@ class Reasoning(msgspec.Struct):
 
     effort: str | None = None
     enabled: bool | None = None
+    max_tokens: int | None = None  # OpenRouter's budget
 
 
 class ThinkingFields(msgspec.Struct):
@@ -85,6 +87,11 @@ class ThinkingFields(msgspec.Struct):
     reasoning: Reasoning | bool | str | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Budgets of tokens: the library's option, llama.cpp's and Qwen's names
+    reasoning_budget: int | None = None
+    reasoning_budget_tokens: int | None = None
+    thinking_budget_tokens: int | None = None
+    thinking_budget: int | None = None
 
     #: Names of fields in errors, by the library's names.
     FIELDS: ClassVar = {"template_variables": "chat_template_kwargs"}
@@ -106,6 +113,15 @@ class ThinkingFields(msgspec.Struct):
             elif effort and effort != "auto":
                 variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return {**variables, **(self.chat_template_kwargs or {})}
+
+    def token_budget(self) -> dict[str, int]:
+        """Return the option ``reasoning_budget``, if the request has it in any form."""
+        budgets = [self.reasoning_budget, self.reasoning_budget_tokens]
+        budgets += [self.thinking_budget_tokens, self.thinking_budget]
+        budgets += [self.thinking.budget_tokens] if isinstance(self.thinking, Thinking) else []
+        budgets += [self.reasoning.max_tokens] if isinstance(self.reasoning, Reasoning) else []
+        budget = next((budget for budget in budgets if budget is not None), None)
+        return {} if budget is None else {"reasoning_budget": budget}
 
 
 def _with_options(cls: type[msgspec.Struct]) -> type[msgspec.Struct]:
@@ -164,6 +180,7 @@ class GenerationFields(_Options):
         for name in ("max_tokens", "seed"):
             if options.get(name, 0) < 0:
                 del options[name]
+        options |= self.token_budget()
         if self.lora is not None:
             options["adapters"] = self.lora  # `Dispatcher.begin` converts numbers to names
         for name in ("stop", "dry_sequence_breakers"):
@@ -213,6 +230,7 @@ class GenerationJob:
     tools: Tools = field(default_factory=list)  # callable by the model, in OpenAI's format
     forced: Tools = field(default_factory=list)  # the reply must call one of these; empty if it may be text
     hosted_tools: Sequence[str] = ()  # tools that only a provider's server can run
+    skipped: Sequence[str] = ()  # unknown types of items and blocks, which were omitted
     variables: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     reply_start: Message | None = None  # start of the reply, sent by the client
     n: int = 1  # replies per prompt
@@ -234,6 +252,9 @@ class GenerationJob:
         if self.hosted_tools:
             left_out = ", ".join(self.hosted_tools)
             self.warnings.append(f"only functions are called, so these tools were left out: {left_out}")
+        if self.skipped:
+            omitted = ", ".join(dict.fromkeys(self.skipped))
+            self.warnings.append(f"parts of unknown types were omitted: {omitted}")
         if tools and not llm.chat_template.reads("tools"):
             tools, messages = [], [Message("system", (described_tools(self.tools),)), *messages]
             self.warnings.append("this model's chat template has no tools: a system message describes them")
@@ -333,6 +354,7 @@ class PendingReplies:
     on_close: Callable[[PendingReplies], object] | None
     begun_at: float  # time of the request, by `time.perf_counter`
     load_s: float  # seconds from ``begun_at`` until the model was loaded
+    public_id: str = ""  # in OpenAI's chat API
     number: int = field(default_factory=itertools.count(1).__next__)  # counted from the server's start
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 

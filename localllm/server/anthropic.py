@@ -5,6 +5,7 @@ Source: https://docs.anthropic.com/en/api/messages.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -78,14 +79,30 @@ def _job(body: MessagesRequest) -> GenerationJob:
     ]
     hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
     one_call = bool((body.tool_choice or {}).get("disable_parallel_tool_use"))
-    messages = _messages(body)
-    return body.chat_job(options, messages, tools, body.tool_choice, hosted_tools=hosted, one_call=one_call)
+    skipped: list[str] = []
+    messages, more = _messages(body, skipped), {"hosted_tools": hosted, "skipped": skipped}
+    return body.chat_job(options, messages, tools, body.tool_choice, one_call=one_call, **more)
 
 
-def _messages(body: MessagesRequest) -> list[Message]:
-    """Return the messages.  Tool results become separate messages before the rest of their message."""
-    system, _ = read_parts(0, "system", body.system)
-    texts = [part for part in system if isinstance(part, str)]
+#: The start of Claude Code's first system text, and in it the stamp that changes with each request.
+_BILLING, _STAMP = "x-anthropic-billing-header:", re.compile(r"\bcch=[^;\s]*")
+
+
+def _without_stamp(text: str) -> str:
+    """Return a system text with a constant stamp, so that the prompt's start stays in the cache (as in llama.cpp)."""
+    if not text.startswith(_BILLING):
+        return text
+    line, end, rest = text.partition("\n")
+    return _STAMP.sub("cch=fffff", line, count=1) + end + rest
+
+
+def _messages(body: MessagesRequest, skipped: list[str]) -> list[Message]:
+    """Return the messages.  Tool results become separate messages before the rest of their message.
+
+    ``skipped`` collects the unknown types of blocks, which are omitted.
+    """
+    system, _ = read_parts(0, "system", body.system, skipped=skipped)
+    texts = [_without_stamp(part) for part in system if isinstance(part, str)]
     if len(texts) < len(system):
         raise HTTPError(400, "system has an image or audio: send it in a user message")
     messages = [Message("system", ("\n\n".join(texts),))] if any(texts) else []
@@ -98,30 +115,16 @@ def _messages(body: MessagesRequest) -> list[Message]:
             block_type = block.get("type") if isinstance(block, dict) else None
             if block_type == "tool_result":
                 result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "is_error": block.get("is_error")}
-                output = block.get("content")
-                output_parts = [_part(number, item) for item in output] if isinstance(output, list) else output
-                messages.append(read_message(number, {**result, "content": output_parts}))
+                messages.append(read_message(number, {**result, "content": block.get("content")}, skipped=skipped))
                 n_results += 1
             elif block_type == "tool_use":
                 function = {"name": block.get("name"), "arguments": block.get("input") or {}}
                 converted["tool_calls"].append({"id": block.get("id"), "function": function})
             elif block_type != "redacted_thinking":
-                converted["content"].append(_part(number, block))
+                converted["content"].append(block)
         if converted["content"] or converted["tool_calls"] or not n_results:
-            messages.append(read_message(number, converted))
+            messages.append(read_message(number, converted, skipped=skipped))
     return messages
-
-
-def _part(number: int, block: Any) -> Any:
-    """Return a block in the format of `read_message`.  Documents become text."""
-    if not isinstance(block, dict) or block.get("type") != "document":
-        return block
-    source = block.get("source")
-    text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
-    if not isinstance(text, str):
-        raise HTTPError(400, f"message {number} has a document that is not text: send its text")
-    title = block.get("title")
-    return {"type": "text", "text": f"{title}\n\n{text}" if isinstance(title, str) and title else text}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -17,7 +17,17 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.errors import LocalLLMError
-from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses, transcriptions
+from localllm.server import (
+    anthropic,
+    embeddings,
+    llamacpp,
+    lm_studio,
+    model_control,
+    ollama,
+    openai,
+    responses,
+    transcriptions,
+)
 from localllm.server.answers import LoraScale
 from localllm.server.bodies import decode
 from localllm.server.dispatcher import Dispatcher
@@ -63,9 +73,21 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/",), _root, None),
     ("GET", ("/openapi.json",), _openapi, None),
     ("GET", ("/v1/models", "/models"), openai.models, None),
+    ("GET", ("/models/sse",), model_control.events, None),
+    ("POST", ("/models/load",), model_control.load, model_control.ModelName),
+    ("POST", ("/models/unload",), model_control.unload, model_control.ModelName),
+    ("GET", ("/running",), model_control.running, None),
+    ("GET", ("/unload",), model_control.unload_all, None),
+    ("POST", ("/unload",), model_control.unload_all, None),
     ("GET", ("/v1/models/{name:path}",), openai.model, None),
-    ("POST", ("/v1/chat/completions", "/chat/completions"), openai.chat_completions, openai.ChatRequest),
-    ("POST", ("/v1/completions",), openai.completions, openai.CompletionRequest),
+    (
+        "POST",
+        ("/v1/chat/completions", "/chat/completions", "/api/v0/chat/completions"),
+        openai.chat_completions,
+        openai.ChatRequest,
+    ),
+    ("POST", ("/v1/chat/completions/control",), openai.control, openai.ControlRequest),
+    ("POST", ("/v1/completions", "/api/v0/completions"), openai.completions, openai.CompletionRequest),
     ("POST", _COUNTED_CHATS, openai.chat_input_tokens, openai.ChatRequest),
     ("POST", ("/v1/responses", "/responses"), responses.responses, responses.ResponsesRequest),
     ("POST", ("/v1/responses/input_tokens",), responses.input_tokens, responses.ResponsesRequest),
@@ -73,7 +95,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/v1/responses/{id}",), responses.get_response, None),
     ("DELETE", ("/v1/responses/{id}",), responses.delete_response, None),
     ("POST", _TRANSCRIPTIONS, transcriptions.transcriptions, transcriptions.TranscriptionRequest),
-    ("POST", ("/v1/embeddings",), embeddings.openai, embeddings.EmbeddingsRequest),
+    ("POST", ("/v1/embeddings", "/api/v0/embeddings"), embeddings.openai, embeddings.EmbeddingsRequest),
     ("POST", ("/embedding", "/embeddings"), embeddings.llamacpp, embeddings.EmbeddingsRequest),
     ("POST", ("/pooling",), embeddings.vllm, embeddings.PoolingRequest),
     ("POST", ("/api/embed", "/api/embeddings"), embeddings.ollama, embeddings.OllamaEmbedRequest),
@@ -89,7 +111,12 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("POST", ("/api/pull",), ollama.pull, ollama.OllamaRequest),
     ("DELETE", ("/api/delete",), _refuse_change, None),
     ("POST", ("/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"), _refuse_change, None),
-    ("GET", ("/api/v0/models",), openai.lm_studio_models, None),
+    ("GET", ("/api/v0/models",), lm_studio.models_v0, None),
+    ("GET", ("/api/v0/models/{name:path}",), lm_studio.model_v0, None),
+    ("GET", ("/api/v1/models",), lm_studio.models_v1, None),
+    ("POST", ("/api/v1/models/load",), lm_studio.load, lm_studio.LoadRequest),
+    ("POST", ("/api/v1/models/unload",), lm_studio.unload, lm_studio.UnloadRequest),
+    ("POST", ("/api/v1/chat",), lm_studio.chat, lm_studio.ChatRequest),
     ("GET", ("/health", "/v1/health"), llamacpp.health, None),
     ("GET", ("/props",), llamacpp.props, None),
     ("GET", ("/slots",), llamacpp.slots, None),
@@ -134,6 +161,8 @@ class _Path:
     endpoints: dict[str, tuple[_Endpoint, Any]] = field(default_factory=dict)  # with the type of the body, by method
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]):
+            raise HTTPError(426, "there are no WebSockets here: send the request over HTTP")  # Codex then uses HTTP
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         if method not in self.endpoints:
             allow = ", ".join(self.endpoints)

@@ -33,6 +33,9 @@ MAX_DIGITS = 100
 #: Limits of one form: parts, and bytes of a part's header or of the Content-Type, whose parser takes quadratic time.
 MAX_PARTS, MAX_HEADER = 100, 2048
 
+#: The first bytes of a PDF file in base64.  Reading its text takes long.
+_PDF = b"JVBERi0"
+
 #: Bytes of a body between two checks for cancellation.
 _CHUNK = 1 << 20
 
@@ -54,7 +57,7 @@ async def decode(request: Request, body_type: type[_T], read_long: Callable[...,
         return await read_long(request, _with_pause, work, *args) if is_long else work(*args)
 
     try:
-        value, n_bytes = await read(_decoded, body, packing, request.state.max_body, form)
+        value, request.state.is_long = await read(_decoded, body, packing, request.state.max_body, form)
         if hosts := request.state.image_hosts:
             places = await read(image_addresses, value)
             await cancel_on_disconnect(request, fetch_images(places, hosts, request.state.max_body))
@@ -65,7 +68,6 @@ async def decode(request: Request, body_type: type[_T], read_long: Callable[...,
         raise msgspec.DecodeError(str(error)) from None
     except UnicodeDecodeError:
         raise msgspec.DecodeError("it is not UTF-8") from None
-    request.state.n_bytes = n_bytes
     return converted
 
 
@@ -82,15 +84,15 @@ def _with_pause(work: Callable[..., _T], *args: Any) -> _T:
         time.sleep(time.perf_counter() - began)
 
 
-def _decoded(body: bytes, packing: str, limit: int, form: str = "") -> tuple[Any, int]:
-    """Return the JSON value of a body, or its fields if ``form`` is its content type, and its unpacked length."""
+def _decoded(body: bytes, packing: str, limit: int, form: str = "") -> tuple[Any, bool]:
+    """Return the JSON value of a body, or its fields if ``form`` is its content type, and whether it is long work."""
     body = (body if packing == "identity" else _unpacked(body, packing, limit)) or b"{}"
     if form:
-        return _form_fields(body, form), len(body)
+        return _form_fields(body, form), len(body) > LONG_REQUEST
     if len(body) > LONG_REQUEST:
         _check_json(body)
     check_nesting(body)
-    return _decode_json(body), len(body)
+    return _decode_json(body), len(body) > LONG_REQUEST or _PDF in body
 
 
 def _float(text: str) -> float:
@@ -237,5 +239,7 @@ def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
 #: Unsupported fields that are ignored without a warning, because replies do not depend on them.
 _HARMLESS = frozenset(
     """user store metadata service_tier safety_identifier prompt_cache_key cache_control context_management include
-    betas cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation""".split()  # noqa: SIM905
+    betas cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation
+    client_metadata verbosity summary prompt_cache_retention prompt_cache_options
+    reasoning_control""".split()  # noqa: SIM905
 )

@@ -28,7 +28,7 @@ from localllm.server.answers import (
     join_prompt,
     stopping,
 )
-from localllm.server.http import LONG_REQUEST, HTTPError, cancel_on_disconnect
+from localllm.server.http import HTTPError, cancel_on_disconnect
 from localllm.server.models import Models, ServedModel
 from localllm.server.response_store import ResponseStore
 
@@ -134,7 +134,7 @@ class Dispatcher:
 
     async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
         """Calls ``work`` with a request's fields, in another thread if the request is long."""
-        if request.state.n_bytes <= LONG_REQUEST:
+        if not request.state.is_long:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
 
@@ -150,7 +150,7 @@ class Dispatcher:
         return await self._run(request, self._body_thread, work, *args)
 
     def _threads_for(self, request: Request, threads: ThreadPoolExecutor) -> ThreadPoolExecutor:
-        return self._long_threads if request.state.n_bytes > LONG_REQUEST else threads
+        return self._long_threads if request.state.is_long else threads
 
     async def _run(
         self,

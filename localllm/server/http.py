@@ -128,7 +128,10 @@ class HTTPError(LocalLLMError):
         """Return the error in the format of the path's API."""
         error_type = _TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         if path.startswith("/v1/messages"):
-            return {"type": "error", "error": {"type": error_type, "message": str(self)}}
+            message = str(self)
+            if self.code == "context_length_exceeded" and self.more:  # Claude Code reads these words
+                message = f"prompt is too long: {self.more['n_prompt_tokens']} tokens > {self.more['n_ctx']} maximum"
+            return {"type": "error", "error": {"type": error_type, "message": message}}
         if path.startswith("/api/"):
             return {"error": str(self)}
         if self.code == "context_length_exceeded":  # OpenAI's code, and llama.cpp's type
@@ -333,7 +336,7 @@ class Guard:
             if len(scope["path"]) > 1 and scope["path"].endswith("/"):
                 scope["path"] = scope["path"].rstrip("/") or "/"
             limits = {"max_body": self._limits.max_body, "image_hosts": self._limits.image_hosts}
-            state = {"client": self._client(scope, headers), "n_bytes": 0, **limits}
+            state = {"client": self._client(scope, headers), "is_long": False, **limits}
             scope["state"] = {**scope["state"], **state}
             await self._app(scope, self._bounded(headers, receive), sending)
         except Exception as error:

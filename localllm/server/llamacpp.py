@@ -104,6 +104,7 @@ def described(llm: LLM) -> dict[str, Any]:
         "default_generation_settings": {"n_ctx": llm.info.context, "params": _settings(llm, {})},
         "total_slots": llm.info.placement.parallel,
         "chat_template": llm.chat_template.source,
+        "chat_template_caps": llm.chat_template.capabilities,
         **{f"chat_template_{name}": text for name, text in llm.chat_template.named.items()},
         "bos_token": _token_text(tokenizer, tokenizer.bos_id),
         "eos_token": _token_text(tokenizer, tokenizer.eos_id),

@@ -36,6 +36,8 @@ class Preset(NamedTuple):
     adapters: Mapping[str, float] = MappingProxyType({})  # scale by adapter path
     tags: Sequence[str] = ()  # words in lists
     system: str = ""  # system message of chats that do not start with one
+    context: int | None = None  # tokens of context that the options set; None is the default
+    has_media_file: bool = False  # whether it is loaded with an encoder of images or audio
 
 
 class UnknownModelError(LocalLLMError):
@@ -73,6 +75,24 @@ class ServedModel:
         return demo_path() if self.preset.source is None else Path(self.preset.source)
 
     @property
+    def context(self) -> int | None:
+        """Tokens of context, which are planned while the model is not loaded; None if they are not known."""
+        if self.llm is not None:
+            return self.llm.info.context
+        if self.preset.context is None:
+            return self.details.context
+        return self.preset.context or self.details.trained_context
+
+    @property
+    def modalities(self) -> list[str]:
+        """The kinds of input, which are complete only after the model was loaded."""
+        has = self.props.get("modalities") or {"vision": self.preset.has_media_file}
+        if self.llm is not None:
+            has = {"vision": self.llm.accepts_images, "audio": self.llm.accepts_audio}
+        names = {"vision": "image", "audio": "audio"}
+        return ["text", *(names[name] for name, is_there in has.items() if is_there)]
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of the tensors, or of the file while the model is not loaded."""
         if self.llm is not None:
@@ -105,6 +125,8 @@ class Models:
         takes_any_name: bool = False,
         adapters: Mapping[str, float] | None = None,
         prompts: Path | None = None,
+        context: int | None = None,
+        has_media_file: bool = False,
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
         """Create the table of models, without loading a model.
@@ -116,13 +138,14 @@ class Models:
             aliases: other names of the first model.  Lists show the first in alphabetical order, like llama.cpp.
             tags: tags of the first model.
             takes_any_name: whether an unknown name selects the first model.
-            adapters: scale by path of the low-rank adapters, for models without a `Preset`.
+            adapters, context, has_media_file: attributes of the `Preset` of models that have none.
         """
         aliases = sorted(aliases)
         self.served: dict[str, ServedModel] = {}  # by name; the first is the default
         self._by_key: dict[str, ServedModel] = {}
+        shared = Preset(None, load, adapters=adapters or {}, context=context, has_media_file=has_media_file)
         for key, source in sources.items():
-            preset = source if isinstance(source, Preset) else Preset(source, load, adapters=adapters or {})
+            preset = source if isinstance(source, Preset) else shared._replace(source=source)
             name = key
             if preset.ttl_s is None:
                 preset = preset._replace(ttl_s=ttl_s)
@@ -139,6 +162,7 @@ class Models:
         self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}  # returns ``props``
         self._takes_any_name = takes_any_name
         self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()  # of `begin_load`; asyncio itself keeps no reference
         # Not asyncio's default executor, because asyncio waits for its threads at the end.
         self._threads = ThreadPoolExecutor(4, "localllm-models")
 
@@ -253,6 +277,18 @@ class Models:
             self.log(f"{served.name}: {n:,} tokens of prompts are saved")
         except LocalLLMError as error:
             self.log(f"prompts of {served.name} are not saved: {error}")
+
+    def begin_load(self, served: ServedModel) -> None:
+        """Begin to load a model.  Errors are logged."""
+
+        async def load() -> None:
+            with contextlib.suppress(LocalLLMError):
+                await self.acquire(served.name)
+                self.release(served)
+
+        task = asyncio.create_task(load())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def unload(self, served: ServedModel) -> None:
         """Unloads a model and ends its requests.  Its memory is freed before another model is loaded."""

@@ -69,7 +69,7 @@ class OllamaRequest(ThinkingFields):
 def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
     _seconds(body.keep_alive)  # rejects an invalid value before the model is loaded
     run = body.options or RunOptions()
-    options = run.options()
+    options = run.options() | body.token_budget()
     if isinstance(body.format, str) and body.format not in ("", "json"):
         raise HTTPError(400, f"format is {body.format!r:.40}, but must be 'json' or a JSON schema")
     if body.format:
@@ -154,11 +154,12 @@ async def _load_only(body: OllamaRequest, dispatcher: Dispatcher, writer_type: t
 class _LineWriter(ReplyWriter[OllamaRequest]):
     """Writes lines of JSON.  As in Ollama, a tool call is sent only when it is complete."""
 
-    media_type, ping = "application/x-ndjson", b""
+    media_type = "application/x-ndjson"
 
     def __init__(self, pending: PendingReplies, body: OllamaRequest) -> None:
         super().__init__(pending, body)
         _keep(pending.served, _seconds(body.keep_alive))
+        self.ping = _line({**self._head(), **self.fields(), "done": False})
 
     @staticmethod
     def fields(text: str = "", thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:

@@ -179,8 +179,9 @@ class _OpenAIWriter(ReplyWriter[_OpenAIBody]):
 
     def __init__(self, pending: PendingReplies, body: _OpenAIBody) -> None:
         super().__init__(pending, body)
+        pending.public_id = new_id(self.prefix)
         self._head = {
-            "id": new_id(self.prefix),
+            "id": pending.public_id,
             "object": self.names[pending.job.stream],
             "created": int(time.time()),
             "model": pending.served.name,
@@ -257,6 +258,24 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
 
 async def chat_completions(request: Request, dispatcher: Dispatcher, body: ChatRequest) -> Response:
     return await respond(request, dispatcher, body, _chat_job, _ChatWriter)
+
+
+class ControlRequest(msgspec.Struct):
+    id: str
+    action: str
+    model: str | None = None
+
+
+async def control(request: Request, dispatcher: Dispatcher, body: ControlRequest) -> Response:
+    """Act on a running chat completion, as in llama.cpp: ``reasoning_end`` ends its reasoning."""
+    if body.action != "reasoning_end":
+        raise HTTPError(400, f"action is {body.action!r:.40}, but must be reasoning_end")
+    pending = next((each for each in dispatcher.active.values() if each.public_id == body.id), None)
+    if pending is None:
+        return json_response({"success": False, "message": "no running completion has this id"})
+    for stream in pending.streams:
+        stream.end_reasoning()
+    return json_response({"success": True})
 
 
 async def chat_input_tokens(request: Request, dispatcher: Dispatcher, body: ChatRequest) -> Response:
@@ -355,32 +374,11 @@ async def model(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response(model_json(dispatcher.models.find(request.path_params["name"])))
 
 
-async def lm_studio_models(request: Request, dispatcher: Dispatcher) -> Response:
-    """List the models in LM Studio's format (https://lmstudio.ai/docs/developer/rest/endpoints)."""
-    rows = []
-    for model in await dispatcher.models.listed():
-        llm, details = model.llm, model.details
-        rows.append(
-            {
-                "id": model.name,
-                "object": "model",
-                "type": "embeddings" if llm is not None and not llm.writes_text else "llm",
-                "publisher": "localllm",
-                "arch": details.architecture,
-                "compatibility_type": "gguf",
-                "quantization": details.file_type,
-                "state": "not-loaded" if llm is None else "loaded",
-                "max_context_length": details.trained_context,
-                **({} if llm is None else {"loaded_context_length": llm.info.context}),
-            }
-        )
-    return json_response({"object": "list", "data": rows})
-
-
 def model_json(served: ServedModel) -> dict[str, Any]:
     details, info = served.details, None if served.llm is None else served.llm.info
+    context = served.context
     meta = {
-        "n_ctx": details.context if info is None else info.context,
+        "n_ctx": context,
         "n_ctx_train": details.trained_context,
         "n_params": details.n_parameters,
         "size": served.n_bytes,
@@ -395,7 +393,13 @@ def model_json(served: ServedModel) -> dict[str, Any]:
         "aliases": served.preset.aliases,
         "tags": served.preset.tags,
         "status": {"value": served.state, "progress": served.load_progress},
+        "architecture": {"input_modalities": served.modalities, "output_modalities": ["text"]},
         "meta": meta,
+        # Fields of vLLM, OpenRouter, LiteLLM and others.
+        "context_length": context,
+        "max_model_len": context,
+        "max_input_tokens": context,
+        "max_tokens": context,
         # Fields that Anthropic's clients read.
         "type": "model",
         "display_name": served.name,

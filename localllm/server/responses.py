@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.conversation import Media, Message, ToolCall, read_calls, read_message
+from localllm.chat.conversation import Media, Message, ToolCall
 from localllm.chat.reply import CallDelta
 from localllm.generation.completion import Chunk
 from localllm.openai_format import tokens_json
@@ -34,6 +33,7 @@ from localllm.server.dispatcher import Dispatcher
 from localllm.server.endpoint import ReplyWriter, n_input_tokens, respond
 from localllm.server.http import HTTPError, event, json_response
 from localllm.server.openai import new_id, progress_json, timings_json, timings_so_far, warnings_json
+from localllm.server.response_items import Tools, read_items
 from localllm.server.response_store import StoredResponse
 
 
@@ -70,7 +70,8 @@ class ResponsesRequest(GenerationFields):
     background: bool | None = None
 
 
-def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
+def _job(body: ResponsesRequest, before: list[Message], tools: Tools) -> GenerationJob:
+    """Return the job.  Adds the request's tools to ``tools``."""
     logprobs = body.top_logprobs
     if logprobs is None and "message.output_text.logprobs" in (body.include or ()):
         logprobs = 0
@@ -78,53 +79,20 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     form = body.text.format if body.text is not None else None
     if form is not None:
         constrain_to_format(options, "text.format", form.type, form.schema if isinstance(form.schema, dict) else None)
-    tools = [
-        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-        for tool in body.tools or []
-        if tool.get("type", "function") == "function"
-    ]
-    hosted = [str(tool["type"]) for tool in body.tools or [] if tool.get("type", "function") != "function"]
+    tools.add(body.tools)
     for name in ("conversation", "prompt", "background"):
         if getattr(body, name):
             raise HTTPError(400, f"{name} needs OpenAI's own server: send all that the model is to read instead")
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a string, a list of items, or previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
-    messages = [*before, *_messages(items)]
+    skipped: list[str] = []
+    messages = [*before, *read_items(items, tools, skipped)]
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
-    one_call = body.parallel_tool_calls is False
-    return body.chat_job(options, messages, tools, body.tool_choice, hosted_tools=hosted, one_call=one_call)
-
-
-def _messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Convert items to messages.  Consecutive reasoning, text and tool calls become one assistant message."""
-    messages: list[Message] = []
-    for number, item in enumerate(items):
-        item_type = item.get("type") or "message"
-        if item_type == "message":
-            message = read_message(number, {"role": item.get("role"), "content": item.get("content")})
-        elif item_type == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            calls = read_calls(number, [{"id": item.get("call_id"), "function": function}])
-            message = Message("assistant", calls=calls)
-        elif item_type == "function_call_output":
-            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            message = read_message(number, result)
-        elif item_type == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-            message = Message("assistant", reasoning=reasoning)
-        else:
-            raise HTTPError(400, f"input {number} is of type {item_type!r:.40}, which is not available here")
-        last = messages[-1] if messages else message
-        goes_on = bool(message.calls) or not (last.parts or last.calls)
-        if messages and goes_on and last.role == message.role == "assistant":
-            reasoning, calls = last.reasoning + message.reasoning, last.calls + message.calls
-            messages[-1] = replace(last, parts=last.parts or message.parts, reasoning=reasoning, calls=calls)
-        else:
-            messages.append(message)
-    return messages
+    choice, one_call = tools.choice(body.tool_choice), body.parallel_tool_calls is False
+    more = {"hosted_tools": tools.left_out, "skipped": skipped}
+    return body.chat_job(options, messages, tools.functions, choice, one_call=one_call, **more)
 
 
 async def _stored(request: Request, dispatcher: Dispatcher, id_: str) -> StoredResponse:
@@ -132,27 +100,32 @@ async def _stored(request: Request, dispatcher: Dispatcher, id_: str) -> StoredR
 
 
 async def _reader(
-    request: Request, dispatcher: Dispatcher, body: ResponsesRequest
+    request: Request, dispatcher: Dispatcher, body: ResponsesRequest, tools: Tools
 ) -> Callable[[ResponsesRequest], GenerationJob]:
     earlier = body.previous_response_id
-    return partial(_job, before=(await _stored(request, dispatcher, earlier)).conversation if earlier else [])
+    before = (await _stored(request, dispatcher, earlier)).conversation if earlier else []
+    return partial(_job, before=before, tools=tools)
 
 
 async def responses(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> Response:
-    return await respond(request, dispatcher, body, await _reader(request, dispatcher, body), _ResponseWriter)
+    tools = Tools()
+    read = await _reader(request, dispatcher, body, tools)
+    return await respond(request, dispatcher, body, read, partial(_ResponseWriter, tools=tools))
 
 
 async def input_tokens(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> Response:
-    n_tokens = await n_input_tokens(request, dispatcher, body, await _reader(request, dispatcher, body))
+    n_tokens = await n_input_tokens(request, dispatcher, body, await _reader(request, dispatcher, body, Tools()))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
     """List the input messages of a response as items."""
     stored = await _stored(request, dispatcher, request.path_params["id"])
+    tools = Tools()
+    tools.add(stored.response.get("tools"))
     data = [
         {"id": f"msg_{stored.response['id'].removeprefix('resp_')}_{number}", **item}
-        for number, item in enumerate(item for message in stored.conversation[:-1] for item in _items(message))
+        for number, item in enumerate(item for message in stored.conversation[:-1] for item in _items(message, tools))
     ]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": data, **ends, "has_more": False})
@@ -166,8 +139,8 @@ def _media(media: Media) -> dict[str, Any]:
     return {"type": "input_image", "image_url": f"data:;base64,{data}", "detail": detail}
 
 
-def _items(message: Message) -> Iterator[dict[str, Any]]:
-    """Convert a message to items, the inverse of `_messages`."""
+def _items(message: Message, tools: Tools) -> Iterator[dict[str, Any]]:
+    """Convert a message to items, the inverse of `read_items`."""
     text_type = "output_text" if message.role == "assistant" else "input_text"
     content = [{"type": text_type, "text": part} if isinstance(part, str) else _media(part) for part in message.parts]
     if message.role == "tool":
@@ -176,8 +149,7 @@ def _items(message: Message) -> Iterator[dict[str, Any]]:
         return
     if content or not message.calls:
         yield {"type": "message", "role": message.role, "content": content, "status": "completed"}
-    for call in message.calls:
-        yield {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
+    yield from map(tools.item, message.calls)
 
 
 async def get_response(request: Request, dispatcher: Dispatcher) -> Response:
@@ -208,11 +180,13 @@ _Event = tuple[str, dict[str, Any]]
 class _ResponseWriter(ReplyWriter[ResponsesRequest]):
     """Builds the items of a response, and the events of its stream."""
 
-    def __init__(self, pending: PendingReplies, body: ResponsesRequest) -> None:
+    def __init__(self, pending: PendingReplies, body: ResponsesRequest, tools: Tools) -> None:
         super().__init__(pending, body)
+        self._tools = tools
         self._id, self._created = new_id("resp_"), time.time()
         self._output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
+        self._open: dict[str, Any] | None = None  # item whose text follows
+        self._begun: dict[str, Any] = {}  # item of the call whose arguments follow
         self._waiting: tuple[Choice, ...] = ()
         self._numbers = itertools.count()
         self._json = self._response("in_progress")  # the incomplete response
@@ -354,20 +328,28 @@ class _ResponseWriter(ReplyWriter[ResponsesRequest]):
             ("response.output_item.done", {"output_index": position["output_index"], "item": item}),
         ]
 
-    def _call(self, call: CallDelta | ToolCall) -> list[_Event]:
-        end_events = self._close() if isinstance(call, CallDelta) and call.begins else []
+    def _call(self, call: CallDelta | ToolCall) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events of a call.  The input of calls that are not functions is sent when it is complete."""
+        if isinstance(call, CallDelta) and call.begins:
+            end_events, index = self._close(), len(self._output)
+            item = self._tools.item(ToolCall(call.name, "", call.id)) | {"status": "in_progress"}
+            self._begun = item
+            return [*end_events, ("response.output_item.added", {"output_index": index, "item": item})]
         index = len(self._output)
-        item = {"id": "fc_" + call.id.removeprefix("call_"), "type": "function_call", "call_id": call.id}
-        item |= {"name": call.name, "arguments": call.arguments, "status": "in_progress"}
-        position = {"item_id": item["id"], "output_index": index}
         if isinstance(call, CallDelta):
-            if call.begins:
-                return [*end_events, ("response.output_item.added", {"output_index": index, "item": item})]
-            return [("response.function_call_arguments.delta", {**position, "delta": call.arguments})]
-        item["status"] = "completed" if call.is_whole else "incomplete"
+            fields = {"item_id": self._begun["id"], "output_index": index, "delta": call.arguments}
+            is_function = self._begun["type"] == "function_call"
+            return [("response.function_call_arguments.delta", fields)] if is_function else []
+        item = self._tools.item(call)
         self._output.append(item)
-        fields = {**position, "name": call.name, "arguments": call.arguments}
-        return [
-            ("response.function_call_arguments.done", fields),
-            ("response.output_item.done", {"output_index": index, "item": item}),
-        ]
+        position = {"item_id": item["id"], "output_index": index}
+        events: list[tuple[str, dict[str, Any]]] = []
+        if item["type"] == "function_call":
+            done = {**position, "name": item["name"], "arguments": call.arguments}
+            events = [("response.function_call_arguments.done", done)]
+        elif item["type"] == "custom_tool_call":
+            events = [
+                ("response.custom_tool_call_input.delta", {**position, "delta": item["input"]}),
+                ("response.custom_tool_call_input.done", {**position, "input": item["input"]}),
+            ]
+        return [*events, ("response.output_item.done", {"output_index": index, "item": item})]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from localllm import pdf
 from localllm.errors import UsageError
 from localllm.models.encoders import isolation
-from localllm.tui.chat import pdf
 
 pytest.importorskip("pypdf")
 

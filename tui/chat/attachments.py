@@ -24,10 +24,11 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from localllm import pdf
 from localllm.errors import UsageError
 from localllm.regular_file import read_regular
 from localllm.shell import decoded, kill_tree, own_group
-from localllm.tui.chat import pdf, pieces
+from localllm.tui.chat import pieces
 from localllm.tui.chat.conversation import Attachment, ChatMessage
 from localllm.tui.text import storable
 

@@ -107,6 +107,7 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         try:
             chat_template(model_arguments)
             _, load_preset = _loader(model_arguments, stats)
+            listed |= {"context": model_arguments.context, "has_media_file": model_arguments.mmproj is not None}
             (source,) = sources([{"model": section["model"]}], settings).values()
         except LocalLLMError as error:
             if is_again or len(presets) == 1:
@@ -121,6 +122,10 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         usable = preset(name, section, is_again=True)
         return usable.load(usable.source, progress)
 
+    def options_of(name: str, section: Mapping[str, Any]) -> tuple[Loader, int | None]:
+        model_arguments = arguments_of(name, section)
+        return _loader(model_arguments, stats)[1], model_arguments.context
+
     requested: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
     requested += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
     served = dict[str, str | Preset | None]()
@@ -133,7 +138,7 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         served |= {name: preset(name, section) for name, section in presets.items()}
         if arguments.presets is None:
             served |= {name: source for name, source in sources([], settings).items() if name not in served}
-            served |= _ollama(presets, lambda name, section: _loader(arguments_of(name, section), stats)[1], load)
+            served |= _ollama(presets, options_of, load)
     models = Models(
         served,
         load,
@@ -143,6 +148,8 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         takes_any_name=len(served) == 1,
         adapters=_adapters(arguments),
         prompts=_folder("--prompt-cache", arguments.prompts),
+        context=arguments.context,
+        has_media_file=arguments.mmproj is not None,
         log=(lambda line: None) if arguments.quiet else say,
     )
     return models, bool(requested or presets)
@@ -153,13 +160,13 @@ def _adapters(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _ollama(
-    names: Container[str], loader_of: Callable[[str, dict[str, Any]], Loader], load: Loader
+    names: Container[str], options_of: Callable[[str, dict[str, Any]], tuple[Loader, int | None]], load: Loader
 ) -> dict[str, Preset]:
     """Return Ollama's models.  Names with the same file and options become aliases of one model.
 
     Args:
         names: names to omit.
-        loader_of: returns the loader of a model with options, by its name and options.
+        options_of: returns the loader and the context of a model by its name and options.
         load: loads models without options.
     """
     from localllm.catalog.other_programs import ollama_models
@@ -173,11 +180,12 @@ def _ollama(
     for name, *aliases in groups.values():
         options = models[name].options
         try:
-            loader = loader_of(name, options) if options else load
+            loader, context = options_of(name, options) if options else (load, None)
         except LocalLLMError as error:
             warn(f"the options of Ollama's model {name} are ignored: {error}")
-            loader = load
-        presets[name] = Preset(str(models[name].path), loader, aliases=aliases, system=options.get("system", ""))
+            loader, context = load, None
+        system = options.get("system", "")
+        presets[name] = Preset(str(models[name].path), loader, aliases=aliases, system=system, context=context)
     return presets
 
 

@@ -244,7 +244,8 @@ function fillMessage(element, message) {
     parts.thinking.addEventListener("toggle", () => { if (parts.thinking.open) showMarkdown(parts.thoughts, split(message).thinking); });
     parts.extras = h("div");
     parts.body = h("div", {class: "markdown"});
-    parts.content = h("div", {class: "content"}, parts.thinking, parts.extras, parts.body);
+    parts.answerNow = h("button", {class: "answer-now", hidden: true, onclick: () => answerNow(chat)}, "Answer now");
+    parts.content = h("div", {class: "content"}, parts.thinking, parts.answerNow, parts.extras, parts.body);
     parts.calls = h("div");
     parts.error = h("div", {class: "error", role: "alert"});
     parts.footer = h("footer");
@@ -258,6 +259,7 @@ function fillMessage(element, message) {
     if (files.length) parts.extras.append(h("div", {class: "pictures"}, files));
   }
   parts.thinking.hidden = !thinking;
+  parts.answerNow.hidden = !(thinking && !content && isStreaming);
   const seconds = message.stats?.thinking_s;
   parts.summary.textContent = thinking && !content && isStreaming ? "Thinking…" : seconds >= .1 ? `Thought for ${seconds.toFixed(seconds < 10 ? 1 : 0)} s` : "Thoughts";
   if (parts.thinking.open) showMarkdown(parts.thoughts, thinking, isStreaming);
@@ -383,6 +385,14 @@ async function leaveOut(message) {
   } while (message.isTooLong);
 }
 
+// Ends the reasoning of a chat's running reply.
+async function answerNow(which) {
+  const id = jobs.get(which.id)?.completion;
+  try {
+    if (id) await server.json("v1/chat/completions/control", {id, action: "reasoning_end", model: model()?.id});
+  } catch (error) { notice(error.message); }
+}
+
 async function run(which, message, request, before) {
   const controller = new AbortController(), job = {chat: which, controller};
   jobs.set(which.id, job);
@@ -408,6 +418,7 @@ async function run(which, message, request, before) {
   try {
     for await (const event of server.chat(request, controller.signal)) {
       const [choice] = event.choices, delta = choice?.delta ?? {};
+      job.completion = event.id;
       if (delta.reasoning_content) { firstThought ||= performance.now(); thinking += delta.reasoning_content; changed(); }
       if (delta.content) {
         if (firstThought && !job.thinkingSeconds) job.thinkingSeconds = (performance.now() - firstThought) / 1000;
@@ -649,7 +660,8 @@ function showRecording() {
 
 const NUMBERS = [
   ["temperature", "Temperature", .1], ["top_p", "Top p", .05], ["top_k", "Top k", 1], ["min_p", "Min p", .01],
-  ["repeat_penalty", "Repeat penalty", .05], ["max_tokens", "Maximum tokens", 1], ["seed", "Seed", 1],
+  ["repeat_penalty", "Repeat penalty", .05], ["max_tokens", "Maximum tokens", 1],
+  ["reasoning_budget", "Thinking tokens", 1], ["seed", "Seed", 1],
 ];
 
 function openSettings() {

@@ -27,7 +27,8 @@ ALTERNATING = each(
     + USER
     + "{% endif %}"
 )
-DEVELOPER = each("<{{ m.role }}>{{ m.content }}") + "{# developer #}"
+DEVELOPER = each("{% if m.role == 'developer' %}<D>{{ m.content }}{% else %}" + USER + "{% endif %}{% endif %}")
+ANY_ROLE = each("<{{ m.role }}>{{ m.content }}") + "{# developer #}"
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -41,7 +42,8 @@ HI = said("user", "hi")
     ("template", "messages", "text"),
     [
         (KNOWS_THREE, [said("developer", "D"), HI], "<S>D<U>hi"),
-        (DEVELOPER, [said("developer", "D"), HI], "<developer>D<user>hi"),
+        (DEVELOPER, [said("developer", "D"), HI], "<D>D<U>hi"),
+        (ANY_ROLE, [said("developer", "D"), HI], "<system>D<user>hi"),
         (KNOWS_THREE, [said("system", "S"), said("developer", "D"), HI], "<S>S<S>D<U>hi"),
         (FIRST_SYSTEM_ALONE, [said("system", "S"), said("developer", "D"), HI], "<S>S\n\nD<U>hi"),
         (FIRST_SYSTEM_ALONE, [HI, said("assistant", "ho"), said("system", "S"), HI], "<S>S<U>hi<A>ho<U>hi"),
@@ -102,6 +104,27 @@ def test_results_are_matched_to_their_calls_by_id_by_name_and_by_order() -> None
     results = [said("tool", "1", tool_name="g"), said("tool", "2", tool_call_id="own"), said("tool", "3")]
     text = ChatTemplate(AS_MAPPING).render([HI, said("assistant", "", tool_calls=calls), *results])
     assert text == "hi[call_1 f {}][call_2 g {}][own f {}](call_2 g 1)(own f 2)(call_1 f 3)"
+
+
+#: Templates that accept a message of the user after a result, and that refuse it.
+AFTER_RESULTS = each(
+    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.id }}{% endfor %}"
+)
+NOT_AFTER_RESULTS = (
+    "{% for m in messages %}{% if m.role == 'user' and not loop.first and loop.previtem.role == 'tool' %}"
+    "{{ raise_exception('the assistant must follow a result') }}{% endif %}{% endfor %}" + AFTER_RESULTS
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(AFTER_RESULTS, "<tool>noon<user>So?"), (NOT_AFTER_RESULTS, "<tool>noon\n\nSo?")],
+)
+def test_texts_of_the_user_after_a_result(template: str, end: str) -> None:
+    call = {"id": "abcdefghi", "function": {"name": "now", "arguments": {}}}
+    messages = [HI, said("assistant", None, tool_calls=[call]), said("tool", "noon", tool_call_id="abcdefghi")]
+    text = ChatTemplate(template).render([*messages, said("user", "So?")], add_generation_prompt=False)
+    assert text.endswith(end)
 
 
 def test_ids_have_nine_characters_where_they_must() -> None:

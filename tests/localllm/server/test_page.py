@@ -107,6 +107,8 @@ def script(prompt: str) -> str:
         return f"Half a reply{FAILS}"
     if "call" in last:
         return "The sum is 2." if "tool: 2" in prompt else CALLS
+    if "ponder" in last:
+        return f"<think>{ENDLESS}"
     if "thought" in last:
         return "<think>Hm, **well**.</think>So it is."
     return f"Hello <b>you</b>, turn {prompt.count('user:')}."
@@ -264,6 +266,15 @@ def test_thinking_is_folded(page: Any) -> None:
     thinking.locator("summary").click()
     assert thinking.locator("strong").inner_text() == "well"
     assert page.locator(".assistant .markdown").last.inner_text() == "So it is."
+
+
+def test_a_reader_ends_the_thinking(page: Any, actor: Serving) -> None:
+    ask(page, "ponder")
+    page.get_by_role("button", name="Answer now").click()
+    page.locator(".assistant .content > .markdown", has_text="word word").wait_for()
+    assert not page.get_by_role("button", name="Answer now").is_visible()
+    page.click("#send")
+    actor.wait_until_idle()
 
 
 def test_a_reply_is_stopped_and_continued(page: Any, actor: Serving) -> None:
