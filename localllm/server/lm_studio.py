@@ -169,7 +169,7 @@ class _Writer(ReplyWriter[ChatRequest]):
 
     def lines(self, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
         if chunk.n_evaluated is not None:
-            n_tokens = self.pending.prompt_tokens
+            n_tokens = self.pending.streams[0].usage.prompt_tokens
             yield _line("prompt_processing.progress", progress=round(chunk.n_evaluated / max(1, n_tokens), 3))
         elif chunk.finish_reason is not None:
             yield from self._close()

@@ -330,7 +330,9 @@ def thinker() -> Iterator[Serving]:
 def test_a_budget_of_reasoning_is_exact(
     path: str, budget: dict[str, Any], more: dict[str, Any], thinker: Serving
 ) -> None:
-    limit = {"options": {"num_predict": 30}} if path.startswith("/api") else {}
+    limit: dict[str, Any] = {"ignore_eos": True}
+    if path.startswith("/api"):
+        limit = {"options": {"num_predict": 30, **limit}}
     limit |= {"max_output_tokens" if "responses" in path else "max_tokens": 30}
     body = {"model": "demo", "input" if "responses" in path else "messages": [HI], **limit, **budget, **more}
     answer = post(thinker, path, body)
@@ -353,7 +355,8 @@ def test_a_budget_of_reasoning_is_exact(
 
 def test_budgets_of_nothing_and_without_limit(thinker: Serving) -> None:
     def ask(budget: int, **more: Any) -> Any:
-        body = {"model": "demo", "messages": [HI], "max_tokens": 20, "reasoning_budget": budget, **more}
+        body = {"model": "demo", "messages": [HI], "max_tokens": 20, "ignore_eos": True}
+        body |= {"reasoning_budget": budget, **more}
         return post(thinker, "/v1/chat/completions", body)
 
     none = ask(0).json()
@@ -366,7 +369,7 @@ def test_budgets_of_nothing_and_without_limit(thinker: Serving) -> None:
 
 
 def test_a_running_reply_is_made_to_answer(thinker: Serving) -> None:
-    body = {"model": "demo", "messages": [HI], "max_tokens": 400, "stream": True}
+    body = {"model": "demo", "messages": [HI], "max_tokens": 400, "ignore_eos": True, "stream": True}
     thinking, text, is_told = 0, "", False
     with httpx.stream("POST", f"{thinker.url}/v1/chat/completions", json=body, timeout=60) as answer:
         for line in answer.iter_lines():
@@ -471,6 +474,7 @@ def test_lm_studios_endpoints(thinker: Serving) -> None:
 
 def test_chats_of_lm_studio(thinker: Serving) -> None:
     body = {"model": "demo", "input": "hi", "system_prompt": "S", "max_output_tokens": 20, "thinking_budget": 5}
+    body["ignore_eos"] = True
     whole = post(thinker, "/api/v1/chat", {**body, "temperature": 0}).json()
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
     assert whole["stats"]["total_output_tokens"] == 20
