@@ -10,9 +10,9 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from localllm.cli.agent_launcher import shell_lines, steps_of
 from localllm.cli.agents import AGENTS, NO_KEY, Connection
 from localllm.cli.commands.config import VARIABLES
-from localllm.cli.commands.launch import shell_lines, steps_of
 from localllm.cli.foreign_flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
 from localllm.cli.parser import Parser, command_aliases, command_names, main_parser, parser_of
 from localllm.options.declared import Sampling, declared

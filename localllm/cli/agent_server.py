@@ -1,4 +1,4 @@
-"""The server of ``localllm launch``: finds a running server, or starts one that ends with the agent."""
+"""The server of ``localllm launch``: a running server, or a new server that ends with the agent."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localllm.cli.local_server import KEY_VARIABLE, RefusedRequestError, address_of, ask
 from localllm.console import StatusLine, say, warn
 from localllm.errors import LocalLLMError, UsageError
 from localllm.files import private_opener
 from localllm.shell import kill_tree, own_group
-
-if TYPE_CHECKING:
-    import subprocess
 
 #: Hosts where a server can be started.
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -99,8 +97,6 @@ def started_server(arguments: argparse.Namespace, log: Path) -> Iterator[subproc
 
     Raises LocalLLMError with the server's error if it cannot load the model.  ``log``: file for its messages.
     """
-    import subprocess
-
     environment = dict(os.environ)
     if arguments.api_key:  # not on the command line, which other users can read
         environment[KEY_VARIABLE] = arguments.api_key
@@ -144,8 +140,6 @@ def _last_message(log: Path) -> str:
 
 def stop(process: subprocess.Popen[bytes], kill: Callable[[subprocess.Popen[bytes]], None]) -> None:
     """Ends a process, unless it has ended.  ``kill`` ends a process that does not stop."""
-    import subprocess
-
     process.terminate()
     try:
         process.wait(_STOP_SECONDS)

@@ -20,7 +20,7 @@ _REPLY_SHARE = 4
 
 @dataclass(frozen=True)
 class Connection:
-    """What an agent has to know: the server, its model, and the folder of the files of `Agent.files`."""
+    """The server of an agent, its model, and the folder that contains the files of `Agent.files`."""
 
     url: str  # such as http://127.0.0.1:8080
     model: str  # the model's name at the server
@@ -109,7 +109,7 @@ AGENTS = {
         "Qwen Code",
         "qwen",
         "npm install -g @qwen-code/qwen-code",
-        16_384,
+        32_768,
         environment={"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "{key}", "OPENAI_MODEL": "{model}"},
         arguments=("--auth-type", "openai"),
     ),
@@ -159,7 +159,8 @@ AGENTS = {
                             "apiKey": "{key}",
                             "baseUrl": "{url}/v1",
                             "model": "{model}",
-                        }
+                        },
+                        "updatedAt": "2026-01-01T00:00:00.000Z",  # required
                     }
                 },
             }
@@ -299,7 +300,9 @@ AGENTS = {
             "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
             "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "{context}",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{reply}",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # its value changes with each request, which empties the cache
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         },
     ),

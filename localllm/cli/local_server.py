@@ -46,7 +46,7 @@ def address_of(arguments: argparse.Namespace) -> SplitResult:
 
 
 def key_of(arguments: argparse.Namespace) -> str:
-    """Return the key for the server; empty if there is none."""
+    """Return the key for the server, or an empty string."""
     return arguments.api_key or os.environ.get(KEY_VARIABLE, "").partition(",")[0].strip()
 
 
