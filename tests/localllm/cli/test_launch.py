@@ -22,7 +22,7 @@ from tests.helpers.data import ROOT
 from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, serving
 
 pytestmark = [
-    pytest.mark.posix(reason="the fake agents are scripts with a shebang"),
+    pytest.mark.posix("the fake agents are scripts with a shebang"),
     pytest.mark.filterwarnings("ignore:the model was trained on"),
 ]
 
