@@ -1,7 +1,7 @@
 """Write the generated files: ``python -m tests.cli_reference``.
 
-These are docs/cli.md, from the commands, and the keywords for sampling in localllm/options/keywords.py, from the
-table of options.
+These are docs/cli.md, from the commands; the commands in docs/agents.md, from the declarations of agents; and the
+keywords for sampling in localllm/options/keywords.py, from the table of options.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from localllm.cli.agent_launcher import shell_lines, steps_of
+from localllm.cli.agents import AGENTS, NO_KEY, Connection
 from localllm.cli.commands.config import VARIABLES
 from localllm.cli.foreign_flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
 from localllm.cli.parser import Parser, command_aliases, command_names, main_parser, parser_of
@@ -18,6 +20,7 @@ from tests.helpers.data import ROOT
 
 PATH = ROOT / "docs" / "cli.md"
 KEYWORDS = ROOT / "localllm" / "options" / "keywords.py"
+AGENTS_PAGE = ROOT / "docs" / "agents.md"
 
 HEAD = """\
 # The command line
@@ -29,6 +32,8 @@ Flags override the settings file (`localllm config`), which overrides the defaul
 
 Exit codes: 0 success; 1 failure; 2 invalid command line. Ctrl-C ends a command by SIGINT, which shells report as 130.
 """
+
+END_OF_FENCE = "\n```"
 
 Row = tuple[str, str]
 
@@ -61,6 +66,19 @@ def keywords() -> str:
     before, rest = KEYWORDS.read_text("utf-8").split(_BEGIN)
     types = "\n".join(f"    {name}: {Sampling.__annotations__[name]}" for name in declared(Sampling))
     return f"{before}{_BEGIN}{types}\n{rest[rest.index(_END) :]}"
+
+
+def agents() -> str:
+    """Return the whole page about agents, with the commands of each agent in the first fence of its section."""
+    page = AGENTS_PAGE.read_text("utf-8")
+    for name, agent in AGENTS.items():
+        connection = Connection("http://127.0.0.1:8080", "qwen3-8b", NO_KEY, 32_768, f"/tmp/localllm-{name}")
+        lines = "\n".join(shell_lines(steps_of(agent, connection, [])))
+        language = "sh" if agent.program is not None else "text"
+        head, _, section = page.partition(f"\n## {agent.title}\n")
+        text, fence, rest = section.partition(f"\n```{language}")
+        page = f"{head}\n## {agent.title}\n{text}{fence}\n{lines}{END_OF_FENCE}{rest.partition(END_OF_FENCE)[2]}"
+    return page
 
 
 def _command(command: Parser, seen: dict[str, list[Row]]) -> Iterator[str]:
@@ -117,6 +135,7 @@ def _table(left: str, right: str, rows: Iterable[Row]) -> Iterator[str]:
 def main() -> None:
     KEYWORDS.write_text(keywords(), "utf-8")
     PATH.write_text(reference(), encoding="utf-8")
+    AGENTS_PAGE.write_text(agents(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ NOT_RUN = {
     "python -m pytest": "runs this test",
     "python -m tests.": "takes hours, or needs a CUDA compiler: .ci/run and a test below run parts",
     "localllm chat": "does not end: tests/tui; the README's command runs below",
+    "localllm launch": "needs agents: tests/localllm/cli/test_launch.py",
     "localllm merge": "needs an adapter: tests/localllm/loading/test_adapters.py",
     "localllm serve": "does not end: tests/localllm/server/test_serve_command.py",
     "cp ": "a fixture has the file",
@@ -56,6 +57,7 @@ NOT_RUN = {
 OWN_TESTS = {
     "serve.md": "tests/localllm/server/test_serve_command.py",
     "add-a-command.md": "tests/test_worked_examples.py",
+    "agents.md": "tests/localllm/cli/test_launch.py",
     "add-a-weight-format.md": "tests/test_worked_examples.py",
     "add-an-api-field.md": "tests/test_worked_examples.py",
     "add-an-architecture.md": "tests/test_worked_examples.py",
@@ -291,6 +293,7 @@ def test_source_files_that_are_named_exist(page: Path) -> None:
 
 def test_the_command_line_reference_matches_the_parser() -> None:
     assert cli_reference.PATH.read_text("utf-8") == cli_reference.reference(), "run python -m tests.cli_reference"
+    assert cli_reference.AGENTS_PAGE.read_text("utf-8") == cli_reference.agents(), "run python -m tests.cli_reference"
     assert cli_reference.KEYWORDS.read_text("utf-8") == cli_reference.keywords(), "run python -m tests.cli_reference"
 
 

@@ -118,6 +118,9 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
         main_parser().parse_args([name])
     parser = parser_of(name)
     arguments.command = name
+    if parser.command.forwards:
+        end = line.index("--") if "--" in line else len(line)
+        line, arguments.forwarded = line[:end], line[end + 1 :]
     line, notice, parser.typed = in_our_flags(name, line, parser.flags)
     _, words = parser.parse_known_args(line, arguments)
     if parser.command.words is not None:

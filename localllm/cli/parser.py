@@ -61,6 +61,7 @@ class Command:
     details: str = ""  # paragraphs below the flags in its help
     words: Positionals | None = None
     aliases: str = ""  # names in other programs, separated by spaces
+    forwards: bool = False  # whether the words after -- are ``arguments.forwarded``, for another program
 
 
 def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more: Any) -> Flag:

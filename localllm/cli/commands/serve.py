@@ -19,6 +19,7 @@ from localllm.cli.argument_types import model_file, on_or_off, whole
 from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import apply_settings, chat_template, load_options, template_variables
 from localllm.cli.defaults import model_file as find_model
+from localllm.cli.local_server import KEY_VARIABLE
 from localllm.cli.parser import LEFT_OUT, Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, ollama_preset, read_presets
 from localllm.cli.shared_flags import ENDING, LORA, MEDIA, PRESETS, RUNNING, SAMPLING, options
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from localllm.server.http import Limits
     from localllm.server.models import Loader, Models, Preset
     from localllm.server.stats import Stats
-
-#: Environment variable with API keys, commas between them.  Unlike a command line, other users cannot read it.
-KEY_VARIABLE = "LOCALLLM_API_KEY"
 
 #: Seconds that a thread may run while other threads wait.
 _SWITCH_S = 0.0005
@@ -311,7 +309,7 @@ def sources(models: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str
     for model in models or [{"model": settings.model or DEMO}]:
         if (path := find_model(model, settings)) is not None:
             check_file(path)
-        paths[_name(model["model"])] = None if path is None else str(path)
+        paths[served_name(model["model"])] = None if path is None else str(path)
     if not models:
         from localllm.catalog.listing import find_models
 
@@ -335,7 +333,7 @@ def _folder(flag: str, folder: Path | None) -> Path | None:
     return folder
 
 
-def _name(source: str) -> str:
+def served_name(source: str) -> str:
     """Return the name of a model in requests: a hub name unchanged, or a file name without folder and suffix."""
     if HubName.parse(source) is not None and not os.path.lexists(source):
         return source
