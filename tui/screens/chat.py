@@ -641,7 +641,7 @@ class ChatScreen(Screen[None]):
         self.app.spawn(partial(self._carry_out, request), group="command")
 
     async def _carry_out(self, request: requests.ScreenRequest) -> None:
-        """Do what a command requests. The command raises the error."""
+        """Handle a request of a command. The command raises the error."""
         try:
             if isinstance(request, requests.Redraw):
                 await self.refresh_all()

@@ -73,7 +73,7 @@ class ScreenUI(commands.UI):
             await commands.run(self._session, self, call)
 
     async def _request(self, request: ScreenRequest) -> None:
-        """Wait until the screen has done what a request says. Raises the screen's error."""
+        """Post a request, and wait until the screen has handled it. Raises the screen's error."""
         if self._post(request):  # False if the screen is closed
             await request.is_done.wait()
         if request.error is not None:
