@@ -38,7 +38,6 @@ _SWITCH_SECONDS = 0.001
 #: 0.1 s when many widgets exist.
 _COLLECTIONS = 300
 
-
 #: Colour names with their values in the dark and in the light theme.
 _COLOURS = {
     "primary": ("#7aa2f7", "#2e5aac"),
@@ -162,7 +161,6 @@ class ChatApp(BaseApp):
         self.spawn(self._chat.quit(), group="quit")
 
     async def action_quit(self) -> None:
-        """Ctrl+Q."""
         self.spawn(self._chat.quit(), group="quit")
 
     def action_help_quit(self) -> None:

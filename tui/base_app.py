@@ -14,10 +14,10 @@ from textual.app import App
 from textual.worker import Worker, WorkerState
 
 from localllm.errors import UsageError
+from localllm.parallel import in_thread
 from localllm.shell import copy_text
 from localllm.tui import commands
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.chat.tools import in_thread
 from localllm.tui.key_buffer import KeyBuffer, KeyHandled
 from localllm.tui.setup import Setup
 from localllm.tui.text import escape_controls, sentence

@@ -203,7 +203,6 @@ class Fork(NamedTuple):
 
 
 def forks(conversation: Conversation) -> list[Fork]:
-    """Return the forks on the current path, first to last."""
     return [
         Fork(number, conversation.siblings(message.id), conversation.branch_of(message.id)[0])
         for number, message in enumerate(conversation.path(), 1)
@@ -383,7 +382,6 @@ async def _compare(session: ChatSession, ui: UI, argument: str) -> None:
 
 
 def who(reply: ChatMessage) -> str:
-    """Return the name of the model that wrote a reply."""
     return (reply.stats and reply.stats.model) or "Reply"
 
 

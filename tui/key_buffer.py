@@ -63,7 +63,6 @@ class KeyBuffer:
 
     @property
     def is_done(self) -> bool:
-        """Whether all keys have been handled."""
         return not self._waiting and (self._task is None or self._task.done())
 
     async def take(self, event: Typed) -> None:

@@ -9,7 +9,6 @@ from localllm.errors import ModelNotFoundError
 
 
 def demo_path() -> Path:
-    """The file of the demo model."""
     path = Path(str(resources.files("localllm") / "data" / "demo.gguf"))
     if not path.is_file():
         raise ModelNotFoundError("this installation of localllm has no demo model: name a GGUF file")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from localllm.catalog import other_programs
 from localllm.catalog.demo import demo_path
-from localllm.catalog.hub_cache import cached_models, hub_cache, models_in, where_cached
+from localllm.catalog.hub_cache import cached_models, hub_cache, models_in
 from localllm.catalog.hub_names import DEFAULT_QUANT, DEMO, HubName, choices, choose, matching
 from localllm.errors import ModelNotFoundError, warn
 from localllm.kernels.cpu.host import available_memory
@@ -121,7 +121,7 @@ def find_cached(name: HubName) -> Path:
     if not models:
         fault = f"there is no file {str(name)!r}, and no such model in {hub_cache()}"
         raise ModelNotFoundError(f"{fault}: pull it first, localllm pull {name}, or check the path")
-    groups, cache = [group for _, group in models], where_cached(name)
+    groups, cache = [group for _, group in models], f"the cache of {name.repo} here"
     if name.choice is not None and not matching(name.choice, groups):
         fault = f"{cache} has no {name.choice!r}, but {choices(name, groups)}"
         raise ModelNotFoundError(f"{fault}: pull it first, localllm pull {name}")

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from localllm.catalog.hub_names import FileGroup, HubName, group_files
+from localllm.catalog.hub_names import FileGroup, group_files
 from localllm.regular_file import read_regular
 
 _PREFIX = "models--"
@@ -29,7 +29,6 @@ def hub_cache() -> Path:
 
 
 def repo_folder(repo: str) -> Path:
-    """Return the folder of a repository, "ORG/REPO"."""
     return hub_cache() / (_PREFIX + repo.replace("/", "--"))
 
 
@@ -79,8 +78,3 @@ def cached_models(repo: str) -> list[tuple[Path, FileGroup]]:
             if group.stem not in models or (group.is_complete and not models[group.stem][1].is_complete):
                 models[group.stem] = (snapshot / group.names[0], group)
     return list(models.values())
-
-
-def where_cached(name: HubName) -> str:
-    """Return the part of the cache for a name, for messages."""
-    return f"the cache of {name.repo} here"

@@ -96,7 +96,6 @@ class _Search:
         self._n_entries = 0
 
     def hub(self) -> None:
-        """Add the models in the hub's cache."""
         try:
             repos = list(cached_repos())
         except OSError as error:

@@ -224,7 +224,6 @@ class _Puller:
                 ) from cut
 
     def _stream(self, file: RemoteFile, commit: str, have: int, report: Callable[[int], object]) -> None:
-        """Append bytes to the incomplete file until the connection ends."""
         with self._hub.open(file.name, commit, have) as answer:
             size = answer.headers.get("Content-Range", answer.headers.get("Content-Length", "")).rpartition("/")[2]
             if size.isdigit() and int(size) != file.n_bytes:

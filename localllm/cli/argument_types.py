@@ -81,7 +81,6 @@ def reader(option: Option) -> Callable[[str], Any]:
 
 
 def draft_count(text: str) -> Any:
-    """Parse a number of drafts, or "always"."""
     return text if text == "always" else reader(declared(CheckedOptions)["draft_max"])(text)
 
 
@@ -105,7 +104,6 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def numbers(text: str) -> list[int]:
-    """Parse whole numbers separated by commas."""
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
@@ -150,7 +148,6 @@ def divergence(text: str) -> float:
 
 
 def override(text: str) -> tuple[str, str]:
-    """Parse a pattern of tensor names and a type: REGEX=TYPE."""
     pattern, equals, type = text.rpartition("=")
     if not equals or not pattern or not type:
         raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TYPE, such as ffn_down=Q6_K")

@@ -107,7 +107,6 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
 
 
 def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Parses a command line into ``arguments``."""
     if not argv or argv[0] == "help":
         argv = [*argv[1:2], "--help"]
     if "--list-devices" in argv:

@@ -18,35 +18,28 @@ from localllm.models.rope import yarn_mscale
 #: Sections of config.json that describe the text model.
 TEXT_SECTIONS = ("text_config", "transformer_layer_config", "llm_config", "language_config", "thinker_config")
 
-#: Names of one setting, in every architecture.
-COMMON_NAMES = (
-    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"),
-    ("hidden_size", "n_embd", "n_embed", "d_model", "model_dim"),
-    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
-    ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
-    (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "moe_k",
-        "moe_topk",
-        "moe_top_k",
-        "top_k_experts",
-        "experts_per_token",
-    ),
-    ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    ("norm_topk_prob", "moe_renormalize"),
-    ("n_group", "num_expert_group"),
-    ("intermediate_size", "d_ff", "block_ff_dim"),
-    ("head_dim", "d_kv", "attention_head_dim"),
-    ("num_kv_heads", "n_head_kv"),
-    ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent"),
-    ("rope_theta", "rotary_emb_base", "global_rope_theta", "rope_freq_constant", "theta"),
-    ("rope_local_base_freq", "local_rope_theta", "swa_rope_theta"),
-    ("layer_types", "layers_block_type"),
-    ("tie_word_embeddings", "tie_embedding", "share_input_output_layers"),
-    ("torch_dtype", "dtype"),
-)
+#: Names of one setting, in every architecture: one setting per line.
+_COMMON_NAMES = """\
+num_hidden_layers n_layer n_layers num_layers num_transformer_layers
+hidden_size n_embd n_embed d_model model_dim
+num_attention_heads n_head n_heads num_heads
+max_position_embeddings n_positions max_seq_len model_max_length
+n_routed_experts num_experts num_local_experts moe_num_experts
+num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k top_k_experts experts_per_token
+n_shared_experts num_shared_experts moe_num_shared_experts
+norm_topk_prob moe_renormalize
+n_group num_expert_group
+intermediate_size d_ff block_ff_dim
+head_dim d_kv attention_head_dim
+num_kv_heads n_head_kv
+partial_rotary_factor rotary_pct rope_pct rope_percent
+rope_theta rotary_emb_base global_rope_theta rope_freq_constant theta
+rope_local_base_freq local_rope_theta swa_rope_theta
+layer_types layers_block_type
+tie_word_embeddings tie_embedding share_input_output_layers
+torch_dtype dtype
+"""
+COMMON_NAMES = [line.split() for line in _COMMON_NAMES.splitlines()]
 
 
 class Config(CheckpointSettings):
@@ -192,13 +185,10 @@ def _after_dense(config: Config, i: int) -> str:
 
 
 #: Settings that ``layer_types`` replaces.
-_OF_LAYER_TYPES: tuple[str, ...] = (
-    "full_attention_interval",
-    "global_attn_every_n_layers",
-    "layer_group_size",
-    "max_window_layers",
-)
-_OF_LAYER_TYPES += ("prefix_dense_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window")
+_OF_LAYER_TYPES = (
+    "full_attention_interval", "global_attn_every_n_layers", "layer_group_size", "max_window_layers",
+    "prefix_dense_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window",
+)  # fmt: skip
 
 #: Layers without experts where a class has no setting for them.
 _N_DENSE = {"glm5_next_text": 3, "hy_v3": 1, "hy_v4": 1, "laguna": 1, "mellum": 0, "mimo_v2_flash": 1}
@@ -295,14 +285,10 @@ _ROPE_KEYS = {
 }
 _SCALINGS = ("linear", "yarn", "longrope")
 #: Settings that an unscaled rotation ignores.
-_UNSCALED: tuple[str, ...] = (
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-)
-_UNSCALED += ("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "truncate")
+_UNSCALED = (
+    "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "low_freq_factor", "high_freq_factor", "truncate",
+)  # fmt: skip
 #: Keys whose values are floats, also where config.json has 10000 for 10000.0: llama.cpp takes no others.
 _FLOATS = re.compile(
     r"rope\.(freq_base\w*|scale_linear|scaling\.(factor|alpha|attn_factor|yarn_\w+))|xielu\.\w+"

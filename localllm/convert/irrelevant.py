@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 #: Settings of training, memory, generation and other programs, and of biases and norms that the tensors show.
 _GENERAL = """
@@ -71,27 +72,24 @@ _MEDIA = """
 _MEDIA_PATTERN = r"(audio|image|mm|video|vision)_.*"
 
 
-def _matcher(names: str, pattern: str) -> re.Pattern[str]:
-    return re.compile("|".join([*map(re.escape, names.split()), pattern]))
+def _matcher(names: str, pattern: str) -> Callable[[str], object]:
+    """Return a function whose result is true for ``names`` and for names that match ``pattern``."""
+    return re.compile("|".join([*map(re.escape, names.split()), pattern])).fullmatch
 
 
-GENERAL = _matcher(_GENERAL, _GENERAL_PATTERN)
-MEDIA = _matcher(_MEDIA, _MEDIA_PATTERN)
+_is_general = _matcher(_GENERAL, _GENERAL_PATTERN)
+#: Whether a setting outside of an encoder's section is one of encoders.
+is_media = _matcher(_MEDIA, _MEDIA_PATTERN)
 
 
 def is_irrelevant(name: str) -> bool:
     """Return whether a setting changes nothing in the file of a text model."""
-    return (GENERAL.fullmatch(name) or MEDIA.fullmatch(name)) is not None
-
-
-def is_media(name: str) -> bool:
-    """Return whether a setting outside of an encoder's section is one of encoders."""
-    return MEDIA.fullmatch(name) is not None
+    return bool(_is_general(name) or is_media(name))
 
 
 def is_irrelevant_to_encoder(name: str) -> bool:
     """Return whether a setting of an encoder or of the fused model changes nothing in the encoder's file."""
-    return GENERAL.fullmatch(name) is not None or name.startswith("video_")
+    return bool(_is_general(name)) or name.startswith("video_")
 
 
 #: Settings of processors: form and place of the results, texts of the prompt, number of placeholders, and videos. An
@@ -111,9 +109,5 @@ _AUDIO_PROCESSOR = """
     chunk_length max_length n_samples nb_max_frames padding padding_side padding_value return_attention_mask
     truncation
 """
-PROCESSOR = _matcher(_PROCESSOR + _AUDIO_PROCESSOR, _PROCESSOR_PATTERN)
-
-
-def is_irrelevant_to_processor(name: str) -> bool:
-    """Return whether a setting of a processor changes nothing in the encoder's file."""
-    return PROCESSOR.fullmatch(name) is not None
+#: Whether a setting of a processor changes nothing in the encoder's file.
+is_irrelevant_to_processor = _matcher(_PROCESSOR + _AUDIO_PROCESSOR, _PROCESSOR_PATTERN)

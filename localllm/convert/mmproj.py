@@ -167,7 +167,7 @@ def _check_lost(families: Mapping[str, tuple[Projector, EncoderCheckpoint]]) -> 
         """Return whether a setting of config.json outside of sections concerns the converted encoders."""
         if text.knows(name) or ("audio" not in families and name.startswith("audio_")):
             return False
-        return text.has_section or name in c.values.defaults or is_media(name)
+        return text.has_section or name in c.values.defaults or bool(is_media(name))
 
     meant = {name: values for name, values in meant.items() if is_fusion(name)}
     c.values.check_all_read(meant, lambda name: not is_fusion(name) or is_irrelevant_to_encoder(name))

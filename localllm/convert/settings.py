@@ -115,7 +115,6 @@ class CheckpointSettings:
         return any(other in self._values for other in self._names.get(name, (name,)))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value, or ``default``."""
         try:
             return self[name]
         except MissingSetting:
@@ -144,7 +143,6 @@ class CheckpointSettings:
         self._read.update(names)
 
     def skip_all(self) -> None:
-        """Mark every setting as read."""
         self._read.update(self._values)
 
     def unread(self) -> Iterator[tuple[str, Any]]:
@@ -155,7 +153,7 @@ class CheckpointSettings:
         for inner in self._inner.values():
             yield from inner.unread()
 
-    def check_all_read(self, meant: Mapping[str, tuple[Any, ...]], is_irrelevant: Callable[[str], bool]) -> None:
+    def check_all_read(self, meant: Mapping[str, tuple[Any, ...]], is_irrelevant: Callable[[str], object]) -> None:
         """Raise ModelError for a setting that the converted file would lose.
 
         Args:

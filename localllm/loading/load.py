@@ -385,7 +385,6 @@ class _TokenizerReader(threading.Thread):
             self._error = error
 
     def check(self) -> None:
-        """Raise the thread's error, if any."""
         if self._error is not None:
             try:
                 raise self._error
@@ -546,7 +545,6 @@ def _counted(planner: Planner, report: Callable[[int, int], None] | None, check:
 
 
 def _file_bytes(weight: Weight) -> int:
-    """Return the bytes of a tensor in its file."""
     *n_rows, n_columns = weight.shape
     return prod(n_rows) * block_size(weight.type).row_bytes(n_columns)
 

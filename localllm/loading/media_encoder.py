@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.loading.placement import EncoderInfo
 from localllm.models.encoders.encoder import EncoderModel, EncoderStage, FrameRows, Prepared
 from localllm.models.encoders.registry import PROJECTORS, projectors_of, read_encoder
+from localllm.parallel import in_thread
 
 #: Maximum patches of a step, unless one frame has more.
 STEP_PATCHES = 4096
@@ -256,7 +257,7 @@ class MediaEncoder:
         for medium in media:
             source = medium.source
             if isinstance(source, _Released):
-                source = yield from _in_thread(partial(self._prepared, medium), is_daemon=True)
+                source = yield from _until_done(partial(self._prepared, medium), is_daemon=True)
             prepared.append(source)
         embeddings: dict[int, Embeddings] = {}
         for kind, encoder in self.encoders.items():
@@ -323,7 +324,7 @@ class MediaEncoder:
             for _ in footprint.pack():
                 yield
             # The first image on a machine compiles kernels.
-            compiled.step = yield from _in_thread(partial(footprint.load, None), is_daemon=False)
+            compiled.step = yield from _until_done(partial(footprint.load, None), is_daemon=False)
             compiled.sizes = larger
         return compiled.step
 
@@ -360,22 +361,19 @@ class MediaEncoder:
         self._file.close()
 
 
-def _in_thread(work: Callable[[], _T], *, is_daemon: bool) -> Generator[None, None, _T]:
+def _until_done(work: Callable[[], _T], *, is_daemon: bool) -> Generator[None, None, _T]:
     """Return the result of ``work`` from another thread, and yield until the thread ends.
 
     ``check_cancelled`` ends the work when the generator is closed.  A daemon thread does not delay the end of the
     program; a program that ended while LLVM compiles could crash.
     """
-    result, is_over = Future[_T](), threading.Event()
+    is_over = threading.Event()
 
-    def run() -> None:
-        try:
-            with cancellable(is_over.is_set):
-                result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
+    def run() -> _T:
+        with cancellable(is_over.is_set):
+            return work()
 
-    threading.Thread(target=run, name="localllm-encoder", daemon=is_daemon).start()
+    result = in_thread(run, "localllm-encoder", is_daemon=is_daemon)
     try:
         while not wait((result,), _LOOK_S).done:
             yield

@@ -136,7 +136,6 @@ class Placement:
 
     @property
     def scratch(self) -> int:
-        """Bytes of activations."""
         return sum(group.scratch for group in self.groups)
 
     @property
@@ -163,7 +162,6 @@ class Placement:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Devices of the groups, in execution order."""
         return tuple(dict.fromkeys(group.device for group in self.groups))
 
     def on(self, device: str) -> Placement:
@@ -172,7 +170,6 @@ class Placement:
         return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0)
 
     def layers_on(self, device: str) -> int:
-        """Return the number of layers on a device."""
         return sum(len(group.layers) for group in self.groups if group.device == device)
 
     def sharing(self, shared: Collection[tuple[str, LayerTag]]) -> Placement:

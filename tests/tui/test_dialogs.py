@@ -358,12 +358,12 @@ async def test_keys_are_as_the_settings_say() -> None:
     cut = talk("hi", "a reply")
     cut.update(cut.path()[-1].id, state="stopped")
     async with chatting(setup(AppModel(), keys=keys, conversation=cut), (100, 30)) as chat:
+        await chat.hears("has 'nothing', which is not a command")
         await chat.sees("stopped · F7 continues")
         await chat.press("ctrl+up", "e")
         await chat.sees("Editing the reply; F7 continues it afterwards")
         await chat.press("escape", "f9")
         await chat.until(lambda: len(chat.app.session.conversation) == 0)
-        await chat.hears("has 'nothing', which is not a command")
         await chat.press("f10")
         await chat.sees("Statistics")
         await chat.press("escape")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.tui.storage.chats import Store
-from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, keeping, setup
+from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, keeping, setup, talk
 
 
 async def test_a_reply_continues_while_another_chat_is_shown() -> None:
@@ -86,6 +86,16 @@ async def test_a_full_context_opens_a_dialog_once_its_chat_is_shown() -> None:
         await chat.press("ctrl+pageup")
         await chat.sees("The context is full")
         await chat.press("escape")
+
+
+async def test_a_chat_that_was_closed_is_drawn_without_an_error() -> None:
+    """A worker may draw messages into a transcript that was removed, where they are never mounted."""
+    async with chatting(setup(AppModel()), (100, 30)) as chat:
+        await chat.press("f4")
+        await chat.sees("2 New chat")
+        closed = chat.app._chat
+        await chat.app.close_tab()
+        await closed.transcript.show(talk("question", "a paragraph\n\nanother one"))
 
 
 async def test_quitting_keeps_the_replies_of_all_tabs() -> None:

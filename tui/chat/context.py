@@ -124,7 +124,6 @@ def texts_alone(messages: Sequence[Sent]) -> list[Sent]:
 
 
 def media_part(file: bytes) -> Sent:
-    """Return an image or audio file as a part of a message."""
     kind = kind_of(file)
     return {"type": kind, kind: file}
 

@@ -130,7 +130,6 @@ class ChatMessage:
 
     @property
     def thinking(self) -> str:
-        """The reasoning."""
         return self._parts[0]
 
     # msgspec ignores attributes whose names start with an underscore.

@@ -90,6 +90,11 @@ class ToolApprovalRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolApprovalEnded:
+    """The tool call no longer waits, because the user has answered or the turn was stopped."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCallsDone:
     """Some tool calls of a reply have results."""
 
@@ -98,6 +103,7 @@ class ToolCallsDone:
 
 Event = (
     ToolApprovalRequest
+    | ToolApprovalEnded
     | ToolCallsDone
     | Started
     | Prefill
@@ -152,6 +158,7 @@ class Turn:
     def __init__(self, emit: Callable[[Event], None]) -> None:
         self.emit = emit  # called on the generating thread
         self.question: str | None = None  # id of the user's message; None before it is added
+        self.asked: ToolApprovalRequest | None = None  # the tool call that waits for permission
         self._stopped = threading.Event()
         self._stream: Stream | None = None
 

@@ -27,7 +27,6 @@ _MAX_EMBEDDED = 100
 #: Tokens for the markup around a piece in the prompt.
 _AROUND = 16
 
-
 #: Returns the indices of texts, best match of the question first.
 Rank = Callable[[Sequence[str], str], list[int]]
 

@@ -216,7 +216,6 @@ class ChatSession:
             self.saver.set(model=path)
 
     def switch(self, id_: str) -> None:
-        """Switch to the branch of a message."""
         self._check_free()
         self.conversation.switch(id_)
         self._moved()
@@ -378,21 +377,22 @@ class ChatSession:
         if tool.mark in self._allowed or self.toolbox.is_allowed(tool):
             return True
         answers: queue.SimpleQueue[Permission] = queue.SimpleQueue()
-        self._emit(turn, events.ToolApprovalRequest(call.name, call.arguments, answers.put))
-        while not turn.is_stopped:
-            try:
+        turn.asked = events.ToolApprovalRequest(call.name, call.arguments, answers.put)
+        self._emit(turn, turn.asked)
+        answer: Permission | None = None
+        while answer is None and not turn.is_stopped:
+            with suppress(queue.Empty):
                 answer = answers.get(timeout=_ANSWER_SECONDS)
-            except queue.Empty:
-                continue
-            if answer == "always":
-                try:
-                    self.toolbox.allow(tool)
-                except StoreError as error:
-                    self._emit(turn, events.ChatWarning(str(error)))
-            elif answer == "chat":
-                self._allowed.add(tool.mark)
-            return answer != "no"
-        return False
+        turn.asked = None
+        self._emit(turn, events.ToolApprovalEnded())
+        if answer == "always":
+            try:
+                self.toolbox.allow(tool)
+            except StoreError as error:
+                self._emit(turn, events.ChatWarning(str(error)))
+        elif answer == "chat":
+            self._allowed.add(tool.mark)
+        return answer is not None and answer != "no"
 
     def _reply_once(self, question: str, id_: str | None, turn: Turn) -> ChatMessage | None:
         """Generate one reply, or the rest of reply ``id_``. Returns the reply if it is complete, otherwise None."""
@@ -524,7 +524,6 @@ class ChatSession:
         self._reply(full.question, full.reply, turn)
 
     def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:
-        """Return the model's summary of the messages before index ``first``."""
         model = self._loaded()
         params = chat_settings.generation(self.conversation.settings)
         options = {**self.more, **params.options, "max_tokens": trimmer.summary_tokens, "stop": ()}

@@ -17,20 +17,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
 from localllm.files import private_opener
+from localllm.parallel import in_thread
 from localllm.regular_file import read_regular
 from localllm.shell import split_command
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
@@ -41,7 +40,6 @@ from localllm.web import fetch, is_web
 #: The user's answer to a tool call. "chat" and "always" allow later calls of the tool, in this chat or everywhere.
 Permission = Literal["no", "once", "chat", "always"]
 IsStopped = Callable[[], bool]
-T = TypeVar("T")
 
 #: Maximum length of a tool's result in characters. The model gets a longer result cut to this length.
 MAX_RESULT = 20_000
@@ -210,21 +208,6 @@ def result_of(tool: ChatTool, arguments: Mapping[str, Any], is_stopped: IsStoppe
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}\n(cut off: it has {len(text):,} characters)"
 
 
-def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a new daemon thread, which the program does not wait for on exit."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # the caller handles it
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 # -- Built in --------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +222,6 @@ def _stoppable(run: Callable[[Mapping[str, Any], IsStopped], str]) -> Callable[[
 
 
 def _object(name: str, description: str) -> dict[str, Any]:
-    """Return the JSON schema of an object with one string."""
     text = {"type": "string", "description": description}
     return {"type": "object", "properties": {name: text}, "required": [name]}
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, cast
 
-from textual import getters
+from textual import getters, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -28,6 +28,7 @@ from localllm.tui.chat.context import ChatModel, name_of
 from localllm.tui.chat.conversation import ChatMessage, Conversation
 from localllm.tui.chat.events import Event, Turn
 from localllm.tui.chat.session import ChatSession
+from localllm.tui.screens import requests
 from localllm.tui.screens.commands import ScreenUI
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_when_full, open_link
 from localllm.tui.screens.models import ModelLoader
@@ -86,7 +87,6 @@ class ChatScreen(Screen[None]):
         models.chats.append(self)
         self.replacing: str | None = None  # id of the message that the next message replaces
         self.unsaved: list[ChatSession] = []  # sessions of closed chats that could not be saved
-        self.asked: events.ToolApprovalRequest | None = None  # the tool call that waits for permission
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self._heading, self._hint = Static(id="heading"), Static(id="hint")
@@ -99,8 +99,6 @@ class ChatScreen(Screen[None]):
         #: Set while no reply is generated or drawn.
         self.ended = asyncio.Event()
         self.ended.set()
-        #: Number of running comparisons (/compare). New messages wait until they end.
-        self.n_comparisons = 0
         #: The pending message. It is sent once a model is loaded, or the stopped reply has ended.
         self._pending: Draft | None = None
 
@@ -118,7 +116,6 @@ class ChatScreen(Screen[None]):
     # -- Start and end ---------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
-        self.commands = ScreenUI(self, self.app)
         self.set_focus(self.composer)
         self.hint("")
         self.app.spawn(self._start())
@@ -200,7 +197,7 @@ class ChatScreen(Screen[None]):
     @property
     def title_line(self) -> str:
         """The title, after a mark if a reply is in progress or waits for permission."""
-        mark = "? " if self.asked else "… " if self.turn else ""
+        mark = "? " if self._is_asking else "… " if self.turn else ""
         return mark + (escape_controls(self.session.conversation.title) or "New chat")
 
     def draw_heading(self) -> None:
@@ -245,8 +242,6 @@ class ChatScreen(Screen[None]):
             await thread
             self.turn = None
             self.ended.set()
-            if self.asked is not None:
-                self.ask_for_tool(None)
             self.draw_heading()
         if turn.draft is not None and turn.question is None:
             self._take_back(turn.draft)
@@ -298,7 +293,9 @@ class ChatScreen(Screen[None]):
             self.status.change(activity="")
         elif isinstance(event, events.ToolApprovalRequest):
             self.status.change(activity="a tool waits for your answer")
-            self.ask_for_tool(event)
+            self._show_tool_request(event)
+        elif isinstance(event, events.ToolApprovalEnded):
+            self._show_tool_request(None)
         elif isinstance(event, events.ToolCallsDone):
             self.status.change(activity="using tools")
             if (view := self.transcript.view(event.message.id)) is not None:
@@ -314,9 +311,12 @@ class ChatScreen(Screen[None]):
         if view is not None and (message := self.session.conversation.get(view.message.id)) is not None:
             await view.finish(message)
 
-    def ask_for_tool(self, request: events.ToolApprovalRequest | None) -> None:
+    @property
+    def _is_asking(self) -> bool:
+        return self.turn is not None and self.turn.asked is not None
+
+    def _show_tool_request(self, request: events.ToolApprovalRequest | None) -> None:
         """Show a tool call above the editor. A dialog would capture the keys of a user who is typing."""
-        self.asked = request
         text = ""
         if request is not None:
             call = spelled_out(f"{request.name} {request.arguments}").replace("\n", "\\n")
@@ -335,7 +335,7 @@ class ChatScreen(Screen[None]):
             answer = await self.app.push_screen_wait(ask_when_full(full))
             choice = "drop" if answer == "drop" else "summarise" if answer == "summarise" else "stop"
             if question is not None and answer == EDIT:
-                self.edit(question)
+                self._edit(question)
             elif question is not None and answer == TAKE_BACK:
                 await self.app.offload(session.delete, question.id)
                 await self.refresh_all()
@@ -400,7 +400,7 @@ class ChatScreen(Screen[None]):
     def send_pending(self) -> None:
         """Send the pending message if possible. If no model could be loaded, return it to the editor."""
         draft, state = self._pending, self.models.state
-        if draft is None or self.turn is not None or state == "loading" or self.n_comparisons:
+        if draft is None or self.turn is not None or state == "loading" or self.models.n_comparisons:
             return
         if state == "none":
             self._take_back_pending()
@@ -451,7 +451,7 @@ class ChatScreen(Screen[None]):
     async def _tell_size(self, line: str) -> None:
         """Show the tokens of the files named in ``line``, if a model is loaded that can count them."""
         model = self.session.model
-        if model is None or self.replacing is not None or self._pending is not None or self.asked is not None:
+        if model is None or self.replacing is not None or self._pending is not None or self._is_asking:
             return
         if not line.endswith(" ") or "@" not in line:
             self.hint("")
@@ -577,7 +577,7 @@ class ChatScreen(Screen[None]):
         if (view := self.selected) is not None:
             self.run_command(f"/{command} {view.place.number} {more}")
 
-    def edit(self, message: ChatMessage) -> None:
+    def _edit(self, message: ChatMessage) -> None:
         """Load a message into the editor. The next message replaces it, in another branch."""
         self.replacing = message.id
         self.composer.put(message.text)
@@ -607,18 +607,14 @@ class ChatScreen(Screen[None]):
         """Switch branches after a click."""
         self.app.ask(self.step(id_, by), group="step")
 
-    async def switch(self, id_: str) -> None:
-        """Switch to the branch of a message."""
-        await self.app.offload(self.session.switch, id_)
-        await self.refresh_all()
-
     async def step(self, id_: str, by: int) -> None:
         """Switch to a sibling branch, and select its message."""
         branches = [message.id for message in self.session.conversation.siblings(id_)]
         index = branches.index(id_) + by
         if not 0 <= index < len(branches):
             return
-        await self.switch(branches[index])
+        await self.app.offload(self.session.switch, branches[index])
+        await self.refresh_all()
         if (view := self.transcript.view(branches[index])) is not None:
             self.transcript.release_anchor()
             self.set_focus(view)
@@ -636,7 +632,44 @@ class ChatScreen(Screen[None]):
     async def _run_command(self, text: str) -> None:
         if self.is_ending:
             await self.ended.wait()
-        await self.commands.run(text)
+        await ScreenUI(self.app, self.models, self.session, self.post_message).run(text)
+
+    @on(requests.ScreenRequest)
+    def _take_request(self, request: requests.ScreenRequest) -> None:
+        request.stop()
+        # A worker, because a request may wait for other messages. A partial, as in `on_composer_typed`.
+        self.app.spawn(partial(self._carry_out, request), group="command")
+
+    async def _carry_out(self, request: requests.ScreenRequest) -> None:
+        """Handle a request of a command. The command raises the error."""
+        try:
+            if isinstance(request, requests.Redraw):
+                await self.refresh_all()
+                if request.focus_editor:
+                    self.set_focus(self.composer)
+            elif isinstance(request, requests.PlayTurn):
+                self.set_focus(self.composer)
+                self.begin(request.start)
+                if request.until_end:
+                    await self.ended.wait()
+            elif isinstance(request, requests.EditMessage):
+                self._edit(request.message)
+            elif isinstance(request, requests.PutDraft):
+                self.composer.put(request.draft)
+            elif isinstance(request, requests.OpenConversation):
+                await self.open(request.conversation)
+                self.set_focus(self.composer)
+            elif isinstance(request, requests.FindText):
+                self.finder.open(request.text)
+            elif isinstance(request, requests.ShowActivity):
+                self.status.change(activity=request.activity, progress=None)
+            elif isinstance(request, requests.WriteInEditor):
+                self.composer.write_in_editor()
+                self.set_focus(self.composer)
+        except Exception as error:
+            request.error = error
+        finally:
+            request.is_done.set()
 
     def action_command(self, name: str) -> None:
         self.run_command(f"/{name}")

@@ -27,7 +27,6 @@ from localllm.web import is_web
 Result = TypeVar("Result")
 Entry = TypeVar("Entry")
 
-
 #: Maximum characters of a dialog's text. The middle of a longer text is omitted: 40,000 short lines take 1 s to draw.
 _MAX_TEXT = 40_000
 #: Minimum number of visible lines of a dialog's text, on the smallest screen.
@@ -35,19 +34,10 @@ _MIN_LINES = 2
 
 
 class DialogText(VerticalScroll, can_focus=False):
-    """The scrollable text of a dialog. `fit` limits its height."""
+    """The scrollable text of a dialog. The border of the box shows how many lines are below the visible lines."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Static(Content(text)), classes="text")
-
-    @property
-    def n_below(self) -> int:
-        """The number of lines below the visible lines."""
-        return max(0, self.max_scroll_y - self.scroll_offset.y)
-
-    def fit(self, height: int) -> None:
-        """Show at most ``height`` lines."""
-        self.styles.max_height = height
 
     def on_resize(self) -> None:
         self._update_box()
@@ -58,7 +48,7 @@ class DialogText(VerticalScroll, can_focus=False):
 
     def _update_box(self) -> None:
         if isinstance(box := self.parent, Vertical):
-            n = self.n_below
+            n = max(0, self.max_scroll_y - self.scroll_offset.y)
             box.border_subtitle = f"{n:,} more line{'s' * (n != 1)} below: Page ↓" if n else ""
             self.screen.refresh_bindings()
 
@@ -115,7 +105,7 @@ class Dialog(ModalScreen[Result | None]):
                 below += min(widget.virtual_size.height, limit - _MIN_LINES)
             elif widget is not self._text:
                 below += widget.outer_size.height + widget.styles.margin.height
-        self._text.fit(max(_MIN_LINES, limit - below))
+        self._text.styles.max_height = max(_MIN_LINES, limit - below)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Enable the scroll keys only if the text is longer than its area."""
@@ -218,7 +208,6 @@ class Find(Dialog[str], Generic[Entry]):
         self.app.spawn(self.search(), group="find")
 
     async def search(self) -> None:
-        """Search for the current key, and show the result."""
         key = self.wanted
         try:
             entries = await self.find(self._field.value)

@@ -16,6 +16,7 @@ from localllm.console import quantity
 from localllm.errors import LocalLLMError
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.context import ChatModel, name_of
+from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.dialogs import Choose, Find, rows
 from localllm.tui.setup import ModelEntry
@@ -24,7 +25,6 @@ from localllm.tui.widgets.status import StatusBar
 
 #: Columns of the list, most important first: a narrow screen cuts the last columns.
 _HEAD = ("model", "fits", "size", "format", "params", "context")
-
 
 #: Minimum number of characters of a model's name on the narrowest screen.
 _SHORTEST_NAME = 12
@@ -123,19 +123,21 @@ class Loading:
 #: Interval in seconds between updates of the loading progress.
 _PERIOD = 0.1
 
-
 #: New messages wait for the model ("loading"), are sent ("loaded"), or are refused because loading failed ("none").
 ModelState = Literal["loading", "loaded", "none"]
 
 
 class OpenChat(Protocol):
-    """The part of a chat's screen that the loader uses."""
+    """The part of a chat's screen that the loader and commands for all chats use."""
 
     session: ChatSession
     status: StatusBar
 
     async def end_turn(self) -> None:
         """Stop the current turn, and wait until it has ended."""
+
+    async def open(self, conversation: Conversation) -> None:
+        """Show ``conversation`` instead of the current one."""
 
     async def refresh_all(self) -> None:
         """Redraw the conversation and the status line."""
@@ -156,6 +158,7 @@ class ModelLoader(Generic[Chat]):
         self.model: ChatModel | None = None
         self.name: str | None = None
         self.chats: list[Chat] = []  # the open chats
+        self.n_comparisons = 0  # running comparisons (/compare), until whose end new messages wait
         self._app = app
         self._loading: Loading | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -196,7 +199,7 @@ class ModelLoader(Generic[Chat]):
             error = await self._load_now(loading, name if keeps else None)
         if error is not None:
             await self._ask_after_failure(name, before, error)
-            self._go_on()
+            self.send_pending()
 
     async def _load_now(self, loading: Loading, saved_name: str | None) -> Exception | None:
         """Load a model and pass it to all chats. Returns the error if loading fails, otherwise None."""
@@ -231,14 +234,15 @@ class ModelLoader(Generic[Chat]):
                 self.state, info = "loaded", model.info
                 shown = {"model": name_of(model), "device": info.device, "gpu_memory": info.gpu_bytes}
                 self._show(activity="", progress=None, **shown)  # only now: earlier, /continue would be refused
-                self._go_on()
+                self.send_pending()
         return None
 
     def _show(self, **changes: Any) -> None:
         for chat in self.chats:
             chat.status.change(**changes)
 
-    def _go_on(self) -> None:
+    def send_pending(self) -> None:
+        """Send the messages that wait for the model, in all chats."""
         for chat in self.chats:
             chat.send_pending()
 

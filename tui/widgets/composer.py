@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from textual import events, on
+from textual import events, getters, on
 from textual.actions import SkipAction
+from textual.app import SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
+from localllm.errors import UsageError
+from localllm.parallel import in_thread
+from localllm.shell import found_program, set_variable, split_command
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.attachments import Suggestion, clipboard_images, media_reference
-from localllm.tui.chat.tools import in_thread
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import Pastes, escape_controls
 
@@ -69,6 +77,8 @@ PLACEHOLDER = "Message · Enter sends · Ctrl+J line · / command · @ file"
 class Composer(TextArea):
     """The editor of a message. Enter sends; Up and Down at the edges recall earlier messages (``typed``)."""
 
+    app = getters.app(BaseApp)
+
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send"),
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", "New line", key_display="^j", show=False),
@@ -111,6 +121,25 @@ class Composer(TextArea):
         self.text = self.pastes.fold(text)
         self.move_cursor(self.document.end)
 
+    def write_in_editor(self) -> None:
+        """Edit the message in $VISUAL or $EDITOR. If that fails, raises UsageError and keeps the message."""
+        command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+        if not command:
+            advice = set_variable("EDITOR", "notepad" if sys.platform == "win32" else "nano")
+            raise UsageError(f"no editor is set: {advice}, or another one, and start the chat again")
+        with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
+            path = Path(folder, "message.md")
+            path.write_text(self.message, "utf-8")
+            try:
+                with self.app.suspend():
+                    subprocess.run([*found_program(split_command(command)), str(path)], check=True)
+                text = path.read_text("utf-8")
+            except SuspendNotSupported:
+                raise UsageError("an editor cannot be started from this terminal") from None
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                raise UsageError(f"the editor {command!r} has failed ({error}): the message is unchanged") from None
+        self.put(text.removesuffix("\n"))
+
     def empty(self) -> None:
         self.text = ""
         self.pastes.clear()
@@ -145,7 +174,7 @@ class Composer(TextArea):
 
     def action_paste(self) -> None:
         """Attach the image on the system's clipboard, or insert the text that was copied in the app."""
-        self.run_worker(self._paste(), exit_on_error=False)
+        self.app.spawn(self._paste())
 
     async def _paste(self) -> None:
         self._insert_pasted(await asyncio.wrap_future(in_thread(clipboard_images)) or self.app.clipboard)
@@ -190,7 +219,6 @@ class Composer(TextArea):
             self.screen.focus_next()
 
     def complete(self, choice: Suggestion) -> None:
-        """Insert a completion."""
         row, column = self.cursor_location
         text = choice.text if choice.goes_on or choice.text.endswith(" ") else f"{choice.text} "
         self.replace(text, (row, choice.start), (row, column))
@@ -211,6 +239,5 @@ class Composer(TextArea):
 
     @property
     def line_to_cursor(self) -> str:
-        """The text of the current line before the cursor."""
         row, column = self.cursor_location
         return self.document.get_line(row)[:column]

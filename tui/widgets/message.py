@@ -50,7 +50,7 @@ class ThinkingView(Collapsible):
         self._draw()
 
     def _draw(self) -> None:
-        if self.collapsed or not self._body.is_mounted:
+        if self.collapsed or not self._body.is_mounted or not self._body.is_attached:
             return
         while True:
             remaining = self.text[self._n_drawn :]
@@ -64,7 +64,8 @@ class ThinkingView(Collapsible):
 
     def _add_block(self) -> None:
         self._last = Static(classes="thought")
-        self._body.mount(self._last)
+        if self._body.is_attached:
+            self._body.mount(self._last)
 
     def on_collapsible_expanded(self) -> None:
         self._draw()
@@ -247,14 +248,14 @@ class MessageView(Vertical, can_focus=True):
         self._images.display = bool(images)
         if images != self._shown_images:
             self._shown_images = images
-            self.run_worker(self._show_images(images), group="images", exclusive=True)
+            self.app.spawn(self._show_images(images), group="images")
 
     async def _show_images(self, images: list[bytes]) -> None:
         drawn = await asyncio.to_thread(lambda: [half_blocks(image) for image in images])
-        self._images.update(Content("\n\n").join(drawn))
+        if images is self._shown_images:
+            self._images.update(Content("\n\n").join(drawn))
 
     def _draw_calls(self) -> None:
-        """Show the tool calls as collapsed sections."""
         if self._shown_calls != self.message.calls and self._calls.is_attached:
             self._shown_calls = self.message.calls
             self._calls.remove_children()

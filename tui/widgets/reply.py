@@ -130,7 +130,7 @@ class ReplyView(Markdown):
 
     async def _add(self, text: str) -> None:
         self._text += text
-        while text:
+        while text and self.is_attached:  # not after the message was removed
             n_last = self._last_block_length()
             if self._plain is None and (len(self.children) > _MAX_BLOCKS or n_last > _MAX_LAST_BLOCK):
                 self._plain, self._plain_text = Static(classes="plain"), ""
@@ -165,7 +165,6 @@ class ReplyView(Markdown):
         self._plain.update(Content(self._plain_text.rstrip("\n")))
 
     def _last_block_length(self) -> int:
-        """Return the characters of the last Markdown block."""
         last = self.children[-1] if self.children else None
         return len(getattr(last, "source", None) or "")
 

@@ -41,7 +41,6 @@ class StatusBar(Widget):
     status = reactive(Status())
 
     def change(self, **changes: Any) -> None:
-        """Change fields of `Status`."""
         self.status = replace(self.status, **changes)
 
     def render(self) -> Content:

@@ -117,7 +117,8 @@ class Transcript(VerticalScroll, can_focus=False):
         # New blocks move until the layout is complete.
         while len(tops) < _MAX_LOOKS and (len(set(tops[-3:])) != 1 or len(tops) < 3):
             refreshed = asyncio.Event()
-            self.call_after_refresh(refreshed.set)
+            if not self.call_after_refresh(refreshed.set):  # the chat was closed
+                return
             await refreshed.wait()
             await asyncio.sleep(_LAYOUT_SECONDS)
             if not view.is_attached or self._match is not match:

@@ -213,7 +213,6 @@ def unset_key(path: Path, key: str) -> None:
 
 
 def _value(key: str, text: str, path: Path) -> object:
-    """Parse ``text`` as a value of ``key``."""
     complaints: list[str] = []
     if key not in KEYS and (ours := _our_key(key)):
         line = join_command(["localllm", "config", "set", ours, text])

@@ -361,7 +361,6 @@ def has_nvidia_driver() -> bool:
 
 
 def _list_devices() -> int:
-    """Print the devices that ``--device`` accepts on this machine."""
     from localllm.kernels.cuda.cupy_driver import open_driver
 
     memory = next(_memory())

@@ -249,7 +249,6 @@ def _hosts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stats) -> None:
-    """Answer requests until the server is stopped."""
     from localllm.server.local_network import invitation, lan_address
     from localllm.server.uvicorn_server import Server, end_if_busy, listen
 
