@@ -279,10 +279,11 @@ class Packer:
         if n_groups:
             if not (rows.flags.c_contiguous and out.flags.c_contiguous) or out.nbytes < n_packed * row_bytes:
                 raise ValueError("rows and packed output must be contiguous, and the output large enough")
-            arguments = pack_groups.arguments(
+            values = pack_groups.arguments(
                 rows=rows.ctypes.data, row_bytes=row_bytes, n_blocks=row_bytes // self._step, block_bytes=self._step,
                 moves=self._moves.ctypes.data, n_moves=len(self._moves), tiles=out.ctypes.data,
             )  # fmt: skip
-            self._entry(np.array(arguments, np.int64).ctypes.data, 0, n_groups)
+            arguments = np.array(values, np.int64)  # must live until the kernel ends
+            self._entry(arguments.ctypes.data, 0, n_groups)
         if n_packed < n_rows:
             self._layout.pack(rows[n_packed:], out[n_packed * row_bytes :])
