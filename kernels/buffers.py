@@ -36,6 +36,20 @@ class Address:
     n_bytes: int
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StoredRows:
+    """A float32 matrix [rows, padded width] in a buffer."""
+
+    buffer: Buffer
+    width: int
+    slot: int  # index in the batch's header of the number of rows
+
+    @property
+    def stride(self) -> int:
+        """Distance between rows, in the unit of the backend's kernels."""
+        raise NotImplementedError
+
+
 def assign(stages: Sequence[Iterable[Buffer]], permanent: Iterable[Buffer] = ()) -> int:
     """Set the offset of every buffer. Return the size of the arena in bytes.
 

@@ -8,7 +8,6 @@ back. Streams are connected as in GLM-5.3 (arXiv:2512.24880). In the first layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,7 +187,7 @@ def record(m: Header) -> Graph:
         )
     experts = replace(experts, limits_input=True)
     n_hashed = m.meta.read("hash_layer_count", int, low=0, high=1 << 16)
-    attend = make_attention(m, attention)
+    attend = _Attention(m, attention).attend
 
     def layer(at: Layer, streams: Tensor) -> Tensor:
         x, more = connections.before(at, "hc_attn", streams)
@@ -213,78 +212,81 @@ def record(m: Header) -> Graph:
     return decoder(m, layer, change_embedding=connections.begin, output_norm=end)
 
 
-def make_attention(m: Header, a: AttentionConfig) -> Callable[[Layer, Tensor], Tensor]:
-    """Return the function that records attention, from a layer and its normed input [T, d]."""
-    base = m.meta.read("attention.compress_rope_freq_base", float, low=2.0, high=1e15)
-    # The model does not use YaRN's magnitude.
-    scaled = replace(make_rope(m, a.dim, interleaved=True, theta=base), magnitude=1.0)
-    local = replace(make_local_rope(m, a.dim), interleaved=True)
+class _Attention:
+    """Records the attention of layers."""
 
-    def rotating(rope: g.Rope, dim: int, position_offset: int = 0) -> g.Rope:
-        """Return a rotation of the last values of a head. ``position_offset`` is added to the positions."""
-        return replace(rope, first=dim - a.n_rot, position_offset=position_offset)
+    def __init__(self, m: Header, a: AttentionConfig) -> None:
+        base = m.meta.read("attention.compress_rope_freq_base", float, low=2.0, high=1e15)
+        # The model does not use YaRN's magnitude.
+        scaled = replace(make_rope(m, a.dim, interleaved=True, theta=base), magnitude=1.0)
+        local = replace(make_local_rope(m, a.dim), interleaved=True)
 
-    ratios, dims = {*a.ratios} - {0}, (a.dim, a.index_dim)
-    of_entries = {(ratio, dim): rotating(scaled, dim, 1 - ratio) for ratio in ratios for dim in dims}
-    of_window, of_compressed = rotating(local, a.dim), rotating(scaled, a.dim)
-    of_index = rotating(scaled, a.index_dim)
-    back = {rope: replace(rope, frequencies=-rope.frequencies) for rope in (of_window, of_compressed)}
+        def rotating(rope: g.Rope, dim: int, position_offset: int = 0) -> g.Rope:
+            """Return a rotation of the last values of a head. ``position_offset`` is added to the positions."""
+            return replace(rope, first=dim - a.n_rot, position_offset=position_offset)
 
-    def compressed(at: Layer, x: Tensor, name: str, dim: int, first_cache: int) -> g.KVCache:
+        self.a, self.context = a, m.context
+        ratios, dims = {*a.ratios} - {0}, (a.dim, a.index_dim)
+        self.of_entries = {(ratio, dim): rotating(scaled, dim, 1 - ratio) for ratio in ratios for dim in dims}
+        self.of_window, self.of_compressed = rotating(local, a.dim), rotating(scaled, a.dim)
+        self.of_index = rotating(scaled, a.index_dim)
+        ropes = self.of_window, self.of_compressed
+        self.back = {rope: replace(rope, frequencies=-rope.frequencies) for rope in ropes}
+
+    def compressed(self, at: Layer, x: Tensor, name: str, dim: int, first_cache: int) -> g.KVCache:
         """Record the compression of the layer's runs, and return the cache of entries.
 
         ``first_cache`` is the number of the first of its two caches.
         """
-        w, ratio = at.weights, a.ratios[at.number]
+        w, ratio = at.weights, self.a.ratios[at.number]
         n = (2 if ratio == _OVERLAPPING else 1) * dim
         rows = at.add(
             ops.Linears(x, tuple(w.matrix(f"{name}_compressor_{suffix}", x.width, n) for suffix in ("kv", "gate")))
         )
         window_cache = at.graph.kv_cache(
-            2 * n // dim, dim, values_in_keys=True, window=a.kept, is_exact=True, number=first_cache
+            2 * n // dim, dim, values_in_keys=True, window=self.a.kept, is_exact=True, number=first_cache
         )
         both = at.add(ops.SideBySide(rows))
         both = at.add(ops.RopeAppend(both, both, None, window_cache, None))
         entry = at.add(ops.Compress(both, window_cache, w.require(f"{name}_compressor_ape.weight", ratio, n)))
         entries = at.graph.kv_cache(1, dim, values_in_keys=True, stride=ratio, number=first_cache + 1)
         of_head = g.HeadNorm(at.norm_eps, w.vector(f"{name}_compressor_norm", dim))
-        at.add(ops.RopeAppend(entry, entry, None, entries, of_entries[ratio, dim], k_norm=of_head))
+        at.add(ops.RopeAppend(entry, entry, None, entries, self.of_entries[ratio, dim], k_norm=of_head))
         return entries
 
-    def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
+    def select(self, at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
         """Return the selection of entries of overlapping runs, or None if tokens see all entries."""
-        w = at.weights
-        if m.context // _OVERLAPPING <= a.top_k:
+        w, a = at.weights, self.a
+        if self.context // _OVERLAPPING <= a.top_k:
             w.skip("indexer.attn_q_b.weight", "indexer.proj.weight")
             w.skip(*(f"indexer_compressor_{name}.weight" for name in ("kv", "gate", "ape", "norm")))
             return None
-        entries = compressed(at, x, "indexer", a.index_dim, 3)
+        entries = self.compressed(at, x, "indexer", a.index_dim, 3)
         q = at.add(ops.Linear(of_query, w.matrix("indexer.attn_q_b", a.n_query, a.n_index * a.index_dim)))
-        q = at.add(ops.RopeAppend(q, None, None, entries, of_index))
+        q = at.add(ops.RopeAppend(q, None, None, entries, self.of_index))
         weights = at.add(ops.Scale(at.linear(x, "indexer.proj", a.n_index), (a.n_index * a.index_dim) ** -0.5))
         return at.add(ops.IndexSelect(q, weights, entries, a.top_k))
 
-    def attend(at: Layer, x: Tensor) -> Tensor:
-        w, ratio, width = at.weights, a.ratios[at.number], a.n * a.dim
+    def attend(self, at: Layer, x: Tensor) -> Tensor:
+        """Record attention for the normed input of a layer, [T, d]."""
+        w, a, ratio, width = at.weights, self.a, self.a.ratios[at.number], self.a.n * self.a.dim
         of_query, kv = at.add(
             ops.Linears(x, (w.matrix("attn_q_a", x.width, a.n_query), w.matrix("attn_kv", x.width, a.dim)))
         )
         of_query = norm(at, "attn_q_a_norm", of_query)
-        entries = compressed(at, x, "attn", a.dim, 1) if ratio else None
-        selected = select(at, x, of_query) if ratio == _OVERLAPPING else None
+        entries = self.compressed(at, x, "attn", a.dim, 1) if ratio else None
+        selected = self.select(at, x, of_query) if ratio == _OVERLAPPING else None
         q = at.add(ops.Linear(of_query, w.matrix("attn_q_b", a.n_query, width)))
         cache = at.graph.kv_cache(1, a.dim, values_in_keys=True, window=a.kept, is_exact=True)
-        rope, of_head = of_compressed if ratio else of_window, g.HeadNorm(at.norm_eps)
+        rope, of_head = self.of_compressed if ratio else self.of_window, g.HeadNorm(at.norm_eps)
         of_key = replace(of_head, weight=w.vector("attn_kv_a_norm", a.dim))
         q = at.add(ops.RopeAppend(q, kv, None, cache, rope, of_head, of_key))
         sinks = w.vector("attn_sinks", a.n)
         y = at.add(ops.Attention(q, cache, a.dim**-0.5, a.window, sinks=sinks, selected=selected, entries=entries))
-        y = at.add(ops.RopeAppend(y, None, None, cache, back[rope]))
+        y = at.add(ops.RopeAppend(y, None, None, cache, self.back[rope]))
         n_out = a.n_groups * a.n_group
         of_groups = Reshaped(
             w.require("attn_output_a.weight", n_out, width // a.n_groups),
             (a.n_groups, a.n_group, width // a.n_groups),
         )
         return at.linear(at.add(ops.HeadLinear(y, of_groups)), "attn_output_b", at.n_embd)
-
-    return attend

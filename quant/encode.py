@@ -73,16 +73,8 @@ def quantize(
         ModelError: the type has no encoder, ``n`` is not a multiple of its block length, a value is NaN, infinite or
             too large for the format, or the weights are not ``n`` finite numbers of at least 0.
     """
-    if type not in ENCODABLE:
-        supported = ", ".join(supported_type.name for supported_type in ENCODABLE)
-        raise ModelError(f"cannot encode tensors as {type.name}; choose one of {supported}")
-    size = BLOCK_SIZES[type]
-    if values.ndim == 0 or values.shape[-1] % size.length:
-        raise ModelError(
-            f"rows encoded as {type.name} must have a multiple of {size.length} values; "
-            f"the shape is {list(values.shape)}"
-        )
-    n = values.shape[-1]
+    _check(values, type)
+    n, size = values.shape[-1], BLOCK_SIZES[type]
     out = np.empty((*values.shape[:-1], size.row_bytes(n)), np.uint8)
     if not out.size:
         return out
@@ -114,6 +106,18 @@ def quantize(
     for _ in map(encode, starts) if len(starts) < 2 else in_order(encode, starts, threads or os.cpu_count() or 1):
         pass
     return out
+
+
+def _check(values: npt.NDArray[np.floating], type: GGMLType) -> None:
+    """Raise ModelError if the type has no encoder, or the rows are not whole blocks."""
+    if type not in ENCODABLE:
+        supported = ", ".join(supported_type.name for supported_type in ENCODABLE)
+        raise ModelError(f"cannot encode tensors as {type.name}; choose one of {supported}")
+    length = BLOCK_SIZES[type].length
+    if values.ndim == 0 or values.shape[-1] % length:
+        raise ModelError(
+            f"rows encoded as {type.name} must have a multiple of {length} values; the shape is {list(values.shape)}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -483,6 +483,43 @@ def choose_rows(s, a, b, rows):
 
 
 @jit
+def fit_rows(x, w, lowest, step, top, near, tries, a, b, row, rows, t):
+    """Search the best rows for a sub-block, at a few scales. Return its best scale and their Σ w row².
+
+    ``a``, ``b`` and ``row`` receive Σ w x row, Σ w row² and the row for each codebook, group of values and scale.
+    `encode_rows` describes the other arguments.
+    """
+    length = near.shape[2]
+    span = np.float32(0)
+    for i in range(x.size):
+        span = max(span, abs(x[i]))
+    least, best, best_book = np.float32(0), np.float32(0), 0
+    for v in range(near.shape[0]):
+        book = near[v]
+        for k in range(x.size // length):
+            xs, ws = x[length * k : length * (k + 1)], w[length * k : length * (k + 1)]
+            for c in range(tries.size):
+                point, lane = best_row(xs, ws, span / tries[c], lowest[v], step, top, book, t)
+                row[v, k, c] = LANES * point + lane
+                a[v, k, c], b[v, k, c] = 0, 0
+                for i in range(length):
+                    g = np.float32(book[point, i, lane])
+                    a[v, k, c] += ws[i] * xs[i] * g
+                    b[v, k, c] += ws[i] * g * g
+        for c in range(2 * tries.size - 1):
+            target = tries[c // 2]
+            if c % 2:
+                target = (target + tries[c // 2 + 1]) / 2
+            cost = cost_at(span / target, a[v], b[v])
+            if cost < least:
+                least, best, best_book = cost, span / target, v
+    if least < 0:
+        sum_a, sum_b = choose_rows(best, a[best_book], b[best_book], rows)
+        return sum_a * inverse(sum_b), sum_b
+    return np.float32(0), np.float32(0)
+
+
+@jit
 def encode_rows(
     x, weights, sub, lowest, step, top, near, signed, even, s_hi, lut, tries, s_tries, points, masks, ds, ss, space
 ):
@@ -510,8 +547,7 @@ def encode_rows(
         space: scratch memory: Σ w x row, Σ w row² and the row for each sub-block, codebook, row and scale; selected
             rows; a table; scale and weight of each sub-block; the block's values.
     """
-    n_books, _, length, _ = near.shape
-    n_sub, n_groups, n_tries = 256 // sub, sub // length, tries.size
+    n_books, n_sub, n_groups = near.shape[0], 256 // sub, sub // near.shape[2]
     a, b, row, rows, t, fits, y = space
     for block in range(x.shape[0]):
         w = weights[block % weights.shape[0]]
@@ -526,33 +562,8 @@ def encode_rows(
             for k in range(32):
                 make_even(y[8 * k : 8 * k + 8], w[8 * k : 8 * k + 8], masks[block, k : k + 1])
         for j in range(n_sub):
-            span = np.float32(0)
-            for i in range(sub * j, sub * (j + 1)):
-                span = max(span, abs(y[i]))
-            least, best, best_book = np.float32(0), np.float32(0), 0
-            fits[0, j], fits[1, j] = 0, 0
-            for v in range(n_books):
-                for k in range(n_groups):
-                    at = sub * j + length * k
-                    ys, ws, book = y[at : at + length], w[at : at + length], near[v]
-                    for c in range(n_tries):
-                        point, lane = best_row(ys, ws, span / tries[c], lowest[v], step, top, book, t)
-                        row[j, v, k, c] = LANES * point + lane
-                        a[j, v, k, c], b[j, v, k, c] = 0, 0
-                        for i in range(length):
-                            g = np.float32(book[point, i, lane])
-                            a[j, v, k, c] += ws[i] * ys[i] * g
-                            b[j, v, k, c] += ws[i] * g * g
-                for c in range(2 * n_tries - 1):
-                    target = tries[c // 2]
-                    if c % 2:
-                        target = (target + tries[c // 2 + 1]) / 2
-                    cost = cost_at(span / target, a[j, v], b[j, v])
-                    if cost < least:
-                        least, best, best_book = cost, span / target, v
-            if least < 0:
-                sum_a, sum_b = choose_rows(best, a[j, best_book], b[j, best_book], rows)
-                fits[0, j], fits[1, j] = sum_a * inverse(sum_b), sum_b
+            ys, ws = y[sub * j : sub * (j + 1)], w[sub * j : sub * (j + 1)]
+            fits[0, j], fits[1, j] = fit_rows(ys, ws, lowest, step, top, near, tries, a[j], b[j], row[j], rows, t)
         d = fit(fits[0], fits[1], np.float32(0), np.float32(0), lut, False, np.float32(0), s_tries, t)[0]
         numerator, denominator = np.float32(0), np.float32(0)
         for j in range(n_sub):

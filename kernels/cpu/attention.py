@@ -743,6 +743,26 @@ def copy_states(state, n_rows, out):
         store_f32x16(out + i, load_f32x16(state + i))
 
 
+@template
+def round_query(row_query):
+    """Round a query in place to the records that are multiplied with codes of keys; records are shorter."""
+    offset = 1 if KEY_BITS == 8 else -(1 << (KEY_BITS - 1))
+    for g in range(KEY_HEAD // VALUES_PER_SCALE):
+        x, y = load_f32x16(row_query + 128 * g), load_f32x16(row_query + 128 * g + 64)
+        store_record(x, y, 0, offset, row_query + RECORD * g)
+
+
+@template
+def load_fall(falls, r, by_distance, head, position):
+    """Store how the scores of row r depend on the distance: the head's slope, or the address of its biases."""
+    if ALIBI:
+        store_f32(falls + 8 * r, load_f32(by_distance + 4 * head))
+        store_i32(falls + 8 * r + 4, load_i32(position))
+    if BIASES:
+        store_i64(falls + 16 * r, by_distance + 4 * (head * BIASES + BIASES // 2))
+        store_i64(falls + 16 * r + 8, np.int64(load_i32(position)))
+
+
 @kernel
 def attention(
     begin, end, batch, tiles, n_kv_heads, group_size, q, q_stride, key_dim, value_dim,
@@ -784,30 +804,16 @@ def attention(
         for r in range(n_computed):
             row = first_row + min(r, n_rows - 1)
             token = start + row // group_size
-            query = q + token * q_stride + 4 * (head * group_size + row % group_size) * key_dim
-            row_query = queries + 4 * KEY_HEAD * r
-            load_query(query, key_dim, scale, row_query)
+            query_head, row_query = head * group_size + row % group_size, queries + 4 * KEY_HEAD * r
+            load_query(q + token * q_stride + 4 * query_head * key_dim, key_dim, scale, row_query)
             if KEY_BITS < 16 and not VALUES_IN_KEYS:
-                offset = 1 if KEY_BITS == 8 else -(1 << (KEY_BITS - 1))
-                for g in range(KEY_HEAD // VALUES_PER_SCALE):  # in place: records are shorter
-                    x, y = load_f32x16(row_query + 128 * g), load_f32x16(row_query + 128 * g + 64)
-                    store_record(x, y, 0, offset, row_query + RECORD * g)
-            if ALIBI:
-                store_f32(falls + 8 * r, load_f32(by_distance + 4 * (head * group_size + row % group_size)))
-                store_i32(falls + 8 * r + 4, load_i32(positions + 4 * token))
-            if BIASES:
-                middle = (head * group_size + row % group_size) * BIASES + BIASES // 2
-                store_i64(falls + 16 * r, by_distance + 4 * middle)
-                store_i64(falls + 16 * r + 8, np.int64(load_i32(positions + 4 * token)))
+                round_query(row_query)
+            load_fall(falls, r, by_distance, query_head, positions + 4 * token)
             token_selection = own_selected + token * selected_stride
             load_limits(
-                positions + 4 * token,
-                lasts + 4 * token,
-                window,
-                load_i64(tile + 48),
-                limits + 16 * r,
+                positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r,
                 token_selection,
-            )
+            )  # fmt: skip
         first, stop, first_token = load_i64(tile + 24), load_i64(tile + 32), start + first_row // group_size
         if ENTRIES:
             n_seen = np.int64(load_i32(positions + 4 * first_token)) + 1
@@ -828,7 +834,9 @@ def attention(
 
 
 @kernel
-def merge_partials(begin, end, batch, tiles, n_kv_heads, group_size, value_dim, starts, partials, sinks, out, stride):
+def merge_partials(
+    begin, end, batch, tiles, n_kv_heads, group_size, value_dim, starts, partials, sinks, out, out_stride
+):  # fmt: skip
     """Merge the partials of each tile in order, and write its rows.
 
     tiles: int64 [n, 5]: sequence, first row, number of rows, first partial, number of partials.  The other
@@ -844,4 +852,4 @@ def merge_partials(begin, end, batch, tiles, n_kv_heads, group_size, value_dim, 
         clear(state, n_rows)
         for partial in range(first_partial, first_partial + load_i64(tile + 32)):
             merge(state, partials + (partial * n_kv_heads + head) * (TILE_ROWS * STATE), n_rows)
-        write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sinks, out, stride)
+        write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sinks, out, out_stride)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import Argument, ExpertReadError, UsageError
+from localllm.kernels import operations as ops
 from localllm.kernels.backend import (
     Backend,
     Batch,
@@ -146,11 +147,13 @@ class CPUStep(Step):
         self._tables, self._n_products = lowered.tables, lowered.n_products
         arena = aligned_zeros(lowered.arena_bytes, np.uint8)
         self._tables.bind(arena)
-        self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
-        self._ngrams = [(NgramRows(op), cache.state(op.state), y.rows(arena)) for op, y in lowered.ngrams]
-        self._adapters = [(op, y.rows(arena)) for op, y in lowered.adapters]
-        self._added = [(op, y.rows(arena)) for op, y in lowered.added]
-        self._inputs, self._n_joined = [(op, y.rows(arena)) for op, y in lowered.hidden], lowered.n_joined
+        self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.filled_by(ops.Embed)]
+        ngrams = lowered.filled_by(ops.NgramEmbed)
+        self._ngrams = [(NgramRows(op), cache.state(op.state), y.rows(arena)) for op, y in ngrams]
+        self._adapters = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.AdapterWeights)]
+        self._added = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.AddRows)]
+        self._inputs = [(op, y.rows(arena)) for op, y in lowered.filled_by(ops.Input)]
+        self._n_joined = lowered.n_joined
         self._arena, self._watched = arena, lowered.watched
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width

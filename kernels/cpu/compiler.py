@@ -35,11 +35,13 @@ import llvmlite
 
 from localllm.errors import KernelError
 from localllm.kernels import process
+from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if_unwritable, write_code
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.object_code import link
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import DeviceFunction, Template
+from localllm.kernels.parameters import Parameters, ParameterType, ordered
 
 # Imported only to compile: a start with all kernels on disk does not need it.
 if TYPE_CHECKING:
@@ -60,6 +62,13 @@ _CONSTANTS = (
 )
 
 
+#: Types of parameters; a null address is 0.
+FLOAT = ParameterType("float", (float,), lambda value: value)
+WORD = ParameterType(
+    "int or address", (int, Buffer, Address, type(None)), lambda value: 0 if value is None else value
+)
+
+
 class Kernel(Template):
     """A template that can be called from a program: ``kernel(begin, end, …)``.
 
@@ -69,8 +78,13 @@ class Kernel(Template):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        code = function.__code__
-        self.parameters = [(n, n in function.__annotations__) for n in code.co_varnames[2 : code.co_argcount]]
+        code, floats = function.__code__, function.__annotations__
+        names = code.co_varnames[2 : code.co_argcount]
+        self.parameters: Parameters = {name: FLOAT if name in floats else WORD for name in names}
+
+    def arguments(self, **arguments: Any) -> tuple[Any, ...]:
+        """Return arguments in the kernel's order; see `localllm.kernels.parameters.ordered`."""
+        return ordered(self.name, self.parameters, arguments)
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
@@ -117,8 +131,8 @@ class _Frontend:
         tree, scope = kernel.specialise(self.constants)
         names = ["arguments", *(a.arg for a in tree.args.args[:2])]
         loads: list[ast.stmt] = []
-        for i, (name, is_float) in enumerate(kernel.parameters):
-            loads += ast.parse(f"{name} = {'load_f32' if is_float else 'load_i64'}(arguments + {8 * i})").body
+        for i, (name, type) in enumerate(kernel.parameters.items()):
+            loads += ast.parse(f"{name} = {'load_f32' if type is FLOAT else 'load_i64'}(arguments + {8 * i})").body
         tree.body = loads + tree.body
         return str(self.compile(tree, names, scope, kernel.file, (types.intp,) * 3).fndesc.llvm_func_name)
 

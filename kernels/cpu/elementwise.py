@@ -150,23 +150,29 @@ def rms_norm(begin, end, x, weight, n_groups, n, width, weight_step, x_stride, y
                 store_f32x16(out + i, v)
 
 
+@device
+def mean_and_variance(row, n, width):
+    """Return the mean of ``n`` values in all lanes, and their variance; ``width`` includes padding."""
+    last = splat_int(np.int32(n - 1))
+    total, squares = zero_f32x16(), zero_f32x16()
+    for i in range(0, 4 * width, 64):
+        total = total + load_f32x16(row + i)
+    mean = splat(sum_lanes(total) / np.float32(n))
+    for i in range(0, 4 * width, 64):
+        lanes = lane_numbers() + splat_int(np.int32(i // 4))
+        v = select_between(lanes, zero_i32x16(), last, load_f32x16(row + i) - mean, zero_f32x16())
+        squares = fma(v, v, squares)
+    return mean, sum_lanes(squares) / np.float32(n)
+
+
 @kernel
 def layer_norm(begin, end, x, weight, bias, n_groups, n, width, stride, y, eps: float):
     """y = (x - mean(x)) / sqrt(var(x) + eps) * weight (+ bias), over groups of ``n`` values."""
-    last = splat_int(np.int32(n - 1))
     for token in range(begin, end):
         for group in range(n_groups):
             first = 4 * n * group
             row, out = x + token * stride + first, y + token * stride + first
-            total, squares = zero_f32x16(), zero_f32x16()
-            for i in range(0, 4 * width, 64):
-                total = total + load_f32x16(row + i)
-            mean = splat(sum_lanes(total) / np.float32(n))
-            for i in range(0, 4 * width, 64):
-                lanes = lane_numbers() + splat_int(np.int32(i // 4))
-                v = select_between(lanes, zero_i32x16(), last, load_f32x16(row + i) - mean, zero_f32x16())
-                squares = fma(v, v, squares)
-            variance = sum_lanes(squares) / np.float32(n)
+            mean, variance = mean_and_variance(row, n, width)
             scale = splat(ONE / sqrt(variance + eps))
             for i in range(0, 4 * width, 64):
                 v = (load_f32x16(row + i) - mean) * scale * load_f32x16(weight + first + i)
@@ -340,10 +346,13 @@ def clamped_swiglu(g, u):
 
 @kernel
 def gated(begin, end, gate, up, width, stride, y):
-    """y = ACTIVATION(gate, up)."""
+    """y = ACTIVATION(gate, up); without UP, the second argument is 1."""
     for token in range(begin, end):
         for i in range(token * stride, token * stride + 4 * width, 64):
-            store_f32x16(y + i, ACTIVATION(load_f32x16(gate + i), load_f32x16(up + i)))
+            factor = splat(ONE)
+            if UP:
+                factor = load_f32x16(up + i)
+            store_f32x16(y + i, ACTIVATION(load_f32x16(gate + i), factor))
 
 
 @kernel
@@ -354,14 +363,6 @@ def head_gate(begin, end, x, gate, n_heads, head_bytes, gate_stride, stride, y):
             factor, first = load_splat_f32(gate + token * gate_stride + 4 * head), token * stride + head * head_bytes
             for i in range(first, first + head_bytes, 64):
                 store_f32x16(y + i, ACTIVATION(factor, load_f32x16(x + i)))
-
-
-@kernel
-def activation(begin, end, x, width, stride, y):
-    """y = ACTIVATION(x, 1)."""
-    for token in range(begin, end):
-        for i in range(token * stride, token * stride + 4 * width, 64):
-            store_f32x16(y + i, ACTIVATION(load_f32x16(x + i), splat(ONE)))
 
 
 @kernel
@@ -384,14 +385,19 @@ def xielu(begin, end, x, width, stride, y, p: float, n: float, beta: float, eps:
 
 
 @kernel
-def add(begin, end, x, gate, gate_stride, residual, width, stride, y, scale: float):
-    """y = residual + scale * x, or with GATE, residual + scale * sigmoid(gate) * x."""
+def add(begin, end, x, weight, gate, gate_stride, residual, width, stride, y, factor: float):
+    """y = factor * x, with WEIGHT times a weight, with GATE times sigmoid(gate), and with RESIDUAL plus residual."""
     for token in range(begin, end):
-        factor = splat(scale)
+        factors = splat(factor)
+        if WEIGHT:
+            factors = factors * load_splat_f32(weight)
         if GATE:
-            factor = factor * sigmoid(load_splat_f32(gate + token * gate_stride))
+            factors = factors * sigmoid(load_splat_f32(gate + token * gate_stride))
         for i in range(token * stride, token * stride + 4 * width, 64):
-            store_f32x16(y + i, fma(load_f32x16(x + i), factor, load_f32x16(residual + i)))
+            if RESIDUAL:
+                store_f32x16(y + i, fma(load_f32x16(x + i), factors, load_f32x16(residual + i)))
+            else:
+                store_f32x16(y + i, load_f32x16(x + i) * factors)
 
 
 @kernel
@@ -496,30 +502,12 @@ def above_deviation(begin, end, x, n, width, stride, y, factor: float):
     last = splat_int(np.int32(n - 1))
     for token in range(begin, end):
         row, out = x + token * stride, y + token * stride
-        total, squares = zero_f32x16(), zero_f32x16()
-        for i in range(0, 4 * width, 64):
-            total = total + load_f32x16(row + i)
-        mean = splat(sum_lanes(total) / np.float32(n))
-        for i in range(0, 4 * width, 64):
-            lanes = lane_numbers() + splat_int(np.int32(i // 4))
-            v = select_between(lanes, zero_i32x16(), last, load_f32x16(row + i) - mean, zero_f32x16())
-            squares = fma(v, v, squares)
-        cut = mean + splat(factor * sqrt(sum_lanes(squares) / np.float32(n)))
+        mean, variance = mean_and_variance(row, n, width)
+        cut = mean + splat(factor * sqrt(variance))
         for i in range(0, 4 * width, 64):
             lanes = lane_numbers() + splat_int(np.int32(i // 4))
             v = maximum(load_f32x16(row + i) - cut, zero_f32x16())
             store_f32x16(out + i, select_between(lanes, zero_i32x16(), last, v, zero_f32x16()))
-
-
-@kernel
-def scale(begin, end, x, weight, width, stride, y, factor: float):
-    """y = factor * x, or with WEIGHT, factor * weight * x."""
-    for token in range(begin, end):
-        factors = splat(factor)
-        if WEIGHT:
-            factors = factors * load_splat_f32(weight)
-        for i in range(token * stride, token * stride + 4 * width, 64):
-            store_f32x16(y + i, load_f32x16(x + i) * factors)
 
 
 @kernel

@@ -281,14 +281,14 @@ def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, expert_we
 
 
 @kernel
-def gather_floats(begin, end, places, per_row, x, stride, expert_weights, y):
-    """Copy row ``pair // per_row`` of x to the row of y at the pair's place; rows have ``stride`` bytes."""
+def gather_floats(begin, end, places, per_row, x, x_stride, expert_weights, y):
+    """Copy row ``pair // per_row`` of x to the row of y at the pair's place; rows have ``x_stride`` bytes."""
     for pair in range(begin, end):
-        source, target = x + pair // per_row * stride, y + load_i64(places + 8 * pair) * stride
+        source, target = x + pair // per_row * x_stride, y + load_i64(places + 8 * pair) * x_stride
         factor = splat(np.float32(1))
         if expert_weights != 0:
             factor = load_splat_f32(expert_weights + 4 * pair)
-        for i in range(0, stride, 64):
+        for i in range(0, x_stride, 64):
             store_f32x16(target + i, load_f32x16(source + i) * factor)
 
 
@@ -296,17 +296,17 @@ def gather_floats(begin, end, places, per_row, x, stride, expert_weights, y):
 
 
 @kernel
-def experts_quantised(begin, end, experts, n_groups, tables, n_tiles, x, pairs, biases, y, y_stride):
+def experts_quantised(begin, end, experts, n_units, tables, n_tiles, x, pairs, biases, y, y_stride):
     """Integer products; a unit is 16 rows of an active expert.
 
-    experts: entries of active experts.  tables: int64, address of each expert's packed tiles, ``n_groups`` groups of
+    experts: entries of active experts.  tables: int64, address of each expert's packed tiles, ``n_units`` groups of
     16 rows.  x: records by place.  pairs: pair at each place.  biases: float32 [n_experts, n] or 0.  y: float32
     [pairs, n].  `matmul_quantised` describes the other parameters.
     """
     slab = stack(SLAB * BLOCK_BYTES)
     sums = stack(2 * REST_SUMS)
     for unit in range(begin, end):
-        entry, group = experts + unit // n_groups * ENTRY, unit % n_groups
+        entry, group = experts + unit // n_units * ENTRY, unit % n_units
         tiles = load_i64(tables + 8 * load_i64(entry)) + group * n_tiles * TILE_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
         rows, bias = group * 64, np.int64(0)

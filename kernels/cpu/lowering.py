@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from localllm.kernels import graph as g
 from localllm.kernels import operations as ops
 from localllm.kernels.backend import check_operations
-from localllm.kernels.buffers import Address, Buffer, assign
+from localllm.kernels.buffers import Address, Buffer, StoredRows, assign
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul, recurrent, selection
 from localllm.kernels.cpu import experts as expert_kernels
@@ -37,7 +37,7 @@ from localllm.kernels.cpu.cache_types import PAGE, layouts_of
 from localllm.kernels.cpu.compiler import Kernel, variant
 from localllm.kernels.cpu.expert_pool import ExpertGroup, stays_in_file
 from localllm.kernels.cpu.memory import PADDING, padded
-from localllm.kernels.cpu.program import Argument, Instruction
+from localllm.kernels.cpu.program import Instruction
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import TILES, TOKENS, x_tile_bytes
@@ -52,23 +52,17 @@ from localllm.quant.types import GGMLType
 _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_CHOSEN}
 
 _ACTIVATIONS = {
-    "silu": elementwise.silu,
-    "gelu": elementwise.gelu,
-    "gelu_erf": elementwise.gelu_erf,
-    "gelu_quick": elementwise.gelu_quick,
-    "relu2": elementwise.relu2,
-    "tanh": elementwise.tanh_of_gate,
-    "sigmoid": elementwise.sigmoid_of_gate,
-    "identity": elementwise.identity,
-    "clamped_swiglu": elementwise.clamped_swiglu,
-    "softplus": elementwise.softplus_of_gate,
-}
+    "silu": elementwise.silu, "gelu": elementwise.gelu, "gelu_erf": elementwise.gelu_erf,
+    "gelu_quick": elementwise.gelu_quick, "relu2": elementwise.relu2, "tanh": elementwise.tanh_of_gate,
+    "sigmoid": elementwise.sigmoid_of_gate, "identity": elementwise.identity,
+    "clamped_swiglu": elementwise.clamped_swiglu, "softplus": elementwise.softplus_of_gate,
+}  # fmt: skip
 
 #: Kernels that compute each value of a result from one value of x, and their numbers.
-_ELEMENTWISE: dict[type[g.Operation[Any]], tuple[Kernel, Callable[[Any], tuple[float, ...]]]] = {
-    ops.Clamp: (elementwise.clamp, lambda op: (op.low, op.high)),
-    ops.Softcap: (elementwise.softcap, lambda op: (op.cap, 1 / op.cap)),
-    ops.XIELU: (elementwise.xielu, lambda op: (op.p, op.n, op.beta, op.eps)),
+_ELEMENTWISE: dict[type[g.Operation[Any]], tuple[Kernel, Callable[[Any], dict[str, float]]]] = {
+    ops.Clamp: (elementwise.clamp, lambda op: {"low": op.low, "high": op.high}),
+    ops.Softcap: (elementwise.softcap, lambda op: {"cap": op.cap, "inverse": 1 / op.cap}),
+    ops.XIELU: (elementwise.xielu, lambda op: {"p": op.p, "n": op.n, "beta": op.beta, "eps": op.eps}),
 }
 
 _FLOAT_LOADS: dict[KernelType, Any] = {
@@ -78,17 +72,13 @@ _FLOAT_LOADS: dict[KernelType, Any] = {
 }
 
 
+T = TypeVar("T")
 #: A number of positions larger than any context length.
 ALL = 1 << 31
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HostRows:
-    """A float32 matrix [rows, padded width] in a buffer."""
-
-    buffer: Buffer
-    width: int
-    slot: int  # index in the batch's header of the number of rows
+class HostRows(StoredRows):
+    """A float32 matrix [rows, padded width] in memory of the host."""
 
     @property
     def stride(self) -> int:
@@ -124,16 +114,16 @@ class CPULowered:
 
     instructions: Sequence[Instruction]
     tables: BatchTables  # tables of the batch, filled before the program runs
-    embeddings: Sequence[tuple[ops.Embed, HostRows]]  # embeddings to look up, and the matrix for their rows
-    ngrams: Sequence[tuple[ops.NgramEmbed, HostRows]]  # n-gram embeddings, in the same form
-    adapters: Sequence[tuple[ops.AdapterWeights, HostRows]]  # weights of adapters, in the same form
-    added: Sequence[tuple[ops.AddRows, HostRows]]  # embeddings that layers add, in the same form
-    hidden: Sequence[tuple[ops.Input, HostRows]]  # input rows of the graph
+    filled: Sequence[tuple[g.Operation[Tensor], HostRows]]  # rows that are filled before the program runs
     result: HostRows
     watched: Mapping[Value, HostRows | StoredRouting]
     arena_bytes: int  # size of all buffers
     n_products: int  # products of activations and weights per token
     n_joined: int  # rows that one output row is made from
+
+    def filled_by(self, type: type[T]) -> list[tuple[T, HostRows]]:
+        """Return the operations of a type whose rows are filled before the program runs."""
+        return [(op, rows) for op, rows in self.filled if isinstance(op, type)]
 
 
 class CPULowering:
@@ -160,15 +150,11 @@ class CPULowering:
         self.last_uses = graph.last_uses()
         self.node_index = 0
         self.instructions: list[Instruction] = []
-        self.stored: dict[Value, Any] = {}
+        self.stored: dict[Value | None, Any] = {None: None}
         #: Quantised rows of tensors, in the layout of `tiles`.
         self.records: dict[Tensor, Buffer] = {}
         self.int16: dict[Tensor, Buffer] = {}
-        self.embeddings: list[tuple[ops.Embed, HostRows]] = []
-        self.ngrams: list[tuple[ops.NgramEmbed, HostRows]] = []
-        self.adapters: list[tuple[ops.AdapterWeights, HostRows]] = []
-        self.added: list[tuple[ops.AddRows, HostRows]] = []
-        self.hidden: list[tuple[ops.Input, HostRows]] = []
+        self.filled: list[tuple[g.Operation[Tensor], HostRows]] = []
         self.n_products = 0
 
     def lower(self) -> CPULowered:
@@ -176,18 +162,13 @@ class CPULowering:
             self.node_index = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        rows = *self.embeddings, *self.ngrams, *self.adapters, *self.added, *self.hidden
-        filled = [*self.tables.buffers, *(y.buffer for _, y in rows)]
+        filled = [*self.tables.buffers, *(y.buffer for _, y in self.filled)]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
         return CPULowered(
             self.instructions,
             self.tables,
-            self.embeddings,
-            self.ngrams,
-            self.adapters,
-            self.added,
-            self.hidden,
+            self.filled,
             result,
             watched,
             n_bytes,
@@ -229,6 +210,9 @@ class CPULowering:
             return stored
         return self.new(op.result.rows, op.result.width)
 
+    def _buffer_of(self, x: Tensor | None) -> Buffer | None:
+        return None if x is None else self.stored[x].buffer
+
     def records_of(self, x: Tensor) -> Buffer:
         """Return the quantised rows of a tensor; the first call adds the kernel that quantises them."""
         if x not in self.records:
@@ -236,7 +220,7 @@ class CPULowering:
             n_blocks = s.width // 32
             records = Buffer(-(-self.n_rows[s.slot] // TOKENS) * x_tile_bytes.function(n_blocks))
             self.records[x] = records
-            self.call(elementwise.quantise, (s.buffer, n_blocks, s.stride, records), 1, s.slot)
+            self.call(elementwise.quantise, 1, s.slot, x=s, n_blocks=n_blocks, records=records)
         return self.records[x]
 
     def int16_of(self, x: Tensor) -> Buffer:
@@ -246,21 +230,29 @@ class CPULowering:
             n_blocks = padded(s.width) // 32
             records = Buffer(padded(self.n_rows[s.slot]) * n_blocks * matmul.INT16_RECORD)
             self.int16[x] = records
-            self.call(elementwise.quantise_int16, (s.buffer, n_blocks, s.stride, records), 1, s.slot)
+            self.call(elementwise.quantise_int16, 1, s.slot, x=s, n_blocks=n_blocks, records=records)
         return self.int16[x]
 
     def call(
         self,
         kernel: Kernel,
-        arguments: Sequence[Argument],
         units: int,
         slot: int,
+        /,
         *,
         wait: bool = True,
-        **constants: Any,
+        constants: Mapping[str, Any] | None = None,
+        **arguments: Any,
     ) -> None:
-        code = variant(kernel, self.target, **constants)
-        self.instructions.append(Instruction(code, arguments, units, slot, wait))
+        """Add a call of a kernel with ``units`` units of work per row of ``slot``.
+
+        Args:
+            wait: see `Instruction`.
+            constants: values that the kernel is compiled for.
+            arguments: by the name of the kernel's parameter; see `localllm.kernels.parameters.ordered`.
+        """
+        code = variant(kernel, self.target, **(constants or {}))
+        self.instructions.append(Instruction(code, kernel.arguments(**arguments), units, slot, wait))
 
     def counter(self, slot: int) -> Address:
         """Return the address of a number in the header."""
@@ -268,81 +260,92 @@ class CPULowering:
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
-    def input(self, op: ops.Input) -> HostRows:
-        # Filled before the program runs, as an embedding is: kernels must not write to this memory.
-        y = self.new(Rows.TOKENS, op.x.width, is_kept=True)
-        self.hidden.append((op, y))
+    def _filled(self, op: g.Operation[Tensor]) -> HostRows:
+        """Return rows that are filled before the program runs: kernels must not write to this memory before."""
+        y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
+        self.filled.append((op, y))
         return y
 
-    def embed(self, op: ops.Embed) -> HostRows:
-        y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
-        self.embeddings.append((op, y))
-        return y
-
-    def ngram_embed(self, op: ops.NgramEmbed) -> HostRows:
-        y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
-        self.ngrams.append((op, y))
-        return y
-
-    def adapter_weights(self, op: ops.AdapterWeights) -> HostRows:
-        y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
-        self.adapters.append((op, y))
-        return y
+    input = embed = ngram_embed = adapter_weights = _filled
 
     def add_rows(self, op: ops.AddRows) -> HostRows:
         x: HostRows = self.stored[op.x]
-        rows = self.new(Rows.TOKENS, op.x.width, is_kept=True)
-        self.added.append((op, rows))
-        arguments = self.tables.embedded, rows.buffer, x.stride // 4, x.stride, x.buffer
-        self.call(elementwise.add_rows, arguments, 1, N_EMBEDDED)
+        rows = self._filled(op)
+        sizes: dict[str, Any] = {"width": x.stride // 4, "stride": x.stride}
+        self.call(elementwise.add_rows, 1, N_EMBEDDED, rows=self.tables.embedded, x=rows.buffer, y=x.buffer, **sizes)
         return x
 
     def rms_norm(self, op: ops.RMSNorm) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
-        weight = self.weights.vector(op.weight)
         n = x.width // op.n_groups
-        width = x.stride // 4 if op.n_groups == 1 else n
-        step = 4 * n if op.weight is not None and op.weight.shape == (x.width,) else 0
-        arguments = (x.buffer, weight, op.n_groups, n, width, step, x.stride, y.buffer, y.stride, float(op.eps))
-        self.call(elementwise.rms_norm, arguments, 1, x.slot, WEIGHT=op.weight is not None)
+        self.call(
+            elementwise.rms_norm, 1, x.slot,
+            x=x, weight=self.weights.vector(op.weight), n_groups=op.n_groups, n=n,
+            width=x.stride // 4 if op.n_groups == 1 else n,
+            weight_step=4 * n if op.weight is not None and op.weight.shape == (x.width,) else 0, y=y,
+            eps=float(op.eps), constants={"WEIGHT": op.weight is not None},
+        )  # fmt: skip
         return y
 
     def layer_norm(self, op: ops.LayerNorm) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
-        weight, bias = self.weights.vector(op.weight), self.weights.vector(op.bias)
         n = x.width // op.n_groups
-        width = x.stride // 4 if op.n_groups == 1 else n
-        arguments = (x.buffer, weight, bias, op.n_groups, n, width, x.stride, y.buffer, float(op.eps))
-        self.call(elementwise.layer_norm, arguments, 1, x.slot)
+        self.call(
+            elementwise.layer_norm, 1, x.slot,
+            x=x.buffer, weight=self.weights.vector(op.weight), bias=self.weights.vector(op.bias),
+            n_groups=op.n_groups, n=n, width=x.stride // 4 if op.n_groups == 1 else n, stride=x.stride, y=y.buffer,
+            eps=float(op.eps),
+        )  # fmt: skip
         return y
 
     def gated(self, op: ops.Gated) -> HostRows:
-        gate, up = self.stored[op.gate], self.stored[op.up]
-        activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
-        return self._row_by_row(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
+        return self._gate(op, op.gate, op.up)
+
+    def activation(self, op: ops.Activation) -> HostRows:
+        return self._gate(op, op.x, None)
+
+    def _gate(self, op: ops.Gated | ops.Activation, gate: Tensor, up: Tensor | None) -> HostRows:
+        """Apply an activation, multiplied by a second row if given."""
+        x, constants = self.stored[gate], {"ACTIVATION": _ACTIVATIONS[op.activation], "UP": up is not None}
+        return self._row_by_row(elementwise.gated, op, x, constants, gate=x.buffer, up=self._buffer_of(up))
 
     def head_gate(self, op: ops.HeadGate) -> HostRows:
         x, gate, y = self.stored[op.x], self.stored[op.gate], self.in_place(op)
-        sizes = op.gate.width, 4 * op.x.width // op.gate.width, gate.stride, x.stride
-        values = x.buffer, gate.buffer, *sizes, y.buffer
-        self.call(elementwise.head_gate, values, 1, y.slot, ACTIVATION=_ACTIVATIONS[op.activation])
+        sizes = {"n_heads": op.gate.width, "head_bytes": 4 * op.x.width // op.gate.width, "stride": x.stride}
+        constants = {"ACTIVATION": _ACTIVATIONS[op.activation]}
+        self.call(elementwise.head_gate, 1, y.slot, x=x.buffer, gate=gate, y=y.buffer, **sizes, constants=constants)
         return y
-
-    def activation(self, op: ops.Activation) -> HostRows:
-        x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}
-        return self._row_by_row(elementwise.activation, op, x, (x.buffer,), **activation)
 
     def _elementwise(self, op: g.SameShape) -> HostRows:
         kernel, numbers = _ELEMENTWISE[type(op)]
         x = self.stored[op.x]
-        return self._row_by_row(kernel, op, x, (x.buffer,), *map(float, numbers(op)))
+        values: dict[str, Any] = {name: float(number) for name, number in numbers(op).items()}
+        return self._row_by_row(kernel, op, x, x=x.buffer, **values)
 
     clamp = softcap = xielu = _elementwise
 
     def add(self, op: ops.Add) -> HostRows:
-        x, gated = self.stored[op.x], {"GATE": op.gate is not None}
-        first = x.buffer, *self._address_and_stride(op.gate), self.stored[op.residual].buffer
-        return self._row_by_row(elementwise.add, op, x, first, float(op.scale), **gated)
+        return self._add(op, op.scale, None, op.gate, op.residual)
+
+    def scale(self, op: ops.Scale) -> HostRows:
+        return self._add(op, op.factor, op.weight, None, None)
+
+    def _add(
+        self,
+        op: ops.Add | ops.Scale,
+        factor: float,
+        weight: Weight | None,
+        gate: Tensor | None,
+        residual: Tensor | None,
+    ) -> HostRows:
+        """Compute factor * weight * sigmoid(gate) * x + residual; None omits a factor or the residual."""
+        x: HostRows = self.stored[op.x]
+        constants = {"WEIGHT": weight is not None, "GATE": gate is not None, "RESIDUAL": residual is not None}
+        return self._row_by_row(
+            elementwise.add, op, x, constants,
+            x=x.buffer, weight=self.weights.vector(weight), gate=self.stored[gate],
+            residual=self._buffer_of(residual), factor=float(factor),
+        )  # fmt: skip
 
     def columns(self, op: ops.Columns) -> HostRows:
         y = self.new(op.x.rows, op.result.width, writes_padding=False)
@@ -356,76 +359,92 @@ class CPULowering:
             first += x.width
         return y
 
-    def _copy(self, x: HostRows, source: int, y: HostRows, target: int, n_bytes: int) -> None:
-        """Copy ``n_bytes`` bytes of each row, from offset ``source`` in x to offset ``target`` in y."""
-        places = x.buffer.at(source), 1, 0, x.stride, y.buffer.at(target), 0, y.stride, n_bytes
-        self.call(elementwise.copy_heads, places, 1, x.slot)
+    def _copy(
+        self,
+        x: HostRows,
+        source: int,
+        y: HostRows,
+        target: int,
+        n_bytes: int,
+        *,
+        n_heads: int = 1,
+        x_head: int = 0,
+        y_head: int = 0,
+        wait: bool = True,
+    ) -> None:
+        """Copy ``n_bytes`` bytes of each row, or of each head, from offset ``source`` in x to ``target`` in y.
+
+        Heads start ``x_head`` and ``y_head`` bytes after each other.
+        """
+        self.call(
+            elementwise.copy_heads, 1, x.slot,
+            x=x.buffer.at(source), n_heads=n_heads, x_head=x_head, x_stride=x.stride, y=y.buffer.at(target),
+            y_head=y_head, y_stride=y.stride, n_bytes=n_bytes, wait=wait,
+        )  # fmt: skip
 
     def mix_streams(self, op: ops.MixStreams) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.result.width, writes_padding=False)
-        weights, residual = self._address_and_stride(op.mixing), self._address_and_stride(op.residual)
-        sizes = op.n, op.result.width // op.size, op.first, 4 * op.size
-        arguments = (x.buffer, x.stride, *weights, *residual, *sizes, y.buffer, y.stride, float(op.offset))
-        constants = {"WEIGHTS": op.mixing is not None, "RESIDUAL": op.residual is not None}
-        self.call(elementwise.mix_streams, arguments, 1, x.slot, **constants)
+        self.call(
+            elementwise.mix_streams, 1, x.slot,
+            x=x, weights=self.stored[op.mixing], residual=self.stored[op.residual], n=op.n,
+            n_made=op.result.width // op.size, first=op.first, size=4 * op.size, y=y, offset=float(op.offset),
+            constants={"WEIGHTS": op.mixing is not None, "RESIDUAL": op.residual is not None},
+        )  # fmt: skip
         return y
 
     def hyper_weights(self, op: ops.HyperWeights) -> tuple[HostRows, ...]:
         x, results = self.stored[op.x], tuple(self.new(op.x.rows, y.width, writes_padding=False) for y in op.result)
-        addresses = (*(y.buffer for y in results), 0, 0)[:3]
-        strides = results[0].stride, results[-1].stride
-        weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
-        numbers = float(op.eps), float(op.write_scale), float(op.write_offset)
-        constants: dict[str, Any] = {"N": op.n, "PARTS": len(results), "ROUNDS": op.n_rounds}
-        arguments = (x.buffer, x.stride, *weights, *addresses, *strides, *numbers)
-        self.call(elementwise.hyper_weights, arguments, 1, x.slot, **constants)
+        read, write, mix = (*(y.buffer for y in results), None, None)[:3]
+        self.call(
+            elementwise.hyper_weights, 1, x.slot,
+            x=x, scale=self.weights.vector(op.scale), bias=self.weights.vector(op.bias), read=read, write=write,
+            mix=mix, stride=results[0].stride, mix_stride=results[-1].stride, eps=float(op.eps),
+            write_scale=float(op.write_scale), write_offset=float(op.write_offset),
+            constants={"N": op.n, "PARTS": len(results), "ROUNDS": op.n_rounds},
+        )  # fmt: skip
         return results
 
     def stream_gate(self, op: ops.StreamGate) -> HostRows:
         key, query, y = self.stored[op.key], self.stored[op.query], self.new(op.key.rows, op.n, writes_padding=False)
-        sizes = op.n, 4 * op.size, y.buffer, y.stride, op.size**-0.5
-        self.call(elementwise.stream_gate, (key.buffer, key.stride, query.buffer, query.stride, *sizes), 1, key.slot)
+        sizes = {"n": op.n, "size": 4 * op.size, "scale": op.size**-0.5}
+        self.call(elementwise.stream_gate, 1, key.slot, key=key, query=query, y=y, **sizes)
         return y
 
     def root_mean_square(self, op: ops.RootMeanSquare) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, 1, writes_padding=False)
-        arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, y.stride
-        self.call(elementwise.root_mean_square, arguments, 1, x.slot)
+        sizes = {"n": x.width, "width": x.stride // 4, "stride": x.stride}
+        self.call(elementwise.root_mean_square, 1, x.slot, x=x.buffer, y=y, **sizes)
         return y
 
     def above_deviation(self, op: ops.AboveDeviation) -> HostRows:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
-        arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, float(op.factor)
-        self.call(elementwise.above_deviation, arguments, 1, x.slot)
+        sizes = {"n": x.width, "width": x.stride // 4, "stride": x.stride}
+        self.call(elementwise.above_deviation, 1, x.slot, x=x.buffer, y=y.buffer, factor=float(op.factor), **sizes)
         return y
-
-    def scale(self, op: ops.Scale) -> HostRows:
-        x, weighted = self.stored[op.x], {"WEIGHT": op.weight is not None}
-        first = x.buffer, self.weights.vector(op.weight)
-        return self._row_by_row(elementwise.scale, op, x, first, float(op.factor), **weighted)
 
     def outputs(self, op: ops.Outputs) -> HostRows:
         x, rows, n = self.stored[op.x], self.tables.output_rows, op.n_joined
         if n == 1:
-            return self._row_by_row(elementwise.gather_rows, op, x, (rows, x.buffer))
+            return self._row_by_row(elementwise.gather_rows, op, x, rows=rows, x=x.buffer)
         y = self.new(Rows.OUTPUTS, op.result.width, writes_padding=False)
-        width = x.stride // 4 if op.is_mean else x.width
-        arguments = (rows, n, x.buffer, width, x.stride, y.buffer, y.stride, 1 / n)
-        self.call(elementwise.join_rows, arguments, 1, y.slot, MEAN=op.is_mean)
+        sizes = {"n": n, "width": x.stride // 4 if op.is_mean else x.width, "stride": x.stride, "share": 1 / n}
+        constants = {"MEAN": op.is_mean}
+        self.call(elementwise.join_rows, 1, y.slot, rows=rows, x=x.buffer, y=y, **sizes, constants=constants)
         return y
 
     def _row_by_row(
         self,
         kernel: Kernel,
         op: g.Operation[Tensor],
-        x: HostRows,
-        first: tuple[Argument, ...],
-        *last: Argument,
-        **constants: Any,
+        rows: HostRows,
+        /,
+        constants: Mapping[str, Any] | None = None,
+        **arguments: Any,
     ) -> HostRows:
-        """Call a kernel with ``first``, the width and stride of x, the result, and ``last``."""
+        """Call a kernel whose result has the width and the stride of ``rows``."""
         y = self.in_place(op)
-        self.call(kernel, (*first, x.stride // 4, x.stride, y.buffer, *last), 1, y.slot, **constants)
+        sizes: dict[str, Any] = {"width": rows.stride // 4, "stride": rows.stride}
+        self.call(kernel, 1, y.slot, **arguments, **sizes, y=y.buffer, constants=constants)
         return y
 
     # -- Products --------------------------------------------------------------------------------------------------
@@ -433,8 +452,7 @@ class CPULowering:
     def linear(self, op: ops.Linear) -> HostRows:
         # The result may overwrite the residual, but not if the residual is also x, which other units still multiply.
         y = self.new(op.x.rows, op.matrix.n_out) if op.residual is op.x else self.in_place(op)
-        residual = 0 if op.residual is None else self.stored[op.residual].buffer
-        self._multiply(op.x, op.matrix, y, residual, wait=True)
+        self._multiply(op.x, op.matrix, y, self._buffer_of(op.residual), wait=True)
         return y
 
     def linears(self, op: ops.Linears) -> tuple[HostRows, ...]:
@@ -445,60 +463,54 @@ class CPULowering:
             elif self.graph.rounds_floats:
                 self.int16_of(op.x)
         for i, (matrix, y) in enumerate(zip(op.matrices, results, strict=True)):
-            self._multiply(op.x, matrix, y, 0, wait=i == len(results) - 1)
+            self._multiply(op.x, matrix, y, None, wait=i == len(results) - 1)
         return results
 
-    def _multiply(self, x: Tensor, matrix: g.Matrix, y: HostRows, residual: Argument, *, wait: bool) -> None:
-        address, format = self.weights.matrix(matrix.weight)
-        bias = self.weights.vector(matrix.bias)
-        groups, s, arguments = padded(matrix.n_out) // GROUP, self.stored[x], list[Argument]()
+    def _multiply(self, x: Tensor, matrix: g.Matrix, y: HostRows, residual: Buffer | None, *, wait: bool) -> None:
+        weights, format = self.weights.matrix(matrix.weight)
+        units, s, n_in = padded(matrix.n_out) // GROUP, self.stored[x], matrix.n_in
+        constants, arguments = {**_format_constants(format), "HEADS": False}, dict[str, Any]()
+        one_head = {"head_units": 0, "x_head": 0, "y_head": 0}
         if format in TILES:
-            kernel, units = matmul.matmul_quantised, groups
-            arguments += [matrix.n_in // LAYOUTS[format].columns, self.records_of(x)]
+            kernel = matmul.matmul_quantised
+            arguments = {"n_tiles": n_in // LAYOUTS[format].columns, "x": self.records_of(x), **one_head}
         elif self.graph.rounds_floats:
-            kernel, units = matmul.matmul_int16, groups
-            arguments += [matrix.n_in, self.int16_of(x)]
+            kernel, constants = matmul.matmul_int16, _format_constants(format)
+            arguments = {"n_in": n_in, "x": self.int16_of(x)}
         else:
-            kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
-            arguments += [matrix.n_in, s.buffer, s.stride]
-        arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride]
-        constants = _format_constants(format)
-        if kernel is not matmul.matmul_int16:
-            arguments, constants = [*arguments, 0, 0, 0], {**constants, "HEADS": False}
-        self.call(kernel, arguments, units, ALWAYS, wait=wait, **constants)
-        self.n_products += matrix.n_in * matrix.n_out
+            kernel, units = matmul.matmul_float, units // matmul.FLOAT_GROUPS
+            arguments = {"n_in": n_in, "x": s, **one_head}
+        self.call(
+            kernel, units, ALWAYS,
+            batch=self.counter(s.slot), weights=weights, bias=self.weights.vector(matrix.bias), residual=residual,
+            y=y, **arguments, wait=wait, constants=constants,
+        )  # fmt: skip
+        self.n_products += n_in * matrix.n_out
 
     def head_linear(self, op: ops.HeadLinear) -> HostRows:
         x, y, (n_heads, n_out, n_in) = self.stored[op.x], self.new(op.x.rows, op.result.width), op.weight.shape
         x_head, rest_bytes = 4 * (n_in + op.n_rest), 4 * op.n_rest  # bytes
         if rest_bytes:
-            source = x.buffer.at(4 * n_in), n_heads, x_head, x.stride
-            target = y.buffer.at(4 * n_out), 4 * n_out + rest_bytes, y.stride, rest_bytes
-            self.call(elementwise.copy_heads, (*source, *target), 1, x.slot, wait=False)
-        address, format = self.weights.matrix(op.weight)
-        arguments: list[Argument] = [self.counter(x.slot), address]
+            heads: dict[str, Any] = {"n_heads": n_heads, "x_head": x_head, "y_head": 4 * n_out + rest_bytes}
+            self._copy(x, 4 * n_in, y, 4 * n_out, rest_bytes, **heads, wait=False)
+        weights, format = self.weights.matrix(op.weight)
+        arguments: dict[str, Any]
         if format in TILES:
             n_blocks = n_in // 32
             record_head = -(-self.n_rows[x.slot] // TOKENS) * x_tile_bytes.function(n_blocks)
             records = Buffer(n_heads * record_head)
-            values = x.buffer, n_heads, x_head, n_blocks, x.stride, records, record_head
-            self.call(elementwise.quantise_heads, values, 1, x.slot)
+            heads = {"n_heads": n_heads, "x_head": x_head, "record_head": record_head}
+            self.call(elementwise.quantise_heads, 1, x.slot, x=x, n_blocks=n_blocks, records=records, **heads)
             kernel, units = matmul.matmul_quantised, n_out // GROUP
-            arguments += [
-                n_in // LAYOUTS[format].columns,
-                records,
-                0,
-                0,
-                y.buffer,
-                y.stride,
-                units,
-                record_head,
-                rest_bytes,
-            ]
+            arguments = {"n_tiles": n_in // LAYOUTS[format].columns, "x": records, "x_head": record_head}
         else:
             kernel, units = matmul.matmul_float, n_out // GROUP // matmul.FLOAT_GROUPS
-            arguments += [n_in, x.buffer, x.stride, 0, 0, y.buffer, y.stride, units, x_head, rest_bytes]
-        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_format_constants(format))
+            arguments = {"n_in": n_in, "x": x, "x_head": x_head}
+        self.call(
+            kernel, n_heads * units, ALWAYS,
+            batch=self.counter(x.slot), weights=weights, bias=None, residual=None, y=y, head_units=units,
+            y_head=rest_bytes, **arguments, constants={"HEADS": True, **_format_constants(format)},
+        )  # fmt: skip
         self.n_products += n_heads * n_in * n_out
         return y
 
@@ -506,67 +518,27 @@ class CPULowering:
 
     def rope_append(self, op: ops.RopeAppend) -> HostRows:
         q: HostRows = self.stored[op.q]
-        cache, (key_layout, value_layout), rope, tables = op.cache, layouts_of(op.cache), op.rope, self.tables
+        cache, rope, tables = op.cache, op.rope, self.tables
         n_pairs = 0 if rope is None else len(rope.frequencies)
-        angles = 0 if rope is None or not n_pairs else tables.angles(rope)
+        angles = None if rope is None or not n_pairs else tables.angles(rope)
         # Bytes from one pair to the next, and from a pair's first value to its second.
         step, offset = (8, 4) if rope is not None and rope.interleaved else (4, 4 * n_pairs)
-        dims = cache.key_dim, cache.key_dim, cache.value_dim
-        norms = [self._norm(norm, dim) for norm, dim in zip(op.norms, dims, strict=True)]
         scale = op.q_scale
-        factors = (0, 1, 0) if scale is None else (tables.position_factors(scale), scale.length, scale.offset)
         # An operation without keys uses the cache of another layer.
-        keys, values = self.layers[cache.key] if op.k is not None else (0, 0)
-        key_block, value_block = block_bytes(cache)
+        keys, values = self.layers[cache.key] if op.k is not None else (None, None)
         self.call(
-            elementwise.rope_append,
-            (
-                *(tables.slots[self.graph.group(cache)], tables.positions),
-                tables.turns if rope is not None and rope.axes else tables.positions,
-                *(angles, n_pairs, step, offset),
-                *(q.buffer, q.stride, 0 if op.q is op.k else q.width // cache.key_dim, cache.key_dim),
-                *self._address_and_stride(op.k),
-                *self._address_and_stride(op.v),
-                *(cache.n_heads, cache.value_dim, keys, values),
-                *(number for weight, n, _ in norms for number in (weight, n)),
-                *factors,
-                *(eps for _, _, eps in norms),
-            ),
-            1,
-            N_TOKENS,
-            Q_NORM=_norm_kind(op.q_norm),
-            K_NORM=_norm_kind(op.k_norm),
-            V_NORM=_norm_kind(op.v_norm),
-            NORM_LAST=int(op.norm_last),
-            ROPE_FIRST=0 if rope is None else 4 * rope.first,
-            HAS_KEYS=int(op.k is not None),
-            HAS_VALUES=int(op.v is not None),
-            COPY_VALUES=int(op.v is op.k),
-            SCALES_Q=int(scale is not None),
-            KEY_HEAD=key_layout.head(cache.key_dim),
-            VALUE_HEAD=value_layout.head(cache.value_dim),
-            KEY_BITS=key_layout.bits,
-            VALUE_BITS=value_layout.bits,
-            KEY_BLOCK=key_block,
-            VALUE_BLOCK=value_block,
-            STRIDE=cache.stride,
-            KEY_ROTATION=cache.rotations[0],
-            VALUE_ROTATION=cache.rotations[1],
-            APPEND_KEYS=key_layout.append,
-            APPEND_VALUES=value_layout.append,
-        )
+            elementwise.rope_append, 1, N_TOKENS,
+            slots=tables.slots[self.graph.group(cache)], positions=tables.positions,
+            turns=tables.turns if rope is not None and rope.axes else tables.positions, angles=angles,
+            n_pairs=n_pairs, pair_step=step, pair_offset=offset, q=q,
+            n_heads=0 if op.q is op.k else q.width // cache.key_dim, key_dim=cache.key_dim, k=self.stored[op.k],
+            v=self.stored[op.v], n_kv_heads=cache.n_heads, value_dim=cache.value_dim, keys=keys, values=values,
+            **op.norm_arguments(self.weights.vector),
+            factors=None if scale is None else tables.position_factors(scale),
+            factor_length=1 if scale is None else scale.length, factor_offset=0 if scale is None else scale.offset,
+            constants=_rope_append_constants(op),
+        )  # fmt: skip
         return q
-
-    def _address_and_stride(self, x: Tensor | None) -> tuple[Argument, Argument]:
-        """Return the address of the rows of x and their stride in bytes; 0 without x."""
-        return (0, 0) if x is None else (self.stored[x].buffer, self.stored[x].stride)
-
-    def _norm(self, norm: g.HeadNorm | None, dim: int) -> tuple[Argument, int, float]:
-        """Return the weights of a norm, the number of values that it covers, and eps."""
-        if norm is None:
-            return 0, dim, 0.0
-        n = dim if norm.weight is None else norm.weight.shape[0]
-        return self.weights.vector(norm.weight), n, float(norm.eps)
 
     def attention(self, op: ops.Attention) -> HostRows:
         cache, tables = op.cache, self.tables
@@ -577,72 +549,66 @@ class CPULowering:
             most = ALL if op.selected is None else op.n_selected
             sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.stride, most)
         table = tables.tile_table(n_heads, op.group_size, head, **sees)
-        sinks = self.weights.vector(op.sinks)
+        keys, values = self.layers[cache.key]
         # The kernel writes heads, but not the padding after the last head.
-        width = op.result.width
-        y = self.new(Rows.TOKENS, width, writes_padding=False)
-        partials = Buffer(table.max_partials * table.partial_bytes) if table.max_partials else 0
+        y = self.new(Rows.TOKENS, op.result.width, writes_padding=False)
+        shared: dict[str, Any] = {
+            "n_kv_heads": n_heads, "group_size": op.group_size, "value_dim": cache.value_dim, "starts": tables.starts,
+            "partials": Buffer(table.max_partials * table.partial_bytes) if table.max_partials else None,
+            "sinks": self.weights.vector(op.sinks), "out": y,
+        }  # fmt: skip
         self.call(
-            attention_kernels.attention,
-            (
-                *(self.counter(table.slot), table.tiles, n_heads, op.group_size),
-                *(q.buffer, q.stride, cache.key_dim, cache.value_dim),
-                *(tables.starts, tables.firsts if sees_span else tables.positions),
-                tables.lasts if op.has_spans else tables.positions,
-                *(tables.block_tables[self.graph.group(cache)], tables.n_blocks),
-                *(1 if sees_span else op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.key]),
-                *(y.buffer, y.stride, partials, sinks, self.weights.vector(op.slopes or op.biases)),
-                *self._address_and_stride(op.selected),
-                *self._entries(op.entries),
-                *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
-            ),
-            n_heads,
-            table.slot,
-            **attention_kernels.constants(op, self.target),
-        )
+            attention_kernels.attention, n_heads, table.slot,
+            **shared, batch=self.counter(table.slot), tiles=table.tiles, q=q, key_dim=cache.key_dim,
+            positions=tables.firsts if sees_span else tables.positions,
+            lasts=tables.lasts if op.has_spans else tables.positions,
+            block_tables=tables.block_tables[self.graph.group(cache)], block_stride=tables.n_blocks,
+            window=1 if sees_span else op.window or op.chunk or tables.n_blocks * PAGE, keys=keys, values=values,
+            by_distance=self.weights.vector(op.slopes or op.biases), selected=self.stored[op.selected],
+            entries=None if op.entries is None else self.layers[op.entries.key][0],
+            entry_tables=None if op.entries is None else tables.block_tables[self.graph.group(op.entries)],
+            scale=float(op.scale) / (op.softcap or 1.0), soft_cap=float(op.softcap or 0),
+            constants=attention_kernels.constants(op, self.target),
+        )  # fmt: skip
         if table.max_partials:
-            arguments = (
-                *(self.counter(table.slot + 1), table.merged, n_heads, op.group_size, cache.value_dim),
-                *(tables.starts, partials, sinks, y.buffer, y.stride),
-            )
-            constants: dict[str, Any] = attention_kernels.state_constants(op)
-            self.call(attention_kernels.merge_partials, arguments, n_heads, table.slot + 1, **constants)
+            self.call(
+                attention_kernels.merge_partials, n_heads, table.slot + 1,
+                **shared, batch=self.counter(table.slot + 1), tiles=table.merged,
+                constants=attention_kernels.state_constants(op),
+            )  # fmt: skip
         return y
-
-    def _entries(self, cache: g.KVCache | None) -> tuple[Argument, Argument]:
-        """Return the address of a cache of compressed entries and its block tables; 0 without a cache."""
-        if cache is None:
-            return 0, 0
-        return self.layers[cache.key][0], self.tables.block_tables[self.graph.group(cache)]
 
     def compress(self, op: ops.Compress) -> HostRows:
-        cache, tables, width = op.cache, self.tables, op.result.width
-        y = self.new(Rows.TOKENS, width, writes_padding=False)
-        values = (
-            *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
-            *(self.layers[cache.key][0], self.weights.vector(op.biases), 4 * padded(op.biases.shape[1])),
-            *(y.buffer, y.stride),
-        )
-        self.call(selection.compress, values, 1, N_TOKENS, **selection.compress_constants(op))
+        cache, y = op.cache, self.new(Rows.TOKENS, op.result.width, writes_padding=False)
+        self.call(
+            selection.compress, 1, N_TOKENS,
+            **self._pages(cache), rows=self.layers[cache.key][0], biases=self.weights.vector(op.biases),
+            biases_stride=4 * padded(op.biases.shape[1]), out=y, constants=selection.compress_constants(op),
+        )  # fmt: skip
         return y
+
+    def _pages(self, cache: g.KVCache) -> dict[str, Any]:
+        """Return the batch's tables of the pages of a cache, as arguments."""
+        tables = self.tables
+        pages = {"block_tables": tables.block_tables[self.graph.group(cache)], "block_stride": tables.n_blocks}
+        return {"starts": tables.starts, "positions": tables.positions, **pages}
 
     def index_select(self, op: ops.IndexSelect) -> HostRows:
         cache, tables, lanes = op.cache, self.tables, 2 * self.threads
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         row_bytes = 8 * padded(-(-tables.n_blocks * PAGE // op.run) * op.n_choices)
-        scores = Buffer(lanes * row_bytes)
-        values = (
-            *(self.counter(N_TOKENS), lanes, q.buffer, q.stride, *self._address_and_stride(op.head_weights)),
-            *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
-            *(self.layers[cache.key][0], scores, row_bytes),
-        )
+        scores, keys = Buffer(lanes * row_bytes), self.layers[cache.key][0]
         constants = selection.constants(op, wide=self.target.wide)
         if op.pool is not None:
-            slots, keys = tables.slots[self.graph.group(cache)], self.layers[cache.key][0]
-            arguments = tables.positions, slots, self.weights.vector(op.pool), keys
-            self.call(selection.pool_keys, arguments, 1, N_TOKENS, **constants)
-        self.call(selection.index_scores, values, lanes, ALWAYS, **constants)
-        self.call(selection.index_select, (*values, y.buffer, y.stride), lanes, ALWAYS, **constants)
+            slots, pool = tables.slots[self.graph.group(cache)], self.weights.vector(op.pool)
+            pooled: dict[str, Any] = {"positions": tables.positions, "slots": slots, "pool": pool, "keys": keys}
+            self.call(selection.pool_keys, 1, N_TOKENS, **pooled, constants=constants)
+        arguments = {
+            **self._pages(cache), "batch": self.counter(N_TOKENS), "lanes": lanes, "q": q,
+            "weights": self.stored[op.head_weights], "keys": keys, "scores": scores, "row_bytes": row_bytes,
+        }  # fmt: skip
+        self.call(selection.index_scores, lanes, ALWAYS, **arguments, constants=constants)
+        self.call(selection.index_select, lanes, ALWAYS, **arguments, out=y, constants=constants)
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
@@ -650,70 +616,72 @@ class CPULowering:
     def causal_conv(self, op: ops.CausalConv) -> HostRows:
         x, width, kernel = self.stored[op.x], op.x.width, op.weight.shape[1]
         y = self.new(Rows.TOKENS, width, writes_padding=False)
-        weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
-        sequences, stride = self.sequences(op.state), state_bytes(op.state) // (kernel - 1)
-        arguments = *sequences, x.buffer, x.stride, *weights, y.buffer, stride
-        constants: dict[str, Any] = {"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None}
-        self.call(recurrent.causal_conv, arguments, 1, N_TOKENS, **constants)
-        self.call(recurrent.keep_inputs, (*sequences, x.buffer, x.stride, stride, kernel - 1), 1, N_SEQUENCES)
+        shared = {**self.sequences(op.state), "state_stride": state_bytes(op.state) // (kernel - 1)}
+        self.call(
+            recurrent.causal_conv, 1, N_TOKENS,
+            **shared, x=x.buffer, stride=x.stride, weight=self.weights.vector(op.weight),
+            bias=self.weights.vector(op.bias), y=y.buffer,
+            constants={"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None},
+        )  # fmt: skip
+        self.call(recurrent.keep_inputs, 1, N_SEQUENCES, **shared, x=x.buffer, stride=x.stride, n_rows=kernel - 1)
         return y
 
     def gated_delta(self, op: ops.GatedDelta) -> HostRows:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
-        q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
-        per_group = n_heads // op.n_key_heads if op.is_grouped else 0
-        gates = *self._address_and_stride(op.decay), *self._address_and_stride(op.beta)
-        weights = self.weights.vector(op.a), self.weights.vector(op.dt_bias)
-        constants = {"DELTA": True, "PER_CHANNEL": op.is_per_channel, "BOUNDED": op.bound != 0}
-        values, numbers = (*q, *k, *v, *gates, *weights, 0), (float(op.eps), d_k**-0.5, float(op.bound))
-        return self._recurrence(op, values, op.n_key_heads, per_group, numbers, constants)
+        return self._recurrence(
+            op, {"DELTA": True, "PER_CHANNEL": op.is_per_channel, "BOUNDED": op.bound != 0},
+            **self._side_by_side(op.qkv, {"q": keys, "k": keys, "v": n_heads * d_v}), steps=self.stored[op.decay],
+            betas=self.stored[op.beta], a=self.weights.vector(op.a), dt_bias=self.weights.vector(op.dt_bias), d=None,
+            n_groups=op.n_key_heads, per_group=n_heads // op.n_key_heads if op.is_grouped else 0, eps=float(op.eps),
+            scale=d_k**-0.5, bound=float(op.bound),
+        )  # fmt: skip
 
     def scan(self, op: ops.Scan) -> HostRows:
         n_heads, n, p = op.state.shape
-        x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
-        a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
-        values = (*c, *b, *x, *self._address_and_stride(op.dt), 0, 0, a, dt_bias, d)
-        constants = {"DELTA": False, "PER_CHANNEL": False, "BOUNDED": False}
-        return self._recurrence(op, values, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
+        return self._recurrence(
+            op, {"DELTA": False, "PER_CHANNEL": False, "BOUNDED": False},
+            **self._side_by_side(op.xbc, {"v": n_heads * p, "k": op.n_groups * n, "q": op.n_groups * n}),
+            steps=self.stored[op.dt], betas=None, a=self.weights.vector(op.a),
+            dt_bias=self.weights.vector(op.dt_bias), d=self.weights.vector(op.d), n_groups=op.n_groups,
+            per_group=n_heads // op.n_groups, eps=0.0, scale=1.0, bound=0.0,
+        )  # fmt: skip
 
     def channel_scan(self, op: ops.ChannelScan) -> HostRows:
         y = self.new(Rows.TOKENS, op.x.width, writes_padding=False)
-        rows = (value for z in (op.x, op.dt, op.b, op.c) for value in self._address_and_stride(z))
-        weights = map(self.weights.vector, (op.a, op.dt_bias, op.d))
-        sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
-        arguments = (*sequences, *rows, *weights, state_bytes(op.state) // op.b.width, y.buffer)
-        self.call(recurrent.channel_scan, arguments, op.x.width // 16, N_SEQUENCES, N=op.b.width)
+        self.call(
+            recurrent.channel_scan, op.x.width // 16, N_SEQUENCES,
+            batch=self.counter(N_SEQUENCES), **self.sequences(op.state), x=self.stored[op.x], dt=self.stored[op.dt],
+            b=self.stored[op.b], c=self.stored[op.c], a=self.weights.vector(op.a),
+            dt_bias=self.weights.vector(op.dt_bias), d=self.weights.vector(op.d),
+            state_stride=state_bytes(op.state) // op.b.width, out=y.buffer, constants={"N": op.b.width},
+        )  # fmt: skip
         return y
 
-    def _recurrence(
-        self,
-        op: ops.GatedDelta | ops.Scan,
-        values: tuple[Argument, ...],
-        n_groups: int,
-        per_group: int,
-        numbers: tuple[float, float, float],
-        constants: dict[str, Any],
-    ) -> HostRows:
+    def _recurrence(self, op: ops.GatedDelta | ops.Scan, constants: dict[str, bool], **arguments: Any) -> HostRows:
         n_heads, rows, columns = op.state.shape
         vectors = 2 if columns % 32 == 0 else 1
         y = self.new(Rows.TOKENS, op.result.width, writes_padding=False)
-        sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
-        arguments = (*sequences, *values, n_groups, per_group, columns, y.buffer, y.stride)
-        units = n_heads * columns // (16 * vectors)
-        constants |= {"ROWS": rows, "VECTORS": vectors}
-        self.call(recurrent.recurrence, (*arguments, *numbers), units, N_SEQUENCES, **constants)
+        self.call(
+            recurrent.recurrence, n_heads * columns // (16 * vectors), N_SEQUENCES,
+            batch=self.counter(N_SEQUENCES), **self.sequences(op.state), **arguments, columns=columns, out=y,
+            constants={**constants, "ROWS": rows, "VECTORS": vectors},
+        )  # fmt: skip
         return y
 
-    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Argument, int]]:
-        """Return the address and the stride in bytes of each tensor of a joined matrix."""
-        places = ((self.stored[x], first) for x, first in side_by_side(tensors, widths))
-        return [(stored.buffer.at(4 * first), stored.stride) for stored, first in places]
+    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: Mapping[str, int]) -> dict[str, Any]:
+        """Return arguments for tensors of these widths, which are side by side in ``tensors``: address and stride."""
+        arguments: dict[str, Any] = {}
+        for name, (x, first) in zip(widths, side_by_side(tensors, tuple(widths.values())), strict=True):
+            rows: HostRows = self.stored[x]
+            arguments |= {name: rows.buffer.at(4 * first), f"{name}_stride": rows.stride}
+        return arguments
 
-    def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
-        """Return a batch's tables for kernels with a state: rows of sequences, positions, and state slots."""
+    def sequences(self, state: RecurrentState) -> dict[str, Any]:
+        """Return arguments of kernels with a state: the batch's sequences, and the memory of the state."""
         tables = self.tables
-        return tables.starts, tables.positions, tables.states, self.states[state], state_bytes(state)
+        sequences = {"starts": tables.starts, "positions": tables.positions, "slots": tables.states}
+        return {**sequences, "states": self.states[state], "state_bytes": state_bytes(state)}
 
     # -- Experts ---------------------------------------------------------------------------------------------------
 
@@ -725,23 +693,28 @@ class CPULowering:
         words = (n_pairs, -(-n_pairs // 2), n_experts, n_pairs, n_places, 3 * n_experts)
         memory = Buffer(8 * sum(words))
         choice = StoredRouting(n_places, *(memory.at(8 * at) for at in accumulate(words[:-1], initial=0)))
-        scores, probabilities = logits, None
+        scores, probabilities = logits.buffer, None
         if not op.is_by_logits:
-            scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
-            bias = self.weights.vector(op.selection_bias)
-            values = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
-            scored = *self._address_and_stride(op.expert_ids), op.k, probabilities.buffer, scores.buffer
-            self.call(expert_kernels.expert_scores, (*values, *scored), 1, N_TOKENS, GATING=GATINGS.index(op.gating))
-        factors = self.weights.vector(op.expert_scales)
-        weighed = 0 if probabilities is None else probabilities.buffer
-        arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), choice.ids)
-        to = choice.weights, factors, float(op.scale)
-        self.call(expert_kernels.route, (*arguments, *to), 1, N_TOKENS, PROBABILITIES=probabilities is not None)
-        grouping = (
-            *(self.counter(N_CHOSEN), choice.ids, n_experts),
-            *(choice.cursors, choice.places, choice.pairs, choice.entries, self.counter(N_USED)),
-        )
-        self.call(expert_kernels.group_by_expert, grouping, 1, ALWAYS)
+            scores, probabilities = (self.new(Rows.TOKENS, n_experts).buffer for _ in range(2))
+            self.call(
+                expert_kernels.expert_scores, 1, N_TOKENS,
+                logits=logits.buffer, stride=logits.stride, n_experts=n_experts,
+                bias=self.weights.vector(op.selection_bias), n_groups=op.n_groups, n_top_groups=op.n_top_groups,
+                n_best=op.n_group_best, expert_ids=self.stored[op.expert_ids], k=op.k, probabilities=probabilities,
+                scores=scores, constants={"GATING": GATINGS.index(op.gating)},
+            )  # fmt: skip
+        self.call(
+            expert_kernels.route, 1, N_TOKENS,
+            logits=scores, probabilities=probabilities, stride=logits.stride, n_experts=n_experts, k=op.k,
+            norm_topk_prob=int(op.norm_topk_prob), ids=choice.ids, expert_weights=choice.weights,
+            factors=self.weights.vector(op.expert_scales), scale=float(op.scale),
+            constants={"PROBABILITIES": probabilities is not None},
+        )  # fmt: skip
+        self.call(
+            expert_kernels.group_by_expert, 1, ALWAYS,
+            n_pairs=self.counter(N_CHOSEN), ids=choice.ids, n_experts=n_experts, cursors=choice.cursors,
+            places=choice.places, pairs=choice.pairs, experts=choice.entries, n_used=self.counter(N_USED),
+        )  # fmt: skip
         return choice
 
     def expert_linears(self, op: ops.ExpertLinears) -> tuple[HostRows, ...]:
@@ -750,10 +723,13 @@ class CPULowering:
     def expert_output(self, op: ops.ExpertOutput) -> HostRows:
         biases = () if op.bias is None else (op.bias,)
         products = self._multiply_experts(op.h, (op.experts,), biases, op.routing)[0]
-        residual, y = 0 if op.residual is None else self.stored[op.residual].buffer, self.in_place(op)
-        weights = self.stored[op.routing].weights if op.is_weighted else 0
-        arguments = (products.buffer, weights, op.routing.k, y.stride // 4, y.stride, residual, y.buffer)
-        self.call(expert_kernels.add_experts, arguments, 1, N_TOKENS)
+        y = self.in_place(op)
+        self.call(
+            expert_kernels.add_experts, 1, N_TOKENS,
+            products=products.buffer, expert_weights=self.stored[op.routing].weights if op.is_weighted else None,
+            k=op.routing.k, width=y.stride // 4, stride=y.stride,
+            residual=self._buffer_of(op.residual), y=y.buffer,
+        )  # fmt: skip
         if self.weights.pool is not None:
             self.stored[op.result] = y
             self._read_ahead(op.result, self.weights.pool.call)
@@ -780,17 +756,19 @@ class CPULowering:
         for entries, slot in self._hold(experts, choice, routing):
             for i, (weight, format, y) in enumerate(zip(experts, formats, results, strict=True)):
                 _, n_out, n_in = weight.shape
-                groups, rows, table = padded(n_out) // GROUP, gathered[format in TILES], self.weights.experts(weight)
-                arguments: list[Argument] = [entries]
+                units = padded(n_out) // GROUP
                 if format in TILES:
-                    kernel, units = expert_kernels.experts_quantised, groups
-                    arguments += [units, table.ctypes.data, n_in // LAYOUTS[format].columns, rows]
+                    kernel, sizes = expert_kernels.experts_quantised, {"n_tiles": n_in // LAYOUTS[format].columns}
                 else:
-                    kernel, units = expert_kernels.experts_float, groups // matmul.FLOAT_GROUPS
-                    arguments += [units, table.ctypes.data, n_in, rows, s.stride]
-                bias = self.weights.vector(biases[i]) if biases else 0
-                arguments += [choice.pairs, bias, y.buffer, y.stride]
-                self.call(kernel, arguments, units, slot, wait=i == len(results) - 1, **_format_constants(format))
+                    kernel, sizes = expert_kernels.experts_float, {"n_in": n_in, "x_stride": s.stride}
+                    units //= matmul.FLOAT_GROUPS
+                self.call(
+                    kernel, units, slot,
+                    experts=entries, n_units=units, tables=self.weights.experts(weight).ctypes.data,
+                    x=gathered[format in TILES], **sizes, pairs=choice.pairs,
+                    biases=self.weights.vector(biases[i]) if biases else None, y=y, wait=i == len(results) - 1,
+                    constants=_format_constants(format),
+                )  # fmt: skip
         self.n_products += sum(routing.k * weight.shape[1] * weight.shape[2] for weight in experts)
         return results
 
@@ -809,10 +787,13 @@ class CPULowering:
         entries = choice.entries
         for first in range(0, min(routing.n_experts, self.n_rows[N_CHOSEN]), group.at_once):
             group_entries = Address(entries.buffer, entries.n_bytes + first * expert_kernels.ENTRY)
-            values = group_entries, self.counter(N_USED), first, group.at_once, self.counter(N_HELD), choice.pairs
-            stamps = pool.stamps[group.first :].ctypes.data, pool.counts.ctypes.data
-            pool_values = table, *stamps, group.n_bytes, pool.call, group.number
-            self.call(expert_kernels.hold_experts, (*values, *pool_values), 1, ALWAYS)
+            self.call(
+                expert_kernels.hold_experts, 1, ALWAYS,
+                entries=group_entries, n_used=self.counter(N_USED), first=first, most=group.at_once,
+                n_held=self.counter(N_HELD), pairs=choice.pairs, table=table,
+                stamps=pool.stamps[group.first :].ctypes.data, counts=pool.counts.ctypes.data, n_bytes=group.n_bytes,
+                call=pool.call, group=group.number,
+            )  # fmt: skip
             yield group_entries, N_HELD
 
     def _group(self, experts: Sequence[Weight], routing: g.Routing) -> tuple[ExpertGroup, int]:
@@ -845,8 +826,8 @@ class CPULowering:
         for op in (norm, linear, likely):
             self.stored.update(op.computed_by(self))
         group, table = self._group(linears[0].experts, route.result)
-        entries = self.stored[likely.result].entries
-        self.call(expert_kernels.read_ahead, (entries, self.counter(N_USED), table, call, group.number), 1, ALWAYS)
+        values = {"entries": self.stored[likely.result].entries, "n_used": self.counter(N_USED), "table": table}
+        self.call(expert_kernels.read_ahead, 1, ALWAYS, **values, call=call, group=group.number)
 
     def _gather(
         self, x: HostRows, choice: StoredRouting, per_row: int, as_records: bool, is_weighted: bool
@@ -855,11 +836,29 @@ class CPULowering:
         n_blocks = x.width // 32
         tiles = choice.n_places // TOKENS * x_tile_bytes.function(n_blocks)
         memory = Buffer(tiles if as_records else choice.n_places * x.stride)
-        arguments: list[Argument] = [choice.places, per_row, x.buffer, x.stride, *([n_blocks] if as_records else [])]
-        kernel = expert_kernels.gather_records if as_records else expert_kernels.gather_floats
-        weights = choice.weights if is_weighted else 0
-        self.call(kernel, [*arguments, weights, memory], 1, N_CHOSEN)
+        weights = choice.weights if is_weighted else None
+        shared: dict[str, Any] = {"places": choice.places, "per_row": per_row, "x": x, "expert_weights": weights}
+        if as_records:
+            self.call(expert_kernels.gather_records, 1, N_CHOSEN, **shared, n_blocks=n_blocks, records=memory)
+        else:
+            self.call(expert_kernels.gather_floats, 1, N_CHOSEN, **shared, y=memory)
         return memory
+
+
+def _rope_append_constants(op: ops.RopeAppend) -> dict[str, Any]:
+    """Return the compile-time constants of `elementwise.rope_append`."""
+    cache, (key_layout, value_layout) = op.cache, layouts_of(op.cache)
+    key_block, value_block = block_bytes(cache)
+    return {
+        "Q_NORM": _norm_kind(op.q_norm), "K_NORM": _norm_kind(op.k_norm), "V_NORM": _norm_kind(op.v_norm),
+        "NORM_LAST": int(op.norm_last), "ROPE_FIRST": 0 if op.rope is None else 4 * op.rope.first,
+        "HAS_KEYS": int(op.k is not None), "HAS_VALUES": int(op.v is not None), "COPY_VALUES": int(op.v is op.k),
+        "SCALES_Q": int(op.q_scale is not None), "KEY_HEAD": key_layout.head(cache.key_dim),
+        "VALUE_HEAD": value_layout.head(cache.value_dim), "KEY_BITS": key_layout.bits,
+        "VALUE_BITS": value_layout.bits, "KEY_BLOCK": key_block, "VALUE_BLOCK": value_block, "STRIDE": cache.stride,
+        "KEY_ROTATION": cache.rotations[0], "VALUE_ROTATION": cache.rotations[1], "APPEND_KEYS": key_layout.append,
+        "APPEND_VALUES": value_layout.append,
+    }  # fmt: skip
 
 
 def _norm_kind(norm: g.HeadNorm | None) -> int:

@@ -190,12 +190,12 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
 
 
 @kernel
-def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, y_stride, n_groups, x_head, y_head):
+def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, y_stride, head_units, x_head, y_head):
     """Integer products; a unit is 16 rows.
 
     weights: packed tiles, ``n_tiles`` per row.  x: activations in the layout of `tiles`.  bias: float32 [n] or 0.
     residual, y: float32 [T, n] with ``y_stride`` bytes per token; residual may be 0, or y itself.
-    HEADS: whether every ``n_groups`` units belong to one head.  Its activations start ``x_head`` bytes after the
+    HEADS: whether every ``head_units`` units belong to one head.  Its activations start ``x_head`` bytes after the
     previous head's, and its results ``y_head`` bytes after the previous head's.
     UNPACK, ADD, N_SCALES, …: the format's (see `tiles`).  TILE_BYTES, BLOCKS: bytes of a tile, and its blocks of 32
     columns.  BLOCK_BYTES: bytes of an unpacked block.
@@ -207,7 +207,7 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
         for group in range(begin, end):
             own_x, offset = x, group * 64
             if HEADS:
-                own_x, offset = x + group // n_groups * x_head, offset + group // n_groups * y_head
+                own_x, offset = x + group // head_units * x_head, offset + group // head_units * y_head
             few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, own_x, sums)
             store_rows(load_f32x16(sums), bias, residual, y, group * 64, offset)
         return
@@ -218,7 +218,7 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
             rows = group * 64
             own_x, column = records, rows
             if HEADS:
-                own_x, column = records + group // n_groups * x_head, rows + group // n_groups * y_head
+                own_x, column = records + group // head_units * x_head, rows + group // head_units * y_head
             multiply_tokens(n, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, sums, own_x)
             for token in range(n):
                 offset = (first + token) * y_stride + column
@@ -287,7 +287,9 @@ def several_float_tokens(n_tokens, tiles, n_in, slab, sums, x, x_stride):
 
 
 @kernel
-def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, y, y_stride, n_units, x_head, y_head):
+def matmul_float(
+    begin, end, batch, weights, n_in, x, x_stride, bias, residual, y, y_stride, head_units, x_head, y_head
+):  # fmt: skip
     """Float products; a unit is ``16 * FLOAT_GROUPS`` rows.  x: float32 [T, n_in], ``x_stride`` bytes a token.
 
     LOAD, COLUMN_BYTES (of one column of 16 rows): the format's.  `Target.constants` derives TILE_TOKENS, TILE_GROUPS
@@ -303,7 +305,7 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
             rows = unit * FLOAT_GROUPS * 64
             own_x, own_y = x, y
             if HEADS:
-                own_x, own_y = x + unit // n_units * x_head, y + unit // n_units * y_head
+                own_x, own_y = x + unit // head_units * x_head, y + unit // head_units * y_head
             if n_tokens == 1:
                 one_float_token(tiles, n_in, own_x, bias, residual, own_y, rows)
             else:

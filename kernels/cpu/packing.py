@@ -169,12 +169,9 @@ def three_bit_codes(words, block):
 
 
 FILE_CODES: dict[KernelType, Template] = {
-    GGMLType.Q5_0: five_bit_codes,
-    GGMLType.Q5_1: five_bit_codes,
-    GGMLType.Q5_K: five_bit_k_codes,
-    GGMLType.Q6_K: six_bit_codes,
-    GGMLType.Q3_K: three_bit_codes,
-}
+    GGMLType.Q5_0: five_bit_codes, GGMLType.Q5_1: five_bit_codes, GGMLType.Q5_K: five_bit_k_codes,
+    GGMLType.Q6_K: six_bit_codes, GGMLType.Q3_K: three_bit_codes,
+}  # fmt: skip
 
 
 # -- The kernel ------------------------------------------------------------------------------------------------------
@@ -282,13 +279,11 @@ class Packer:
         if n_groups:
             if not (rows.flags.c_contiguous and out.flags.c_contiguous) or out.nbytes < n_packed * row_bytes:
                 raise ValueError("rows and packed output must be contiguous, and the output large enough")
-            arguments = np.array(
-                [
-                    *(rows.ctypes.data, row_bytes, row_bytes // self._step, self._step),
-                    *(self._moves.ctypes.data, len(self._moves), out.ctypes.data),
-                ],
-                np.int64,
-            )
+            values = pack_groups.arguments(
+                rows=rows.ctypes.data, row_bytes=row_bytes, n_blocks=row_bytes // self._step, block_bytes=self._step,
+                moves=self._moves.ctypes.data, n_moves=len(self._moves), tiles=out.ctypes.data,
+            )  # fmt: skip
+            arguments = np.array(values, np.int64)  # must live until the kernel ends
             self._entry(arguments.ctypes.data, 0, n_groups)
         if n_packed < n_rows:
             self._layout.pack(rows[n_packed:], out[n_packed * row_bytes :])

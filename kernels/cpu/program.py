@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from localllm.errors import DeviceError, KernelError
+from localllm.errors import DeviceError
 from localllm.kernels import process
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
@@ -125,7 +126,7 @@ class Instruction:
     """A kernel call: ``units * header[slot]`` units of work."""
 
     variant: Variant
-    arguments: Sequence[Argument]  # integers (addresses, sizes), floats, addresses in buffers, in the kernel's order
+    arguments: Sequence[Argument]  # in the order of `Kernel.arguments`
     units: int
     slot: int
     wait: bool = True  # whether all threads must finish before the next instruction starts
@@ -158,12 +159,18 @@ class Program:
             row[:5] = code[i.variant], arguments.ctypes.data, i.units, i.slot, i.wait
         self._counters = np.zeros((len(instructions), LINE // 8), np.int64)
         self._barrier = np.zeros((2, LINE // 8), np.int64)
-        arrays = (self._table, header, self._counters, self._barrier)
-        table, head, counters, barrier = (a.ctypes.data for a in arrays)
-        spins, sleep = spins_in(SPIN_SECONDS, target), _sleep_function()
-        numbers = spins, sleep, ALL_UNITS, ALL_UNITS, _chunks_per_thread()
-        self._call = np.array([table, len(instructions), head, counters, barrier, *numbers], np.int64)
+        self._call_arguments = {
+            "table": self._table.ctypes.data, "n_instructions": len(instructions), "header": header.ctypes.data,
+            "counters": self._counters.ctypes.data, "barrier": self._barrier.ctypes.data,
+            "most_spins": spins_in(SPIN_SECONDS, target), "sleep": _sleep_function(), "stop": ALL_UNITS,
+            "most": ALL_UNITS, "chunks": _chunks_per_thread(),
+        }  # fmt: skip
+        self._call = self._packed_call()
         self._call_address = self._call.ctypes.data
+
+    def _packed_call(self, **changes: int) -> NDArray[np.int64]:
+        """Return the arguments of `run_program`, with changes."""
+        return np.array(run_program.arguments(**{**self._call_arguments, **changes}), np.int64)
 
     def run(
         self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None
@@ -196,10 +203,9 @@ class Program:
             total = units * int(self._header[slot]) if i else 1
             n_done, n, seconds = 0, max(1, total // FIRST_SHARE) if i else ALL_UNITS, 0.0
             while n_done < total:
-                call, first = self._call.copy(), n_done
-                call[:2] = self._table[i:].ctypes.data, 1
-                call[3] = self._counters[i:].ctypes.data
-                call[7:9] = first + n, n
+                first = n_done
+                tables = {"table": self._table[i:].ctypes.data, "counters": self._counters[i:].ctypes.data}
+                call = self._packed_call(**tables, n_instructions=1, stop=first + n, most=n)
 
                 def prepare(i: int = i, first: int = first) -> None:
                     if i == 0:
@@ -221,11 +227,7 @@ def _chunks_per_thread() -> int:
 
 def _pack(instruction: Instruction, arena: int) -> bytes:
     """Return the arguments in the kernel's format, eight bytes each."""
-    kernel = instruction.variant.kernel
-    arguments = [_resolved(argument, arena) for argument in instruction.arguments]
-    if [isinstance(a, float) for a in arguments] != [is_float for _, is_float in kernel.parameters]:
-        names = ", ".join(f"{name}: {'float' if is_float else 'int'}" for name, is_float in kernel.parameters)
-        raise KernelError(f"the kernel {kernel.name} takes ({names}), but was given {tuple(arguments)}")
+    arguments = (_resolved(argument, arena) for argument in instruction.arguments)
     return b"".join(struct.pack("<f4x" if isinstance(a, float) else "<q", a) for a in arguments)
 
 

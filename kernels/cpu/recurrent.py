@@ -136,38 +136,42 @@ def change_and_read_state(
             of_query[v] = fma(s, q, of_query[v])
 
 
+@template
+def clear_registers(x: Registers):
+    for i in static_range(VECTORS):
+        x[i] = zero_f32x16()
+
+
+@device
+def clear_state(state, n_bytes):
+    for i in range(0, n_bytes, 64):
+        store_f32x16(state + i, zero_f32x16())
+
+
+@device
+def decay_of(step, factor, bound):
+    """Return exp(factor * softplus(step)), or with BOUNDED exp(bound * σ(factor * step))."""
+    if BOUNDED:
+        return exp(splat(bound) * sigmoid(step * splat(factor)))
+    return exp(softplus(step) * splat(factor))
+
+
+@template
+def decay_channels(steps, dt_bias, factor, bound, key, query, decays, decayed_k, decayed_q):
+    """Store the decay of each channel of a head, and the key and the query multiplied by the decays."""
+    for i in range(0, 4 * ROWS, 64):
+        gates = decay_of(load_f32x16(steps + i) + load_f32x16(dt_bias + i), factor, bound)
+        store_f32x16(decays + i, gates)
+        store_f32x16(decayed_k + i, gates * load_f32x16(key + i))
+        store_f32x16(decayed_q + i, gates * load_f32x16(query + i))
+
+
 @kernel
 def recurrence(
-    begin,
-    end,
-    batch,
-    starts,
-    positions,
-    slots,
-    states,
-    state_bytes,
-    q,
-    q_stride,
-    k,
-    k_stride,
-    v,
-    v_stride,
-    steps,
-    steps_stride,
-    betas,
-    betas_stride,
-    a,
-    dt_bias,
-    d,
-    n_groups,
-    per_group,
-    columns,
-    out,
-    out_stride,
-    eps: float,
-    scale: float,
-    bound: float,
-):
+    begin, end, batch, starts, positions, slots, states, state_bytes, q, q_stride, k, k_stride, v, v_stride,
+    steps, steps_stride, betas, betas_stride, a, dt_bias, d, n_groups, per_group, columns, out, out_stride,
+    eps: float, scale: float, bound: float,
+):  # fmt: skip
     """For each token and head: S = decay * S + k ⊗ new; out = Sᵀq, where decay = exp(a * softplus(step + dt_bias)),
     or with BOUNDED exp(bound * σ(a * (step + dt_bias))).
 
@@ -194,31 +198,20 @@ def recurrence(
         stop = np.int64(load_i32(starts + 4 * sequence + 4))
         state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + column_group * (64 * VECTORS * ROWS)
         if load_i32(positions + 4 * start) == 0:
-            for i in range(0, 64 * VECTORS * ROWS, 64):
-                store_f32x16(state + i, zero_f32x16())
+            clear_state(state, 64 * VECTORS * ROWS)
         factor, old, decay = load_f32(a + 4 * head), k, ONE
         if BOUNDED:
             factor = abs(factor)
-        for x in static_range(VECTORS):
-            new[x] = zero_f32x16()
+        clear_registers(new)
         for token in range(start, stop):
             query, key = q + token * q_stride + 4 * ROWS * group, k + token * k_stride + 4 * ROWS * group
-            for x in static_range(VECTORS):
-                of_key[x] = zero_f32x16()
-                of_query[x] = zero_f32x16()
+            clear_registers(of_key)
+            clear_registers(of_query)
             if PER_CHANNEL:
                 if token > start:
                     change_state(state, decays, decay, old, new)
-                offset = 4 * ROWS * head
-                for i in range(0, 4 * ROWS, 64):
-                    step = load_f32x16(steps + token * steps_stride + offset + i) + load_f32x16(dt_bias + offset + i)
-                    if BOUNDED:
-                        gates = exp(splat(bound) * sigmoid(step * splat(factor)))
-                    else:
-                        gates = exp(softplus(step) * splat(factor))
-                    store_f32x16(decays + i, gates)
-                    store_f32x16(decayed_k + i, gates * load_f32x16(key + i))
-                    store_f32x16(decayed_q + i, gates * load_f32x16(query + i))
+                own_steps, own_bias = steps + token * steps_stride + 4 * ROWS * head, dt_bias + 4 * ROWS * head
+                decay_channels(own_steps, own_bias, factor, bound, key, query, decays, decayed_k, decayed_q)
                 read_state(state, decayed_k, decayed_q, of_key, of_query)
                 decay = ONE
             else:
@@ -226,13 +219,8 @@ def recurrence(
                     change_and_read_state(state, decays, decay, old, new, key, query, of_key, of_query)
                 else:
                     read_state(state, key, query, of_key, of_query)
-                bias = load_f32(dt_bias + 4 * head)
-                total = splat(load_f32(steps + token * steps_stride + 4 * head) + bias)
-                step = softplus(total)
-                if BOUNDED:
-                    decay = max_lanes(exp(splat(bound) * sigmoid(total * splat(factor))))
-                else:
-                    decay = max_lanes(exp(step * splat(factor)))
+                total = splat(load_f32(steps + token * steps_stride + 4 * head) + load_f32(dt_bias + 4 * head))
+                decay = max_lanes(decay_of(total, factor, bound))
             both = product_of(query, key, 4 * ROWS)
             for x in static_range(VECTORS):
                 offset = 64 * (VECTORS * column_group + x)
@@ -245,7 +233,7 @@ def recurrence(
                     new[x] = beta * missing * splat(k_length)
                     y = fma(new[x], splat(both * q_length), of_query[x] * splat(decay * q_length))
                 else:
-                    new[x] = value * step
+                    new[x] = value * softplus(total)
                     y = fma(new[x], splat(both), of_query[x] * splat(decay))
                     y = fma(value, load_splat_f32(d + 4 * head), y)
                 store_f32x16(out + token * out_stride + offset, y)

@@ -9,7 +9,7 @@ Source of the name: Williams, Waterman and Patterson, Roofline (Communications o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Self
 
 import numpy as np
@@ -157,14 +157,15 @@ def multiply_floats(begin, end, weights, x, sums):
 def _timed(
     workers: Workers,
     code: Variant,
-    arguments: Sequence[NDArray[np.generic]],
+    arrays: Mapping[str, NDArray[np.generic]],
     n_units: int,
     progress: Callable[[int, int], None] | None,
     n_passes: int = 1,
 ) -> Callable[[int | None], float]:
     """Return a function that runs a kernel ``n_passes`` times on all or some threads, and returns the seconds."""
-    instruction = Instruction(code, [array.ctypes.data for array in arguments], n_units, 0, wait=False)
-    program = Program([instruction] * n_passes, np.ones(1, np.int64), code.target, arguments, progress)
+    arguments = code.kernel.arguments(**{name: array.ctypes.data for name, array in arrays.items()})
+    instruction = Instruction(code, arguments, n_units, 0, wait=False)
+    program = Program([instruction] * n_passes, np.ones(1, np.int64), code.target, arrays, progress)
 
     def seconds(threads: int | None = None) -> float:
         begin = time.perf_counter()
@@ -189,8 +190,8 @@ class ReadTest:
         self.data.reshape(n_units, -1)[:] = np.arange(UNIT // 4, dtype=np.uint32)
         n_passes = -(-MIN_READ // self.data.nbytes)
         self._n_bytes = n_passes * self.data.nbytes
-        operands, code = [self.data, self._sums], variant(read_words, target)
-        self._seconds = _timed(workers, code, operands, n_units, progress, n_passes)
+        arrays = {"data": self.data, "sums": self._sums}
+        self._seconds = _timed(workers, variant(read_words, target), arrays, n_units, progress, n_passes)
 
     def bandwidth(self) -> float:
         """Measure the bandwidth in bytes per second."""
@@ -221,11 +222,10 @@ class DecodeTest:
         self.y = np.zeros(16 * n_units, np.float32)
         constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": blocks, **TILES[GGMLType.Q4_K].constants}
         code = variant(multiply_rows, target, N_TILES=n_tiles, **constants)
-        self._n_bytes, arguments = n_units * row_bytes, [self.weights, self.x, self.y]
-        self._seconds = _timed(workers, code, arguments, n_units, progress)
-        self._flush = _timed(
-            workers, variant(flush_words, target), [self.weights], len(self.weights) // UNIT, progress
-        )
+        self._n_bytes, arrays = n_units * row_bytes, {"weights": self.weights, "x": self.x, "y": self.y}
+        self._seconds = _timed(workers, code, arrays, n_units, progress)
+        n_flushed = len(self.weights) // UNIT
+        self._flush = _timed(workers, variant(flush_words, target), {"data": self.weights}, n_flushed, progress)
 
     def bandwidth(self, threads: int | None = None) -> float:
         """Measure the bandwidth in bytes of weights per second, with all threads or with ``threads`` threads."""
@@ -237,7 +237,8 @@ def frames_work(workers: Workers, target: Target, progress: Callable[[int, int],
     """Return whether kernels can have frames of several pages, which need special code on Windows and Arm."""
     source = np.arange(workers.n * FRAME // 4, dtype=np.uint32)
     copied = np.zeros_like(source)
-    _timed(workers, variant(copy_through_frame, target), [source, copied], workers.n, progress)(None)
+    arrays = {"source": source, "target": copied}
+    _timed(workers, variant(copy_through_frame, target), arrays, workers.n, progress)(None)
     return bool((source == copied).all())
 
 
@@ -267,7 +268,8 @@ class MultiplyTest:
             code = variant(multiply_integers, target, CHAINS=self.chains, DOT=DOTS[bits])
             self.sums = np.zeros(n_units, np.int32)
         self._n_products = n_units * ROUNDS * self.chains * (LANES if bits is None else LANES * 32)
-        self._seconds = _timed(workers, code, [self.weights, self.x, self.sums], n_units, progress)
+        arrays = {"weights": self.weights, "x": self.x, "sums": self.sums}
+        self._seconds = _timed(workers, code, arrays, n_units, progress)
 
     def rate(self) -> float:
         """Return multiply-adds per second: the best of several new measurements."""

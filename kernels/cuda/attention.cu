@@ -49,7 +49,7 @@
 
 // The new tokens of a batch's sequences.
 struct Batch {
-  const int *header, *query_starts, *kv_lengths, *ends, *block_tables;
+  const int *header, *starts, *kv_lengths, *ends, *block_tables;
   int block_stride;  // entries of a block table
 };
 
@@ -63,7 +63,7 @@ struct Tile {
 DEVICE Tile find_tile(const Batch& batch, int number, int rows, int group_size, int least, int most) {
   int partial_row = 0;
   for (int s = 0; s < batch.header[N_SEQUENCES]; s++) {
-    const int start = batch.query_starts[s], n_tokens = batch.query_starts[s + 1] - start;
+    const int start = batch.starts[s], n_tokens = batch.starts[s + 1] - start;
     if (n_tokens < least || n_tokens > most) continue;
     const int n_rows = n_tokens * group_size, n_tiles = (n_rows + rows - 1) / rows;
     if (number < n_tiles) {
@@ -533,7 +533,7 @@ DEVICE void scale_sums(float (&sums)[2 * PAIRS][4], float (&weight_sums)[4], int
 }
 
 #define PARAMETERS                                                                                                     \
-  const int *__restrict__ header, const int *__restrict__ query_starts, const int *__restrict__ kv_lengths,          \
+  const int *__restrict__ header, const int *__restrict__ starts, const int *__restrict__ kv_lengths,          \
     const int *__restrict__ ends, const int *__restrict__ block_tables, int block_stride, int n_kv_heads,          \
     int group_size, int least, int most, int window
 #define CACHE_PARAMETERS                                                                                               \
@@ -612,7 +612,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
                       const float* __restrict__ by_distance) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Row rows[PREFILL_ROWS];
-  const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
+  const Batch batch = {header, starts, kv_lengths, ends, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.x, PREFILL_ROWS, group_size, least, most);
   if (tile.n_rows == 0) return;
   const int kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -715,7 +715,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   __shared__ Row rows[ROWS];
   __shared__ float tops[ROWS], keeps[ROWS];
   __shared__ __align__(16) float scores[ROWS * SCORE_STRIDE];  // of a page; then its weights
-  const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
+  const Batch batch = {header, starts, kv_lengths, ends, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   if (tile.n_rows == 0) return;
   const Sight tile_sight = sight_of(batch, tile, ROWS, group_size, window);
@@ -825,7 +825,7 @@ extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS)
   attention_merge(PARAMETERS, const float* __restrict__ partial_sums, const float2* __restrict__ partial_states,
           int max_splits, int partial_rows, float* __restrict__ out, int out_stride,
           const float* __restrict__ sinks, int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {
-  const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
+  const Batch batch = {header, starts, kv_lengths, ends, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   const int number = MERGE_WARPS * blockIdx.x + threadIdx.x / 32, row = number / MERGE_PARTS, kv_head = blockIdx.y;
   if (row >= tile.n_rows) return;

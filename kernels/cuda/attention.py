@@ -278,6 +278,8 @@ def _launch(
     return Launch("attention", kernel, variant.defines, grid, (32 * warps,), shared_bytes)
 
 
-def token_range(launch: Launch, work: Work) -> tuple[int, int]:
-    """Return ``least`` and ``most``, kernel arguments: the range of tokens per sequence that it processes."""
-    return (work.split_tokens + 1, MAX_TOKENS) if launch.kernel == "attention_prefill" else (1, work.split_tokens)
+def token_range(launch: Launch, work: Work) -> dict[str, int]:
+    """Return kernel arguments: the range of tokens per sequence that a launch processes."""
+    if launch.kernel == "attention_prefill":
+        return {"least": work.split_tokens + 1, "most": MAX_TOKENS}
+    return {"least": 1, "most": work.split_tokens}

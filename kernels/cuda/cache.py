@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError
 from localllm.kernels.backend import scatter
 from localllm.kernels.cache_rounding import CODE_BITS, VALUES_PER_SCALE
-from localllm.kernels.cuda.driver import Argument, Defines, DeviceMemory, Driver, Stream
+from localllm.kernels.cuda.driver import Defines, DeviceMemory, Driver, Stream
 from localllm.kernels.graph import CACHE_TYPES, Graph, KVCache, RecurrentState
 
 #: Tokens in a page of the cache.
@@ -165,13 +166,11 @@ class CUDACache:
         part = self.layouts[number].parts[which]
         return self.memory.at(self.offsets[number] + part.offset, part.n_bytes)
 
-    def layer(self, number: int) -> tuple[Argument, Argument, Argument, Argument]:
-        """Return keys, their scales, values and their scales of a layer, as kernel arguments."""
-        parts = self.layouts[number].parts
-        keys, values, key_scales, value_scales = (
-            self.part(number, i) if parts[i].n_bytes else np.uint64(0) for i in range(4)
-        )
-        return keys, key_scales, values, value_scales
+    def layer(self, number: int) -> dict[str, Any]:
+        """Return keys, values and their scales of a layer, as arguments of kernels; None for empty parts."""
+        names = "keys", "values", "key_scales", "value_scales"
+        parts = enumerate(self.layouts[number].parts)
+        return {names[i]: self.part(number, i) if part.n_bytes else None for i, part in parts}
 
     def copy(self, group: int | None, source: int, target: int) -> None:
         for to, of in zip(self._memories(group, target), self._memories(group, source), strict=True):

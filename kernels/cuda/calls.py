@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.backend import Batch
-from localllm.kernels.buffers import Address, Buffer
+from localllm.kernels.buffers import Address, Buffer, StoredRows
 from localllm.kernels.cuda.attention import (
     NO_WINDOW,
     AttentionVariant,
@@ -46,7 +46,6 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 #: Maximum bytes of the partials of attention over a split cache.
 MAX_PARTIAL_BYTES = 64 << 20
 _ALIGNMENT = 256
-_NULL = np.uint64(0)
 #: 2^192 / (2 pi), rounded.
 _INVERSE_TURN = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E410
 
@@ -59,24 +58,17 @@ def padded(n: int) -> int:
 # -- Buffers -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class DeviceRows:
-    """Rows of a tensor, float32 [rows, stride]; the first ``width`` values are used."""
-
-    buffer: Buffer
-    width: int
-    slot: int  # index of the number of rows: `N_TOKENS`, `N_OUTPUTS` or `N_PLACES`
+class DeviceRows(StoredRows):
+    """Rows of a tensor, float32 [rows, stride], in device memory; the first ``width`` values are used."""
 
     @property
     def stride(self) -> int:
+        """Values between rows."""
         return padded(self.width)
 
     def bytes_of(self, n_rows: int) -> int:
         """Return the bytes of ``n_rows`` rows."""
         return 4 * self.width * n_rows
-
-    def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
-        return self.buffer, np.int32(self.stride)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +95,11 @@ class Inputs:
         row_bytes = self.format.unit_bytes(self.width, n_rows) + self.format.input_scale_bytes(self.width, n_rows)
         return self.n_heads * row_bytes
 
-    def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
-        """Return the units, the scales, and the number of rows of the layout."""
+    def arguments(self, n_rows: int) -> dict[str, Any]:
+        """Return arguments for kernels: the units, the scales, and the number of rows of the layout."""
         scales = self.buffer.at(self.buffer.n_bytes - self.scale_bytes)
         units = self.alone.buffer if self.alone and n_rows == 1 else self.buffer
-        return units, scales, np.int32(self.format.input_rows(n_rows))
+        return {"units": units, "scales": scales, "n_rows": self.format.input_rows(n_rows)}
 
 
 class BatchBuffer:
@@ -177,14 +169,22 @@ class BatchBuffer:
         yield ends[: len(ends) * self._has_spans]
 
     @property
-    def sequences(self) -> tuple[Address, ...]:
-        """Return arguments of kernels with recurrent states: header, first tokens, positions, state slots."""
-        return self.header, self._starts, self.positions, self._states
+    def sequences(self) -> dict[str, Any]:
+        """Arguments of kernels with recurrent states: header, first tokens, positions, state slots."""
+        return {"header": self.header, "starts": self._starts, "positions": self.positions, "slots": self._states}
 
-    def attention(self, group: int) -> tuple[Any, ...]:
+    def block_tables(self, group: int) -> Address:
+        """Return the block tables of the caches of a group."""
+        return self.buffer.at(self._tables.n_bytes + 4 * group * self._n_blocks)
+
+    def pages(self, group: int) -> dict[str, Any]:
+        """Return arguments of kernels that read the caches of a group."""
+        tables = {"block_tables": self.block_tables(group), "block_stride": self._table_stride}
+        return {"header": self.header, "starts": self._starts, **tables}
+
+    def attention(self, group: int) -> dict[str, Any]:
         """Return the batch's part of PARAMETERS of attention.cu, for the caches of a group."""
-        tables = self.buffer.at(self._tables.n_bytes + 4 * group * self._n_blocks)
-        return self.header, self._starts, self._lengths, self._ends, tables, np.int32(self._table_stride)
+        return {**self.pages(group), "kv_lengths": self._lengths, "ends": self._ends}
 
     def counter(self, slot: int) -> Address:
         """Return the header from the number ``slot`` on, for kernels that read their number of rows at its start."""
@@ -399,20 +399,3 @@ class KernelCall:
     def buffers(self) -> list[Buffer]:
         alone = (x.alone for x in self.operands if isinstance(x, Inputs) and x.alone)
         return [x if isinstance(x, Buffer) else x.buffer for x in (*self.operands, *alone)]
-
-
-def arguments(*values: Any, n_rows: int = 0) -> tuple[Any, ...]:
-    """Convert Python values to kernel arguments: int32, float32, null for None, and the arguments of rows."""
-    return tuple(_arguments(values, n_rows))
-
-
-def _arguments(values: Iterable[Any], n_rows: int) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, DeviceRows | Inputs):
-            yield from value.as_arguments(n_rows)
-        elif isinstance(value, bool | int):
-            yield np.int32(value)
-        elif isinstance(value, float):
-            yield np.float32(value)
-        else:
-            yield _NULL if value is None else value

@@ -14,7 +14,7 @@ constexpr int CONV_THREADS = 128, CONV_TOKENS = 32;
 extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     causal_conv(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ positions,
                 const int* __restrict__ slots, float* __restrict__ states, int64_t slot_floats,
-                const float* __restrict__ x, int stride, int n, const float* __restrict__ weight,
+                const float* __restrict__ x, int x_stride, int n, const float* __restrict__ weight,
                 const float* __restrict__ bias, int silu, float* __restrict__ y) {
   const int column = blockIdx.x * CONV_THREADS + threadIdx.x;
   if (column >= n) return;
@@ -25,9 +25,9 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     const bool goes_on = positions[start] > 0;
     float w[KERNEL], inputs[KERNEL];
 #pragma unroll
-    for (int j = 0; j < KERNEL; j++) w[j] = weight[(size_t)j * stride + column];
+    for (int j = 0; j < KERNEL; j++) w[j] = weight[(size_t)j * x_stride + column];
     const auto input = [&](int token) {
-      if (token >= start) return x[(size_t)token * stride + column];
+      if (token >= start) return x[(size_t)token * x_stride + column];
       return goes_on ? state[(size_t)(token - start + KERNEL - 1) * n] : 0.0f;
     };
 #pragma unroll
@@ -37,11 +37,11 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
       for (int j = 0; j < KERNEL - 1; j++) state[(size_t)j * n] = input(stop - (KERNEL - 1) + j);
     }
     for (int token = first; token < min(first + CONV_TOKENS, stop); token++) {
-      inputs[KERNEL - 1] = x[(size_t)token * stride + column];
+      inputs[KERNEL - 1] = x[(size_t)token * x_stride + column];
       float total = bias ? bias[column] : 0.0f;
 #pragma unroll
       for (int j = 0; j < KERNEL; j++) total = fmaf(inputs[j], w[j], total);
-      y[(size_t)token * stride + column] = silu ? total * sigmoid(total) : total;
+      y[(size_t)token * x_stride + column] = silu ? total * sigmoid(total) : total;
 #pragma unroll
       for (int j = 0; j < KERNEL - 1; j++) inputs[j] = inputs[j + 1];
     }

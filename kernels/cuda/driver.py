@@ -27,7 +27,7 @@ different sizes are a `UsageError`.  Only the tests' driver is certain to detect
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -101,12 +101,8 @@ class Launch:
     grid: tuple[int, ...]
     block: tuple[int, ...]
     shared_bytes: int = 0
-    # kernel arguments, or places in buffers whose memory is not allocated yet; empty until `given` is called
+    # kernel arguments, or places in buffers whose memory is not allocated yet; see `module.with_arguments`
     arguments: tuple[Any, ...] = ()
-
-    def with_arguments(self, *arguments: Any) -> Launch:
-        """Return this launch with arguments."""
-        return replace(self, arguments=arguments)
 
 
 class Handle(Protocol):

@@ -51,12 +51,12 @@ DEVICE float4 normed(const float* row, const float* weight, int column, int n, f
 // n is a multiple of 16.  weight: padded to a multiple of 4, with `weight_step` values between groups; or null.  Either
 // y, or units and scales laid out for n_rows rows, may be null; codes require one group per row.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-    rms_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
+    rms_norm(const int* __restrict__ header, const float* __restrict__ x, int x_stride, int n,
              const float* __restrict__ weight, float eps, int weight_step, float* __restrict__ y, int y_stride,
              int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {
   let_next_begin();
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
-  const float* row = x + (size_t)blockIdx.x * stride + (size_t)blockIdx.y * n;
+  const float* row = x + (size_t)blockIdx.x * x_stride + (size_t)blockIdx.y * n;
   const float* own = weight ? weight + (size_t)blockIdx.y * weight_step : nullptr;
   float* to = y + (size_t)blockIdx.x * y_stride + (size_t)blockIdx.y * n;
   const float scale = scale_of_row(row, own, n, eps);
@@ -70,25 +70,31 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 
 // -- Layer norm -------------------------------------------------------------------------------------------------------
 
-// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over groups of n values.  Grid: (rows, groups of a row).
-// bias: or null.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-    layer_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
-               const float* __restrict__ weight, const float* __restrict__ bias, float eps, float* __restrict__ y,
-               int y_stride) {
+// The mean and the variance of n values, in all threads of a block.
+DEVICE float2 mean_and_variance(const float* row, int n) {
   __shared__ float parts[2][ROW_WARPS];
-  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
-  const size_t first = (size_t)blockIdx.y * n;
-  const float* row = x + (size_t)blockIdx.x * stride + first;
   float total = 0.0f, squares = 0.0f;
   for (int column = threadIdx.x; column < n; column += ROW_THREADS) total += row[column];
   const float mean = block_sum(total, parts[0]) / (float)n;
   for (int column = threadIdx.x; column < n; column += ROW_THREADS)
     squares = fmaf(row[column] - mean, row[column] - mean, squares);
-  const float scale = 1.0f / sqrtf(block_sum(squares, parts[1]) / (float)n + eps);
+  return make_float2(mean, block_sum(squares, parts[1]) / (float)n);
+}
+
+// y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over groups of n values.  Grid: (rows, groups of a row).
+// bias: or null.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    layer_norm(const int* __restrict__ header, const float* __restrict__ x, int x_stride, int n,
+               const float* __restrict__ weight, const float* __restrict__ bias, float eps, float* __restrict__ y,
+               int y_stride) {
+  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
+  const size_t first = (size_t)blockIdx.y * n;
+  const float* row = x + (size_t)blockIdx.x * x_stride + first;
+  const float2 moments = mean_and_variance(row, n);
+  const float scale = 1.0f / sqrtf(moments.y + eps);
   for (int column = threadIdx.x; column < n; column += ROW_THREADS)
     y[(size_t)blockIdx.x * y_stride + first + column] =
-        (row[column] - mean) * scale * weight[first + column] + (bias ? bias[first + column] : 0.0f);
+        (row[column] - moments.x) * scale * weight[first + column] + (bias ? bias[first + column] : 0.0f);
 }
 
 // -- Activations ------------------------------------------------------------------------------------------------------
@@ -118,65 +124,65 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 // y = activation(gate) * x, with one gate per head of dim values.  Rows of n values.  Grid: (blocks of 512 columns,
 // rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
-    head_gate(const int* __restrict__ header, int kind, const float* x, int stride, int n, int dim,
+    head_gate(const int* __restrict__ header, int kind, const float* x, int x_stride, int n, int dim,
               const float* __restrict__ gate, int gate_stride, float* y, int y_stride) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
   if (is_beyond(row, header + N_TOKENS) || column >= n) return;
   const float g = activated(kind, gate[(size_t)row * gate_stride + column / dim], 1.0f);
-  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  const float4 v = load_four(x + (size_t)row * x_stride, column, n);
   *(float4*)(y + (size_t)row * y_stride + column) = make_float4(g * v.x, g * v.y, g * v.z, g * v.w);
 }
 
 // y = factor * weight * sigmoid(gate) * x + residual, over rows of n values; weight, gate and residual may be null.
 // Grid: (blocks of 512 columns, rows).  weight: one value.  gate: one value per row.  y may be the residual, or x.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
-    add(const int* __restrict__ header, const float* x, int stride, int n, float factor, const float* weight,
+    add(const int* __restrict__ header, const float* x, int x_stride, int n, float factor, const float* weight,
         const float* gate, int gate_stride, const float* residual, float* y, int y_stride) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
   if (is_beyond(row, header + N_TOKENS) || column >= n) return;
   if (weight) factor *= *weight;
   if (gate) factor *= sigmoid(gate[(size_t)row * gate_stride]);
-  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  const float4 v = load_four(x + (size_t)row * x_stride, column, n);
   const float4 r = residual ? load_four(residual + (size_t)row * y_stride, column, n) : float4();
   *(float4*)(y + (size_t)row * y_stride + column) = multiply_add(v, factor, r);
 }
 
 // y = x clamped to low ... high, over rows of n values.  Grid: (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
-    clamp(const int* __restrict__ header, const float* x, int stride, int n, float low, float high, float* y,
+    clamp(const int* __restrict__ header, const float* x, int x_stride, int n, float low, float high, float* y,
           int y_stride) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
   if (is_beyond(row, header + N_TOKENS) || column >= n) return;
-  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  const float4 v = load_four(x + (size_t)row * x_stride, column, n);
   *(float4*)(y + (size_t)row * y_stride + column) =
       make_float4(fmaxf(fminf(v.x, high), low), fmaxf(fminf(v.y, high), low), fmaxf(fminf(v.z, high), low),
                   fmaxf(fminf(v.w, high), low));
 }
 
-DEVICE float xielu(float x, float p, float n, float beta, float eps) {
-  return (x > 0.0f ? p * x * x : n * (expm1f(fminf(x, eps)) - x)) + beta * x;
+DEVICE float xielu(float x, float positive, float negative, float beta, float eps) {
+  return (x > 0.0f ? positive * x * x : negative * (expm1f(fminf(x, eps)) - x)) + beta * x;
 }
 
-// y = p x^2 + beta x if x > 0, else n (exp(min(x, eps)) - 1 - x) + beta x, over rows of n_values values.  Grid: (blocks
-// of 512 columns, rows).
+// y = positive x^2 + beta x if x > 0, else negative (exp(min(x, eps)) - 1 - x) + beta x, over rows of n values.  Grid:
+// (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
-    xielu(const int* __restrict__ header, const float* x, int stride, int n_values, float p, float n, float beta,
-          float eps, float* y, int y_stride) {
+    xielu(const int* __restrict__ header, const float* x, int x_stride, int n, float positive, float negative,
+          float beta, float eps, float* y, int y_stride) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
-  if (is_beyond(row, header + N_TOKENS) || column >= n_values) return;
-  const float4 v = load_four(x + (size_t)row * stride, column, n_values);
+  if (is_beyond(row, header + N_TOKENS) || column >= n) return;
+  const float4 v = load_four(x + (size_t)row * x_stride, column, n);
   *(float4*)(y + (size_t)row * y_stride + column) =
-      make_float4(xielu(v.x, p, n, beta, eps), xielu(v.y, p, n, beta, eps), xielu(v.z, p, n, beta, eps),
-                  xielu(v.w, p, n, beta, eps));
+      make_float4(xielu(v.x, positive, negative, beta, eps), xielu(v.y, positive, negative, beta, eps),
+                  xielu(v.z, positive, negative, beta, eps), xielu(v.w, positive, negative, beta, eps));
 }
 
 // y = cap * tanh(x / cap), over rows of n values.  Grid: (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
-    softcap(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float cap,
+    softcap(const int* __restrict__ header, const float* __restrict__ x, int x_stride, int n, float cap,
             float* __restrict__ y, int y_stride) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
   if (row >= header[N_TOKENS] || column >= n) return;
-  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  const float4 v = load_four(x + (size_t)row * x_stride, column, n);
   *(float4*)(y + (size_t)row * y_stride + column) = make_float4(
       cap * tanhf(v.x / cap), cap * tanhf(v.y / cap), cap * tanhf(v.z / cap), cap * tanhf(v.w / cap));
 }
@@ -185,25 +191,25 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 
 // Row i of y is row rows[i] of x.  Grid: (blocks of 512 columns, rows of y).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
-    gather_rows(const int* __restrict__ header, const int* __restrict__ rows, const float* __restrict__ x, int stride,
-                int n, float* __restrict__ y, int y_stride) {
+    gather_rows(const int* __restrict__ header, const int* __restrict__ rows, const float* __restrict__ x,
+                int x_stride, int n, float* __restrict__ y, int y_stride) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
   if (row >= header[N_OUTPUTS] || column >= n) return;
-  *(float4*)(y + (size_t)row * y_stride + column) = load_four(x + (size_t)rows[row] * stride, column, n);
+  *(float4*)(y + (size_t)row * y_stride + column) = load_four(x + (size_t)rows[row] * x_stride, column, n);
 }
 
 // Row i of y is the `n_joined` rows of x from rows[i], concatenated, or their mean if `is_mean`.
 // Grid: (blocks of 512 columns of x, rows of y).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     join_rows(const int* __restrict__ header, const int* __restrict__ rows, int n_joined, int is_mean,
-              const float* __restrict__ x, int stride, int n, float* __restrict__ y, int y_stride) {
+              const float* __restrict__ x, int x_stride, int n, float* __restrict__ y, int y_stride) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
   if (row >= header[N_OUTPUTS] || column >= n) return;
-  x += (size_t)rows[row] * stride;
+  x += (size_t)rows[row] * x_stride;
   y += (size_t)row * y_stride;
   float4 total = load_four(x, column, n);
   for (int j = 0; j < n_joined; j++) {
-    const float4 v = load_four(x + (size_t)j * stride, column, n);
+    const float4 v = load_four(x + (size_t)j * x_stride, column, n);
     if (!is_mean) {
       const float each[4] = {v.x, v.y, v.z, v.w};
       for (int i = 0; i < 4 && column + i < n; i++) y[j * n + column + i] = each[i];
@@ -219,11 +225,11 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 // x plus n values of the token's separate embedding, if any.  Grid: (blocks of 512 columns, rows).
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     add_rows(const int* __restrict__ header, const int* __restrict__ ids, const float* __restrict__ embeddings,
-             int embeddings_stride, int n, float* __restrict__ x, int stride) {
+             int embeddings_stride, int n, float* __restrict__ x, int x_stride) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
   if (row >= header[N_TOKENS] || column >= n || !is_embedded(ids[row])) return;
   const float4 added = load_four(embeddings + (size_t)embedding_number(ids[row]) * embeddings_stride, column, n);
-  float4* const to = (float4*)(x + (size_t)row * stride + column);
+  float4* const to = (float4*)(x + (size_t)row * x_stride + column);
   *to = make_float4(to->x + added.x, to->y + added.y, to->z + added.z, to->w + added.w);
 }
 
@@ -233,29 +239,30 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
 // residual.  Streams before number `first` equal the residual.  Grid: (blocks of 512 columns, rows).  weights,
 // residual: or null.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
-    mix_streams(const int* __restrict__ header, const float* __restrict__ x, int stride, const float* __restrict__ weights,
-                int weights_stride, const float* __restrict__ residual, int residual_stride, int n_streams, int first,
-                int d, float offset, float* __restrict__ y, int y_stride, int n) {
+    mix_streams(const int* __restrict__ header, const float* __restrict__ x, int x_stride,
+                const float* __restrict__ weights, int weights_stride, const float* __restrict__ residual,
+                int residual_stride, int n_streams, int first, int d, float offset, float* __restrict__ y, int y_stride,
+                int n) {
   const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x), j = column / d;
   if (is_beyond(row, header + N_TOKENS) || column >= n) return;
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (residual) total = *(const float4*)(residual + (size_t)row * residual_stride + column);
   for (int i = 0; i < n_streams && j >= first; i++) {
     const float weight = (weights ? weights[(size_t)row * weights_stride + j * n_streams + i] : 0.0f) + offset;
-    total = multiply_add(*(const float4*)(x + (size_t)row * stride + i * d + column % d), weight, total);
+    total = multiply_add(*(const float4*)(x + (size_t)row * x_stride + i * d + column % d), weight, total);
   }
   *(float4*)(y + (size_t)row * y_stride + column) = total;
 }
 
 // The weights of n hyper-connected streams of each row (operations.HyperWeights): one, two or three kinds; kinds whose
 // pointer is null are skipped.  Grid: (rows), with one thread each.
-extern "C" __global__ void hyper_weights(const int* __restrict__ header, const float* __restrict__ x, int stride,
+extern "C" __global__ void hyper_weights(const int* __restrict__ header, const float* __restrict__ x, int x_stride,
                                          const float* __restrict__ scale, const float* __restrict__ bias, int n,
                                          float eps, float write_scale, float write_offset, int rounds,
                                          float* __restrict__ read, int read_stride, float* __restrict__ write,
                                          int write_stride, float* mix, int mix_stride) {
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
-  x += (size_t)blockIdx.x * stride;
+  x += (size_t)blockIdx.x * x_stride;
   for (int i = 0; i < n; i++) {
     read[(size_t)blockIdx.x * read_stride + i] = sigmoid(x[i] * scale[0] + bias[i]) + eps;
     if (write)
@@ -304,11 +311,11 @@ extern "C" __global__ void __launch_bounds__(WARP)
 
 // y = sqrt(mean(x^2)), over rows of n values.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-    root_mean_square(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float* __restrict__ y,
-                     int y_stride) {
+    root_mean_square(const int* __restrict__ header, const float* __restrict__ x, int x_stride, int n,
+                     float* __restrict__ y, int y_stride) {
   __shared__ float parts[ROW_WARPS];
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
-  const float* row = x + (size_t)blockIdx.x * stride;
+  const float* row = x + (size_t)blockIdx.x * x_stride;
   float squares = 0.0f;
   for (int column = threadIdx.x; column < n; column += ROW_THREADS) squares = fmaf(row[column], row[column], squares);
   squares = block_sum(squares, parts);
@@ -317,17 +324,12 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 
 // y = max(0, x - mean(x) - factor * sqrt(var(x))), over rows of n values.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-    above_deviation(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float factor,
+    above_deviation(const int* __restrict__ header, const float* __restrict__ x, int x_stride, int n, float factor,
                     float* __restrict__ y, int y_stride) {
-  __shared__ float parts[2][ROW_WARPS];
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
-  const float* row = x + (size_t)blockIdx.x * stride;
-  float total = 0.0f, squares = 0.0f;
-  for (int column = threadIdx.x; column < n; column += ROW_THREADS) total += row[column];
-  const float mean = block_sum(total, parts[0]) / (float)n;
-  for (int column = threadIdx.x; column < n; column += ROW_THREADS)
-    squares = fmaf(row[column] - mean, row[column] - mean, squares);
-  const float cut = mean + factor * sqrtf(block_sum(squares, parts[1]) / (float)n);
+  const float* row = x + (size_t)blockIdx.x * x_stride;
+  const float2 moments = mean_and_variance(row, n);
+  const float cut = moments.x + factor * sqrtf(moments.y);
   for (int column = threadIdx.x; column < n; column += ROW_THREADS)
     y[(size_t)blockIdx.x * y_stride + column] = fmaxf(row[column] - cut, 0.0f);
 }
@@ -336,13 +338,13 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 
 // Copies n columns of each head of x to y.  Grid: (heads, rows).
 extern "C" __global__ void __launch_bounds__(WARP)
-    copy_heads(const int* __restrict__ header, const float* __restrict__ x, int stride, int head_stride, int n,
+    copy_heads(const int* __restrict__ header, const float* __restrict__ x, int x_stride, int x_head_stride, int n,
                float* __restrict__ y, int y_stride, int y_head_stride) {
   const int head = blockIdx.x, row = blockIdx.y;
   if (row >= header[N_TOKENS]) return;
   for (int column = 4 * threadIdx.x; column < n; column += 4 * WARP)
     *(float4*)(y + (size_t)row * y_stride + head * y_head_stride + column) =
-        *(const float4*)(x + (size_t)row * stride + head * head_stride + column);
+        *(const float4*)(x + (size_t)row * x_stride + head * x_head_stride + column);
 }
 
 // -- Choice of tokens -------------------------------------------------------------------------------------------------
@@ -355,11 +357,11 @@ DEVICE float* values_of(int* found, const int* header, int k) { return (float*)(
 
 // found: the id of the best logit of each row of logits [N, n], and this logit.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
-    argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n,
+    argmax(const int* __restrict__ header, const float* __restrict__ logits, int logits_stride, int n,
            int* __restrict__ found) {
   __shared__ uint64_t parts[SORT_THREADS / WARP];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
-  const float* row = logits + (size_t)blockIdx.x * stride;
+  const float* row = logits + (size_t)blockIdx.x * logits_stride;
   uint64_t best = 0;
   for (int column = 4 * threadIdx.x; column < n; column += 4 * SORT_THREADS) {
     const float4 v = load_four(row, column, n);
@@ -395,11 +397,11 @@ DEVICE void sort_keys(uint64_t* keys) {
 
 // parts [rows, gridDim.x, k] = the keys of the k best of each SORTED columns.  Grid: (all columns / SORTED, rows).
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
-    top_parts(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int k,
+    top_parts(const int* __restrict__ header, const float* __restrict__ logits, int logits_stride, int n, int k,
               uint64_t* __restrict__ parts) {
   __shared__ uint64_t keys[SORTED];
   if (blockIdx.y >= header[N_OUTPUTS]) return;
-  const float* row = logits + (size_t)blockIdx.y * stride;
+  const float* row = logits + (size_t)blockIdx.y * logits_stride;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int i = half * SORT_THREADS + threadIdx.x, column = SORTED * blockIdx.x + i;
@@ -434,8 +436,8 @@ struct Draw {
 // 1 ... SORT_THREADS.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
-              const float* __restrict__ logits, int stride, const Draw* __restrict__ draws, int* __restrict__ found,
-              int* __restrict__ chosen) {
+              const float* __restrict__ logits, int logits_stride, const Draw* __restrict__ draws,
+              int* __restrict__ found, int* __restrict__ chosen) {
   __shared__ uint64_t keys[SORTED];
   __shared__ float weights[2][SORT_THREADS];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
@@ -449,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   if (threadIdx.x < k) {
     const uint64_t key = keys[threadIdx.x];
     const size_t to = (size_t)blockIdx.x * k + threadIdx.x;
-    const float* row = logits + (size_t)blockIdx.x * stride;
+    const float* row = logits + (size_t)blockIdx.x * logits_stride;
     const float x = key ? row[id_of(key)] : 0.0f, less = key ? x - row[id_of(keys[0])] : -infinity();
     found[to] = key ? id_of(key) : -1;
     values_of(found, header, k)[to] = x;

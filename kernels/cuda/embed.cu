@@ -70,7 +70,7 @@ DEVICE void embed_row(const uint8_t* tiles, int row, int begin, int end, float s
 extern "C" __global__ void __launch_bounds__(256)
     embed(const uint8_t* __restrict__ weights, int begin, int end, int n_tiles, const int* __restrict__ ids,
           const int* __restrict__ chosen, const int* __restrict__ n_tokens, float scale,
-          const float* __restrict__ embeddings, int embeddings_stride, float* __restrict__ y, int stride) {
+          const float* __restrict__ embeddings, int embeddings_stride, float* __restrict__ y, int y_stride) {
   using F = FORMAT;
   const int token = blockIdx.x;
   if (token >= *n_tokens) return;
@@ -78,10 +78,10 @@ extern "C" __global__ void __launch_bounds__(256)
   if (is_embedded(named) && embeddings) {
     const float* row = embeddings + (size_t)embedding_number(named) * embeddings_stride;
     for (int column = threadIdx.x; column < end - begin; column += blockDim.x)
-      y[(int64_t)token * stride + column] = row[column];
+      y[(int64_t)token * y_stride + column] = row[column];
     return;
   }
   const int id = is_embedded(named) ? 0 : named < 0 ? chosen[~named] : named;
   embed_row<F>(weights + (int64_t)(id / GROUP) * n_tiles * tile_bytes<F>(), id % GROUP, begin, end, scale,
-               y + (int64_t)token * stride);
+               y + (int64_t)token * y_stride);
 }

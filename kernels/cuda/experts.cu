@@ -32,9 +32,9 @@ DEVICE float best_of_group(const float* values, int n, int n_best) {
 //
 // places, rows: if not null, each pair's place is the pair's number; see group_by_expert.  One warp per token; k <= 32.
 extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
-    route(int* header, const float* logits, int stride, int n, int k, int norm_topk_prob, float scale, int gating,
-          const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best, const float* __restrict__ chosen,
-          int chosen_stride, float* probabilities, float* scores,
+    route(int* header, const float* logits, int logits_stride, int n, int k, int norm_topk_prob, float scale,
+          int gating, const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best,
+          const float* __restrict__ chosen, int chosen_stride, float* probabilities, float* scores,
           const float* __restrict__ factors, int* __restrict__ ids, float* __restrict__ expert_weights,
           int* __restrict__ places, int* __restrict__ rows) {
   __shared__ float sums[ROUTE_WARPS][MAX_GROUPS];
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
   const int n_tokens = header[N_TOKENS];
   if (token >= n_tokens) return;
   if (places && token == 0 && lane == 0) header[N_PLACES] = n_tokens * k;
-  const float* row = logits + (size_t)token * stride;
+  const float* row = logits + (size_t)token * logits_stride;
   float peak = -infinity(), total = 0.0f;
   if (gating == SOFTMAX && !(norm_topk_prob && !probabilities)) {
     for (int expert = lane; expert < n; expert += WARP) peak = fmaxf(peak, row[expert]);
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     total = warp_sum(total);
   }
   if (probabilities) {
-    float *to = probabilities + (size_t)token * stride, *score = scores + (size_t)token * stride;
+    float *to = probabilities + (size_t)token * logits_stride, *score = scores + (size_t)token * logits_stride;
     for (int expert = lane; expert < n; expert += WARP) {
       const float x = row[expert];
       const float p = gating == SOFTMAX ? expf(x - peak) / total
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     if (lane == rank) id = id_of(last);
   }
   const float best = __shfl_sync(FULL_MASK, row[id], 0);
-  const float mine = probabilities ? probabilities[(size_t)token * stride + id] : expf(row[id] - best);
+  const float mine = probabilities ? probabilities[(size_t)token * logits_stride + id] : expf(row[id] - best);
   if (norm_topk_prob) {
     total = 0.0f;
     for (int rank = 0; rank < k; rank++) total += __shfl_sync(FULL_MASK, mine, rank);
@@ -167,12 +167,12 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     finish_experts(const int* __restrict__ header, const int* __restrict__ places, const int* __restrict__ ids,
                    const float* __restrict__ expert_weights, const float* __restrict__ biases, int k,
-                   float* __restrict__ y, int stride, int n) {
+                   float* __restrict__ y, int y_stride, int n) {
   const int pair = blockIdx.y, column = 4 * (blockIdx.x * SUM_THREADS + threadIdx.x);
   if (pair >= header[N_TOKENS] * k || column >= n) return;
   const float weight = expert_weights ? expert_weights[pair] : 1.0f;
-  float4* row = (float4*)(y + (size_t)places[pair] * stride + column);
-  const float4* bias = (const float4*)(biases + (size_t)ids[pair] * stride + column);
+  float4* row = (float4*)(y + (size_t)places[pair] * y_stride + column);
+  const float4* bias = (const float4*)(biases + (size_t)ids[pair] * y_stride + column);
   *row = multiply_add(*row, weight, biases ? *bias : float4());
 }
 
@@ -180,13 +180,13 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS)
 // the best expert.  Grid: (blocks of 512 columns, tokens).  Strides are multiples of 4.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     add_experts(const int* __restrict__ header, const int* __restrict__ places,
-                const float* __restrict__ expert_weights, int k, const float* __restrict__ products, int stride, int n,
-                float* __restrict__ y, int y_stride, int adds) {
+                const float* __restrict__ expert_weights, int k, const float* __restrict__ products,
+                int products_stride, int n, float* __restrict__ y, int y_stride, int adds) {
   const int token = blockIdx.y, column = 4 * (blockIdx.x * SUM_THREADS + threadIdx.x);
   if (token >= header[N_TOKENS] || column >= n) return;
   float4 total = {};
   for (int pair = token * k; pair < token * k + k; pair++) {
-    const float4 v = *(const float4*)(products + (size_t)places[pair] * stride + column);
+    const float4 v = *(const float4*)(products + (size_t)places[pair] * products_stride + column);
     total = multiply_add(v, expert_weights ? expert_weights[pair] : 1.0f, total);
   }
   float4* sum = (float4*)(y + (size_t)token * y_stride + column);

@@ -8,14 +8,10 @@
 // products: expert, first row (a multiple of 8), and end row; the weights of all experts are contiguous, and rows are
 // indexed by place (experts.cu).  Otherwise it is TOKENS tokens, with the matrix of the head.
 #ifdef EXPERTS
-#define KERNEL(name) name##_experts
-#define PRODUCT_PARAMETERS const int4 *__restrict__ products,
 #define FIND_ROWS                      \
   if (blockIdx.x >= *n_tokens) return; \
   const int matrix = products[blockIdx.x].x, first = products[blockIdx.x].y, stop = products[blockIdx.x].z;
 #else
-#define KERNEL(name) name
-#define PRODUCT_PARAMETERS
 #define FIND_ROWS                                                           \
   const int matrix = head(), first = blockIdx.x * TOKENS, stop = *n_tokens; \
   if (first > 0 && first >= stop) return;

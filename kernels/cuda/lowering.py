@@ -39,17 +39,18 @@ from localllm.kernels.cuda.calls import (
     KernelCall,
     Mixture,
     StepLimits,
-    arguments,
     padded,
 )
 from localllm.kernels.cuda.driver import DeviceMemory, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
+from localllm.kernels.cuda.module import kernel_arguments, kernel_parameters, with_arguments
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.cuda.weights import CUDAPackedWeights, PackedMatrix
 from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
 from localllm.kernels.operations.dense import ACTIVATIONS
 from localllm.kernels.operations.experts import GATINGS
 from localllm.kernels.operations.recurrent import side_by_side
+from localllm.kernels.parameters import expanded
 from localllm.quant.types import GGMLType
 
 #: Columns that a block of `top_parts` sorts, and the maximum number of largest values.
@@ -67,13 +68,19 @@ _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_PLACES}
 _KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
 #: Kernels of elementwise.cu that take rows of x, their width and numbers of an operation; whether a block computes a
 #: whole row; and these numbers.
-_ELEMENTWISE: dict[type[g.Operation[Any]], tuple[str, bool, Callable[[Any], tuple[float, ...]]]] = {
-    ops.AboveDeviation: ("above_deviation", True, lambda op: (op.factor,)),
-    ops.Clamp: ("clamp", False, lambda op: (op.low, op.high)),
-    ops.RootMeanSquare: ("root_mean_square", True, lambda op: ()),
-    ops.Softcap: ("softcap", False, lambda op: (op.cap,)),
-    ops.XIELU: ("xielu", False, lambda op: (op.p, op.n, op.beta, op.eps)),
+_ELEMENTWISE: dict[type[g.Operation[Any]], tuple[str, bool, Callable[[Any], dict[str, float]]]] = {
+    ops.AboveDeviation: ("above_deviation", True, lambda op: {"factor": op.factor}),
+    ops.Clamp: ("clamp", False, lambda op: {"low": op.low, "high": op.high}),
+    ops.RootMeanSquare: ("root_mean_square", True, lambda op: {}),
+    ops.Softcap: ("softcap", False, lambda op: {"cap": op.cap}),
+    ops.XIELU: (
+        "xielu",
+        False,
+        lambda op: {"positive": op.p, "negative": op.n, "beta": op.beta, "eps": op.eps},
+    ),
 }
+#: Arguments of kernels that can write activations in the format of products, if they do not.
+_NO_CODES: dict[str, Any] = {"units": None, "scales": None, "n_rows": 0}
 _LAYER = re.compile(r"blk\.\d+\.")
 #: A rope that rotates nothing.
 _NO_ROPE = g.Rope(np.zeros(0, np.float32), interleaved=False)
@@ -177,10 +184,6 @@ class CUDALowering:
     def like(self, x: Tensor) -> DeviceRows:
         return self.new(x.rows, x.width)
 
-    def _rows_of(self, x: Tensor | None) -> tuple[Any, ...]:
-        """Return kernel arguments for an optional tensor: its rows and stride, or null and 0."""
-        return (None, 0) if x is None else (self.stored[x],)
-
     def in_place(self, op: ops.Linear | ops.ExpertOutput) -> DeviceRows:
         """Allocate a sum, in the memory of the residual if nothing reads it later."""
         if op.residual is None or self.last_uses[op.residual] > self.node:
@@ -208,12 +211,13 @@ class CUDALowering:
         self, name: str, x: DeviceRows, inputs: Inputs, rows: Any = None, head_stride: int = 0, **options: Any
     ) -> None:
         """Convert rows for products: all rows, the rows given by ``rows``, or the first values of every head."""
-        format, counter = inputs.format, self.batch.counter(inputs.slot)
-        launch = matmul.quantise_launch(format, inputs.width, 1)
-        values = x, inputs.width, counter, rows, head_stride, inputs
-        options |= {"defines": launch.defines}
-        grid = lambda n: (format.input_rows(n), inputs.n_heads)  # noqa: E731
-        self.call(name, (launch.module, launch.kernel), inputs.slot, grid, launch.block[0], *values, **options)
+        format, launch = inputs.format, matmul.quantise_launch(inputs.format, inputs.width, 1)
+        self.call(
+            name, (launch.module, launch.kernel), inputs.slot, lambda n: (format.input_rows(n), inputs.n_heads),
+            launch.block[0],
+            defines=launch.defines, **options, x=x, n_in=inputs.width, n_there=self.batch.counter(inputs.slot),
+            rows=rows, head_stride=head_stride, codes=inputs,
+        )  # fmt: skip
 
     def result_of(self, x: Tensor, *, both: bool = False) -> tuple[DeviceRows | None, Inputs | None]:
         """Return the outputs of a norm or a gate: float rows, or integers, or both.
@@ -241,11 +245,14 @@ class CUDALowering:
         slot: int,
         grid: Grid,
         threads: int,
-        *values: Any,
+        /,
+        *,
         defines: Mapping[str, int | str] | None = None,
         operands: Sequence[DeviceRows | Inputs | Buffer] = (),
         cost: Callable[[BatchSizes], Cost] | None = None,
         when: Condition | None = None,
+        codes: Inputs | None = None,
+        **arguments: Any,
     ) -> None:
         """Add a call of one kernel, whose launches differ only in the number of rows.
 
@@ -253,31 +260,38 @@ class CUDALowering:
             kernel: module and name.
             slot: number in the header that counts the rows; 0 rows need no launch.
             grid: returns the grid for a number of rows.
-            values: see `arguments`.
-            operands: rows and buffers that the values point to, in addition to rows and buffers among the values.
+            operands: rows and buffers that arguments point to, in addition to rows and buffers among the arguments.
             cost: by default, all rows and weights are read or written once.
             when: whether an extent needs the call; by default, every extent does.
+            codes: the kernel's arguments units, scales and n_rows; null if None.
+            arguments: by the name of the kernel's parameter; see `localllm.kernels.parameters.ordered`.
         """
-        rows = [value for value in (*values, *operands) if isinstance(value, DeviceRows | Inputs)]
+        values = *arguments.values(), *([] if codes is None else [codes]), *operands
+        rows = [value for value in values if isinstance(value, DeviceRows | Inputs)]
         weight_bytes = sum(value.n_bytes for value in values if isinstance(value, DeviceMemory))
+        parameters = kernel_parameters(kernel[0])[kernel[1]]
+        arguments = expanded(parameters, arguments)
+        if codes is None and "units" in parameters:
+            arguments |= _NO_CODES
+        fixed = kernel_arguments(*kernel, **arguments) if codes is None else None
 
         def launches(extent: Extent) -> Iterator[Launch]:
             if (n := extent.rows(slot)) and (when is None or when(extent)):
-                yield Launch(*kernel, defines or {}, grid(n), (threads,), 0, arguments(*values, n_rows=n))
+                launch = Launch(*kernel, defines or {}, grid(n), (threads,), 0, fixed or ())
+                yield launch if codes is None else with_arguments(launch, **arguments, **codes.arguments(n))
 
         def all_rows(sizes: BatchSizes) -> Cost:
             return Cost(sum(x.bytes_of(sizes.rows(x.slot)) for x in rows) + weight_bytes)
 
-        buffers = [value for value in (*values, *operands) if isinstance(value, Buffer)]
+        buffers = [value for value in values if isinstance(value, Buffer)]
         self.calls.append(KernelCall(name, launches, [*rows, *buffers], cost or all_rows))
 
     def elementwise(
-        self, name: str, kernel: str, x: DeviceRows, grid: Grid, threads: int, *values: Any, **options: Any
+        self, name: str, kernel: str, rows: DeviceRows, grid: Grid, threads: int, /, **options: Any
     ) -> None:
-        """Add a call of a kernel in elementwise.cu whose first argument is the number of rows of x."""
-        self.call(
-            name, ("elementwise", kernel), x.slot, grid, threads, self.batch.counter(x.slot), *values, **options
-        )
+        """Add a call of a kernel in elementwise.cu, with one row per row of ``rows``."""
+        header = self.batch.counter(rows.slot)
+        self.call(name, ("elementwise", kernel), rows.slot, grid, threads, header=header, **options)
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
@@ -290,22 +304,15 @@ class CUDALowering:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
         self.tables.append((table.n_out, op.by_position))
         columns, format, batch = op.columns or range(table.n_in), table.packed, self.batch
-        numbers = batch.positions if op.by_position else batch.ids
         launch, row_bytes = matmul.embed_launch(format, 1), table.memory.n_bytes / table.n_out + y.bytes_of(1)
-        chosen_ids = None if op.by_position else self.chosen_ids
-        values = (
-            table.memory,
-            columns.start,
-            columns.stop,
-            format.n_tiles(table.n_in),
-            numbers,
-            chosen_ids,
-            batch.header,
-        )
-        options: dict[str, Any] = {"cost": lambda sizes: Cost(sizes.n_tokens * row_bytes), "defines": launch.defines}
-        embeddings = (self.embeddings.setdefault(0, self.like(op.result)),) if op.takes_rows else (None, 0)
-        values, kernel = (*values, float(op.scale), *embeddings), (launch.module, launch.kernel)
-        self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, y, **options)
+        self.call(
+            "embed", (launch.module, launch.kernel), N_TOKENS, _each, launch.block[0],
+            defines=launch.defines, cost=lambda sizes: Cost(sizes.n_tokens * row_bytes), weights=table.memory,
+            begin=columns.start, end=columns.stop, n_tiles=format.n_tiles(table.n_in),
+            ids=batch.positions if op.by_position else batch.ids, chosen=None if op.by_position else self.chosen_ids,
+            n_tokens=batch.header, scale=float(op.scale),
+            embeddings=self.embeddings.setdefault(0, self.like(op.result)) if op.takes_rows else None, y=y,
+        )  # fmt: skip
         return y
 
     def ngram_embed(self, op: ops.NgramEmbed) -> DeviceRows:
@@ -316,24 +323,27 @@ class CUDALowering:
     def add_rows(self, op: ops.AddRows) -> DeviceRows:
         x: DeviceRows = self.stored[op.x]
         rows = self.embeddings.setdefault(op.index, self.like(op.x))
-        values, when = (self.batch.ids, rows, x.width, x), lambda extent: extent.has_embedded
-        self.elementwise("add rows", "add_rows", x, columns(x), GATE_THREADS, *values, when=when)
+        values = {"ids": self.batch.ids, "embeddings": rows, "n": x.width, "x": x}
+        when = lambda extent: extent.has_embedded  # noqa: E731
+        self.elementwise("add rows", "add_rows", x, columns(x), GATE_THREADS, **values, when=when)
         return x
 
     def rms_norm(self, op: ops.RMSNorm) -> DeviceRows | Inputs | None:
-        x, n_groups, eps = self.stored[op.x], op.n_groups, float(op.eps)
+        x, n_groups = self.stored[op.x], op.n_groups
         y, codes = self.result_of(op.result, both=True) if n_groups == 1 else (self.like(op.result), None)
-        step = 0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // n_groups
-        values = x, x.width // n_groups, self.weights.vector(op.weight), eps
-        name, grid = f"norm{' + quantise' if codes else ''}", lambda n: (n, n_groups)
-        self.elementwise(name, "rms_norm", x, grid, _NORM_THREADS, *values, step, *_written(y, codes))
+        self.elementwise(
+            f"norm{' + quantise' if codes else ''}", "rms_norm", x, lambda n: (n, n_groups), _NORM_THREADS,
+            x=x, n=x.width // n_groups, weight=self.weights.vector(op.weight), eps=float(op.eps),
+            weight_step=0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // n_groups, y=y,
+            codes=codes,
+        )  # fmt: skip
         return y or codes
 
     def layer_norm(self, op: ops.LayerNorm) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
-        weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
-        values, grid = (x, x.width // op.n_groups, *weights, float(op.eps), y), lambda n: (n, op.n_groups)
-        self.elementwise("layer norm", "layer_norm", x, grid, _NORM_THREADS, *values)
+        weights = {"weight": self.weights.vector(op.weight), "bias": self.weights.vector(op.bias)}
+        values, grid = {**weights, "n": x.width // op.n_groups, "eps": float(op.eps)}, lambda n: (n, op.n_groups)
+        self.elementwise("layer norm", "layer_norm", x, grid, _NORM_THREADS, x=x, y=y, **values)
         return y
 
     def gated(self, op: ops.Gated) -> DeviceRows | Inputs | None:
@@ -344,16 +354,16 @@ class CUDALowering:
 
     def head_gate(self, op: ops.HeadGate) -> DeviceRows:
         x, gate, y = self.stored[op.x], self.stored[op.gate], self.like(op.result)
-        values = ACTIVATIONS.index(op.activation), x, x.width, op.x.width // op.gate.width, gate, y
-        self.elementwise("gate of heads", "head_gate", x, columns(x), GATE_THREADS, *values)
+        values = {"kind": ACTIVATIONS.index(op.activation), "n": x.width, "dim": op.x.width // op.gate.width}
+        self.elementwise("gate of heads", "head_gate", x, columns(x), GATE_THREADS, x=x, gate=gate, y=y, **values)
         return y
 
     def _elementwise(self, op: Any) -> DeviceRows:
         kernel, by_row, numbers = _ELEMENTWISE[type(op)]
         x, y = self.stored[op.x], self.like(op.result)
         grid, threads = (_each, _NORM_THREADS) if by_row else (columns(x), GATE_THREADS)
-        name = kernel.replace("_", " ")
-        self.elementwise(name, kernel, x, grid, threads, x, x.width, *map(float, numbers(op)), y)
+        values = {name: float(number) for name, number in numbers(op).items()}
+        self.elementwise(kernel.replace("_", " "), kernel, x, grid, threads, x=x, n=x.width, y=y, **values)
         return y
 
     above_deviation = clamp = root_mean_square = softcap = xielu = _elementwise
@@ -363,11 +373,12 @@ class CUDALowering:
         x, up_rows = self.stored[gate], self.stored[up]
         product_codes, is_done = self.ends.get(result, (None, None))
         y, codes = (None, product_codes) if product_codes else self.result_of(result, both=True)
-        operands, up_buffer = ([x, up_rows], up_rows.buffer) if up_rows else ([x], None)
-        values = ACTIVATIONS.index(activation), x.buffer, up_buffer, x.stride, x.width, *_written(y, codes)
-        name = f"gate{' + quantise' if codes else ''}"
-        when = None if is_done is None else lambda extent: not is_done(extent)
-        self.elementwise(name, "gated", x, columns(x), GATE_THREADS, *values, operands=operands, when=when)
+        self.elementwise(
+            f"gate{' + quantise' if codes else ''}", "gated", x, columns(x), GATE_THREADS,
+            kind=ACTIVATIONS.index(activation), gate=x.buffer, up=up_rows and up_rows.buffer, stride=x.stride,
+            n=x.width, y=y, codes=codes, operands=[rows for rows in (x, up_rows) if rows],
+            when=None if is_done is None else lambda extent: not is_done(extent),
+        )  # fmt: skip
         return y or codes
 
     def add(self, op: ops.Add) -> DeviceRows:
@@ -375,42 +386,64 @@ class CUDALowering:
 
     def columns(self, op: ops.Columns) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
-        self._copy(x, op.columns.start, y, 0, len(op.columns))
+        self._copy_heads("copy columns", x, op.columns.start, y, 0, len(op.columns))
         return y
 
     def side_by_side(self, op: ops.SideBySide) -> DeviceRows:
         y, first = self.like(op.result), 0
         for x in op.tensors:
-            self._copy(self.stored[x], 0, y, first, x.width)
+            self._copy_heads("copy columns", self.stored[x], 0, y, first, x.width)
             first += x.width
         return y
 
-    def _copy(self, x: DeviceRows, source: int, y: DeviceRows, target: int, n: int) -> None:
-        """Copy n columns, from column ``source`` of x to column ``target`` of y."""
-        values = x.buffer.at(4 * source), x.stride, 0, n, y.buffer.at(4 * target), y.stride, 0
-        options: dict[str, Any] = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n)}
-        self.elementwise("copy columns", "copy_heads", x, lambda n: (1, n), 32, *values, **options)
+    def _copy_heads(
+        self,
+        name: str,
+        x: DeviceRows,
+        source: int,
+        y: DeviceRows,
+        target: int,
+        n: int,
+        *,
+        n_heads: int = 1,
+        x_head: int = 0,
+        y_head: int = 0,
+    ) -> None:
+        """Copy n columns of each row, or of each head, from column ``source`` of x to column ``target`` of y.
+
+        Heads start ``x_head`` and ``y_head`` columns after each other.
+        """
+        self.elementwise(
+            name, "copy_heads", x, lambda n_rows: (n_heads, n_rows), 32,
+            x=x.buffer.at(4 * source), x_stride=x.stride, x_head_stride=x_head, n=n, y=y.buffer.at(4 * target),
+            y_stride=y.stride, y_head_stride=y_head, operands=[x, y],
+            cost=lambda sizes: Cost(8 * sizes.rows(x.slot) * n_heads * n),
+        )  # fmt: skip
 
     def mix_streams(self, op: ops.MixStreams) -> DeviceRows:
         x, y = self.stored[op.x], self.like(op.result)
-        mixed = x, *self._rows_of(op.mixing), *self._rows_of(op.residual)
-        values = *mixed, op.n, op.first, op.size, float(op.offset), y, y.width
-        self.elementwise("mix streams", "mix_streams", x, columns(y), GATE_THREADS, *values)
+        self.elementwise(
+            "mix streams", "mix_streams", x, columns(y), GATE_THREADS,
+            x=x, weights=self.stored[op.mixing], residual=self.stored[op.residual], n_streams=op.n, first=op.first,
+            d=op.size, offset=float(op.offset), y=y, n=y.width,
+        )  # fmt: skip
         return y
 
     def hyper_weights(self, op: ops.HyperWeights) -> tuple[DeviceRows, ...]:
         x, results = self.stored[op.x], tuple(map(self.like, op.result))
-        weights = self.weights.vector(op.scale), self.weights.vector(op.bias)
-        values = x, *weights, op.n, float(op.eps), float(op.write_scale), float(op.write_offset), op.n_rounds
+        read, write, mix = (*results, None, None)[:3]
         self.elementwise(
-            "stream weights", "hyper_weights", x, _each, 1, *values, *results, *(None, 0) * (3 - len(results))
-        )
+            "stream weights", "hyper_weights", x, _each, 1,
+            x=x, scale=self.weights.vector(op.scale), bias=self.weights.vector(op.bias), n=op.n, eps=float(op.eps),
+            write_scale=float(op.write_scale), write_offset=float(op.write_offset), rounds=op.n_rounds, read=read,
+            write=write, mix=mix,
+        )  # fmt: skip
         return results
 
     def stream_gate(self, op: ops.StreamGate) -> DeviceRows:
         key, query, y = self.stored[op.key], self.stored[op.query], self.like(op.result)
-        values = key, query, op.size, op.size**-0.5, y
-        self.elementwise("stream gate", "stream_gate", key, lambda n: (op.n, n), 32, *values)
+        values, grid = {"key": key, "query": query, "n": op.size, "scale": op.size**-0.5}, lambda n: (op.n, n)
+        self.elementwise("stream gate", "stream_gate", key, grid, 32, **values, y=y)
         return y
 
     def scale(self, op: ops.Scale) -> DeviceRows:
@@ -421,19 +454,21 @@ class CUDALowering:
     ) -> DeviceRows:
         """Compute factor * weight * sigmoid(gate) * x + residual; None omits a factor or the residual."""
         rows, y, residual_rows = self.stored[x], self.like(x), self.stored[residual]
-        added = None if residual_rows is None else residual_rows.buffer
-        values = rows, rows.width, float(factor), self.weights.vector(weight), *self._rows_of(gate), added, y
-        operands = [] if residual_rows is None else [residual_rows]
-        self.elementwise("add", "add", rows, columns(rows), GATE_THREADS, *values, operands=operands)
+        self.elementwise(
+            "add", "add", rows, columns(rows), GATE_THREADS,
+            x=rows, n=rows.width, factor=float(factor), weight=self.weights.vector(weight), gate=self.stored[gate],
+            residual=residual_rows and residual_rows.buffer, y=y,
+            operands=[] if residual_rows is None else [residual_rows],
+        )  # fmt: skip
         return y
 
     def outputs(self, op: ops.Outputs) -> DeviceRows:
         x, y, batch = self.stored[op.x], self.new(Rows.OUTPUTS, op.result.width), self.batch
-        options: tuple[Any, ...] = () if op.n_joined == 1 else (op.n_joined, op.is_mean)
-        kernel = "elementwise", "join_rows" if options else "gather_rows"
+        joined = {} if op.n_joined == 1 else {"n_joined": op.n_joined, "is_mean": op.is_mean}
+        kernel = "elementwise", "join_rows" if joined else "gather_rows"
+        values = {"header": batch.header, "rows": batch.outputs, "x": x, "n": x.width, "y": y, **joined}
         cost = lambda sizes: Cost(2 * y.bytes_of(sizes.n_outputs))  # noqa: E731
-        values = batch.header, batch.outputs, *options, x, x.width, y
-        self.call("gather", kernel, N_OUTPUTS, columns(x), GATE_THREADS, *values, cost=cost)
+        self.call("gather", kernel, N_OUTPUTS, columns(x), GATE_THREADS, **values, cost=cost)
         return y
 
     def choose(self, logits: DeviceRows) -> tuple[Buffer, Buffer] | None:
@@ -443,18 +478,17 @@ class CUDALowering:
         best, candidates = Buffer(found_bytes + 4 * n_outputs), Buffer(found_bytes * n_parts)
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            def launch(kernel: str, grid: tuple[int, ...], *values: Any) -> Launch:
-                launch_arguments = arguments(header, *values)
-                return Launch("elementwise", kernel, {}, grid, (_SORT_THREADS,), 0, launch_arguments)
+            def launch(kernel: str, grid: tuple[int, ...], **values: Any) -> Launch:
+                sorted_logits = Launch("elementwise", kernel, {}, grid, (_SORT_THREADS,))
+                return with_arguments(sorted_logits, header=header, logits=logits, **values)
 
             k, n = extent.top_k, extent.n_outputs
             if k == 1 and n:
-                yield launch("argmax", (n,), logits, logits.width, self.chosen_ids)
+                yield launch("argmax", (n,), n=logits.width, found=self.chosen_ids)
             elif k and n:
-                yield launch("top_parts", (n_parts, n), logits, logits.width, k, candidates)
-                yield launch(
-                    "top_merge", (n,), candidates, n_parts * k, k, logits, self.batch.draws, best, self.chosen_ids
-                )
+                yield launch("top_parts", (n_parts, n), n=logits.width, k=k, parts=candidates)
+                chosen = {"draws": self.batch.draws, "found": best, "chosen": self.chosen_ids}
+                yield launch("top_merge", (n,), parts=candidates, n_keys=n_parts * k, k=k, **chosen)
 
         cost = lambda sizes: Cost(logits.bytes_of(sizes.n_outputs))  # noqa: E731
         self.calls.append(KernelCall("choice", launches, [logits, best, candidates, self.chosen_ids], cost))
@@ -494,9 +528,9 @@ class CUDALowering:
 
     def _gate_arguments(
         self, gate: tuple[ops.Gated, Inputs], products: Sequence[matmul.Product], n_rows: int
-    ) -> list[Any]:
-        activation, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n_rows)
-        return matmul.gate_arguments(products[0], products[1], activation, to)
+    ) -> dict[str, Any]:
+        activation, codes = ACTIVATIONS.index(gate[0].activation), gate[1].arguments(n_rows)
+        return matmul.gate_arguments(products[0], products[1], activation, codes)
 
     def _ends_with(
         self, gate: tuple[ops.Gated, Inputs] | None, launches: Callable[[Extent], Iterator[Launch]]
@@ -515,10 +549,8 @@ class CUDALowering:
         self._quantise("quantise", x, inputs, head_stride=n_in + n_rest)
         self._multiply(inputs, [(matrix, y, None)])
         if n_rest:
-            source, target = (x.buffer.at(4 * n_in), x.stride), (y.buffer.at(4 * n_out), y.stride)
-            values = *source, n_in + n_rest, n_rest, *target, n_out + n_rest
-            options = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n_heads * n_rest)}
-            self.elementwise("copy heads", "copy_heads", x, lambda n: (n_heads, n), 32, *values, **options)
+            heads = {"n_heads": n_heads, "x_head": n_in + n_rest, "y_head": n_out + n_rest}
+            self._copy_heads("copy heads", x, n_in, y, n_out, n_rest, **heads)
         return y
 
     def _multiply(
@@ -538,36 +570,40 @@ class CUDALowering:
         limits, slot, added = self.limits, inputs.slot, None if residual is None else residual.buffer
         packed, results = [w for w, _, _ in products], [y for _, y, _ in products]
         names, n_in = [w.format for w in packed], packed[0].n_in
-        formats = {w.format: w.packed for w in packed}
+        formats, step = {w.format: w.packed for w in packed}, matmul.MAX_MATRICES
+        factors = [matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products]
+        by_format = [
+            [p for p, format_name in zip(factors, names, strict=True) if format_name == name] for name in formats
+        ]
+        can_mix = len(formats) == 2 and len(by_format[1]) == 1 and len(factors) <= step
+        mixed_factors = [factor for group in by_format for factor in group] if can_mix else []
+        groups = [
+            (format, group[i : i + step], matmul.matrix_arguments(group[i : i + step]))
+            for format, group in zip(formats.values(), by_format, strict=True)
+            for i in range(0, len(group), step)
+        ]
 
         def launches(extent: Extent) -> Iterator[Launch]:
             if n := extent.rows(slot):
-                operands = [
-                    matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products
-                ]
-                by_format = [
-                    [p for p, format_name in zip(operands, names, strict=True) if format_name == name]
-                    for name in formats
-                ]
-                step = matmul.MAX_MATRICES
-                if len(formats) == 2 and len(by_format[1]) == 1 and len(operands) <= step:
-                    *_, last = formats.values()
-                    launch, values = product(n, packed[0].packed, [*by_format[0], *by_format[1]])
-                    if mixed := matmul.mixed_launch(packed[0].packed, launch, last):
-                        yield mixed.with_arguments(*values)
+                if mixed_factors:
+                    first, last = formats.values()
+                    launch, values = product(n, first, mixed_factors)
+                    if mixed := matmul.mixed_launch(first, launch, last):
+                        yield with_arguments(mixed, **values, **matmul.matrix_arguments(mixed_factors))
                         return
-                for format, group in zip(formats.values(), by_format, strict=True):
-                    for some in (group[i : i + step] for i in range(0, len(group), step)):
-                        launch, values = product(n, format, some)
-                        if gate is not None and (gated := matmul.gated_launch(format, launch)):
-                            launch, values = gated, [*values[:5], *self._gate_arguments(gate, some, n)]
-                        yield launch.with_arguments(*values)
+                for format, some, matrices in groups:
+                    launch, values = product(n, format, some)
+                    if gate is not None and (gated := matmul.gated_launch(format, launch)):
+                        yield with_arguments(gated, **values, **self._gate_arguments(gate, some, n))
+                    else:
+                        yield with_arguments(launch, **values, **matrices)
 
-        def product(n: int, format: PackedFormat, some: Sequence[matmul.Product]) -> tuple[Launch, list[Any]]:
-            (units, scales, _), n_rows = inputs.as_arguments(n), format.input_rows(n)
-            n_outs, counter = [p.n_out for p in some], self.batch.counter(slot)
+        def product(n: int, format: PackedFormat, some: Sequence[matmul.Product]) -> tuple[Launch, dict[str, Any]]:
+            """Return the launch for some matrices, and its arguments except the matrices."""
+            n_outs, n_rows = [p.n_out for p in some], format.input_rows(n)
             launch = matmul.product_launch(format, n_outs, n_in, n_rows, limits.products, inputs.n_heads)
-            return launch, matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), counter, some)
+            sizes = matmul.size_arguments(launch.kernel, format, n_in)
+            return launch, {**inputs.arguments(n), "n_tokens": self.batch.counter(slot), **sizes}
 
         def cost(sizes: BatchSizes) -> Cost:
             extra = 0 if residual is None else residual.bytes_of(sizes.rows(slot))
@@ -584,40 +620,30 @@ class CUDALowering:
         limits, batch, kv_cache, cache = self.limits, self.batch, op.cache, self.limits.cache
         q: DeviceRows
         q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
-        rope, scale, keys_values = (
-            op.rope or _NO_ROPE,
-            op.q_scale or g.PositionScale(0.0, 1),
-            [x for x in (k, v) if x],
-        )
+        rope, scale = op.rope or _NO_ROPE, op.q_scale or g.PositionScale(0.0, 1)
+        keys_values = [x for x in (k, v) if x]
         if self.graph.caches_of is not None:
             raise KernelError("assistants that draft from another model's caches do not run on a GPU")
-        norms: list[Any] = []
-        for norm, dim in zip(op.norms, (kv_cache.key_dim, kv_cache.key_dim, kv_cache.value_dim), strict=True):
-            n = 0 if norm is None else dim if norm.weight is None else norm.weight.shape[0]
-            norms += [norm and self.weights.vector(norm.weight), n, float(norm.eps) if norm else 0.0]
         # An indexer's keys that are also its queries are only stored.
         n_heads = 0 if op.q is op.k else q.width // kv_cache.key_dim
         row_bytes = (
             2 * q.bytes_of(1) + sum(x.bytes_of(1) for x in keys_values) + (kv_cache.bytes_per_token() if k else 0)
         )
         self.call(
-            "rope + append",
-            ("append", "rope_append"),
-            N_TOKENS,
+            "rope + append", ("append", "rope_append"), N_TOKENS,
             lambda n: (-(-(n_heads + len(keys_values) * kv_cache.n_heads) // _HEADS_PER_BLOCK), n),
             32 * _HEADS_PER_BLOCK,
-            *(batch.header, batch.slots[cache.groups[kv_cache.key]], batch.positions),
-            *((batch.axes, limits.max_tokens) if rope.axes else (None, 0)),
-            limits.frequencies(rope) if len(rope.frequencies) else None,
-            *(len(rope.frequencies), rope.first, rope.interleaved, float(rope.magnitude), q),
-            *(*self._rows_of(op.k), *self._rows_of(op.v)),
-            *(n_heads, kv_cache.n_heads, *norms),
-            *(op.norm_last, float(scale.rate), scale.length, scale.offset),
+            header=batch.header, slots=batch.slots[cache.groups[kv_cache.key]], positions=batch.positions,
+            axes=batch.axes if rope.axes else None, axes_stride=limits.max_tokens if rope.axes else 0,
+            phases=limits.frequencies(rope) if len(rope.frequencies) else None, n_pairs=len(rope.frequencies),
+            first=rope.first, interleaved=rope.interleaved, magnitude=float(rope.magnitude), q=q, k=k, v=v,
+            n_heads=n_heads, n_kv_heads=kv_cache.n_heads, **op.norm_arguments(self.weights.vector),
+            norm_last=op.norm_last, rate=float(scale.rate), length=scale.length, offset=scale.offset,
             # An operation without keys uses the cache of another layer.
-            *(cache.layer(kv_cache.key) if k else (None,) * 4),
+            **(cache.layer(kv_cache.key) if k else dict.fromkeys(("keys", "key_scales", "values", "value_scales"))),
             defines=append_defines(kv_cache, has_axes=bool(rope.axes), position_offset=rope.position_offset),
             cost=lambda sizes: Cost(sizes.n_tokens * row_bytes),
-        )
+        )  # fmt: skip
         return q
 
     def attention(self, op: ops.Attention) -> DeviceRows:
@@ -633,23 +659,36 @@ class CUDALowering:
         heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
         variant = replace(variant, has_slopes=op.slopes is not None, bias_width=op.bias_width)
-        cache, batch = limits.cache.layer(kv_cache.key), self.batch.attention(limits.cache.groups[kv_cache.key])
-        scoring = float(op.scale), float(op.softcap or 0), self.weights.vector(op.slopes or op.biases)
+        shared = {
+            **self.batch.attention(limits.cache.groups[kv_cache.key]),
+            "n_kv_heads": heads.n_kv_heads,
+            "group_size": heads.group_size,
+            "window": heads.window,
+        }
+        read: dict[str, Any] = {
+            **limits.cache.layer(kv_cache.key), "q": q.buffer, "q_stride": q.stride, "scale": float(op.scale),
+            "soft_cap": float(op.softcap or 0), "by_distance": self.weights.vector(op.slopes or op.biases),
+        }  # fmt: skip
+        written = {"out": y.buffer, "out_stride": y.stride, "sinks": sinks}
 
         def launches(extent: Extent) -> Iterator[Launch]:
             work = extent.work(kind)
             states = partials.n_bytes - max(4, 4 * work.partial_floats(heads, kind.variant)[1])
-            splits = partials, partials.at(states // 8 * 8), work.max_splits, work.partial_rows
-            kernel_values: dict[str, tuple[Any, ...]] = {
-                "attention_prefill": (*cache, q, y, sinks, *scoring),
-                "attention_split": (*cache, q, *splits, *scoring),
-                "attention_merge": (*splits, y, sinks, None, None, 0),
+            splits = {
+                "partial_sums": partials,
+                "partial_states": partials.at(states // 8 * 8),
+                "max_splits": work.max_splits,
+                "partial_rows": work.partial_rows,
             }
-            if codes is not None and not work.prefill_tiles:
-                kernel_values["attention_merge"] = *splits, y, sinks, *codes.as_arguments(extent.n_tokens)
+            merged = _NO_CODES if codes is None or work.prefill_tiles else codes.arguments(extent.n_tokens)
+            kernel_values: dict[str, dict[str, Any]] = {
+                "attention_prefill": read | written,
+                "attention_split": read | splits,
+                "attention_merge": splits | written | merged,
+            }
             for launch in attention.launches(work, heads, variant, limits.properties.n_multiprocessors):
-                numbers = heads.n_kv_heads, heads.group_size, *attention.token_range(launch, work), heads.window
-                yield launch.with_arguments(*arguments(*batch, *numbers, *kernel_values[launch.kernel]))
+                values = shared | attention.token_range(launch, work) | kernel_values[launch.kernel]
+                yield with_arguments(launch, **values)
 
         def cost(sizes: BatchSizes) -> Cost:
             pairs, positions = sizes.seen(heads.window)
@@ -667,41 +706,37 @@ class CUDALowering:
         """Undo the rotation of values in their sums."""
         if op.cache.rotations[1]:
             self.call(
-                "rotate back",
-                ("append", "rotate_back"),
-                N_TOKENS,
-                lambda n: (-(-op.n_heads // _HEADS_PER_BLOCK), n),
+                "rotate back", ("append", "rotate_back"), N_TOKENS, lambda n: (-(-op.n_heads // _HEADS_PER_BLOCK), n),
                 32 * _HEADS_PER_BLOCK,
-                *(self.batch.header, op.n_heads, y),
-                defines=append_defines(op.cache),
+                header=self.batch.header, n_heads=op.n_heads, out=y, defines=append_defines(op.cache),
                 cost=lambda sizes: Cost(2 * y.bytes_of(sizes.n_tokens)),
-            )
+            )  # fmt: skip
 
     def index_select(self, op: ops.IndexSelect) -> DeviceRows:
         limits, kv_cache, batch = self.limits, op.cache, self.batch
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
-        weights, of_heads = self.stored[op.head_weights], self._rows_of(op.head_weights)
-        stride, n_choices = -(-limits.cache.n_pages[0] * PAGE // op.run), op.n_choices
-        scores, cache = Buffer(4 * _SCORED_TOKENS * n_choices * stride), limits.cache.layer(kv_cache.key)[:2]
-        header, starts, _, _, *tables = batch.attention(limits.cache.groups[kv_cache.key])
+        weights, stride = self.stored[op.head_weights], -(-limits.cache.n_pages[0] * PAGE // op.run)
+        n_choices, group, layer = op.n_choices, limits.cache.groups[kv_cache.key], limits.cache.layer(kv_cache.key)
+        scores = Buffer(4 * _SCORED_TOKENS * n_choices * stride)
         defines = index_defines(kv_cache, op.k // op.run, op.n_heads, op.dim, run=op.run, n_last=op.n_last)
         if op.pool is not None:
-            slots = batch.slots[limits.cache.groups[kv_cache.key]]
-            pooled = header, batch.positions, slots, self.weights.vector(op.pool), padded(op.dim), cache[0]
-            cost = lambda sizes: Cost(sizes.n_tokens * kv_cache.bytes_per_token())  # noqa: E731
-            kernel = "selection", "pool_keys"
-            self.call("pool", kernel, N_TOKENS, _each, 128, *pooled, defines=defines, cost=cost, operands=[q])
+            self.call(
+                "pool", ("selection", "pool_keys"), N_TOKENS, _each, 128,
+                header=batch.header, positions=batch.positions, slots=batch.slots[group],
+                pool=self.weights.vector(op.pool), stride=padded(op.dim), keys=layer["keys"], defines=defines,
+                cost=lambda sizes: Cost(sizes.n_tokens * kv_cache.bytes_per_token()), operands=[q],
+            )  # fmt: skip
+        shared = {"header": batch.header, "positions": batch.positions, "scores": scores, "stride": stride}
+        cache = {**batch.pages(group), "keys": layer["keys"], "key_scales": layer["key_scales"]}
+        scored, selected = {**shared, **cache, "q": q, "weights": weights}, {**shared, "out": y}
 
         def launches(extent: Extent) -> Iterator[Launch]:
             for first in range(0, extent.n_tokens, _SCORED_TOKENS):
                 n = min(_SCORED_TOKENS, extent.n_tokens - first)
-                scored = header, starts, *tables, batch.positions, first, q, *of_heads, *cache, scores, stride
-                selected = header, batch.positions, first, scores, stride, y
-                for kernel, grid, values in (
-                    ("index_scores", (_SCORE_BLOCKS, n), scored),
-                    ("index_select", (n, n_choices), selected),
-                ):
-                    yield Launch("selection", kernel, defines, grid, (128,), 0, arguments(*values, n_rows=n))
+                launch = Launch("selection", "index_scores", defines, (_SCORE_BLOCKS, n), (128,))
+                yield with_arguments(launch, **scored, first=first)
+                launch = Launch("selection", "index_select", defines, (n, n_choices), (128,))
+                yield with_arguments(launch, **selected, first=first)
 
         def index_cost(sizes: BatchSizes) -> Cost:
             pairs, positions = sizes.seen(attention.NO_WINDOW)
@@ -712,40 +747,38 @@ class CUDALowering:
         return y
 
     def compress(self, op: ops.Compress) -> DeviceRows:
-        kv_cache, y, weight = op.cache, self.new(Rows.TOKENS, op.result.width), self.weights.vector(op.biases)
-        header, starts, _, _, *tables = self.batch.attention(self.limits.cache.groups[kv_cache.key])
-        rows = self.limits.cache.layer(kv_cache.key)[0]
-        values = header, starts, *tables, self.batch.positions, rows, weight, padded(op.biases.shape[1]), y
-        defines = selection_defines(kv_cache, 0) | {"RUN": op.run, "SERIES": op.n_series}
+        kv_cache, y = op.cache, self.new(Rows.TOKENS, op.result.width)
         n_bytes = op.n_series * kv_cache.bytes_per_token() + y.bytes_of(1)
-        cost = lambda sizes: Cost(sizes.n_tokens * n_bytes)  # noqa: E731
-        kernel, operands = ("selection", "compress"), [self.stored[op.x]]
-        self.call("compress", kernel, N_TOKENS, _each, 128, *values, defines=defines, cost=cost, operands=operands)
+        self.call(
+            "compress", ("selection", "compress"), N_TOKENS, _each, 128,
+            **self.batch.pages(self.limits.cache.groups[kv_cache.key]), positions=self.batch.positions,
+            rows=self.limits.cache.layer(kv_cache.key)["keys"], biases=self.weights.vector(op.biases),
+            biases_stride=padded(op.biases.shape[1]), out=y,
+            defines=selection_defines(kv_cache, 0) | {"RUN": op.run, "SERIES": op.n_series},
+            cost=lambda sizes: Cost(sizes.n_tokens * n_bytes), operands=[self.stored[op.x]],
+        )  # fmt: skip
         return y
 
     def _attention_selected(self, op: ops.Attention) -> DeviceRows:
         limits, kv_cache, batch, entries = self.limits, op.cache, self.batch, op.entries
         q, y = self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
-        header, starts, _, _, *tables = batch.attention(limits.cache.groups[kv_cache.key])
-        beside: tuple[Any, ...] = 0, None, None
-        most, by_head = op.n_selected, op.selected_by_head
-        longest = most
+        most = longest = op.n_selected
         if entries is not None:
-            number = limits.cache.groups[entries.key]
-            beside = op.window, limits.cache.layer(entries.key)[0], batch.attention(number)[4]
             longest = (op.window or 0) + (most or limits.cache.n_pages[0] * PAGE // entries.stride)
         n_bytes = kv_cache.bytes_per_token() * longest + q.bytes_of(1) + y.bytes_of(1)
         self.call(
-            "attention, selected",
-            ("selection", "attention_selected"),
-            N_TOKENS,
-            lambda n: (op.n_heads, n),
-            128,
-            *(header, starts, *tables, batch.positions, *self._rows_of(op.selected)),
-            *(*limits.cache.layer(kv_cache.key), q, y, self.weights.vector(op.sinks), float(op.scale), *beside),
-            defines=selection_defines(kv_cache, most, 0 if entries is None else entries.stride, by_head=by_head),
+            "attention, selected", ("selection", "attention_selected"), N_TOKENS, lambda n: (op.n_heads, n), 128,
+            **batch.pages(limits.cache.groups[kv_cache.key]), positions=batch.positions,
+            selected=self.stored[op.selected], **limits.cache.layer(kv_cache.key), q=q, out=y,
+            sinks=self.weights.vector(op.sinks), scale=float(op.scale),
+            window=0 if entries is None else op.window or 0,
+            entries=None if entries is None else limits.cache.layer(entries.key)["keys"],
+            entry_tables=None if entries is None else batch.block_tables(limits.cache.groups[entries.key]),
+            defines=selection_defines(
+                kv_cache, most, 0 if entries is None else entries.stride, by_head=op.selected_by_head
+            ),
             cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * longest * q.width),
-        )
+        )  # fmt: skip
         self._rotate_back(op, y)
         return y
 
@@ -760,84 +793,82 @@ class CUDALowering:
         row_bytes: int,
         grid: Grid,
         threads: int,
-        *values: Any,
+        /,
         **options: Any,
     ) -> None:
-        """Add a call of a kernel whose first arguments are the batch and a state, which it reads and writes."""
+        """Add a call of a kernel that reads and writes a state."""
         cache = self.limits.cache
-        first = *self.batch.sequences, cache.state(state), np.int64(cache.slot_bytes // 4)
+        states = {**self.batch.sequences, "states": cache.state(state), "slot_floats": cache.slot_bytes // 4}
         cost = lambda sizes: Cost(sizes.n_tokens * row_bytes + len(sizes.sequences) * 8 * state.n_values)  # noqa: E731
-        self.call(name, (module, kernel), N_TOKENS, grid, threads, *first, *values, cost=cost, **options)
+        self.call(name, (module, kernel), N_TOKENS, grid, threads, **states, cost=cost, **options)
 
     def causal_conv(self, op: ops.CausalConv) -> DeviceRows:
         x, y = self.stored[op.x], self.new(Rows.TOKENS, op.x.width)
-        weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
-        grid = lambda n: (-(-x.width // _CONV_COLUMNS), min(n, _MAX_SEQUENCES), -(-n // _CONV_TOKENS))  # noqa: E731
-        values, defines = (x, x.width, *weights, op.silu, y.buffer), {"KERNEL": op.state.shape[0] + 1}
-        names = "causal conv", "convolution", "causal_conv"
         self._recurrent_call(
-            *(*names, op.state, 2 * x.bytes_of(1), grid, _CONV_COLUMNS, *values), operands=[y], defines=defines
-        )
+            "causal conv", "convolution", "causal_conv", op.state, 2 * x.bytes_of(1),
+            lambda n: (-(-x.width // _CONV_COLUMNS), min(n, _MAX_SEQUENCES), -(-n // _CONV_TOKENS)), _CONV_COLUMNS,
+            x=x, n=x.width, weight=self.weights.vector(op.weight), bias=self.weights.vector(op.bias), silu=op.silu,
+            y=y.buffer, operands=[y], defines={"KERNEL": op.state.shape[0] + 1},
+        )  # fmt: skip
         return y
 
     def gated_delta(self, op: ops.GatedDelta) -> DeviceRows:
         n_heads, d_k, d_v = op.state.shape
         keys = op.n_key_heads * d_k
-        qkv = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
-        gates, weights = [self.stored[op.decay], self.stored[op.beta]], [op.a, op.dt_bias, None]
-        per_group = n_heads // op.n_key_heads if op.is_grouped else 0
-        settings = op.n_key_heads, per_group, float(op.eps), d_k**-0.5, float(op.bound)
-        return self._recurrence(op, qkv, gates, weights, settings, op.is_per_channel)
+        return self._recurrence(
+            op, {"DELTA": 1, "PER_CHANNEL": int(op.is_per_channel)},
+            side_by_side(op.qkv, (keys, keys, n_heads * d_v)),
+            steps=self.stored[op.decay], betas=self.stored[op.beta], d=None, n_groups=op.n_key_heads,
+            per_group=n_heads // op.n_key_heads if op.is_grouped else 0, eps=float(op.eps), scale=d_k**-0.5,
+            bound=float(op.bound),
+        )  # fmt: skip
 
     def scan(self, op: ops.Scan) -> DeviceRows:
         n_heads, n, p = op.state.shape
-        x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
-        weights, settings = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0, 0.0)
-        return self._recurrence(op, [c, b, x], [self.stored[op.dt]], weights, settings, False)
+        x, b, c = side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
+        return self._recurrence(
+            op, {"DELTA": 0, "PER_CHANNEL": 0}, [c, b, x],
+            steps=self.stored[op.dt], betas=None, d=self.weights.vector(op.d), n_groups=op.n_groups,
+            per_group=n_heads // op.n_groups, eps=0.0, scale=1.0, bound=0.0,
+        )  # fmt: skip
 
     def channel_scan(self, op: ops.ChannelScan) -> DeviceRows:
-        x, dt, b, c = (self.stored[y] for y in (op.x, op.dt, op.b, op.c))
-        y, weights = self.new(Rows.TOKENS, x.width), map(self.weights.vector, (op.a, op.dt_bias, op.d))
-        names, n_bytes = ("scan", "recurrent", "channel_scan"), 12 * x.width + 8 * b.width
-        grid = lambda n: (-(-x.width // 128), min(n, _MAX_SEQUENCES))  # noqa: E731
-        values = x, dt, b, c, *weights, x.width, y
-        self._recurrent_call(*names, op.state, n_bytes, grid, 128, *values, defines={"STATES": b.width})
+        x, b, y = self.stored[op.x], self.stored[op.b], self.new(Rows.TOKENS, op.x.width)
+        self._recurrent_call(
+            "scan", "recurrent", "channel_scan", op.state, 12 * x.width + 8 * b.width,
+            lambda n: (-(-x.width // 128), min(n, _MAX_SEQUENCES)), 128,
+            x=x, dt=self.stored[op.dt], b=b, c=self.stored[op.c], a=self.weights.vector(op.a),
+            dt_bias=self.weights.vector(op.dt_bias), d=self.weights.vector(op.d), n=x.width, out=y,
+            defines={"STATES": b.width},
+        )  # fmt: skip
         return y
-
-    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[DeviceRows, int]]:
-        """Return the rows that contain parts of tensors, and the first column of each part."""
-        return [(self.stored[x], first) for x, first in side_by_side(tensors, widths)]
 
     def _recurrence(
         self,
         op: ops.GatedDelta | ops.Scan,
-        qkv: Sequence[tuple[DeviceRows, int]],
-        gates: Sequence[DeviceRows],
-        weights: Sequence[Weight | None],
-        settings: tuple[int, int, float, float, float],
-        is_per_channel: bool,
+        defines: dict[str, int],
+        qkv: Sequence[tuple[Tensor, int]],
+        /,
+        *,
+        n_groups: int,
+        **arguments: Any,
     ) -> DeviceRows:
         """Update a state by each token, and compute its output.
 
         Args:
-            qkv: q, k and v.
-            gates: the steps, and betas if used.
-            settings: groups, heads per group (0 if heads alternate between groups), eps, scale, bound of the decay.
+            qkv: the tensors that contain q, k and v, and their first columns.
         """
         (n_heads, n_rows, n_columns), y = op.state.shape, self.new(Rows.TOKENS, op.result.width)
-        columns, (n_groups, per_group, *numbers) = 32 if n_columns % 32 == 0 else 16, settings
-        defines = {"ROWS": n_rows, "COLUMNS": columns, "DELTA": len(gates) - 1, "PER_CHANNEL": int(is_per_channel)}
-        row_bytes = 4 * (2 * n_heads * n_columns + 2 * n_groups * n_rows)
+        columns, row_bytes = 32 if n_columns % 32 == 0 else 16, 4 * (2 * n_heads * n_columns + 2 * n_groups * n_rows)
+        for name, (x, first) in zip("qkv", qkv, strict=True):
+            arguments |= {name: self.stored[x].buffer.at(4 * first), f"{name}_stride": self.stored[x].stride}
         self._recurrent_call(
-            *("recurrence", "recurrent", "recurrence", op.state, row_bytes),
-            lambda n: (n_heads * n_columns // columns, min(n, _MAX_SEQUENCES)),
-            4 * columns,
-            *(value for rows, first in qkv for value in (rows.buffer.at(4 * first), rows.stride)),
-            *(*gates, *(() if len(gates) == 2 else (None, 0))),
-            *(*map(self.weights.vector, weights), n_groups, per_group, n_columns, *numbers, y),
-            operands=[rows for rows, _ in qkv],
-            defines=defines,
-        )
+            "recurrence", "recurrent", "recurrence", op.state, row_bytes,
+            lambda n: (n_heads * n_columns // columns, min(n, _MAX_SEQUENCES)), 4 * columns,
+            **arguments, a=self.weights.vector(op.a), dt_bias=self.weights.vector(op.dt_bias), n_groups=n_groups,
+            columns=n_columns, out=y, operands=[self.stored[x] for x, _ in qkv],
+            defines={**defines, "ROWS": n_rows, "COLUMNS": columns},
+        )  # fmt: skip
         return y
 
     # -- Experts ---------------------------------------------------------------------------------------------------
@@ -863,24 +894,27 @@ class CUDALowering:
 
         choice = _ExpertChoice(mixture, is_single, memory, *map(memory.at, accumulate(sizes[:-1], initial=0)))
         scored = [] if op.is_by_logits else [self.new(Rows.TOKENS, logits.width) for _ in range(2)]
-        values = (
-            *(header, logits, logits.width, mixture.k, op.norm_topk_prob, float(op.scale), GATINGS.index(op.gating)),
-            *(self.weights.vector(op.selection_bias), op.n_groups, op.n_top_groups, op.n_group_best),
-            *self._rows_of(op.expert_ids),
-            *([x.buffer for x in scored] or (None, None)),
-            *(self.weights.vector(op.expert_scales), choice.ids, choice.weights),
-        )
-        to = choice.places, choice.rows
+        probabilities, scores = [x.buffer for x in scored] or (None, None)
+        shared = {"header": header, "ids": choice.ids, "k": mixture.k}
+        values: dict[str, Any] = {
+            "logits": logits, "n": logits.width, "norm_topk_prob": op.norm_topk_prob, "scale": float(op.scale),
+            "gating": GATINGS.index(op.gating), "bias": self.weights.vector(op.selection_bias),
+            "n_groups": op.n_groups, "n_top_groups": op.n_top_groups, "n_best": op.n_group_best,
+            "chosen": self.stored[op.expert_ids], "probabilities": probabilities, "scores": scores,
+            "factors": self.weights.vector(op.expert_scales), "expert_weights": choice.weights,
+        }  # fmt: skip
+        values = expanded(kernel_parameters("experts")["route"], values)
+        places: dict[str, Any] = {"places": choice.places, "rows": choice.rows}
+        products_to = {"products": choice.products, "n_products": choice.n_products}
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            grid, tables = (-(-extent.n_tokens // _ROUTE_TOKENS),), to if is_single(extent) else (None, None)
-            yield Launch("experts", "route", {}, grid, (_ROUTE_THREADS,), 0, arguments(*values, *tables))
+            launch = Launch("experts", "route", {}, (-(-extent.n_tokens // _ROUTE_TOKENS),), (_ROUTE_THREADS,))
+            tables = places if is_single(extent) else dict.fromkeys(places)
+            yield with_arguments(launch, **shared, **values, **tables)
             if not is_single(extent):
-                rows = _product_rows(mixture, extent, products)
-                group_values = arguments(
-                    header, choice.ids, mixture.k, mixture.n, rows, *to, choice.products, choice.n_products
-                )
-                yield Launch("experts", "group_by_expert", {}, (1,), (_GROUP_THREADS,), 0, group_values)
+                launch = Launch("experts", "group_by_expert", {}, (1,), (_GROUP_THREADS,))
+                sizes = {"n_experts": mixture.n, "product_rows": _product_rows(mixture, extent, products)}
+                yield with_arguments(launch, **shared, **sizes, **places, **products_to)
 
         # Ids, weights, places, and the tokens of places.
         cost = lambda sizes: Cost(  # noqa: E731
@@ -939,16 +973,20 @@ class CUDALowering:
             n = sizes.rows(N_PLACES)
             return Cost(products.bytes_of(n) + 8 * n + 2 * y.bytes_of(sizes.n_tokens))
 
-        grid = lambda n: (-(-width // _SUM_COLUMNS), n)  # noqa: E731
-        values = batch.header, choice.places, weights, k, products, width, y, adds
-        options: dict[str, Any] = {"operands": [choice.buffer], "cost": cost, "when": when}
-        self.call("add experts", ("experts", "add_experts"), N_TOKENS, grid, _SUM_THREADS, *values, **options)
+        shared = {"expert_weights": weights, "k": k, "adds": adds}
+        self.call(
+            "add experts", ("experts", "add_experts"), N_TOKENS, lambda n: (-(-width // _SUM_COLUMNS), n),
+            _SUM_THREADS,
+            **shared, header=batch.header, places=choice.places, products=products, n=width, y=y,
+            operands=[choice.buffer], cost=cost, when=when,
+        )  # fmt: skip
+        sizes = {"n_tiles": format.n_tiles(matrix.n_in), "n_chunks": format.n_chunks(matrix.n_in), "n_out": width}
+        summed = {"experts": choice.ids, "weights": matrix.memory, "biases": bias, "y": y.buffer, "stride": y.stride}
 
         def launches(extent: Extent) -> Iterator[Launch]:
             if launch := summed_launch(extent):
-                sizes = batch.counter(N_TOKENS), format.n_tiles(matrix.n_in), k, format.n_chunks(matrix.n_in)
-                values = *sizes, choice.ids, weights, matrix.memory, bias, y.buffer, width, y.stride, adds
-                yield launch.with_arguments(*arguments(rows, *values, n_rows=extent.n_places))
+                values = {**shared, **sizes, **summed, "n_tokens": batch.counter(N_TOKENS)}
+                yield with_arguments(launch, **values, **rows.arguments(extent.n_places))
 
         product = self.calls[begin]
 
@@ -967,12 +1005,14 @@ class CUDALowering:
         when: Condition | None = None,
     ) -> None:
         """Multiply products by the weights of their pairs and add the biases of their experts, in place."""
-        k, weights = choice.mixture.k, choice.weights if is_weighted else None
-        values = self.batch.header, choice.places, choice.ids, weights, self.weights.vector(bias), k, y, y.width
-        grid = lambda n: (-(-y.width // _SUM_COLUMNS), k * n)  # noqa: E731
-        options: dict[str, Any] = {"operands": [choice.buffer, y], "when": when}
-        kernel = "experts", "finish_experts"
-        self.call("finish experts", kernel, N_TOKENS, grid, _SUM_THREADS, *values, **options)
+        k = choice.mixture.k
+        self.call(
+            "finish experts", ("experts", "finish_experts"), N_TOKENS, lambda n: (-(-y.width // _SUM_COLUMNS), k * n),
+            _SUM_THREADS,
+            header=self.batch.header, places=choice.places, ids=choice.ids,
+            expert_weights=choice.weights if is_weighted else None, biases=self.weights.vector(bias), k=k, y=y,
+            n=y.width, operands=[choice.buffer, y], when=when,
+        )  # fmt: skip
 
     def _multiply_experts(
         self,
@@ -1006,29 +1046,29 @@ class CUDALowering:
         mixture, limits, packed = choice.mixture, self.limits.products, [w for w, _ in pairs]
         format, n_in = packed[0].packed, packed[0].n_in
         products = [matmul.Product(w.memory, y.buffer, w.n_out, y.stride) for w, y in pairs]
-        tiles, n_chunks, counter = format.n_tiles(n_in), format.n_chunks(n_in), self.batch.counter(N_TOKENS)
+        groups = [products[i : i + matmul.MAX_MATRICES] for i in range(0, len(products), matmul.MAX_MATRICES)]
+        matrices = [matmul.matrix_arguments(some) for some in groups]
+        few = {"n_tokens": choice.n_products, "products": choice.products}
+        single = {"n_tokens": self.batch.counter(N_TOKENS), "experts": choice.ids, "places": choice.places}
 
         def launches(extent: Extent) -> Iterator[Launch]:
             if when is not None and not when(extent):
                 return
             n, rows = extent.n_tokens, _product_rows(mixture, extent, limits)
-            is_shared = shared is not None and choice.is_single(extent)
-            x, n_rows, share = (shared, n, mixture.k) if is_shared else (inputs, extent.n_places, 1)
+            x, n_rows, share = inputs, extent.n_places, 1
+            if shared is not None and choice.is_single(extent):
+                x, n_rows, share = shared, n, mixture.k
             sizes = n_in, n, n * mixture.k, mixture.n_products(n, rows), rows
-            for i in range(0, len(products), matmul.MAX_MATRICES):
-                some = products[i : i + matmul.MAX_MATRICES]
+            for some, some_matrices in zip(groups, matrices, strict=True):
                 launch = matmul.expert_launch(format, [p.n_out for p in some], *sizes, limits)
-                kernel_values: dict[str, tuple[Any, ...]] = {
-                    "matvec_experts": (counter, tiles, mixture.k, share, choice.ids, choice.places),
-                    "matmul_few_experts": (choice.n_products, tiles, choice.products),
-                    "matmul_experts": (choice.n_products, tiles, n_chunks, choice.products),
-                }
-                values = matmul.matrix_arguments(some)
+                values: dict[str, Any] = few
+                if launch.kernel == "matvec_experts":
+                    values = {**single, "k": mixture.k, "share": share}
+                values = {**x.arguments(n_rows), **matmul.size_arguments(launch.kernel, format, n_in), **values}
                 if gate is not None and (gated := matmul.gated_launch(format, launch)):
-                    values = self._gate_arguments(gate, some, extent.n_places)
-                    kernel_values[gated.kernel] = kernel_values[launch.kernel]
-                    launch = gated
-                yield launch.with_arguments(*arguments(x, *kernel_values[launch.kernel], *values, n_rows=n_rows))
+                    yield with_arguments(gated, **values, **self._gate_arguments(gate, some, extent.n_places))
+                else:
+                    yield with_arguments(launch, **values, **some_matrices)
 
         def cost(sizes: BatchSizes) -> Cost:
             used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # share of experts that are read
@@ -1043,11 +1083,6 @@ class CUDALowering:
 def _each(n: int) -> tuple[int, ...]:
     """Return a grid with one block per row."""
     return (n,)
-
-
-def _written(rows: DeviceRows | None, codes: Inputs | None) -> tuple[Any, ...]:
-    """Return arguments of kernels that write rows, codes or both."""
-    return *((rows,) if rows else (None, 0)), *((codes,) if codes else (None, None, 0))
 
 
 def _product_rows(mixture: Mixture, extent: Extent, limits: ProductLimits) -> int:

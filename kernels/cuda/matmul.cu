@@ -181,10 +181,18 @@ DEVICE void store(const Matrix& matrix, const Sums<N>& totals, const Sources& fr
 // each, heads); dynamic shared memory: STAGES stages.
 //
 // matmul_experts: n_tokens is the number of products, of at most TOKENS rows.  Grid (products, 4 groups of rows each).
+#ifdef EXPERTS
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    KERNEL(matmul)(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-                   const int* __restrict__ n_tokens, int n_tiles, int n_chunks, PRODUCT_PARAMETERS MATRIX_PARAMETERS(0),
-                   MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
+    matmul_experts(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                   const int* __restrict__ n_tokens, int n_tiles, int n_chunks, const int4* __restrict__ products,
+                   MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2))
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    matmul(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+           const int* __restrict__ n_tokens, int n_tiles, int n_chunks, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
+           MATRIX_PARAMETERS(2))
+#endif
+{
   FIND_ROWS
   if (first >= stop) return;
   int block = blockIdx.y;

@@ -209,21 +209,12 @@ class Product:
     bias: Any = None  # float32 [n_out]
     residual: Any = None  # float32 [T, stride], added to the result; may be ``y``
 
-    def arguments(self) -> list[Any]:
-        """Return MATRIX_PARAMETERS of dots.cuh."""
-        bias = np.uint64(0) if self.bias is None else self.bias
-        residual = np.uint64(0) if self.residual is None else self.residual
-        return [self.weights, bias, residual, self.y, np.int32(self.n_out), np.int32(self.stride)]
 
-
-_NO_PRODUCT = [np.uint64(0)] * 4 + [np.int32(0)] * 2
+_NO_PRODUCT = Product(None, None, 0, 0)
 
 
 def pack_launch(format: PackedFormat, n_rows: int, n_in: int) -> Launch:
-    """Return a launch of `pack` for ``n_rows`` rows; the first one starts a group.
-
-    Arguments: rows, packed, int32 n_rows, int64 bytes of a row, int32 n_in, int32 tiles.
-    """
+    """Return a launch of `pack` for ``n_rows`` rows; the first one starts a group."""
     blocks = -(-format.n_tiles(n_in) // _PACK_WARPS)
     return Launch("pack", "pack", format.defines, (blocks, n_groups(n_rows)), (_PACK_WARPS * _WARP,))
 
@@ -231,19 +222,14 @@ def pack_launch(format: PackedFormat, n_rows: int, n_in: int) -> Launch:
 def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
     """Return a launch of `quantise` for activations of ``n_in`` columns; a warp processes 128 columns.
 
-    ``n_rows``: rows of the layout.  Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in
-    memory), row numbers (int32) or null, int32 stride of heads, units, scales, int32 n_rows.
+    ``n_rows``: rows of the layout.
     """
     threads = min(_WARP * -(-n_in // RUN), MAX_BLOCK_THREADS)
     return Launch("quantise", "quantise", {"FORMAT": format.input_kind}, (n_rows,), (threads,))
 
 
 def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
-    """Return a launch of `embed` for up to ``n_rows`` tokens.
-
-    Arguments: weights, int32 first column and end column (exclusive), int32 tiles, ids (int32), ids chosen for the
-    last batch (int32), n_tokens (int32 in memory), float32 scale, y, int32 stride.
-    """
+    """Return a launch of `embed` for up to ``n_rows`` tokens."""
     return Launch("embed", "embed", format.defines, (n_rows,), (_EMBED_THREADS,))
 
 
@@ -302,9 +288,11 @@ def mixed_launch(format: PackedFormat, launch: Launch, last: PackedFormat) -> La
     return replace(launch, defines={**launch.defines, "LAST_FORMAT": last.name})
 
 
-def gate_arguments(gate: Product, up: Product, activation: int, to: Sequence[Any]) -> list[Any]:
-    """Return GATE_PARAMETERS of gate.cuh; ``to``: units, scales and the rows of their layout."""
-    return [*gate.arguments()[:2], *up.arguments()[:2], np.int32(activation), *to]
+def gate_arguments(gate: Product, up: Product, activation: int, codes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return GATE_PARAMETERS of gate.cuh; ``codes``: units, scales and n_rows, the rows of their layout."""
+    weights = {"gates": gate.weights, "gate_bias": gate.bias, "ups": up.weights, "up_bias": up.bias}
+    gated = {"gated": codes["units"], "gated_scales": codes["scales"], "gated_rows": codes["n_rows"]}
+    return {**weights, "kind": activation, **gated}
 
 
 def expert_launch(
@@ -356,33 +344,19 @@ def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capabi
     return "matmul_experts"
 
 
-def product_arguments(
-    launch: Launch,
-    format: PackedFormat,
-    n_in: int,
-    n_rows: int,
-    inputs: tuple[Any, Any],
-    n_tokens: Any,
-    products: Sequence[Product],
-) -> list[Any]:
-    """Return the arguments of a launch from `product_launch`.
-
-    Args:
-        inputs: units and scales of the activations.
-        n_tokens: int32, number of rows of activations.
-        products: one per matrix, in the order of the launch.
-    """
-    n_tiles = np.int32(format.n_tiles(n_in))
-    arguments = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
-    if launch.kernel == "matmul":
-        arguments.append(np.int32(format.n_chunks(n_in)))
-    return arguments + matrix_arguments(products)
+def size_arguments(kernel: str, format: PackedFormat, n_in: int) -> dict[str, int]:
+    """Return the arguments of a kernel of products that depend on the number of columns."""
+    sizes = {"n_tiles": format.n_tiles(n_in)}
+    return {**sizes, "n_chunks": format.n_chunks(n_in)} if kernel in ("matmul", "matmul_experts") else sizes
 
 
-def matrix_arguments(products: Sequence[Product]) -> list[Any]:
-    """Return the arguments of up to `MAX_MATRICES` matrices."""
-    arguments = [argument for product in products for argument in product.arguments()]
-    return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
+def matrix_arguments(products: Sequence[Product]) -> dict[str, Any]:
+    """Return MATRIX_PARAMETERS of dots.cuh for up to `MAX_MATRICES` matrices."""
+    arguments: dict[str, Any] = {}
+    for i, p in enumerate([*products, *[_NO_PRODUCT] * (MAX_MATRICES - len(products))]):
+        arguments |= {f"weights{i}": p.weights, f"bias{i}": p.bias, f"residual{i}": p.residual}
+        arguments |= {f"y{i}": p.y, f"n_out{i}": p.n_out, f"stride{i}": p.stride}
+    return arguments
 
 
 def _vector_rows(n_rows: int, capability: tuple[int, int]) -> int:

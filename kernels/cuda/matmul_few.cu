@@ -136,10 +136,18 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, cons
 // Like `matvec`; n_rows is a multiple of TOKENS, and TOKENS a multiple of 8.
 //
 // matmul_few_experts: n_tokens is the number of products.  Grid (products, groups of rows of all matrices).
+#ifdef EXPERTS
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    KERNEL(matmul_few)(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
-                       const int* __restrict__ n_tokens, int n_tiles, PRODUCT_PARAMETERS MATRIX_PARAMETERS(0),
-                       MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
+    matmul_few_experts(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
+                       const int* __restrict__ n_tokens, int n_tiles, const int4* __restrict__ products,
+                       MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2))
+#else
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    matmul_few(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
+               const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
+               MATRIX_PARAMETERS(2))
+#endif
+{
   constexpr int N = TOKENS / 8;
   FIND_ROWS  // the first tokens do not wait for the number of tokens
   int group = blockIdx.y;

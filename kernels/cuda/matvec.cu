@@ -15,18 +15,12 @@
 // Work of a block: rows of activations from `row` on, laid out for `laid_out`, times matrix number `matrix` (of a head
 // or an expert), to rows first ... stop - 1 of y.  Blocks of the first tokens do not wait for *n_tokens.
 #ifdef EXPERTS
-#define MATVEC matvec_experts
-#define MATVEC_GATED matvec_experts_gated
 #define TOKENS 1
-#define PAIR_PARAMETERS int k, int share, const int *__restrict__ experts, const int *__restrict__ places,
 #define FIND_ROWS                                                                     \
   const int pair = blockIdx.x;                                                        \
   if (pair >= *n_tokens * k) return;                                                  \
   const int first = places[pair], stop = first + 1, matrix = experts[pair], row = first / share, laid_out = n_rows;
 #else
-#define MATVEC matvec
-#define MATVEC_GATED matvec_gated
-#define PAIR_PARAMETERS
 #define FIND_ROWS                                                                                         \
   const int first = blockIdx.x * TOKENS, stop = *n_tokens, matrix = head(), row = first, laid_out = ROWS ? ROWS : n_rows; \
   if (first > 0 && first >= stop) return;
@@ -213,9 +207,17 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums
 // activation(x W^T) * (x V^T) as codes, where W and V have n_out rows, a multiple of 128.  The first half of the
 // block's warps computes a group of W, the second half the same group of V; grid (TOKENS tokens each, groups of rows).
 // `matvec` describes the other parameters.
+#ifdef EXPERTS
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    MATVEC_GATED(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-                 const int* __restrict__ n_tokens, int n_tiles, PAIR_PARAMETERS GATE_PARAMETERS) {
+    matvec_experts_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                         const int* __restrict__ n_tokens, int n_tiles, int k, int share,
+                         const int* __restrict__ experts, const int* __restrict__ places, GATE_PARAMETERS)
+#else
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    matvec_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                 const int* __restrict__ n_tokens, int n_tiles, GATE_PARAMETERS)
+#endif
+{
   __shared__ ChunkSums<TOKENS> sums[2];
   let_next_begin();
   FIND_ROWS
@@ -239,10 +241,18 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 // matvec_experts: the weights of all experts are contiguous, and a block computes one of the n_tokens * k pairs
 // (experts.cu) with its expert's weights.  Rows of y are places; `share` places, one or k, use the same row of units
 // and scales.
+#ifdef EXPERTS
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    MATVEC(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-           const int* __restrict__ n_tokens, int n_tiles, PAIR_PARAMETERS MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
-           MATRIX_PARAMETERS(2)) {
+    matvec_experts(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                   const int* __restrict__ n_tokens, int n_tiles, int k, int share, const int* __restrict__ experts,
+                   const int* __restrict__ places, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2))
+#else
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    matvec(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+           const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
+           MATRIX_PARAMETERS(2))
+#endif
+{
   __shared__ ChunkSums<TOKENS> sums;
   let_next_begin();
   FIND_ROWS

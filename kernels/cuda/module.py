@@ -15,15 +15,19 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from localllm.errors import DeviceError, KernelError
+from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if_unwritable, write_code
 from localllm.kernels.cpu.host import default_threads
-from localllm.kernels.cuda.driver import CompileProgress, Defines
+from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Launch
 from localllm.kernels.cuda.installation import import_nvrtc
+from localllm.kernels.parameters import Parameters, ParameterType, ordered
 from localllm.parallel import in_order
 
 #: Folder of the sources.
@@ -36,6 +40,9 @@ _COMPILERS = 8
 _MAX_LOG = 4000
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]*)"')
+#: Macros for parameter lists, optionally numbered, and kernels with their parameter lists.
+_PARAMETERS_MACRO = re.compile(r"^#define (\w*PARAMETERS)(?:\(i\))?((?:.*\\\n)*.*)", re.MULTILINE)
+_KERNEL = re.compile(r"__global__[^{}]*?\b(\w+)\(([^(){}]*)\)\s*[{#]")
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 
 
@@ -64,6 +71,47 @@ def _flatten(file: str, folder: Path, included: set[str]) -> Iterable[str]:
             yield f'#line {number + 1} "{shown}"\n'
         else:
             yield "\n" if _PRAGMA_ONCE.match(line) else f"{line}\n"
+
+
+_NULL = np.uint64(0)
+_POINTER = ParameterType(
+    "a pointer",
+    (Buffer, Address, DeviceMemory, type(None)),
+    lambda argument: _NULL if argument is None else argument,
+)
+_NUMBERS = {
+    "int": ParameterType("an int", (int,), np.int32),
+    "int64_t": ParameterType("an int", (int,), np.int64),
+    "float": ParameterType("a float", (float,), np.float32),
+}
+
+
+@functools.cache
+def kernel_parameters(name: str) -> dict[str, Parameters]:
+    """Return the parameters of the kernels in ``name``.cu, as declared there, by kernel."""
+    source = flat_source(name)
+    for macro, text in _PARAMETERS_MACRO.findall(source):
+        one_line = text.replace("\\\n", " ")
+        for i in "012":
+            source = source.replace(f"{macro}({i})", one_line.replace("##i", i))
+        source = re.sub(rf"\b{macro}\b", one_line, source)
+    return {kernel: dict(map(_parameter, text.split(","))) for kernel, text in _KERNEL.findall(source)}
+
+
+def _parameter(declaration: str) -> tuple[str, ParameterType]:
+    *types, name = re.findall(r"\w+|\*", declaration)
+    return name, _POINTER if "*" in types else _NUMBERS[types[0]]
+
+
+def kernel_arguments(module: str, kernel: str, /, **arguments: Any) -> tuple[Any, ...]:
+    """Return arguments in a kernel's order; see `localllm.kernels.parameters.ordered`."""
+    return ordered(kernel, kernel_parameters(module)[kernel], arguments)
+
+
+def with_arguments(launch: Launch, /, **arguments: Any) -> Launch:
+    """Return a launch with arguments, which are passed by name."""
+    values = ordered(launch.kernel, kernel_parameters(launch.module)[launch.kernel], arguments)
+    return replace(launch, arguments=values)
 
 
 def options(defines: Defines, architecture: str) -> tuple[str, ...]:

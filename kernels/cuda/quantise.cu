@@ -58,12 +58,12 @@ DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, v
 // n_there: number of rows.  rows: if not null, numbers of the rows of x; -1 for a missing row.
 // units, scales: laid out for n_rows; missing rows are zeros.  Grid: (rows, heads).
 extern "C" __global__ void __launch_bounds__(1024)
-    quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_there,
+    quantise(const float* __restrict__ x, int x_stride, int n_in, const int* __restrict__ n_there,
              const int* __restrict__ rows, int head_stride, uint8_t* __restrict__ units, float* __restrict__ scales,
              int n_rows) {
   const int head = blockIdx.y, n_runs = (n_in + RUN - 1) / RUN;
   const int row = is_beyond(blockIdx.x, n_there) ? -1 : rows ? rows[blockIdx.x] : blockIdx.x;
-  quantise_row<FORMAT>(x + (int64_t)row * stride + (int64_t)head * head_stride, row < 0 ? 0 : n_in, n_in,
+  quantise_row<FORMAT>(x + (int64_t)row * x_stride + (int64_t)head * head_stride, row < 0 ? 0 : n_in, n_in,
                        units + UNIT * head * head_units<FORMAT>(n_runs, n_rows),
                        scales + head * head_scales<FORMAT>(n_runs, n_rows), blockIdx.x, n_rows);
 }

@@ -131,10 +131,13 @@ class ShardLowering(CUDALowering):
         self, name: str, x: Buffer, like: DeviceRows, residual: Address | Buffer | None, y: DeviceRows, begin: int = 0
     ) -> None:
         """Add rows at x, in the layout of ``like``, to a residual, and write y from column ``begin`` on."""
-        counter, to = self.batch.counter(y.slot), (y.buffer.at(4 * begin), y.stride)
-        # x can be in another device's memory.  As an address, it gets no place in this device's arena.
-        values = counter, x.at(0), like.stride, like.width, 1.0, None, None, 0, residual, *to
-        self.call(name, ("elementwise", "add"), y.slot, columns(like), GATE_THREADS, *values, operands=[y])
+        self.elementwise(
+            name, "add", y, columns(like), GATE_THREADS,
+            # x can be in another device's memory.  As an address, it gets no place in this device's arena.
+            x=x.at(0),
+            x_stride=like.stride, n=like.width, factor=1.0, weight=None, gate=None, residual=residual,
+            y=y.buffer.at(4 * begin), y_stride=y.stride, operands=[y],
+        )  # fmt: skip
 
     def choose(self, logits: DeviceRows) -> tuple[Buffer, Buffer] | None:
         return super().choose(logits) if self.device == 0 else None

@@ -60,13 +60,13 @@ using Key = Entry<KEY_HEAD, KEY_BITS>;
 //
 // Grid: (tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
-    compress(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
-             int table_stride, const int* __restrict__ positions, const uint16_t* __restrict__ rows,
+    compress(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ block_tables,
+             int block_stride, const int* __restrict__ positions, const uint16_t* __restrict__ rows,
              const float* __restrict__ biases, int biases_stride, float* __restrict__ out, int out_stride) {
   const int token = blockIdx.x;
   if (token >= header[N_TOKENS]) return;
   const int position = positions[token], first = max(0, position + 1 - RUN * SERIES);
-  const int* const table = table_of(token, starts, tables, table_stride);
+  const int* const table = table_of(token, starts, block_tables, block_stride);
   for (int column = threadIdx.x; column < KEY_DIM; column += THREADS) {
     float top = -1e30f, total = 0.0f, sum = 0.0f;
     for (int turn = 0; turn < 2 && position % RUN == RUN - 1; turn++) {
@@ -122,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //
 // Grid: (blocks that share a token's runs, tokens).  scores: [tokens, CHOICES, stride].
 extern "C" __global__ void __launch_bounds__(THREADS)
-    index_scores(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
-                 int table_stride, const int* __restrict__ positions, int first, const float* __restrict__ q,
+    index_scores(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ block_tables,
+                 int block_stride, const int* __restrict__ positions, int first, const float* __restrict__ q,
                  int q_stride, const float* __restrict__ weights, int weights_stride,
                  const uint8_t* __restrict__ keys, const uint16_t* __restrict__ key_scales, float* __restrict__ scores,
                  int stride) {
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = threadIdx.x; i < HEADS; i += THREADS)
     factors[i] = weights ? weights[(size_t)token * weights_stride + i] : 1.0f;
   __syncthreads();
-  const int* const table = table_of(token, starts, tables, table_stride);
+  const int* const table = table_of(token, starts, block_tables, block_stride);
   scores += (size_t)blockIdx.y * CHOICES * stride;
   if (LAST) {
     const int warps = THREADS / WARP, lane = threadIdx.x % WARP;
@@ -250,9 +250,10 @@ using Value = Entry<VALUES_IN_KEYS ? KEY_HEAD : VALUE_HEAD, VALUES_IN_KEYS ? KEY
 // ones.
 // Grid: (heads, tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_selected(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
-                       int table_stride, const int* __restrict__ positions, const float* __restrict__ selected,
-                       int selected_stride, const uint8_t* __restrict__ keys, const uint16_t* __restrict__ key_scales,
+    attention_selected(const int* __restrict__ header, const int* __restrict__ starts,
+                       const int* __restrict__ block_tables, int block_stride, const int* __restrict__ positions,
+                       const float* __restrict__ selected, int selected_stride, const uint8_t* __restrict__ keys,
+                       const uint16_t* __restrict__ key_scales,
                        const uint8_t* __restrict__ values, const uint16_t* __restrict__ value_scales,
                        const float* __restrict__ q, int q_stride, float* __restrict__ out, int out_stride,
                        const float* __restrict__ sinks, float scale, int window,
@@ -271,8 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     while (n > 0 && selected[n - 1] < 0.0f) n--;
   }
   n += n_window;
-  const int* const table = table_of(token, starts, tables, table_stride);
-  const int* const entry_table = ENTRIES ? table_of(token, starts, entry_tables, table_stride) : table;
+  const int* const table = table_of(token, starts, block_tables, block_stride);
+  const int* const entry_table = ENTRIES ? table_of(token, starts, entry_tables, block_stride) : table;
   // A position's number, or ~number of an entry.
   const auto key_at = [&](int number) {
     return ENTRIES && number < 0 ? Key(entries, key_scales, entry_table, ENTRIES * -number - 1, 0, max(ENTRIES, 1))

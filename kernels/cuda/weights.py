@@ -24,6 +24,7 @@ from localllm.kernels.cpu.host import default_threads
 from localllm.kernels.cuda.calls import padded
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Event
 from localllm.kernels.cuda.matmul import GROUP, PackedFormat, pack_launch, packed_format
+from localllm.kernels.cuda.module import with_arguments
 from localllm.kernels.graph import Weight
 from localllm.quant.lut import block_size
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
@@ -139,11 +140,13 @@ class CUDAWeightLoader:
                 driver.upload(raw, buffers.host[: n * row_bytes], self._uploads)
                 driver.record(buffers.uploaded, self._uploads)
                 driver.wait(self._stream, buffers.uploaded)
-                launch = pack_launch(format, n, n_in)
                 begin, end = (format.packed_bytes(rows, n_in) for rows in (first, first + n))
-                sizes = np.int32(n), np.int64(row_bytes), np.int32(n_in), np.int32(format.n_tiles(n_in))
-                arguments = raw, packed.at(begin, end - begin), *sizes
-                driver.launch(module, launch.kernel, launch.grid, launch.block, arguments, self._stream)
+                launch = with_arguments(
+                    pack_launch(format, n, n_in),
+                    rows=raw, packed=packed.at(begin, end - begin), n_rows=n, row_bytes=row_bytes, n_in=n_in,
+                    n_tiles=format.n_tiles(n_in),
+                )  # fmt: skip
+                driver.launch(module, launch.kernel, launch.grid, launch.block, launch.arguments, self._stream)
                 driver.record(buffers.packed, self._stream)
         finally:
             for stream in (self._uploads, self._stream):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from localllm.errors import KernelError
 from localllm.kernels.graph import (
@@ -46,9 +48,24 @@ class RopeAppend(Operation[Tensor]):
     consumes = ("q", "k", "v")
 
     @property
-    def norms(self) -> tuple[HeadNorm | None, HeadNorm | None, HeadNorm | None]:
-        """Norms of queries, keys and values."""
-        return self.q_norm, self.k_norm, self.v_norm
+    def _norms(self) -> tuple[tuple[str, HeadNorm | None, int], ...]:
+        """The name of each tensor, its norm, and the values of a head."""
+        key_dim, value_dim = self.cache.key_dim, self.cache.value_dim
+        return ("q", self.q_norm, key_dim), ("k", self.k_norm, key_dim), ("v", self.v_norm, value_dim)
+
+    def norm_arguments(self, vector: Callable[[Weight | None], Any]) -> dict[str, Any]:
+        """Return the norms as arguments of a kernel: weights, the number of values (0 without a norm), and eps.
+
+        Args:
+            vector: converts weights to an argument.
+        """
+        arguments: dict[str, Any] = {}
+        for name, norm, dim in self._norms:
+            weight = None if norm is None else norm.weight
+            n = 0 if norm is None else dim if weight is None else weight.shape[0]
+            eps = 0.0 if norm is None else float(norm.eps)
+            arguments |= {f"{name}_weight": vector(weight), f"n_{name}_norm": n, f"{name}_eps": eps}
+        return arguments
 
     @property
     def has_axes(self) -> bool:
@@ -71,7 +88,7 @@ class RopeAppend(Operation[Tensor]):
                 f"{len(self.rope.frequencies)} pairs of values from {self.rope.first} on cannot be rotated in heads "
                 f"of {key_dim}"
             )
-        for norm, dim in zip(self.norms, (key_dim, key_dim, cache.value_dim), strict=True):
+        for _, norm, dim in self._norms:
             shape = () if norm is None or norm.weight is None else norm.weight.shape
             if shape and (len(shape) > 1 or shape[0] > dim):
                 raise KernelError(f"a norm of {list(shape)} weights cannot be taken of {dim} values of a head")

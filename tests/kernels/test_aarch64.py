@@ -112,7 +112,7 @@ def test_attention() -> None:
     [
         (elementwise.quantise, {}),
         (elementwise.rms_norm, {"WEIGHT": True}),
-        (elementwise.gated, {"ACTIVATION": elementwise.silu}),
+        (elementwise.gated, {"ACTIVATION": elementwise.silu, "UP": True}),
         (recurrent.recurrence, {"DELTA": True, "PER_CHANNEL": False, "BOUNDED": False, "ROWS": 128, "VECTORS": 2}),
     ],
     ids=lambda x: getattr(x, "name", ""),

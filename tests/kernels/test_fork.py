@@ -28,7 +28,7 @@ def add_number(begin, end, x):
 
 
 def adding(x: np.ndarray, n: int) -> Program:
-    steps = [Instruction(variant(add_number, choose(), N=n), (x.ctypes.data,), 1, 0)]
+    steps = [Instruction(variant(add_number, choose(), N=n), add_number.arguments(x=x.ctypes.data), 1, 0)]
     return Program(steps, np.ones(1, np.int64), choose(), keep=x)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,10 @@ def count_calls(begin, end, counts, weight: float):
         store_atomic(counts + 8 * i, load_i64(counts + 8 * i) + int(weight))
 
 
+def counting(counts: np.ndarray, weight: float = 1.0) -> tuple[int | float, ...]:
+    return count_calls.arguments(counts=counts.ctypes.data, weight=weight)
+
+
 @pytest.fixture
 def workers() -> Iterator[Workers]:
     three = Workers(3)
@@ -52,8 +57,12 @@ def mixing(n: int, rounds: int) -> tuple[Program, np.ndarray, Callable[[np.ndarr
     factors = np.random.default_rng(0).integers(-5, 6, rounds).tolist()
     header = np.array([1, n], np.int64)
     mix = variant(mix_neighbours, TARGET)
+
+    def rows(i: int) -> dict[str, int]:
+        return {"source": data[i % 2].ctypes.data, "target": data[(i + 1) % 2].ctypes.data}
+
     steps = [
-        Instruction(mix, (data[i % 2].ctypes.data, data[(i + 1) % 2].ctypes.data, n, factor), 1, 1)
+        Instruction(mix, mix_neighbours.arguments(**rows(i), n=n, factor=factor), 1, 1)
         for i, factor in enumerate(factors)
     ]
 
@@ -94,7 +103,7 @@ def test_each_unit_runs_once(threads: int, n: int) -> None:
     workers, counts = Workers(threads), np.zeros((20, 1000), np.int64)
     header = np.zeros(1, np.int64)
     count = variant(count_calls, TARGET)
-    steps = [Instruction(count, (row.ctypes.data, 2.0), 1, 0, wait=i % 3 == 0) for i, row in enumerate(counts)]
+    steps = [Instruction(count, counting(row, 2.0), 1, 0, wait=i % 3 == 0) for i, row in enumerate(counts)]
     program = Program(steps, header, TARGET, keep=counts)
     for _ in range(3):
         header[0] = n
@@ -106,16 +115,29 @@ def test_each_unit_runs_once(threads: int, n: int) -> None:
 
 def test_units_are_a_multiple_of_the_header(workers: Workers) -> None:
     counts = np.zeros(100, np.int64)
-    step = Instruction(variant(count_calls, TARGET), (counts.ctypes.data, 1.0), 7, 1)
+    step = Instruction(variant(count_calls, TARGET), counting(counts), 7, 1)
     Program([step], np.array([50, 3], np.int64), TARGET, keep=counts).run(workers)
     assert counts.tolist() == [1] * 21 + [0] * 79
 
 
-@pytest.mark.parametrize("arguments", [(), (1,), (1, 2), (1.0, 2.0), (1, 2.0, 3), (1, "2")])
-def test_a_wrong_list_of_arguments_is_refused(arguments: tuple[int, ...]) -> None:
-    step = Instruction(variant(count_calls, TARGET), arguments, 1, 0)
-    with pytest.raises(KernelError, match=r"count_calls takes \(counts: int, weight: float\)"):
-        Program([step], np.ones(1, np.int64), TARGET)
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({}, r"takes \(counts, weight\), but arguments are missing: counts, weight$"),
+        ({"counts": 1, "wieght": 2.0}, "but arguments are missing: weight; unknown: wieght$"),
+        ({"counts": 1, "weight": 2.0, "n": 3}, "but arguments are unknown: n$"),
+        ({"counts": 1, "weight": 2}, "takes weight as float, not 2$"),
+        ({"counts": 1.0, "weight": 2.0}, "takes counts as int or address, not 1.0$"),
+        ({"counts": "1", "weight": 2.0}, "takes counts as int or address, not '1'$"),
+    ],
+)
+def test_arguments_of_a_wrong_name_or_type_are_refused(arguments: dict[str, Any], fault: str) -> None:
+    with pytest.raises(KernelError, match=f"the kernel count_calls .*{fault}"):
+        count_calls.arguments(**arguments)
+
+
+def test_arguments_are_ordered_as_the_kernel_declares_them() -> None:
+    assert count_calls.arguments(weight=2.0, counts=None) == (0, 2.0)
 
 
 @kernel
@@ -138,7 +160,7 @@ def test_a_thread_that_waits_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> Non
         return 0
 
     monkeypatch.setattr(program_module, "_sleep_function", lambda: ctypes.cast(sleep, ctypes.c_void_p).value)
-    step = Instruction(variant(wait_for_flag, TARGET), (flag.ctypes.data,), 2, 0)
+    step = Instruction(variant(wait_for_flag, TARGET), wait_for_flag.arguments(flag=flag.ctypes.data), 2, 0)
     workers = Workers(2)
     Program([step], np.ones(1, np.int64), TARGET, keep=flag).run(workers)
     workers.close()
@@ -510,7 +532,7 @@ def test_pieces_cover_all_units_in_order(threads: int) -> None:
     workers, counts = Workers(threads), np.zeros((4, 1000), np.int64)
     header = np.array([1, 0], np.int64)
     count = variant(count_calls, TARGET)
-    steps = [Instruction(count, (row.ctypes.data, 1.0), 1, int(i > 0)) for i, row in enumerate(counts)]
+    steps = [Instruction(count, counting(row), 1, int(i > 0)) for i, row in enumerate(counts)]
     program = Program(steps, header, TARGET, keep=counts)
 
     def before() -> None:
@@ -551,7 +573,8 @@ def test_a_slow_thread_takes_one_small_piece(monkeypatch: pytest.MonkeyPatch, is
     program_module._chunks_per_thread.cache_clear()
     numbers, n = np.zeros(2, np.int64), 640
     place = numbers.ctypes.data
-    slow = Instruction(variant(slow_first_unit, TARGET), (place, place + 8, n), n, 0)
+    arguments = slow_first_unit.arguments(done=place, others=place + 8, n_units=n)
+    slow = Instruction(variant(slow_first_unit, TARGET), arguments, n, 0)
     workers = Workers(2)
     Program([slow], np.ones(1, np.int64), TARGET, numbers).run(workers)
     workers.close()

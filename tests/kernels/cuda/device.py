@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, Product, ProductLimits
+from localllm.kernels.cuda.module import kernel_arguments
 from localllm.quant.lut import KernelType
 
 Floats = NDArray[np.float32]
@@ -47,11 +48,10 @@ class Device:
         self.driver.synchronize(self.stream)
         return array
 
-    def run(self, launch: Launch, arguments: Sequence[DeviceMemory | np.number[Any]]) -> None:
+    def run(self, launch: Launch, **arguments: Any) -> None:
         module = self.driver.load_module(0, launch.module, launch.defines)
-        self.driver.launch(
-            module, launch.kernel, launch.grid, launch.block, arguments, self.stream, launch.shared_bytes
-        )
+        values = kernel_arguments(launch.module, launch.kernel, **arguments)
+        self.driver.launch(module, launch.kernel, launch.grid, launch.block, values, self.stream, launch.shared_bytes)
         self.driver.synchronize(self.stream)  # the arguments must live until the kernel ends
 
     def count(self, n: int) -> DeviceMemory:
@@ -72,8 +72,8 @@ def load(device: Device, rows: NDArray[np.uint8], type: KernelType, n_in: int) -
     """Pack rows of blocks."""
     format = matmul.packed_format(type, device.capability)
     packed = device.empty(format.packed_bytes(len(rows), n_in))
-    sizes = np.int32(len(rows)), np.int64(rows.shape[1]), np.int32(n_in), np.int32(format.n_tiles(n_in))
-    device.run(matmul.pack_launch(format, len(rows), n_in), [device.upload(rows), packed, *sizes])
+    sizes = {"n_rows": len(rows), "row_bytes": rows.shape[1], "n_in": n_in, "n_tiles": format.n_tiles(n_in)}
+    device.run(matmul.pack_launch(format, len(rows), n_in), rows=device.upload(rows), packed=packed, **sizes)
     return Weights(format, len(rows), n_in, packed)
 
 
@@ -92,11 +92,11 @@ def quantise(
     wide = padded(x)
     units = device.empty(format.unit_bytes(x.shape[1], n_rows))
     scales = device.empty(format.input_scale_bytes(x.shape[1], n_rows))
-    sizes = np.int32(wide.shape[1]), np.int32(x.shape[1])
     device.run(
         matmul.quantise_launch(format, x.shape[1], n_rows),
-        [device.upload(wide), *sizes, device.count(len(x)), NULL, np.int32(0), units, scales, np.int32(n_rows)],
-    )
+        x=device.upload(wide), x_stride=wide.shape[1], n_in=x.shape[1], n_there=device.count(len(x)), rows=None,
+        head_stride=0, units=units, scales=scales, n_rows=n_rows,
+    )  # fmt: skip
     return units, scales, n_rows
 
 
@@ -130,7 +130,7 @@ def multiply(
     ]
     if residual is not None:  # in place
         products = [Product(p.weights, p.y, p.n_out, p.stride, p.bias, p.y) for p in products]
-    tokens = device.count(len(x))
-    arguments = matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), tokens, products)
-    device.run(launch, arguments)
+    inputs = {"units": units, "scales": scales, "n_rows": n_rows, "n_tokens": device.count(len(x))}
+    sizes = matmul.size_arguments(launch.kernel, format, n_in)
+    device.run(launch, **inputs, **sizes, **matmul.matrix_arguments(products))
     return [device.download(p.y, np.float32, len(x), p.n_out) for p in products]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cuda.cache import PAGE, CachePart, CUDACacheLayout, append_defines
 from localllm.kernels.cuda.calls import phases
+from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.graph import CacheType, KVCache, Rope
 from localllm.kernels.reference import hadamard, in_codes, in_range
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -49,20 +50,21 @@ class Written:
         frequencies = np.zeros(1, np.float32) if rope is None else rope.frequencies
         weights = [device.upload(np.zeros(1, np.float32) if w is None else w) for w in (*norms, None)]
         normed = [0 if w is None else head_dim for w in (*norms, None)]
-        kv_stride = np.int32(N_KV_HEADS * head_dim)
-        arguments: list[Any] = [
-            *(device.upload(x) for x in (np.array([n_tokens, 0, 0], np.int32), SLOTS, POSITIONS)),
-            *(np.uint64(0), np.int32(0)),
-            *(device.upload(phases(frequencies)), np.int32(0 if rope is None else len(frequencies)), np.int32(0)),
-            *(np.int32(rope is not None and rope.interleaved), np.float32(1 if rope is None else rope.magnitude)),
-            *(q, np.int32(N_HEADS * head_dim), k, kv_stride, v, kv_stride, np.int32(N_HEADS), np.int32(N_KV_HEADS)),
-            *(x for w, n in zip(weights, normed, strict=True) for x in (w, np.int32(n), np.float32(EPS))),
-            *(np.int32(0), np.float32(0), np.int32(1), np.int32(0)),
-            *(layers[i] for i in (0, 2, 1, 3)),
-        ]
-        module = device.driver.load_module(0, "append", append_defines(self.layout.cache))
+        kv_stride = N_KV_HEADS * head_dim
+        norm_arguments: dict[str, Any] = {}
+        for name, weight, n in zip("qkv", weights, normed, strict=True):
+            norm_arguments |= {f"{name}_weight": weight, f"n_{name}_norm": n, f"{name}_eps": EPS}
         grid = (-(-(N_HEADS + 2 * N_KV_HEADS) // 4), N_TOKENS)
-        device.driver.launch(module, "rope_append", grid, (128,), arguments, device.stream)
+        device.run(
+            Launch("append", "rope_append", append_defines(self.layout.cache), grid, (128,)),
+            header=device.upload(np.array([n_tokens, 0, 0], np.int32)), slots=device.upload(SLOTS),
+            positions=device.upload(POSITIONS), axes=None, phases=device.upload(phases(frequencies)),
+            n_pairs=0 if rope is None else len(frequencies), first=0,
+            interleaved=rope is not None and rope.interleaved, magnitude=1.0 if rope is None else rope.magnitude,
+            q=q, q_stride=N_HEADS * head_dim, k=k, k_stride=kv_stride, v=v, v_stride=kv_stride, n_heads=N_HEADS,
+            n_kv_heads=N_KV_HEADS, **norm_arguments, norm_last=False, rate=0.0, length=1, offset=0,
+            keys=layers[0], values=layers[1], key_scales=layers[2], value_scales=layers[3],
+        )  # fmt: skip
         self.q = device.download(q, np.float32, N_TOKENS, N_HEADS, head_dim)
         self.memory = device.download(memory, np.uint8, len(whole))
 

@@ -119,23 +119,25 @@ class Talk:
         header = np.array([self.n_tokens, 0, len(lengths)], np.int32)
         q, out = device.upload(self.q), device.upload(np.full_like(self.q, np.nan))
         sums, states = (device.empty(max(16, 4 * n)) for n in work.partial_floats(heads, self.variant))
-        tables = [device.upload(array) for array in (header, self.starts, lengths, header, self.tables)]
-        cache: list[DeviceMemory] = []
-        for entries, scales in zip(self.entries, self.scales, strict=True):
-            cache += [device.upload(entries), device.upload(scales)]
-        stride, sinks = np.int32(self.q.shape[1]), device.upload(self.sinks)
-        parts = [np.int32(work.max_splits), np.int32(work.partial_rows)]
-        scoring = [np.float32(self.scale), np.float32(self.soft_cap), np.uint64(0)]
-        own: dict[str, list[Any]] = {
-            "attention_prefill": [*cache, q, stride, out, stride, sinks, *scoring],
-            "attention_split": [*cache, q, stride, sums, states, *parts, *scoring],
-            "attention_merge": [sums, states, *parts, out, stride, sinks, *2 * [np.uint64(0)], np.int32(0)],
+        tables = {"header": header, "starts": self.starts, "kv_lengths": lengths, "ends": header}
+        shared: dict[str, Any] = {name: device.upload(array) for name, array in tables.items()}
+        shared |= {"block_tables": device.upload(self.tables), "block_stride": self.tables.shape[1]}
+        shared |= {"n_kv_heads": heads.n_kv_heads, "group_size": heads.group_size, "window": heads.window}
+        cache: dict[str, DeviceMemory] = {}
+        for name, entries, scales in zip(("key", "value"), self.entries, self.scales, strict=True):
+            cache |= {f"{name}s": device.upload(entries), f"{name}_scales": device.upload(scales)}
+        read = {**cache, "q": q, "q_stride": self.q.shape[1], "scale": self.scale, "soft_cap": self.soft_cap}
+        read |= {"by_distance": None}
+        splits = {"partial_sums": sums, "partial_states": states}
+        splits |= {"max_splits": work.max_splits, "partial_rows": work.partial_rows}
+        written = {"out": out, "out_stride": self.q.shape[1], "sinks": device.upload(self.sinks)}
+        own: dict[str, dict[str, Any]] = {
+            "attention_prefill": {**read, **written},
+            "attention_split": {**read, **splits},
+            "attention_merge": {**splits, **written, "units": None, "scales": None, "n_rows": 0},
         }
         for launch in attention.launches(work, heads, self.variant, n_multiprocessors=4):
-            numbers = (self.tables.shape[1], heads.n_kv_heads, heads.group_size)
-            limits = (*attention.token_range(launch, work), heads.window)
-            arguments = [*tables, *map(np.int32, (*numbers, *limits)), *own[launch.kernel]]
-            device.run(launch, arguments)
+            device.run(launch, **shared, **attention.token_range(launch, work), **own[launch.kernel])
         return device.download(out, np.float32, self.n_tokens, len(self.sinks), self.variant.value_dim)
 
     def expected(self) -> Floats:

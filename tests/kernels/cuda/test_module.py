@@ -8,22 +8,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from localllm.errors import DeviceError, KernelError
+from localllm.kernels.buffers import Buffer
 from localllm.kernels.cuda import module as loader
+from localllm.kernels.cuda.calls import DeviceRows
+from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.cuda.module import (
     FOLDER,
     ModuleCompiler,
     architecture,
     compile_source,
     flat_source,
+    kernel_arguments,
+    kernel_parameters,
     options,
+    with_arguments,
 )
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.fake_cupy import FakeNVRTC
 from tests.kernels.cuda.conftest import SOURCES
 
+ROTATE_BACK = Launch("append", "rotate_back", {}, (1,), (32,))
 CONSTANT = 'extern "C" __global__ void constant(int* x) { *x = VALUE; }\n'
 
 
@@ -90,6 +98,43 @@ def test_a_header_that_is_not_there(sources: Path) -> None:
 def test_names_of_modules(sources: Path, name: str) -> None:
     with pytest.raises(KernelError, match="is not the name of a CUDA module"):
         flat_source(name, sources)
+
+
+def test_parameters_are_read_from_the_source() -> None:
+    assert list(kernel_parameters("append")["rotate_back"]) == ["header", "n_heads", "out", "out_stride"]
+    tiles = ["units", "scales", "n_rows", "n_tokens", "n_tiles"]
+    matrices = [f"{name}{i}" for i in range(3) for name in ("weights", "bias", "residual", "y", "n_out", "stride")]
+    experts = ["k", "share", "experts", "places"]
+    assert list(kernel_parameters("matvec")["matvec"]) == [*tiles, *matrices]
+    assert list(kernel_parameters("matvec")["matvec_experts"]) == [*tiles, *experts, *matrices]
+    types = {name: type.name for name, type in kernel_parameters("pack")["pack"].items()}
+    assert types["row_bytes"] == types["n_rows"] == "an int"
+    assert types["rows"] == "a pointer"
+
+
+def test_arguments_are_converted_and_ordered_as_declared() -> None:
+    q = DeviceRows(buffer=Buffer(256), width=5, slot=0)
+    assert with_arguments(ROTATE_BACK, n_heads=3, out=q, header=None).arguments == (0, 3, q.buffer, 32)
+    header, n_heads, out, stride = with_arguments(ROTATE_BACK, n_heads=3, out=None, header=q.buffer).arguments
+    assert (header, out) == (q.buffer, 0)
+    assert [type(x) for x in (n_heads, out, stride)] == [np.int32, np.uint64, np.int32]
+    sizes = {"n_rows": 1, "row_bytes": 1 << 40, "n_in": 2, "n_tiles": 3}
+    packed = kernel_arguments("pack", "pack", rows=None, packed=None, **sizes)
+    assert [type(x) for x in packed] == [np.uint64, np.uint64, np.int32, np.int64, np.int32, np.int32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"header": None}, "but arguments are missing: n_heads, out, out_stride$"),
+        ({"header": None, "heads": 3, "out": None}, "but arguments are missing: n_heads; unknown: heads$"),
+        ({"header": None, "n_heads": 3.0, "out": None}, r"takes n_heads as an int, not 3\.0$"),
+        ({"header": 1, "n_heads": 3, "out": None}, "takes header as a pointer, not 1$"),
+    ],
+)
+def test_arguments_of_a_wrong_name_or_type_are_refused(arguments: dict[str, Any], fault: str) -> None:
+    with pytest.raises(KernelError, match=f"the kernel rotate_back .*{fault}"):
+        with_arguments(ROTATE_BACK, **arguments)
 
 
 def test_options() -> None:

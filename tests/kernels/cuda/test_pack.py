@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,11 +53,12 @@ def decoded(
     weights = load(device, rows, type, n_in)
     y = device.upload(np.full((len(ids), n_in + 4), np.nan, np.float32))
     named = np.array([ids[0], *(~i for i in range(1, len(ids)))], np.int32)
-    wanted = device.upload(named), device.upload(np.array(ids, np.int32)), device.count(len(ids))
-    tiles, stride = np.int32(weights.format.n_tiles(n_in)), np.int32(n_in + 4)
-    arguments: list[Any] = [weights.memory, np.int32(0), np.int32(n_in), tiles, *wanted, np.float32(2.5)]
-    arguments += [np.uint64(0), np.int32(0), y, stride]
-    device.run(matmul.embed_launch(weights.format, 8), arguments)
+    device.run(
+        matmul.embed_launch(weights.format, 8),
+        weights=weights.memory, begin=0, end=n_in, n_tiles=weights.format.n_tiles(n_in),
+        ids=device.upload(named), chosen=device.upload(np.array(ids, np.int32)), n_tokens=device.count(len(ids)),
+        scale=2.5, embeddings=None, y=y, y_stride=n_in + 4,
+    )  # fmt: skip
     return device.download(y, np.float32, len(ids), n_in + 4)
 
 
