@@ -7,7 +7,6 @@ import errno
 import functools
 import hashlib
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,16 +31,12 @@ def cache_root() -> Path | None:
     """
     if folder := os.environ.get(CACHE_VARIABLE):
         return Path(folder)
+    from platformdirs import user_cache_path
+
     try:
-        if sys.platform == "win32":
-            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-        elif sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        else:
-            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return user_cache_path("localllm", appauthor=False, opinion=False) / "kernels"
     except RuntimeError:  # no variable names a home folder, and the system does not know the user
         return None
-    return base / "localllm" / "kernels"
 
 
 def cache_fault() -> str | None:

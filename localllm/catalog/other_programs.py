@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from platformdirs import user_cache_path, user_config_path, user_data_path
+
 from localllm.nesting import parse_json
 from localllm.regular_file import read_regular
 
@@ -36,20 +38,11 @@ _HOST, _NAMESPACE = "registry.ollama.ai", "library"
 def folders() -> list[Path]:
     """Return the existing folders of other programs in a fixed order, without Ollama's."""
     home = Path.home()
-    if sys.platform == "darwin":
-        data = config = home / "Library" / "Application Support"
-        cache = home / "Library" / "Caches"
-    elif sys.platform == "win32":
-        data = cache = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-        config = Path(os.environ.get("APPDATA") or home / "AppData" / "Roaming")
-    else:
-        data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
-        config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    data, config = user_data_path(), user_config_path(roaming=True)
     web_ui = home / "text-generation-webui"
     candidates = [
         *_lm_studio(home),
-        Path(os.environ.get("LLAMA_CACHE") or cache / "llama.cpp"),
+        Path(os.environ.get("LLAMA_CACHE") or user_cache_path() / "llama.cpp"),
         data / "nomic.ai" / "GPT4All",
         home / ".cache" / "gpt4all",  # used by GPT4All's Python package
         *(base / "Jan" / "data" / name for base in (data, config) for name in ("llamacpp/models", "models")),

@@ -17,7 +17,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,16 +82,12 @@ def settings_path() -> Path | None:
     """Return ``LOCALLLM_CONFIG``, or the settings file in the platform's folder; None without a home folder."""
     if variable := os.environ.get(CONFIG_VARIABLE):
         return expanded(variable)
+    from platformdirs import user_config_path
+
     try:
-        if sys.platform == "win32":
-            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-        elif sys.platform == "darwin":
-            base = Path.home() / "Library" / "Application Support"
-        else:
-            base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        return user_config_path("localllm", appauthor=False) / "config.toml"
     except RuntimeError:  # no variable names a home, and the system does not know the user
         return None
-    return base / "localllm" / "config.toml"
 
 
 def load_settings(path: Path | None = None) -> Settings:

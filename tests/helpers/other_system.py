@@ -4,10 +4,10 @@
     TEST_AS=darwin python -m pytest …
 
 localllm, the tests and their child processes then see another ``sys.platform`` and ``os.name``, modules without the
-names that Python lacks there (according to typeshed, which mypy includes), and neither ``/proc`` nor ``/sys``.  Other
-packages see the real system.  On Windows, text files use code page 1252 with CR LF, reserved characters are invalid
-in names, symbolic links need privileges, and open files can neither be removed nor replaced
-(`tests.helpers.windows`).
+names that Python lacks there (according to typeshed, which mypy includes), and neither ``/proc`` nor ``/sys``.
+platformdirs returns the folders of that system.  Other packages see the real system.  On Windows, text files use code
+page 1252 with CR LF, reserved characters are invalid in names, symbolic links need privileges, and open files can
+neither be removed nor replaced (`tests.helpers.windows`).
 
 A test that cannot run this way is marked ``posix`` or ``linux``, or has a ``skipif``, with the reason.
 """
@@ -25,6 +25,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -186,6 +187,18 @@ def simulate(platform: str) -> None:
 
     builtins.__import__ = imported
     io.open = builtins.open = _opened  # type: ignore[assignment]
+    use_folders_of(platform)
+
+
+def use_folders_of(platform: str, replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Make platformdirs return the folders of another system."""
+    import platformdirs
+    from platformdirs import macos, unix, windows
+
+    folders = {"CSIDL_APPDATA": "~/AppData/Roaming", "CSIDL_LOCAL_APPDATA": "~/AppData/Local"}
+    replace(windows, "get_win_folder", lambda name: os.path.expanduser(folders[name]))
+    systems: dict[str, type] = {"win32": windows.Windows, "darwin": macos.MacOS, "linux": unix.Unix}
+    replace(platformdirs, "PlatformDirs", systems[platform])
 
 
 _C_LIBRARY = ctypes.CDLL(None)

@@ -41,6 +41,7 @@ from localllm.kernels.cpu.templates import device, static_range
 from localllm.kernels.cpu.tiles import TILES
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
+from tests.helpers.other_system import use_folders_of
 from tests.helpers.tiny_models import tiny_gguf
 
 ROOT = Path(localllm.__file__).resolve().parents[1]
@@ -405,12 +406,9 @@ def test_a_full_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("XDG_CACHE_HOME", "LOCALLLM_CACHE", "LOCALAPPDATA"):
+    for name in ("XDG_CACHE_HOME", "LOCALLLM_CACHE", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache_root() is None
     assert cache_fault() == "this user has no home"
     x = np.ones(3, np.float32)
@@ -480,22 +478,20 @@ def test_kernels_work_after_the_cache_was_removed(probe: Probe) -> None:
 @pytest.mark.parametrize(
     ("platform", "variables", "expected"),
     [
-        ("linux", {}, "home/.cache/localllm/kernels"),
-        ("linux", {"XDG_CACHE_HOME": "xdg"}, "xdg/localllm/kernels"),
-        ("darwin", {}, "home/Library/Caches/localllm/kernels"),
-        ("win32", {}, "home/AppData/Local/localllm/kernels"),
-        ("win32", {"LOCALAPPDATA": "local"}, "local/localllm/kernels"),
-        ("linux", {"XDG_CACHE_HOME": "xdg", "LOCALLLM_CACHE": "own"}, "own"),
+        ("linux", {}, "/home/me/.cache/localllm/kernels"),
+        ("linux", {"XDG_CACHE_HOME": "/xdg"}, "/xdg/localllm/kernels"),
+        ("darwin", {}, "/home/me/Library/Caches/localllm/kernels"),
+        ("win32", {}, "/home/me/AppData/Local/localllm/kernels"),
+        ("linux", {"XDG_CACHE_HOME": "/xdg", "LOCALLLM_CACHE": "own"}, "own"),
     ],
 )
 def test_the_cache_folder(
     monkeypatch: pytest.MonkeyPatch, platform: str, variables: dict[str, str], expected: str
 ) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(Path, "home", lambda: Path("home"))
-    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "LOCALLLM_CACHE"):
+    use_folders_of(platform, monkeypatch.setattr)
+    for name in ("XDG_CACHE_HOME", "LOCALLLM_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
     assert cache_root() == Path(expected)
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from platformdirs import user_config_path, user_data_path, user_log_path
+
 from localllm.cli.commands.config import VARIABLES
 from localllm.cli.foreign_flags import in_our_flags
 from localllm.cli.parser import Command, flag, parser_of
@@ -48,9 +50,8 @@ class Manager(NamedTuple):
 
 def manager() -> Manager:
     """Return the service manager of this platform."""
-    home = Path.home()
     if sys.platform == "win32":
-        path = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "localllm" / "service.xml"
+        path = user_data_path("localllm", appauthor=False) / "service.xml"
         create = ["schtasks", "/Create", "/F", "/TN", _NAME, "/XML", str(path)]
         return Manager(
             "the Task Scheduler",
@@ -63,7 +64,7 @@ def manager() -> Manager:
             "it starts when you log in, with the variables of localllm from your account (setx)",
         )
     if sys.platform == "darwin":
-        path, domain = home / "Library" / "LaunchAgents" / f"{_LABEL}.plist", f"gui/{os.getuid()}"
+        path, domain = Path.home() / "Library" / "LaunchAgents" / f"{_LABEL}.plist", f"gui/{os.getuid()}"
         return Manager(
             "launchd",
             path,
@@ -74,11 +75,10 @@ def manager() -> Manager:
             ["launchctl", "print", f"{domain}/{_LABEL}"],
             f"it starts when you log in; its log is {_log()}",
         )
-    base = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     systemctl = ["systemctl", "--user"]
     return Manager(
         "systemd",
-        base / "systemd" / "user" / f"{_NAME}.service",
+        user_config_path() / "systemd" / "user" / f"{_NAME}.service",
         systemd_unit,
         [[*systemctl, "daemon-reload"], [*systemctl, "enable", _NAME], [*systemctl, "restart", _NAME]],
         [[*systemctl, "disable", "--now", _NAME]],
@@ -89,7 +89,7 @@ def manager() -> Manager:
 
 
 def _log() -> Path:
-    return Path.home() / "Library" / "Logs" / "localllm.log"
+    return user_log_path() / "localllm.log"
 
 
 def systemd_unit(task: Task) -> bytes:

@@ -16,6 +16,7 @@ import pytest
 from localllm.cli.commands.service import Task, launch_agent, manager, scheduled_task, systemd_unit
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
+from tests.helpers.other_system import use_folders_of
 
 TASK = Task(
     ["/opt/py thon/python", "-m", "localllm", "serve", "-m", 'a "b" 100% $HOME\\<&>.gguf'],
@@ -53,6 +54,7 @@ service uninstall; [ ! -e "/proc/$last" ]; [ ! -e "$XDG_CONFIG_HOME/systemd/user
 def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Log file of a program that replaces systemctl."""
     monkeypatch.setattr(sys, "platform", "linux")
+    use_folders_of("linux", monkeypatch.setattr)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("LOCALLLM_CONFIG", raising=False)
@@ -180,5 +182,4 @@ def test_windows_gets_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     assert task.findtext(f".//{space}Arguments") == subprocess.list2cmdline(TASK.command[1:])
     assert task.findtext(f".//{space}WorkingDirectory") == str(TASK.folder)
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("LOCALAPPDATA", "/data")
     assert manager().install[0][:4] == ["schtasks", "/Create", "/F", "/TN"]

@@ -19,6 +19,7 @@ from localllm.options.settings import (
     settings_path,
 )
 from localllm.sampling import Sampling
+from tests.helpers.other_system import use_folders_of
 
 ALL = """\
 model = "org/repo:Q4_K_M"
@@ -143,32 +144,29 @@ def test_the_path_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "x.toml"))
     assert settings_path() == tmp_path / "x.toml"
     monkeypatch.delenv(CONFIG_VARIABLE)
-    platformdirs = pytest.importorskip("platformdirs")
-    for folder in (str(tmp_path / "config"), ""):
-        monkeypatch.setenv("XDG_CONFIG_HOME", folder)
-        expected = platformdirs.user_config_path("localllm", appauthor=False) / "config.toml"
-        assert settings_path() == expected
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for variable, folder in ((str(tmp_path / "config"), tmp_path / "config"), ("", tmp_path / "home" / ".config")):
+        monkeypatch.setenv("XDG_CONFIG_HOME", variable)
+        assert settings_path() == folder / "localllm" / "config.toml"
 
 
-@pytest.mark.parametrize("platform", ["win32", "darwin"])
+@pytest.mark.parametrize(
+    ("platform", "folder"), [("win32", "AppData/Local"), ("darwin", "Library/Application Support")]
+)
 def test_the_path_of_the_file_on_other_systems(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, folder: str
 ) -> None:
-    monkeypatch.delenv(CONFIG_VARIABLE)
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
-    folder = tmp_path if platform == "win32" else Path.home() / "Library" / "Application Support"
-    assert settings_path() == folder / "localllm" / "config.toml"
+    use_folders_of(platform, monkeypatch.setattr)
+    for name in (CONFIG_VARIABLE, "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert settings_path() == tmp_path / folder / "localllm" / "config.toml"
 
 
 def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (CONFIG_VARIABLE, "XDG_CONFIG_HOME"):
+    for name in (CONFIG_VARIABLE, "XDG_CONFIG_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-
-    def no_home(cls: type[Path]) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", classmethod(no_home))
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     if sys.platform.startswith("linux"):
         assert settings_path() is None
         assert load_settings() == Settings()
