@@ -7,21 +7,11 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import decoder, llama_layer
 from localllm.models.config import Header
 from localllm.models.hf_convert import window_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
-HF_NAMES |= {
-    "attn_gate": "self_attn.gate_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_mlp_layernorm",
-    "post_ffw_norm": "post_mlp_layernorm",
-    "ffn_gate_inp": "mlp.router.gate",
-    "exp_probs_b.bias": "mlp.expert_bias",
-}
 HF_MEANT = {"n_group": (1,), "topk_group": (1,), "norm_topk_prob": (True,)}
 
 

@@ -7,14 +7,11 @@ from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
 from localllm.kernels.operations import XIELU
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, norm
 from localllm.models.config import Header, ModelMetadata
 from localllm.models.hf_convert import Array, floats, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS
-HF_NAMES |= {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
 HF_MEANT = {"hidden_act": ("xielu",)}
 _NUMBERS = ("alpha_n", "alpha_p", "beta", "eps")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names, llama
+from localllm.models import llama
 from localllm.models.blocks import Layer, attention, decoder, mlp, norm
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON
 HF_MEANT = {"hidden_act": ("relu2",)}
 hf_keys, hf_tensor = llama.hf_keys, llama.hf_tensor
 

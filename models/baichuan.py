@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats, interleave_pairs, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON
 #: Vocabulary size of Baichuan 2, whose output matrix has normalised rows.
 _BAICHUAN_2 = 125_696
 

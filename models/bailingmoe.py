@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from localllm.kernels.graph import Graph
-from localllm.models import bailingmoe2, llama
+from localllm.models import llama
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats, interleave_pairs
 from localllm.models.rope import make_rope
-
-HF_NAMES = bailingmoe2.HF_NAMES
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

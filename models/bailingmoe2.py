@@ -5,18 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models import dots1, hf_names
+from localllm.models import dots1
 from localllm.models.hf_convert import head_dim, routing_keys
 
-HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
-HF_NAMES |= {
-    "token_embd": "model.word_embeddings",
-    "attn_qkv": "attention.query_key_value",
-    "attn_q_norm": "attention.query_layernorm",
-    "attn_k_norm": "attention.key_layernorm",
-    "attn_output": "attention.dense",
-    "exp_probs_b.bias": "mlp.gate.expert_bias",
-}
 record = dots1.record
 
 

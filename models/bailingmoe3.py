@@ -14,20 +14,24 @@ from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
 
-HF_NAMES = dict(deepseek2.HF_NAMES)
-HF_NAMES |= {ours: theirs.replace("self_attn", "attention") for ours, theirs in deepseek2.HF_NAMES.items()}
-HF_NAMES |= {
-    "token_embd": "model.word_embeddings",
-    "attn_output": "attention.dense",
-    "ssm_conv1d_q": "attention.q_conv1d",
-    "ssm_conv1d_k": "attention.k_conv1d",
-    "ssm_conv1d_v": "attention.v_conv1d",
-    "ssm_f_a": "attention.f_proj",
-    "ssm_beta": "attention.b_proj",
-    "ssm_a": "attention.A_log",
-    "ssm_dt.bias": "attention.dt_bias",
-    "ssm_norm": "attention.o_norm",
-    "exp_probs_b.bias": "mlp.gate.expert_bias",
+HF_NAMES = {
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.q_a_proj": "attn_q_a",
+    "attention.q_a_layernorm": "attn_q_a_norm",
+    "attention.q_b_proj": "attn_q_b",
+    "attention.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "attention.kv_a_layernorm": "attn_kv_a_norm",
+    "attention.kv_b_proj": "attn_kv_b",
+    "attention.q_conv1d": "ssm_conv1d_q",
+    "attention.k_conv1d": "ssm_conv1d_k",
+    "attention.v_conv1d": "ssm_conv1d_v",
+    "attention.f_proj": "ssm_f_a",
+    "attention.b_proj": "ssm_beta",
+    "attention.A_log": "ssm_a",
+    "attention.dt_proj": "ssm_dt",
+    "attention.o_norm": "ssm_norm",
 }
 HF_MEANT = {"layer_group_size": (), "linear_conv_kernel_dim": (), "linear_head_dim": ()}
 

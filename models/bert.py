@@ -17,25 +17,7 @@ from localllm.models.hf_convert import Array, encoder_keys
 from localllm.models.rope import make_rope
 from localllm.models.weights import PositionTable
 
-HF_NAMES = {
-    "token_embd": "embeddings.word_embeddings",
-    "position_embd": "embeddings.position_embeddings",
-    "token_types": "embeddings.token_type_embeddings",
-    "token_embd_norm": "embeddings.LayerNorm",
-    "attn_q": "attention.self.query",
-    "attn_k": "attention.self.key",
-    "attn_v": "attention.self.value",
-    "attn_output": "attention.output.dense",
-    "attn_output_norm": "attention.output.LayerNorm",
-    "ffn_up": "intermediate.dense",
-    "ffn_down": "output.dense",
-    "layer_output_norm": "output.LayerNorm",
-    "cls": "pooler.dense",
-    "cls.output": "classifier",
-    "dense_2": "linear",  # of ColBERT
-}
 HF_MEANT = {"add_cross_attention": (False,), "is_decoder": (False,)}
-
 
 #: Norm of query and key without and with a tensor for it.
 _QK_NORM: tuple[None, Literal["layer"]] = (None, "layer")

@@ -10,18 +10,6 @@ from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array
 
-HF_NAMES = {
-    "token_embd": "transformer.word_embeddings",
-    "token_embd_norm": "transformer.word_embeddings_layernorm",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attention.query_key_value",
-    "attn_output": "self_attention.dense",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.dense_h_to_4h",
-    "ffn_down": "mlp.dense_4h_to_h",
-}
 _ABSENT = ("attention.key_length", "attention.value_length", "rope.freq_base")
 
 

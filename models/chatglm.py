@@ -6,13 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
 from localllm.models.rope import make_rope
-
-HF_NAMES = hf_names.COMMON | {"ffn_up": "mlp.gate_up_proj"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models import gpt2, starcoder2
+from localllm.models import starcoder2
 from localllm.models.hf_convert import GELU_TANH
 
-HF_NAMES = {ours: theirs for ours, theirs in gpt2.HF_NAMES.items() if ours != "position_embd"}
 HF_MEANT = {"activation_function": GELU_TANH, "hidden_act": GELU_TANH}
 record = starcoder2.record
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, RecordNorm, attention, decoder, gated_mlp, layer_norm, mixture
 from localllm.models.blocks import norm as rms_norm
 from localllm.models.config import Header
@@ -25,8 +24,6 @@ from localllm.models.hf_convert import (
     window_keys,
 )
 from localllm.models.rope import make_rope
-
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

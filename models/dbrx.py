@@ -11,16 +11,6 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import SILU, Array
 from localllm.models.rope import make_rope
 
-HF_NAMES = {
-    "token_embd": "transformer.wte",
-    "output_norm": "transformer.norm_f",
-    "output": "lm_head",
-    "attn_norm": "norm_attn_norm.norm_1",
-    "attn_qkv": "norm_attn_norm.attn.Wqkv",
-    "attn_output": "norm_attn_norm.attn.out_proj",
-    "attn_output_norm": "norm_attn_norm.norm_2",
-    "ffn_gate_inp": "ffn.router.layer",
-}
 _EXPERTS = {"w1": "gate", "v1": "up", "w2": "down"}
 
 

@@ -6,13 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names, llama
+from localllm.models import llama
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_pairs
 from localllm.models.rope import make_rope
-
-HF_NAMES = hf_names.COMMON | {"attn_output": "self_attn.o_proj"}
 
 
 def _blocks(config: Any) -> list[tuple[int, int, int]]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_query_and_key, rotated_part, unscaled
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.STACKED_EXPERTS | hf_names.SHARED_EXPERTS
 HF_MEANT = {"topk_method": ("greedy",), "scoring_func": ("softmax",)}
 
 

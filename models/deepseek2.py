@@ -17,22 +17,12 @@ from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
 from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, feed_forward, norm, read_q_scale
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, routing_keys
 from localllm.models.rope import make_rope, read_rope, yarn_mscale
 from localllm.models.weights import HeadsOf
 
-HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.STACKED_EXPERTS | hf_names.SHARED_EXPERTS
-HF_NAMES |= {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-}
 HF_MEANT = {"first_k_dense_replace": (), "n_group": (), "topk_group": ()}
 
 

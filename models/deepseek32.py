@@ -17,12 +17,6 @@ from localllm.models import deepseek2
 from localllm.models.blocks import Layer, layer_norm
 from localllm.models.config import Header
 
-HF_NAMES = deepseek2.HF_NAMES | {
-    "indexer.attn_q_b": "self_attn.indexer.wq_b",
-    "indexer.attn_k": "self_attn.indexer.wk",
-    "indexer.k_norm": "self_attn.indexer.k_norm",
-    "indexer.proj": "self_attn.indexer.weights_proj",
-}
 hf_tensor = deepseek2.hf_tensor
 
 #: Context length of GLM-5.2. If its file lacks the types of indexers, the first three layers have an indexer, and

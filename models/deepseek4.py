@@ -15,7 +15,7 @@ from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
 from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names, hy_v4
+from localllm.models import hy_v4
 from localllm.models.blocks import Layer, decoder, mixture, norm
 from localllm.models.config import MAX_HEAD_DIM, Header
 from localllm.models.hf_convert import Array, routing_keys
@@ -25,32 +25,28 @@ from localllm.quant.types import GGMLType
 
 #: Names in released checkpoints.
 HF_NAMES = {
-    "token_embd": "embed",
-    "output_norm": "norm",
-    "output": "head",
-    **{f"output_hc_{x}.weight": f"hc_head_{x}" for x in ("fn", "base", "scale")},
-    **{f"hc_{half}_{x}.weight": f"hc_{half}_{x}" for half in ("attn", "ffn") for x in ("fn", "base", "scale")},
-    "attn_norm": "attn_norm",
-    "attn_sinks.weight": "attn.attn_sink",
-    "attn_q_a": "attn.wq_a",
-    "attn_q_a_norm": "attn.q_norm",
-    "attn_q_b": "attn.wq_b",
-    "attn_kv": "attn.wkv",
-    "attn_kv_a_norm": "attn.kv_norm",
-    "attn_output_a": "attn.wo_a",
-    "attn_output_b": "attn.wo_b",
-    "indexer.attn_q_b": "attn.indexer.wq_b",
-    "indexer.proj": "attn.indexer.weights_proj",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate_tid2eid.weight": "ffn.gate.tid2eid",
-    "exp_probs_b.bias": "ffn.gate.bias",
+    "embed": "token_embd",
+    **{f"hc_head_{x}": f"output_hc_{x}" for x in ("fn", "base", "scale")},
+    **{f"hc_{half}_{x}": f"hc_{half}_{x}" for half in ("attn", "ffn") for x in ("fn", "base", "scale")},
+    "attn.attn_sink": "attn_sinks",
+    "attn.wq_a": "attn_q_a",
+    "attn.q_norm": "attn_q_a_norm",
+    "attn.wq_b": "attn_q_b",
+    "attn.wkv": "attn_kv",
+    "attn.kv_norm": "attn_kv_a_norm",
+    "attn.wo_a": "attn_output_a",
+    "attn.wo_b": "attn_output_b",
+    "attn.indexer.wq_b": "indexer.attn_q_b",
+    "attn.indexer.weights_proj": "indexer.proj",
+    "ffn.gate": "ffn_gate_inp",
+    "ffn.gate.tid2eid": "ffn_gate_tid2eid",
+    "ffn.gate.bias": "exp_probs_b.bias",
 }
-for ours, theirs in (("attn", "attn"), ("indexer", "attn.indexer")):
-    HF_NAMES |= {f"{ours}_compressor_{x}": f"{theirs}.compressor.{y}" for x, y in (("kv", "wkv"), ("gate", "wgate"))}
-    HF_NAMES |= {f"{ours}_compressor_norm": f"{theirs}.compressor.norm"}
-    HF_NAMES |= {f"{ours}_compressor_ape.weight": f"{theirs}.compressor.ape"}
-HF_NAMES |= hf_names.w123_experts("ffn")
-HF_NAMES |= {f"ffn_{x}_shexp": f"ffn.shared_experts.{y}" for x, y in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
+for theirs, ours in (("attn", "attn"), ("attn.indexer", "indexer")):
+    for x, y in (("wkv", "kv"), ("wgate", "gate"), ("norm", "norm"), ("ape", "ape")):
+        HF_NAMES[f"{theirs}.compressor.{x}"] = f"{ours}_compressor_{y}"
+for x, y in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+    HF_NAMES |= {f"ffn.experts.{x}": f"ffn_{y}_exps", f"ffn.shared_experts.{x}": f"ffn_{y}_shexp"}
 
 #: Tokens per entry in layers with overlapping runs and an indexer, and the maximum number of tokens per entry.
 _OVERLAPPING, _MOST = 4, 128

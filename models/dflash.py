@@ -10,25 +10,21 @@ Source: transformers' ``muse_glimmer_assistant`` and ``DFlashTokenCandidateGener
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rope, Rows, Tensor, Weight
 from localllm.kernels.operations import Attention, Embed, Input, Linear, Linears, Outputs, RMSNorm, RopeAppend, Scale
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, gated_mlp, norm
 from localllm.models.config import Header, Heads, ModelMetadata
-from localllm.models.hf_convert import Array, rotated_part, window_keys
+from localllm.models.hf_convert import rotated_part, window_keys
 from localllm.models.rope import make_rope
 from localllm.models.target import before_outputs, check_target, layer_inputs, read_ends, read_layers, read_token_ids
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | {"fc": "fc", "enc.output_norm": "hidden_norm"}
+HF_NAMES = {"fc": "fc", "hidden_norm": "enc.output_norm"}
+HF_NAMES |= {"encoder.fc": "fc", "encoder.output_norm_enc": "enc.output_norm"}  # in transformers
 HF_MEANT = {"num_target_layers": (), "layer_types": ()}
-
-#: Tensors with different names in transformers.
-_ENCODER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "enc.output_norm.weight"}
 
 #: Activation functions by their names in ``hidden_activation``.
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_erf", "gelu_pytorch_tanh": "gelu"}
@@ -60,10 +56,6 @@ def hf_keys(config: Any) -> dict[str, Any]:
             ".tokenizer.ggml.mask_token_id": setting("mask_token_id"),
         }
     )
-
-
-def hf_tensor(name: str, array: Array, config: Any) -> Array | Mapping[str, Array]:
-    return {_ENCODER[name]: array} if name in _ENCODER else array
 
 
 def read_block(meta: ModelMetadata, n_vocab: int) -> tuple[int, int]:

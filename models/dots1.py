@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import routing_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
 hf_keys = routing_keys
 
 

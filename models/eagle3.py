@@ -17,22 +17,14 @@ import numpy as np
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
 from localllm.kernels.operations import Embed, Input, Linear, Outputs, RMSNorm, SideBySide
-from localllm.models import hf_names, llama
+from localllm.models import llama
 from localllm.models.blocks import Layer, attention, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_query_and_key, rope_factors
 from localllm.models.rope import make_rope
 from localllm.models.target import before_outputs, check_target, layer_inputs, read_ends, read_layers, read_token_ids
 
-_LAYER = {ours: theirs for ours, theirs in hf_names.COMMON.items() if ours.startswith(("attn_", "ffn_"))}
-_LAYER |= {"attn_norm_2": "hidden_norm"}
-#: The layer is named "midlayer" in some checkpoints, and "layers.0" in others.
-HF_NAMES = (
-    hf_names.COMMON
-    | _LAYER
-    | {f"blk.0.{ours}": f"midlayer.{theirs}" for ours, theirs in _LAYER.items()}
-    | {"fc": "fc", "enc.output_norm": "input_norm"}
-)
+HF_NAMES = {"fc": "fc", "hidden_norm": "attn_norm_2", "input_norm": "enc.output_norm"}
 HF_MEANT = dict.fromkeys(("draft_vocab_size", "target_model_type", "modal_type"), ())
 
 

@@ -6,14 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import axes_keys
 from localllm.models.rope import make_rope, with_axes
 
-HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
-HF_NAMES |= {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}
 HF_MEANT = {"moe_norm_min": (), "moe_layer_end_index": ()}
 
 

@@ -6,13 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import window_keys
 from localllm.models.rope import make_rope
-
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -6,13 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph
-from localllm.models import dots1
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import routing_keys, unscaled, window_keys
 from localllm.models.rope import make_rope
-
-HF_NAMES = dots1.HF_NAMES | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

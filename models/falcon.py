@@ -13,17 +13,6 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import GELU, Array
 from localllm.models.rope import make_rope
 
-HF_NAMES = {
-    "token_embd": "transformer.word_embeddings",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_norm_2": "ln_attn",
-    "attn_qkv": "self_attention.query_key_value",
-    "attn_output": "self_attention.dense",
-    "ffn_up": "mlp.dense_h_to_4h",
-    "ffn_down": "mlp.dense_4h_to_h",
-}
 HF_MEANT = {"activation": GELU, "num_ln_in_parallel_attn": ()}
 _ABSENT = ("attention.key_length", "attention.value_length")
 

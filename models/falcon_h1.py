@@ -11,14 +11,10 @@ import numpy as np
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, attention, decoder, gated_mlp, mamba, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats, mamba_keys, mamba_tensor
 from localllm.models.rope import make_rope
-
-HF_NAMES = hf_names.COMMON | hf_names.mamba("mamba") | hf_names.projections("feed_forward")
-HF_NAMES |= {"output_norm": "model.final_layernorm", "ffn_norm": "pre_ff_layernorm.weight"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

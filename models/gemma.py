@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import decoder, llama_layer
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, add_one_to_norms
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON
 #: In the configurations of the first release, "gelu" means the tanh form.
 HF_MEANT = {"hidden_act": (*GELU_TANH, "gelu"), "hidden_activation": GELU_TANH}
 hf_tensor = add_one_to_norms

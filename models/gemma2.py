@@ -6,13 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import decoder, llama_layer, read_softcap
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, add_one_to_norms, gemma_keys, periodic_windows
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.FOUR_NORMS
 HF_MEANT = {"hidden_activation": GELU_TANH, "hidden_act": ()}
 hf_tensor = add_one_to_norms
 

@@ -10,28 +10,13 @@ from typing import Any
 from localllm.kernels import graph as g
 from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import gemma4, hf_names
+from localllm.models import gemma4
 from localllm.models.blocks import Layer, add, decoder, norm, read_softcap
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, window_keys
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Reshaped
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS
-_OF_LAYERS = ("per_layer", "inp_", "proj", "post_norm")
-HF_NAMES |= {ours: theirs for ours, theirs in gemma4.HF_NAMES.items() if ours.startswith(_OF_LAYERS)}
-HF_NAMES |= {
-    "altup_proj": "model.altup_projections.*",
-    "altup_unembd_proj": "model.altup_unembed_projections.*",
-    "altup_correct_coef": "altup.correction_coefs",
-    "altup_correct_scale.weight": "altup.correct_output_scale",
-    "altup_predict_coef": "altup.prediction_coefs",
-    "altup_router": "altup.modality_router",
-    "altup_router_norm": "altup.router_norm",
-    "laurel_l": "laurel.linear_left",
-    "laurel_r": "laurel.linear_right",
-    "laurel_post_norm": "laurel.post_laurel_norm",
-}
 HF_MEANT = {
     "hidden_activation": GELU_TANH,
     "hidden_act": (),

@@ -12,31 +12,13 @@ from localllm.errors import ModelError
 from localllm.kernels import graph as g
 from localllm.kernels import operations as ops
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
 from localllm.models.config import Experts, Header, Heads
 from localllm.models.hf_convert import GELU_TANH, Array, proportional_factors, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Weights
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS
-HF_NAMES |= {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale.weight": "layer_scalar",
-    "ffn_gate_inp": "router.proj",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_down_exps.scale": "router.per_expert_scale",
-    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
-    "ffn_down_exps.weight": "experts.down_proj",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-}
+HF_NAMES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 HF_MEANT = {
     "hidden_activation": GELU_TANH,
     "hidden_act": (),

@@ -17,22 +17,13 @@ from typing import Any
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, HeadNorm, KVCache, Matrix, Rows, Tensor
 from localllm.kernels.operations import Attention, Embed, Input, Linear, Outputs, RopeAppend, Scale
-from localllm.models import gemma4, hf_names
+from localllm.models import gemma4
 from localllm.models.blocks import Layer, add, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import split_columns
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.HEAD_NORMS
-    | hf_names.FOUR_NORMS
-    | {
-        "layer_output_scale.weight": "layer_scalar",
-        "nextn.pre_projection": "pre_projection",
-        "nextn.post_projection": "post_projection",
-    }
-)
+HF_NAMES = {f"{name}_projection": f"nextn.{name}_projection" for name in ("pre", "post")}
 HF_MEANT = gemma4.HF_MEANT
 hf_extra = gemma4.hf_extra
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, axes_keys, rotated_part
 from localllm.models.rope import make_rope, with_axes
-
-HF_NAMES = hf_names.COMMON | {
-    "post_attention_norm": "post_self_attn_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "post_ffw_norm": "post_mlp_layernorm",
-}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -15,10 +15,8 @@ from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
 
-HF_NAMES = dict(deepseek32.HF_NAMES)
-HF_NAMES |= {name: theirs for name, theirs in kimi_linear.HF_NAMES.items() if name.startswith("ssm_")}
-HF_NAMES |= {f"hc_{half}_{x}.weight": f"hc_{half}_{x}" for half in ("attn", "ffn") for x in ("fn", "base", "scale")}
-HF_NAMES |= {f"indexer_compressor_{x}.weight": f"self_attn.indexer.index_kpool_compress_{x}" for x in ("gate", "ape")}
+HF_NAMES = {f"hc_{half}_{x}": f"hc_{half}_{x}" for half in ("attn", "ffn") for x in ("fn", "base", "scale")}
+HF_NAMES |= {f"self_attn.indexer.index_kpool_compress_{x}": f"indexer_compressor_{x}" for x in ("gate", "ape")}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -8,18 +8,10 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp, position_embedding
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, Array
 
-HF_NAMES = hf_names.GPT_2 | {
-    "position_embd": "transformer.wpe",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
 HF_MEANT = {"activation_function": GELU_TANH}
 _ABSENT = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
 

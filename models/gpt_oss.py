@@ -7,20 +7,12 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, periodic_windows
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.STACKED_EXPERTS
-HF_NAMES |= {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_inp": "mlp.router",
-    "ffn_gate_up_exps.bias": "mlp.experts.gate_up_proj_bias",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-}
+HF_NAMES = {f"mlp.experts.{x}_proj_bias": f"ffn_{x}_exps.bias" for x in ("gate_up", "down")}
 HF_MEANT = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
 
 

@@ -11,17 +11,6 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import GELU, Array, parallel_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = {
-    "token_embd": "gpt_neox.embed_in",
-    "output_norm": "gpt_neox.final_layer_norm",
-    "output": "embed_out",
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "attention.query_key_value",
-    "attn_output": "attention.dense",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.dense_h_to_4h",
-    "ffn_down": "mlp.dense_4h_to_h",
-}
 HF_MEANT = {"hidden_act": GELU}
 
 

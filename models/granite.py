@@ -14,7 +14,6 @@ import numpy as np
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, Rope, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, add, attention, decoder, gated_mlp, mamba, mixture, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import (
@@ -28,14 +27,10 @@ from localllm.models.hf_convert import (
 )
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.mamba("mamba")
-HF_NAMES |= {
-    "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    "ffn_gate_up_exps": "block_sparse_moe.input_linear",
-    "ffn_down_exps": "block_sparse_moe.output_linear",
-    "ffn_gate_up_shexp": "shared_mlp.input_linear",
-    "ffn_down_shexp": "shared_mlp.output_linear",
+HF_NAMES = {
+    "block_sparse_moe.input_linear": "ffn_gate_up_exps",
+    "self_attn.sinks": "attn_sinks",
+    "shared_mlp.input_linear": "ffn_gate_up_shexp",
 }
 
 #: Tensors that ``granite_swa`` does not split, and that have different names in Granite 3.

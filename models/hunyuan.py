@@ -7,18 +7,11 @@ from typing import Any
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim
 from localllm.models.rope import make_rope, stretched_base, with_axes
 
-HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.projections("mlp.shared_mlp", "_shexp")
-HF_NAMES |= {
-    "attn_q_norm": "self_attn.query_layernorm",
-    "attn_k_norm": "self_attn.key_layernorm",
-    "ffn_gate_inp": "mlp.gate.wg",
-}
 HF_MEANT = {"routed_scaling_factor": (False, 1.0), "num_shared_expert": ()}
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models import dots1, hf_names
+from localllm.models import dots1
+from localllm.models.hf_convert import Array
 
-HF_NAMES = dots1.HF_NAMES | hf_names.projections("mlp.shared_mlp", "_shexp")
-HF_NAMES |= {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"}
 HF_MEANT = {"mlp_layer_types": (), "norm_topk_prob": (True,), "first_k_dense_replace": ()}
 record = dots1.record
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    return {"exp_probs_b": array} if name.endswith("mlp.expert_bias") else array  # without ".bias", as in llama.cpp
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

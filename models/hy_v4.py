@@ -14,16 +14,11 @@ from localllm.models import deepseek2, deepseek32
 from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 
-HF_NAMES = deepseek32.HF_NAMES | {
-    "attn_gate": "self_attn.linear_gate",
-    "attn_sinks.weight": "self_attn.learnable_sink_param",
-    **{
-        f"hc_{ours}_{x}.weight": f"hc_{its}_layer.hc_pre.hc_{x}"
-        for ours, its in (("attn", "attn"), ("ffn", "mlp"))
-        for x in ("fn", "base", "scale")
-    },
-    **{f"output_hc_{x}.weight": f"model.hc_head.hc_head_{x}" for x in ("fn", "base", "scale")},
-}
+HF_NAMES = {"self_attn.linear_gate": "attn_gate", "self_attn.learnable_sink_param": "attn_sinks"}
+for x in ("fn", "base", "scale"):
+    HF_NAMES[f"hc_attn_layer.hc_pre.hc_{x}"] = f"hc_attn_{x}"
+    HF_NAMES[f"hc_mlp_layer.hc_pre.hc_{x}"] = f"hc_ffn_{x}"
+    HF_NAMES[f"model.hc_head.hc_head_{x}"] = f"output_hc_{x}"
 hf_tensor = deepseek32.hf_tensor
 
 

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models import hf_names, llama
+from localllm.models import llama
 from localllm.models.hf_convert import Array, interleave_pairs
 
-HF_NAMES = hf_names.COMMON | {
-    "token_embd": "model.tok_embeddings",
-    "output": "output",
-    "attn_norm": "attention_norm",
-    "attn_output": "attention.wo",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_down": "feed_forward.w2",
-    "ffn_up": "feed_forward.w3",
-}
 record = llama.record
 
 

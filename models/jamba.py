@@ -6,19 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names, mamba
+from localllm.models import mamba
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
 
-HF_NAMES = hf_names.COMMON | hf_names.projections("feed_forward")
-HF_NAMES |= hf_names.projections("feed_forward.experts.*", "_exps")
-HF_NAMES |= {f"ssm_{ours}": f"mamba.{theirs}" for ours, theirs in mamba.SCAN.items()}
-HF_NAMES |= {f"ssm_{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}
-HF_NAMES |= {
-    "ffn_gate_inp": "feed_forward.router",
-    "ffn_norm": "pre_ff_layernorm",
-    "output_norm": "model.final_layernorm",
-}
 HF_MEANT = {"expert_layer_offset": (), "expert_layer_period": ()}
 hf_tensor = mamba.hf_tensor
 

@@ -11,11 +11,6 @@ from typing import Any
 from localllm.models import bert
 from localllm.models.hf_convert import GELU, encoder_keys
 
-HF_NAMES = {ours: theirs for ours, theirs in bert.HF_NAMES.items() if ours != "position_embd"} | {
-    "ffn_up": "mlp.gated_layers",
-    "ffn_down": "mlp.wo",
-    "layer_output_norm": "mlp.layernorm",
-}
 HF_MEANT = {
     "hidden_act": GELU,
     "position_embedding_type": ("alibi",),

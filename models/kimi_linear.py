@@ -11,30 +11,12 @@ import numpy as np
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
 from localllm.kernels.operations import CausalConv, Gated, GatedDelta, Linears, RMSNorm
-from localllm.models import deepseek2, hf_names
+from localllm.models import deepseek2
 from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
 from localllm.models.weights import Reshaped
 
-HF_NAMES = hf_names.COMMON | {
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "ssm_conv1d_q": "self_attn.q_conv1d",
-    "ssm_conv1d_k": "self_attn.k_conv1d",
-    "ssm_conv1d_v": "self_attn.v_conv1d",
-    "ssm_f_a": "self_attn.f_a_proj",
-    "ssm_f_b": "self_attn.f_b_proj",
-    "ssm_g_a": "self_attn.g_a_proj",
-    "ssm_g_b": "self_attn.g_b_proj",
-    "ssm_beta": "self_attn.b_proj",
-    "ssm_a": "self_attn.A_log",
-    "ssm_dt.bias": "self_attn.dt_bias",
-    "ssm_norm": "self_attn.o_norm",
-    "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
-}
-HF_NAMES |= hf_names.w123_experts("block_sparse_moe")
-HF_NAMES |= hf_names.projections("block_sparse_moe.shared_experts", "_shexp")
 HF_MEANT = {"layer_types": (), "num_heads": (), "kda_layers": ()}
 
 

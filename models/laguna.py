@@ -7,15 +7,12 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim, n_dense_layers, window_keys
 from localllm.models.rope import make_local_rope, make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS
-HF_NAMES |= hf_names.projections("mlp.shared_expert", "_shexp")
-HF_NAMES |= {"attn_gate": "self_attn.g_proj", "exp_probs_b.bias": "mlp.experts.e_score_correction_bias"}
+HF_NAMES = {"mlp.experts.e_score_correction": "exp_probs_b"}
 HF_MEANT = {"norm_topk_prob": (True,), "gating": (), "moe_apply_router_weight_on_input": (False,)}
 
 

@@ -8,28 +8,10 @@ from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
 from localllm.kernels.operations import CausalConv, Gated, Linears
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, attention_layers, expert_norm
 from localllm.models.rope import make_local_rope, make_rope
-
-HF_NAMES = hf_names.COMMON | {
-    "token_embd_norm": "model.embedding_norm",
-    "attn_norm": "operator_norm",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "attn_output": "self_attn.out_proj",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.conv": "conv.conv",
-    "shortconv.out_proj": "conv.out_proj",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_down": "feed_forward.w2",
-    "ffn_up": "feed_forward.w3",
-    "exp_probs_b.bias": "feed_forward.expert_bias",
-}
-HF_NAMES |= hf_names.w123_experts("feed_forward")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

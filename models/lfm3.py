@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models import hf_names, lfm2
+from localllm.models import lfm2
 from localllm.models.hf_convert import Array, head_dim, proportional_factors, window_keys
 
-HF_NAMES = lfm2.HF_NAMES | hf_names.HEAD_NORMS
-HF_NAMES |= {
-    "attn_output": "self_attn.o_proj",
-    "attn_gate": "self_attn.gate_proj",
-    "post_attention_norm": "post_operator_norm",
-    "post_ffw_norm": "post_ffn_norm",
+HF_NAMES = {
+    "self_attn.gate_proj": "attn_gate",
+    "post_operator_norm": "post_attention_norm",
+    "post_ffn_norm": "post_ffw_norm",
 }
 HF_MEANT = {"use_attention_gate": (True,), "use_sandwich_norm": (True,)}
 hf_tensor, record = lfm2.hf_tensor, lfm2.record

@@ -8,19 +8,12 @@ from typing import Any, Literal
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, PositionScale, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.projections("feed_forward")
-HF_NAMES |= hf_names.projections("feed_forward.shared_expert", "_shexp")
-HF_NAMES |= {
-    "ffn_gate_inp": "feed_forward.router",
-    "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
-    "ffn_down_exps.weight": "feed_forward.experts.down_proj",
-}
+HF_NAMES = {"feed_forward.experts.gate_up_proj": "ffn_gate_up_exps"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -11,22 +11,9 @@ import numpy as np
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Matrix, Tensor
 from localllm.kernels.operations import CausalConv, ChannelScan, Gated, Linear, Linears, RMSNorm
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
-
-#: Hugging Face's names of a scan's tensors, without the module's name.
-SCAN = {
-    "in": "in_proj",
-    "conv1d": "conv1d",
-    "x": "x_proj",
-    "dt": "dt_proj",
-    "a": "A_log",
-    "d": "D",
-    "out": "out_proj",
-}
-HF_NAMES = {f"ssm_{ours}": f"mixer.{theirs}" for ours, theirs in SCAN.items()} | hf_names.BACKBONE
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, decoder, mamba, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import mamba_tensor
 from localllm.models.mamba import plain_keys
 
-HF_NAMES = hf_names.mamba("mixer") | hf_names.BACKBONE
 HF_MEANT = {"time_step_rank": ()}
 hf_tensor = mamba_tensor
 

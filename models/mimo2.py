@@ -6,18 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim, routing_keys, sliding_window, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.EXPERTS
-HF_NAMES |= {
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_sinks.weight": "self_attn.attention_sink_bias",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-}
+HF_NAMES = {"self_attn.qkv_proj": "attn_qkv"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from localllm.models.blocks import Layer, add, decoder, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
-HF_NAMES = deepseek2.HF_NAMES
-
 #: Constants that files do not contain: factor of embeddings; factor of residuals, which is divided by the root of the
 #: number of layers; and the width for which logits are not scaled.
 EMBEDDING_SCALE, DEPTH_SCALE, BASE_WIDTH = 12.0, 1.4, 256

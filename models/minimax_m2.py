@@ -6,14 +6,11 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.w123_experts("block_sparse_moe")
-HF_NAMES |= {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
 HF_MEANT = {"scoring_func": ("sigmoid",)}
 
 

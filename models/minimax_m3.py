@@ -11,14 +11,13 @@ from typing import Any
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, HeadNorm, Rope, Tensor
 from localllm.kernels.operations import IndexSelect, Linears, RopeAppend
-from localllm.models import hf_names, minimax_m2
+from localllm.models import minimax_m2
 from localllm.models.blocks import Layer, Select, llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import add_one_to_norms
 from localllm.models.rope import make_rope
 
-HF_NAMES = minimax_m2.HF_NAMES | hf_names.projections("block_sparse_moe.shared_experts", "_shexp")
-HF_NAMES |= {f"indexer.{name}": f"self_attn.index_{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
+HF_NAMES = {f"self_attn.index_{name}": f"indexer.{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
 HF_MEANT = {"scoring_func": ("sigmoid",)}
 hf_tensor = add_one_to_norms
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like, read_q_scale
 from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON
 hf_tensor = interleave_query_and_key
 
 

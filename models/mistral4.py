@@ -7,7 +7,7 @@ from typing import Any
 from localllm.errors import ModelError
 from localllm.models import deepseek2
 
-HF_NAMES, hf_tensor, record = deepseek2.HF_NAMES, deepseek2.hf_tensor, deepseek2.record
+hf_tensor, record = deepseek2.hf_tensor, deepseek2.record
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -14,21 +14,6 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import encoder_keys, unscaled
 from localllm.models.rope import make_local_rope, make_rope
 
-HF_NAMES = {
-    "token_embd": "embeddings.tok_embeddings",
-    "token_embd_norm": "embeddings.norm",
-    "output_norm": "final_norm",
-    "attn_norm": "attn_norm",
-    "attn_qkv": "attn.Wqkv",
-    "attn_output": "attn.Wo",
-    "ffn_norm": "mlp_norm",
-    "ffn_up": "mlp.Wi",
-    "ffn_down": "mlp.Wo",
-    "cls": "head.dense",
-    "cls.norm": "head.norm",
-    "cls.output": "classifier",
-}
-
 
 def hf_keys(config: Any) -> dict[str, Any]:
     return (

@@ -12,20 +12,6 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp, position_embedding
 from localllm.models.config import Header
 
-HF_NAMES = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.norm_f",
-    "output": "lm_head",
-    "attn_norm": "norm_1",
-    "attn_qkv": "attn.Wqkv",
-    "attn_q_norm": "attn.q_ln",
-    "attn_k_norm": "attn.k_ln",
-    "attn_output": "attn.out_proj",
-    "ffn_norm": "norm_2",
-    "ffn_up": "ffn.up_proj",
-    "ffn_down": "ffn.down_proj",
-}
 HF_MEANT = {
     "embedding_fraction": (1.0,),
     "learned_pos_emb": (),

@@ -20,8 +20,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Matrix, Rows, Tensor
 from localllm.kernels.operations import Embed, Input, Linear, Outputs, RMSNorm
 from localllm.models.config import Header
-from localllm.models.weights import split_columns
-from localllm.quant.formats import dequantize
+from localllm.models.weights import floats, split_columns
 
 #: Records the layer of a block, from its number, the graph, the embedding and x [T, d], and returns the next x.
 RecordBlock = Callable[[int, Graph, Tensor, Tensor], Tensor]
@@ -53,7 +52,7 @@ def hidden_norm(graph: Graph) -> HiddenNorm:
     if len(norms) != 1 or norms[0].weight is None:
         raise ModelError("a block that predicts further tokens needs a model with an RMSNorm before its head")
     weight = norms[0].weight
-    return HiddenNorm(dequantize(weight.data, weight.type).reshape(-1).astype(np.float32), norms[0].eps)
+    return HiddenNorm(floats(weight).reshape(-1).astype(np.float32), norms[0].eps)
 
 
 def record_block(m: Header, record: RecordBlock, embedding_scale: float, eps: float) -> Graph:

@@ -10,13 +10,10 @@ import numpy as np
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, Tensor
 from localllm.kernels.operations import RMSNorm
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, llama_layer, read_softcap
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_query_and_key, window_keys, window_pattern
 from localllm.models.rope import make_rope
-
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS | {"attn_gate": "self_attn.gate_proj"}
 
 #: Epsilon of the norms after attention and MLP, which files do not contain.
 POST_NORM_EPS = 1e-8

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, rotated_part, unscaled
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON
 HF_MEANT = {"hidden_act": ("relu2",)}
 
 

@@ -7,31 +7,11 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, attention, decoder, mamba, mixture, mlp, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_query_and_key, mamba_tensor, rotated_part, routing_keys
 
-HF_NAMES = (
-    hf_names.mamba("mixer")
-    | hf_names.BACKBONE
-    | {
-        "attn_q": "mixer.q_proj",
-        "attn_k": "mixer.k_proj",
-        "attn_v": "mixer.v_proj",
-        "attn_output": "mixer.o_proj",
-        "ffn_up": "mixer.up_proj",
-        "ffn_down": "mixer.down_proj",
-        "ffn_gate_inp": "mixer.gate",
-        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
-        "ffn_up_exps": "mixer.experts.*.up_proj",
-        "ffn_down_exps": "mixer.experts.*.down_proj",
-        "ffn_up_shexp": "mixer.shared_experts.up_proj",
-        "ffn_down_shexp": "mixer.shared_experts.down_proj",
-        "ffn_latent_down": "mixer.fc1_latent_proj",
-        "ffn_latent_up": "mixer.fc2_latent_proj",
-    }
-)
+HF_NAMES = {f"mixer.experts.{name}_proj": f"ffn_{name}_exps" for name in ("up", "down")}
 HF_MEANT = {"norm_eps": (), "mlp_hidden_act": ("relu2",), "moe_shared_expert_overlap": ()}
 #: Settings of experts, which are also present in models without experts.
 _OF_EXPERTS: tuple[str, ...] = (

@@ -14,18 +14,6 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import encoder_keys, unscaled
 from localllm.models.rope import make_rope
 
-HF_NAMES = {
-    "token_embd": "encoder",
-    "enc.output_norm": "layer_norm",
-    "attn_norm": "attention_norm",
-    "attn_qkv": "qkv",
-    "attn_output": "wo",
-    "ffn_norm": "ffn_norm",
-    "ffn_up": "ffn.w12",
-    "ffn_down": "ffn.w3",
-    "cls": "dense",
-    "cls.output": "classifier",
-}
 HF_MEANT = {"hidden_act": ("swiglu", "silu")}
 
 

@@ -8,14 +8,12 @@ import numpy as np
 
 from localllm.kernels.graph import Graph, Tensor
 from localllm.kernels.operations import LayerNorm
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key
 from localllm.models.rope import make_rope
 from localllm.models.weights import ArrayWeight
 
-HF_NAMES = hf_names.COMMON
 hf_tensor = interleave_query_and_key
 
 

@@ -10,18 +10,6 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array
 from localllm.models.rope import make_rope
 
-HF_NAMES = {
-    "token_embd": "transformer.token_embeddings",
-    "output_norm": "transformer.norm",
-    "attn_norm": "attn_norm",
-    "attn_qkv": "attn.qkv_proj",
-    "attn_q_norm": "attn.q_norm",
-    "attn_k_norm": "attn.k_norm",
-    "attn_output": "attn.out_proj",
-    "ffn_norm": "ffn_norm",
-    "ffn_down": "ffn.proj_2",
-}
-
 
 def _width(multiplier: float, config: Any) -> int:
     """Round a width to a multiple of the divisor that is at least 0.9 times the width."""

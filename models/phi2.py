@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH, parallel_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | {
-    "output_norm": "model.final_layernorm",
-    "attn_output": "self_attn.dense",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
-}
 HF_MEANT = {"hidden_act": GELU_TANH}
 hf_keys = parallel_keys
 

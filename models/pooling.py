@@ -18,8 +18,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Weight
 from localllm.kernels.reference import gelu_erf, softmax
 from localllm.models.config import ModelMetadata
-from localllm.models.weights import Weights
-from localllm.quant.formats import dequantize
+from localllm.models.weights import Weights, floats
 
 Array = NDArray[Any]
 
@@ -78,7 +77,7 @@ class Pooling:
         """Read the weights, and return a function from the pooled vectors, or token vectors [..., d], to the result
         [..., width].
         """
-        values = {name: dequantize(w.data, w.type).reshape(w.shape) for name, w in self.weights.items()}
+        values = {name: floats(w) for name, w in self.weights.items()}
 
         def compute(x: Array) -> Array:
             for name in ("dense_2", "dense_3", "cls", "cls.norm", "cls.output"):

@@ -5,18 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
-
-HF_NAMES = hf_names.GPT_2 | {
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_up": "mlp.w1",
-    "ffn_gate": "mlp.w2",
-    "ffn_down": "mlp.c_proj",
-}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -7,13 +7,10 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import decoder, llama_layer
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, axes_keys, expert_norm
 from localllm.models.rope import make_rope, with_axes
-
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.STACKED_EXPERTS
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -11,26 +11,11 @@ from typing import Any
 import numpy as np
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import DeltaNet, Layer, attention, decoder, delta_net, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, add_one_to_norms, rotated_part
 from localllm.models.rope import make_rope, with_axes
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.STACKED_EXPERTS
-HF_NAMES |= hf_names.SHARED_EXPERT
-HF_NAMES |= {
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
 HF_MEANT = {"norm_topk_prob": (True,)}
 
 

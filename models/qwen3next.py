@@ -11,8 +11,6 @@ from localllm.models import qwen35
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, expert_norm
 
-HF_NAMES = qwen35.HF_NAMES | {"ssm_ba": "linear_attn.in_proj_ba"}
-
 
 def hf_keys(config: Any) -> dict[str, Any]:
     return qwen35.delta_net_keys(config) | expert_norm(config, usual=True)

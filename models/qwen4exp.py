@@ -27,26 +27,26 @@ from localllm.models.hf_convert import Array, floats
 from localllm.models.rope import make_rope
 from localllm.models.weights import ArrayWeight, Dilated
 
-HF_NAMES = qwen35.HF_NAMES | {
+HF_NAMES = {
     **{
-        f"{ours}_{x}": f"{theirs}.{its}"
-        for ours, theirs in (
-            ("hc_attn", "attn_hyper_connection"),
-            ("hc_ffn", "mlp_hyper_connection"),
-            ("output_hc", "model.hyper_connection_mixer"),
+        f"{theirs}.{its}": f"{ours}_{x}"
+        for theirs, ours in (
+            ("attn_hyper_connection", "hc_attn"),
+            ("mlp_hyper_connection", "hc_ffn"),
+            ("model.hyper_connection_mixer", "output_hc"),
         )
-        for x, its in (
-            ("norm", "hc_norm"),
-            ("down", "input_mix_weight_down"),
-            ("up", "input_mix_weight_up"),
-            ("inject", "block_inject_weight"),
+        for its, x in (
+            ("hc_norm", "norm"),
+            ("input_mix_weight_down", "down"),
+            ("input_mix_weight_up", "up"),
+            ("block_inject_weight", "inject"),
         )
     },
-    **{f"indexer.{x}_norm": f"self_attn.indexer.{x}_layernorm" for x in "qk"},
-    **{f"ple_{x}": f"ple.{x}_proj" for x in ("key", "value")},
-    **{f"ple_norm_{x}": f"ple.norm_{x}" for x in ("key", "query", "conv")},
-    "ple_conv1d": "ple.conv1d",
-    "per_layer_token_embd": "ngram_embedding",
+    **{f"self_attn.indexer.{x}_layernorm": f"indexer.{x}_norm" for x in "qk"},
+    **{f"ple.{x}_proj": f"ple_{x}" for x in ("key", "value")},
+    **{f"ple.norm_{x}": f"ple_norm_{x}" for x in ("key", "query", "conv")},
+    "ple.conv1d": "ple_conv1d",
+    "ngram_embedding": "per_layer_token_embd",
 }
 HF_MEANT = {
     "indexer_kv_heads": (1,),

@@ -20,7 +20,8 @@ from localllm.models.weights import ModelFile, Weights
 class Conversion:
     """Conversion of a checkpoint to a GGUF file, from ``HF_NAMES``, ``hf_keys``, … of an architecture's module."""
 
-    names: Mapping[str, str]  # Hugging Face's names of tensors by GGUF's names
+    # GGUF's names of tensors by Hugging Face's names, where `tensor_names` differs
+    names: Mapping[str, str] = field(default_factory=dict)
     # Return the additional keys for a configuration, without the architecture's name. A key that starts with a dot is
     # written without the dot and without the architecture's name. Keys with the value None are omitted.
     keys: Callable[[Any], Mapping[str, Any]] = lambda config: {}
@@ -37,8 +38,7 @@ class Conversion:
 class Architecture:
     """A module of this folder, and the models that it supports.
 
-    The module contains ``record(m: Header) -> Graph``, ``HF_NAMES`` (see `localllm.models.hf_names`) and, if needed,
-    the other parts of a `Conversion`.
+    The module contains ``record(m: Header) -> Graph`` and, if needed, the parts of a `Conversion`.
     """
 
     module: str
@@ -63,7 +63,7 @@ class Architecture:
         module = import_module(f"localllm.models.{self.module}")
         hooks = {name: getattr(module, f"hf_{name}", None) for name in ("keys", "tensor", "extra")}
         functions = {name: function for name, function in hooks.items() if function}
-        return Conversion(module.HF_NAMES, **functions, meant=getattr(module, "HF_MEANT", {}))
+        return Conversion(getattr(module, "HF_NAMES", {}), **functions, meant=getattr(module, "HF_MEANT", {}))
 
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
-
-HF_NAMES = hf_names.COMMON | {"post_attention_norm": "post_attention_layernorm"}
 
 
 def record(m: Header) -> Graph:

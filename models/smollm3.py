@@ -6,12 +6,11 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names, llama
+from localllm.models import llama
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON
 hf_tensor = llama.hf_tensor
 
 

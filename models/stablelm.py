@@ -8,16 +8,12 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import parallel_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | {
-    "attn_q_norm": "self_attn.q_layernorm.norms.*",
-    "attn_k_norm": "self_attn.k_layernorm.norms.*",
-}
+HF_NAMES = {f"self_attn.{x}_layernorm.norms": f"attn_{x}_norm" for x in "qk"}
 HF_MEANT = {"norm_eps": ()}
 
 

@@ -7,13 +7,11 @@ all positions.
 from __future__ import annotations
 
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import GELU_TANH
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 HF_MEANT = {"activation_function": (), "hidden_act": GELU_TANH}
 
 

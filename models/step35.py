@@ -9,15 +9,11 @@ import numpy as np
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, add_one_to_norms, head_dim, rope_factors, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.projections("share_expert", "_shexp")
-HF_NAMES |= {f"ffn_{name}_exps": f"moe.{name}_proj" for name in ("gate", "up", "down")}
-HF_NAMES |= {"attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_probs_b.bias": "moe.router_bias"}
 HF_MEANT = {"per_layer_config": ()}
 hf_tensor = add_one_to_norms
 

@@ -17,20 +17,6 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array
 from localllm.models.weights import DistanceBiases
 
-HF_NAMES = {
-    "token_embd": "shared",
-    "enc.output_norm": "encoder.final_layer_norm",
-    "attn_norm": "layer.0.layer_norm",
-    "attn_q": "layer.0.SelfAttention.q",
-    "attn_k": "layer.0.SelfAttention.k",
-    "attn_v": "layer.0.SelfAttention.v",
-    "attn_o": "layer.0.SelfAttention.o",
-    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
-    "ffn_norm": "layer.1.layer_norm",
-    "ffn_up": "layer.1.DenseReluDense.wi",
-    "ffn_gate": "layer.1.DenseReluDense.wi_0",
-    "ffn_down": "layer.1.DenseReluDense.wo",
-}
 HF_MEANT = {"dense_act_fn": (), "is_gated_act": (), "num_decoder_layers": (), "scale_decoder_outputs": ()}
 _BIAS = "attn_rel_b.weight"
 

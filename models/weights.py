@@ -55,6 +55,31 @@ class FileWeight:
         self._file.tensors[self.name].drop_pages()
 
 
+def floats(weight: Weight) -> NDArray[np.float32]:
+    """Return the decoded values of a weight."""
+    return dequantize(weight.data, weight.type).reshape(weight.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class FloatView(WeightView):
+    """A float32 weight that is computed from another weight."""
+
+    type = GGMLType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    def values(self) -> NDArray[np.float32]:
+        """Return the computed values, in any shape."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        values = np.ascontiguousarray(self.values(), np.float32).reshape(self.shape)
+        return values.view(np.uint8)
+
+
 @dataclass(frozen=True, eq=False)
 class RowsOf(WeightView):
     """A matrix, or its bias, that is stored in some rows of a tensor with several matrices.
@@ -90,7 +115,7 @@ class RowsOf(WeightView):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadsOf(WeightView):
+class HeadsOf(FloatView):
     """The rows with numbers ``rows`` of each head of a matrix [n_heads * n, columns].
 
     The result is float32 [n_heads, rows, columns], or [n_heads, columns, rows] if ``is_transposed``.
@@ -99,8 +124,6 @@ class HeadsOf(WeightView):
     n_heads: int
     rows: range
     is_transposed: bool = False
-
-    type = GGMLType.F32
 
     @property
     def name(self) -> str:
@@ -111,33 +134,25 @@ class HeadsOf(WeightView):
         n, columns = len(self.rows), self.whole.shape[1]
         return (self.n_heads, columns, n) if self.is_transposed else (self.n_heads, n, columns)
 
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        rows = dequantize(self.whole.data, self.whole.type).reshape(self.n_heads, -1, self.whole.shape[1])
+    def values(self) -> NDArray[np.float32]:
+        rows = floats(self.whole).reshape(self.n_heads, -1, self.whole.shape[1])
         heads = rows[:, self.rows.start : self.rows.stop]
-        return np.ascontiguousarray(heads.swapaxes(1, 2) if self.is_transposed else heads, np.float32).view(np.uint8)
+        return heads.swapaxes(1, 2) if self.is_transposed else heads
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers(WeightView):
+class Numbers(FloatView):
     """A table of integers from 0 to n - 1, as float32. Reading it raises ModelError for other numbers."""
 
     n: int
 
-    type = GGMLType.F32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.whole.shape
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
+    def values(self) -> NDArray[np.float32]:
         numbers = self.whole.data.view(np.int32)
         if numbers.min() < 0 or numbers.max() >= self.n:
             raise ModelError(
                 f"tensor {self.name} has numbers that are not from 0 to {self.n - 1}: the file is broken"
             )
-        return numbers.astype(np.float32).view(np.uint8)
+        return numbers.astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +178,7 @@ class PositionTable:
         total = np.zeros(self.shape, np.float32)
         for table in (self.table, self.types):
             if table is not None:
-                rows = dequantize(table.data, table.type).reshape(table.shape)
+                rows = floats(table)
                 total += rows[: self.n] if table is self.table else rows[0]
         return total.view(np.uint8)
 
@@ -174,22 +189,20 @@ class PositionTable:
 
 
 @dataclass(frozen=True, eq=False)
-class Dilated(WeightView):
+class Dilated(FloatView):
     """Weight [n, kernel] of a convolution with dilation ``step``, with zeros between its values."""
 
     step: int
-    type = GGMLType.F32
 
     @property
     def shape(self) -> tuple[int, ...]:
         n, kernel = self.whole.shape
         return n, (kernel - 1) * self.step + 1
 
-    @property
-    def data(self) -> NDArray[np.uint8]:
+    def values(self) -> NDArray[np.float32]:
         values = np.zeros(self.shape, np.float32)
-        values[:, :: self.step] = dequantize(self.whole.data, self.whole.type).reshape(self.whole.shape)
-        return values.view(np.uint8)
+        values[:, :: self.step] = floats(self.whole)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +260,7 @@ class DistanceBiases:
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        table = dequantize(self.table.data, self.table.type).reshape(self.table.shape).astype(np.float32)
+        table = floats(self.table).astype(np.float32)
         half = len(table) // 2
         exact, ahead = half // 2, np.arange(-self.reach, self.reach + 1)
         far = np.log(np.maximum(np.abs(ahead), 1).astype(np.float32) / np.float32(exact))
@@ -279,7 +292,7 @@ class Scaled(WeightView):
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        data, factors = self.whole.data, dequantize(self.factors.data, self.factors.type).reshape(-1)
+        data, factors = self.whole.data, floats(self.factors).reshape(-1)
         matrices = data.reshape(len(factors), -1, data.shape[-1])
         scaled = [scaled_nvfp4(matrix, factor) for matrix, factor in zip(matrices, factors, strict=True)]
         return np.concatenate(scaled).reshape(*data.shape[:-1], -1)
@@ -419,8 +432,7 @@ class Weights:
 
     def values(self, name: str, n: int) -> NDArray[np.float64]:
         """Read the values of the small tensor ``name`` [n]."""
-        weight = self.require(name, n)
-        return dequantize(weight.data, weight.type).reshape(n).astype(np.float64)
+        return floats(self.require(name, n)).astype(np.float64)
 
     def check_all_used(self) -> None:
         """Raise ModelError if a tensor was not used, or if only some layers have an optional tensor.

@@ -36,6 +36,7 @@ from localllm.gguf.writer import TensorSpec, read_back
 from localllm.models.config import MAX_LAYERS, ModelMetadata, read_general
 from localllm.models.hf_convert import floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, DRAFTERS, Architecture, Conversion, has_block, read_model
+from localllm.models.tensor_names import LAYER, gguf_name, split_layer, tensor_names, without_wrappers
 from localllm.models.weights import ModelFile
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize.mixes import is_quantizable
@@ -52,8 +53,6 @@ _OTHERS = re.compile(
 )
 #: Tensors after the last layer of an encoder, for classifiers.
 _HEAD = re.compile(r"^(pooler|head)\.(?!weight$)")
-#: Start of the names of tensors in layers.
-_LAYER = r"(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
 #: Numbered tensors that are stacked to one tensor in GGUF files.
 _STACKED = r"\.(experts|norms|altup_(?:unembed_)?projections)\.(\d+)\."
 #: Parts of a table of n-grams, whose rows are concatenated.
@@ -79,9 +78,6 @@ _POOLING_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 _KNOWN = ARCHITECTURES | DRAFTERS
-
-#: BERT's names of a classifier's layers, by RoBERTa's.
-_CLASSIFIER = {"dense": "pooler.dense.", "out_proj": "classifier."}
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +140,7 @@ class Checkpoint:
         try:
             if config.num_hidden_layers > MAX_LAYERS:
                 raise ValueError(f"it has num_hidden_layers = {config.num_hidden_layers}")
-            self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
+            self.tensors = _Namer(self.architecture, conversion, config).tensors(sources)
             self.tensors |= (dense := _dense(folder))
             keys = _model_keys(folder, config, conversion, self.tensors)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
@@ -338,15 +334,16 @@ def _dense_widths(architecture: str, dense: Mapping[str, CheckpointTensor]) -> d
 class _Namer:
     """Maps a checkpoint's tensors to GGUF's names, and plans their conversion."""
 
-    def __init__(self, conversion: Conversion, config: Config, has_block: bool) -> None:
-        self._conversion, self._config, self._has_block = conversion, config, has_block
+    def __init__(self, architecture: str, conversion: Conversion, config: Config) -> None:
+        self._conversion, self._config, self._has_block = conversion, config, _KNOWN[architecture].has_block
+        self._names = tensor_names(architecture, conversion.names)
 
     def tensors(self, sources: Mapping[str, Source]) -> dict[str, CheckpointTensor]:
         """Return all tensors of the file, by name."""
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         tied_head: Source | None = None
         for name, source in sources.items():
-            name = _without_wrappers(name)
+            name = without_wrappers(name)
             if self._has_block:
                 name = self._block_name(name)
             if _HEAD.search(name) and not is_classifier(self._config):
@@ -356,7 +353,7 @@ class _Namer:
                 continue
             if _OTHERS.search(name):
                 continue
-            layer = re.match(_LAYER, name)
+            layer = re.match(LAYER, name)
             if layer and int(layer[1]) >= self._config.num_hidden_layers and not self._has_block:
                 continue  # part of an MTP block
             number = re.search(_STACKED, name)
@@ -388,7 +385,7 @@ class _Namer:
         it separately. Tensors that only MTP blocks have get GGUF's names."""
         n_layers = self._config.num_hidden_layers
         name = re.sub(r"^(?:model\.)?mtp\.(?:layers\.0\.)?", f"model.layers.{n_layers}.", name)
-        match = re.fullmatch(_LAYER + r"(.*)\.weight", name)
+        match = re.fullmatch(LAYER + r"(.*)\.weight", name)
         if match and int(match[1]) >= n_layers and match[2] in _NEXTN:
             return f"model.layers.{match[1]}.nextn.{_NEXTN[match[2]]}.weight"
         return name
@@ -440,9 +437,9 @@ class _Namer:
         array = floats(array) if array.ndim == 1 else array
         changed = self._conversion.tensor(name, array, self._config)
         if isinstance(changed, Mapping):
-            prefix, _ = _layer_of(name)
+            prefix, _ = split_layer(name)
             return {prefix + ours: part for ours, part in changed.items()}
-        ours = gguf_name(self._conversion, name.removesuffix("_blocks"))
+        ours = gguf_name(self._names, name.removesuffix("_blocks"))
         if ours is None:
             raise ModelError(
                 f"the checkpoint has the tensor {quoted(name)}, which localllm convert does not know for its "
@@ -452,33 +449,6 @@ class _Namer:
             return {ours: changed}
         halves = zip(("gate", "up"), np.split(changed, 2, axis=1), strict=True)
         return {ours.replace("gate_up", half): part for half, part in halves}
-
-
-def _without_wrappers(name: str) -> str:
-    """Return a tensor's name without the prefixes of models with images or with a task."""
-    name = re.sub(r"(^|\.)(language_model|text_model|bert|roberta|llm)\.", r"\1", name)
-    return re.sub(r"^classifier\.(dense|out_proj)\.", lambda head: _CLASSIFIER[head[1]], name)
-
-
-def gguf_name(conversion: Conversion, name: str) -> str | None:
-    """Return the name of a checkpoint's tensor in GGUF files; None if GGUF has no such tensor."""
-    names = {theirs: ours for ours, theirs in conversion.names.items()}
-    prefix, name = _layer_of(_without_wrappers(name))
-    if name.startswith("nextn."):
-        return prefix + name
-    # Models with a head add a prefix, and the mapping contains names of the usual class.
-    for whole in (name, f"model.{name}", f"transformer.{name}", name.removeprefix("model.")):
-        stem, _, suffix = whole.rpartition(".")
-        if ours := names.get(whole) or (f"{names[stem]}.{suffix}" if stem in names else None):
-            return prefix + ours
-    return None
-
-
-def _layer_of(name: str) -> tuple[str, str]:
-    """Return the prefix of GGUF's name of a layer's tensor, and the remaining name in the checkpoint."""
-    match = re.fullmatch(_LAYER + "(.*)", name)
-    before = "enc." if name.startswith("encoder.block.") else ""
-    return (f"{before}blk.{match[1]}.", match[2]) if match else ("", name)
 
 
 def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:

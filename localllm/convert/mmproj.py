@@ -21,6 +21,7 @@ from localllm.gguf.writer import TensorSpec, read_back
 from localllm.models.encoders.encoder import EncoderCheckpoint
 from localllm.models.encoders.registry import PROJECTORS, Projector, read_encoder
 from localllm.models.hf_convert import floats
+from localllm.models.tensor_names import encoder_name, layer_names
 from localllm.quant.types import GGMLType
 from localllm.quantize.mixes import is_quantizable
 
@@ -42,7 +43,6 @@ _OTHERS = re.compile(
     r"|^(lm_head|mtp|llm|apm|tts|audio_projection_layer)\."
 )
 _SOUNDS = re.compile(r"^(model\.)?(audio_tower|embed_audio)\.")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class MmprojCheckpoint:
@@ -196,10 +196,7 @@ def _tensors(
     sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, EncoderCheckpoint]]
 ) -> dict[str, CheckpointTensor]:
     """Return all tensors of the file, by name."""
-    names = {
-        media: {theirs: ours for ours, each in family.names.items() for theirs in each.split()}
-        for media, (family, _) in families.items()
-    }
+    names = {media: layer_names(media) | family.names for media, (family, _) in families.items()}
     found: dict[str, CheckpointTensor] = {}
     for name, source in sources.items():
         media = "audio" if _SOUNDS.search(name) or "image" not in families else "image"
@@ -250,13 +247,8 @@ def _changed(
     changed = family.tensor(name, array, c)
     if isinstance(changed, Mapping):
         return dict(changed)
-    number = _NUMBER.search(name)
-    generic = name if number is None else name[: number.start()] + "*" + name[number.end() :]
-    for wanted, layer in ((generic, number and number[0]), (name, None)):
-        for theirs, ours in names.items():
-            for suffix in ("", ".weight", ".bias"):
-                if wanted.endswith(theirs + suffix) and wanted.removesuffix(theirs + suffix)[-1:] in ("", "."):
-                    return {(ours + suffix).replace("*", str(layer)): changed}
+    if (ours := encoder_name(names, name)) is not None:
+        return {ours: changed}
     raise ModelError(
         f"the checkpoint has the tensor {quoted(name)}, which localllm convert --mmproj does not know for its family"
     )

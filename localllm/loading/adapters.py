@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.convert.checkpoint import gguf_name
 from localllm.convert.safetensors import read_header
 from localllm.convert.settings import read_json
 from localllm.errors import ModelError, ModelNotFoundError, path_text, quoted
@@ -22,6 +21,7 @@ from localllm.models.adapters import Adapter, check
 from localllm.models.config import ModelMetadata
 from localllm.models.hf_convert import floats
 from localllm.models.registry import find_architecture
+from localllm.models.tensor_names import gguf_name, tensor_names
 from localllm.quant.encode import quantize
 from localllm.quant.formats import dequantize
 from localllm.quantize.mixes import layer_order
@@ -102,13 +102,14 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
             f"the adapter {path_text(folder)} is {description}, which localllm does not support: plain LoRA is"
         )
     conversion = find_architecture(file.metadata).conversion
+    names = tensor_names(file.architecture, conversion.names)
     pairs: dict[str, list[Any]] = {}
     for name, stored in read_header(folder / "adapter_model.safetensors").items():
         match = re.fullmatch(
             r"(?:base_model\.model\.)?(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.default)?(?:\.weight)?", name
         )
         theirs = f"{match[1]}.weight" if match else name
-        target = gguf_name(conversion, theirs)
+        target = gguf_name(names, theirs)
         is_matrix = len(stored.shape) == 2 and stored.dtype in ("F32", "F16", "BF16")
         if match is None or target is None or "embedding" in match[2] or not is_matrix:
             raise ModelError(f"the adapter {path_text(folder)} changes {quoted(name)}, which is not supported")

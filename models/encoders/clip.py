@@ -14,15 +14,15 @@ from localllm.errors import ModelError
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require, require_same
 from localllm.models.encoders.images import cut, resized
 from localllm.models.encoders.siglip import ENCODER_NAMES
-from localllm.models.encoders.views import floats
 from localllm.models.hf_convert import Array
+from localllm.models.weights import floats
 
 HF_NAMES = ENCODER_NAMES | {
-    "v.class_embd": "embeddings.class_embedding",
-    "v.pre_ln": "pre_layrnorm",
-    "mm.0": "multi_modal_projector.linear_1",
-    "mm.2": "multi_modal_projector.linear_2",
-    "model.image_newline": "image_newline",
+    "embeddings.class_embedding": "v.class_embd",
+    "pre_layrnorm": "v.pre_ln",
+    "multi_modal_projector.linear_1": "mm.0",
+    "multi_modal_projector.linear_2": "mm.2",
+    "image_newline": "model.image_newline",
 }
 HF_MEANT = {
     "aspect_ratio_setting": ("anyres",),

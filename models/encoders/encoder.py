@@ -33,8 +33,7 @@ from localllm.models.config import Heads, ModelMetadata
 from localllm.models.encoders.images import MAX_PIXELS, block_order, normalised, open_image, patches
 from localllm.models.encoders.views import RowsScaled
 from localllm.models.hf_convert import GELU_TANH, Array
-from localllm.models.weights import Reshaped, Weights
-from localllm.quant.formats import dequantize
+from localllm.models.weights import Reshaped, Weights, floats
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -219,8 +218,7 @@ class EncoderModel:
 
     def table(self, name: str, *shape: int) -> Pixels:
         """Return a table of the file as float32."""
-        weight = self.weights.require(name, *shape)
-        return dequantize(weight.data, weight.type).reshape(shape)
+        return floats(self.weights.require(name, *shape))
 
     # -- Blocks ----------------------------------------------------------------------------------------------------
 

@@ -29,38 +29,27 @@ from localllm.kernels.operations import (
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import resized
-from localllm.models.encoders.views import Diagonal, ProductOf, floats
+from localllm.models.encoders.views import Diagonal, ProductOf
 from localllm.models.hf_convert import GELU_TANH, Array
+from localllm.models.weights import floats
 
-_LINEARS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
-_LINEARS |= {"attn_out": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"}
-_LINEARS |= {"ffn_down": "mlp.down_proj"}
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
-HF_NAMES = (
-    {
-        "v.position_embd.weight": "patch_embedder.position_embedding_table vision_embedder.pos_embedding",
-        "v.patch_embd": "patch_embedder.input_proj vision_embedder.patch_dense embed_vision.patch_dense",
-        "v.patch_norm.1": "patch_ln1",
-        "v.patch_norm.2": "patch_ln2",
-        "v.patch_norm.3": "pos_norm",
-        "v.std_bias": "vision_tower.std_bias",
-        "v.std_scale": "vision_tower.std_scale",
-        "mm.input_projection": "embedding_projection",
-        "v.blk.*.ln1": "encoder.layers.*.input_layernorm",
-        "v.blk.*.ln2": "encoder.layers.*.pre_feedforward_layernorm",
-        "v.blk.*.attn_q_norm": "encoder.layers.*.self_attn.q_norm",
-        "v.blk.*.attn_k_norm": "encoder.layers.*.self_attn.k_norm",
-        "v.blk.*.attn_post_norm": "encoder.layers.*.post_attention_layernorm",
-        "v.blk.*.ffn_post_norm": "encoder.layers.*.post_feedforward_layernorm",
-    }
-    | {f"v.blk.*.{ours}": f"encoder.layers.*.{theirs}.linear" for ours, theirs in _LINEARS.items()}
-    | {
-        f"v.blk.*.{ours}.{bound}": f"encoder.layers.*.{theirs}.{bound}"
-        for ours, theirs in _LINEARS.items()
-        for bound in BOUNDS
-    }
-)
+HF_NAMES = {
+    "patch_embedder.position_embedding_table": "v.position_embd.weight",
+    "vision_embedder.pos_embedding": "v.position_embd.weight",
+    "patch_embedder.input_proj": "v.patch_embd",
+    "vision_embedder.patch_dense": "v.patch_embd",
+    "embed_vision.patch_dense": "v.patch_embd",
+    "patch_ln1": "v.patch_norm.1",
+    "patch_ln2": "v.patch_norm.2",
+    "pos_norm": "v.patch_norm.3",
+    "vision_tower.std_bias": "v.std_bias",
+    "vision_tower.std_scale": "v.std_scale",
+    "embedding_projection": "mm.input_projection",
+    "*.pre_feedforward_layernorm": "v.blk.*.ln2",
+    "*.post_attention_layernorm": "v.blk.*.attn_post_norm",
+}
 HF_MEANT = {
     "do_normalize": (False,),
     "hidden_activation": GELU_TANH,

@@ -32,38 +32,19 @@ from localllm.models.blocks import Layer, add, norm
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.gemma4 import BOUNDS, clamped_linear
 from localllm.models.encoders.sounds import HOP, RATE, Samples, convolved
-from localllm.models.encoders.views import FloatView, floats
 from localllm.models.encoders.whisper import SoundModel
 from localllm.models.hf_convert import SILU, Array
+from localllm.models.weights import FloatView, floats
 
-_NORMS = {"ffn_norm": "feed_forward1.pre_layer_norm", "ffn_post_norm": "feed_forward1.post_layer_norm"}
-_NORMS |= {"ffn_norm_1": "feed_forward2.pre_layer_norm", "ffn_post_norm_1": "feed_forward2.post_layer_norm"}
-_NORMS |= {"attn_pre_norm": "norm_pre_attn", "attn_post_norm": "norm_post_attn", "ln2": "norm_out"}
-# In llama.cpp's files, the names of these two tensors are swapped.
-_NORMS |= {"conv_norm": "lconv1d.pre_layer_norm", "norm_conv": "lconv1d.conv_norm"}
-_LINEARS = {"ffn_up": "feed_forward1.ffw_layer_1", "ffn_down": "feed_forward1.ffw_layer_2"}
-_LINEARS |= {"ffn_up_1": "feed_forward2.ffw_layer_1", "ffn_down_1": "feed_forward2.ffw_layer_2"}
-_LINEARS |= {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
-_LINEARS |= {"attn_out": "self_attn.post", "conv_pw1": "lconv1d.linear_start", "conv_pw2": "lconv1d.linear_end"}
-_OTHERS = {"attn_k_rel": "self_attn.relative_k_proj", "conv_dw": "lconv1d.depthwise_conv1d"}
-_OTHERS |= {"per_dim_scale.weight": "self_attn.per_dim_scale"}
-
-HF_NAMES = (
-    {
-        "mm.a.input_projection": "embed_audio.embedding_projection",
-        "a.pre_encode.out": "audio_tower.output_proj",
-        "a.input_projection": "subsample_conv_projection.input_proj_linear",
-    }
-    | {f"a.conv1d.{i}": f"subsample_conv_projection.layer{i}.conv" for i in range(2)}
-    | {f"a.conv1d.{i}.norm": f"subsample_conv_projection.layer{i}.norm" for i in range(2)}
-    | {f"a.blk.*.{ours}": f"audio_tower.layers.*.{theirs}" for ours, theirs in (_NORMS | _OTHERS).items()}
-    | {f"a.blk.*.{ours}": f"audio_tower.layers.*.{theirs}.linear" for ours, theirs in _LINEARS.items()}
-    | {
-        f"a.blk.*.{ours}.{bound}": f"audio_tower.layers.*.{theirs}.{bound}"
-        for ours, theirs in _LINEARS.items()
-        for bound in BOUNDS
-    }
-)
+HF_NAMES = {
+    "embed_audio.embedding_projection": "mm.a.input_projection",
+    "audio_tower.output_proj": "a.pre_encode.out",
+    "subsample_conv_projection.input_proj_linear": "a.input_projection",
+    "*.self_attn.per_dim_scale": "a.blk.*.per_dim_scale.weight",
+}
+for i in range(2):
+    HF_NAMES[f"subsample_conv_projection.layer{i}.conv"] = f"a.conv1d.{i}"
+    HF_NAMES[f"subsample_conv_projection.layer{i}.norm"] = f"a.conv1d.{i}.norm"
 
 #: Number of tokens that a token sees, including itself.
 _WINDOW = 12

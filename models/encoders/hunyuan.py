@@ -16,32 +16,29 @@ from localllm.kernels.operations import Activation, Linear, RMSNorm
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, require_same
 from localllm.models.encoders.images import interpolated
 from localllm.models.encoders.qwen import QwenVision, pixel_limits
-from localllm.models.encoders.views import ColumnsByPart, floats
+from localllm.models.encoders.views import ColumnsByPart
 from localllm.models.hf_convert import GELU, Array
-from localllm.models.weights import Reshaped
+from localllm.models.weights import Reshaped, floats
 
 #: Names in checkpoints and names in transformers, separated by a space.
 HF_NAMES = {
-    "v.patch_embd": "embeddings.patch_embedding",
-    "v.position_embd": "embeddings.position_embedding",
-    "v.blk.*.ln1": "layers.*.input_layernorm layers.*.layer_norm1",
-    "v.blk.*.ln2": "layers.*.post_attention_layernorm layers.*.layer_norm2",
-    "v.blk.*.attn_q": "layers.*.self_attn.q_proj",
-    "v.blk.*.attn_k": "layers.*.self_attn.k_proj",
-    "v.blk.*.attn_v": "layers.*.self_attn.v_proj",
-    "v.blk.*.attn_out": "layers.*.self_attn.o_proj",
-    "v.blk.*.ffn_up": "layers.*.mlp.dense_h_to_4h layers.*.mlp.fc1",
-    "v.blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h layers.*.mlp.fc2",
-    "mm.pre_norm": "perceive.before_rms patch_merger.before_rms",
-    "mm.0": "perceive.proj.0 patch_merger.proj_conv",
-    "mm.2": "perceive.proj.2 patch_merger.proj_out",
-    "mm.model.fc": "perceive.mlp patch_merger.mlp",
-    "mm.post_norm": "perceive.after_rms patch_merger.after_rms",
-    "v.image_newline": "perceive.image_newline patch_merger.image_newline",
-    "mm.image_begin": "perceive.image_begin patch_merger.image_begin",
-    "mm.image_end": "perceive.image_end patch_merger.image_end",
-    "v.view_seperator": "perceive.image_sep patch_merger.image_sep",  # llama.cpp's spelling
+    "embeddings.patch_embedding": "v.patch_embd",
+    "embeddings.position_embedding": "v.position_embd",
+    "perceive.proj.0": "mm.0",
+    "patch_merger.proj_conv": "mm.0",
+    "perceive.proj.2": "mm.2",
+    "patch_merger.proj_out": "mm.2",
 }
+for merger in ("perceive", "patch_merger"):
+    HF_NAMES |= {
+        f"{merger}.before_rms": "mm.pre_norm",
+        f"{merger}.mlp": "mm.model.fc",
+        f"{merger}.after_rms": "mm.post_norm",
+        f"{merger}.image_newline": "v.image_newline",
+        f"{merger}.image_begin": "mm.image_begin",
+        f"{merger}.image_end": "mm.image_end",
+        f"{merger}.image_sep": "v.view_seperator",  # llama.cpp's spelling
+    }
 HF_MEANT = {"hidden_act": GELU, "interpolate_mode": ("bilinear",)} | dict.fromkeys(
     [
         "add_patchemb_bias",

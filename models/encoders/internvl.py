@@ -9,29 +9,19 @@ import numpy as np
 
 from localllm.models.encoders.encoder import EncoderCheckpoint, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import nearest_grid, resized, tiles
-from localllm.models.encoders.views import floats
 from localllm.models.hf_convert import GELU, Array
+from localllm.models.weights import floats
 
 HF_NAMES = {
-    "v.class_embd": "vision_tower.embeddings.cls_token",
-    "v.position_embd.weight": "vision_tower.embeddings.position_embeddings",
-    "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
-    "v.post_ln": "vision_tower.layernorm",
-    "mm.model.mlp.0": "multi_modal_projector.layer_norm",
-    "mm.model.mlp.1": "multi_modal_projector.linear_1",
-    "mm.model.mlp.3": "multi_modal_projector.linear_2",
-    "v.blk.*.ln1": "vision_tower.encoder.layer.*.layernorm_before",
-    "v.blk.*.ln2": "vision_tower.encoder.layer.*.layernorm_after",
-    "v.blk.*.ls1.weight": "vision_tower.encoder.layer.*.lambda_1",
-    "v.blk.*.ls2.weight": "vision_tower.encoder.layer.*.lambda_2",
-    "v.blk.*.attn_q": "vision_tower.encoder.layer.*.attention.q_proj",
-    "v.blk.*.attn_k": "vision_tower.encoder.layer.*.attention.k_proj",
-    "v.blk.*.attn_v": "vision_tower.encoder.layer.*.attention.v_proj",
-    "v.blk.*.attn_q_norm": "vision_tower.encoder.layer.*.attention.q_norm",
-    "v.blk.*.attn_k_norm": "vision_tower.encoder.layer.*.attention.k_norm",
-    "v.blk.*.attn_out": "vision_tower.encoder.layer.*.attention.projection_layer",
-    "v.blk.*.ffn_up": "vision_tower.encoder.layer.*.mlp.fc1",
-    "v.blk.*.ffn_down": "vision_tower.encoder.layer.*.mlp.fc2",
+    "vision_tower.embeddings.cls_token": "v.class_embd",
+    "vision_tower.embeddings.position_embeddings": "v.position_embd.weight",
+    "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
+    "vision_tower.layernorm": "v.post_ln",
+    "multi_modal_projector.layer_norm": "mm.model.mlp.0",
+    "multi_modal_projector.linear_1": "mm.model.mlp.1",
+    "multi_modal_projector.linear_2": "mm.model.mlp.3",
+    "*.lambda_1": "v.blk.*.ls1.weight",
+    "*.lambda_2": "v.blk.*.ls2.weight",
 }
 HF_MEANT = {
     "hidden_act": GELU,

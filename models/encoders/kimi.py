@@ -13,18 +13,18 @@ from localllm.models.encoders.images import bicubic, resized
 from localllm.models.hf_convert import Array
 
 HF_NAMES = {
-    "v.patch_embd": "patch_embed.proj",
-    "v.position_embd.weight": "patch_embed.pos_emb.weight",
-    "v.post_ln": "encoder.final_layernorm",
-    "mm.input_norm": "mm_projector.pre_norm",
-    "mm.1": "mm_projector.proj.0 mm_projector.linear_1",
-    "mm.2": "mm_projector.proj.2 mm_projector.linear_2",
-    "v.blk.*.ln1": "encoder.blocks.*.norm0",
-    "v.blk.*.ln2": "encoder.blocks.*.norm1",
-    "v.blk.*.attn_qkv": "encoder.blocks.*.wqkv",
-    "v.blk.*.attn_out": "encoder.blocks.*.wo",
-    "v.blk.*.ffn_up": "encoder.blocks.*.mlp.fc0",
-    "v.blk.*.ffn_down": "encoder.blocks.*.mlp.fc1",
+    "patch_embed.proj": "v.patch_embd",
+    "patch_embed.pos_emb.weight": "v.position_embd.weight",
+    "encoder.final_layernorm": "v.post_ln",
+    "mm_projector.pre_norm": "mm.input_norm",
+    "mm_projector.proj.0": "mm.1",
+    "mm_projector.linear_1": "mm.1",
+    "mm_projector.proj.2": "mm.2",
+    "mm_projector.linear_2": "mm.2",
+    "*.norm0": "v.blk.*.ln1",
+    "*.norm1": "v.blk.*.ln2",
+    "*.mlp.fc0": "v.blk.*.ffn_up",
+    "*.mlp.fc1": "v.blk.*.ffn_down",
 }
 
 #: Maximum side of an image in patches.

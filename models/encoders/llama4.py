@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,27 +12,19 @@ from localllm.kernels.operations import Activation
 from localllm.models.blocks import Layer
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, VisionModel, require_same
 from localllm.models.encoders.images import cut, normalised, resized
-from localllm.models.encoders.views import floats
-from localllm.models.hf_convert import GELU, Array
+from localllm.models.hf_convert import GELU
+from localllm.models.weights import floats
 from localllm.quant.floats import bfloat16
 
 HF_NAMES = {
-    "v.class_embd": "vision_model.class_embedding",
-    "v.patch_embd": "patch_embedding.linear",
-    "v.position_embd.weight": "positional_embedding_vlm",
-    "v.pre_ln": "layernorm_pre",
-    "v.post_ln": "layernorm_post",
-    "mm.model.mlp.1": "vision_adapter.mlp.fc1",
-    "mm.model.mlp.2": "vision_adapter.mlp.fc2",
-    "mm.model.fc": "multi_modal_projector.linear_1",
-    "v.blk.*.ln1": "model.layers.*.input_layernorm",
-    "v.blk.*.ln2": "model.layers.*.post_attention_layernorm",
-    "v.blk.*.attn_q": "model.layers.*.self_attn.q_proj",
-    "v.blk.*.attn_k": "model.layers.*.self_attn.k_proj",
-    "v.blk.*.attn_v": "model.layers.*.self_attn.v_proj",
-    "v.blk.*.attn_out": "model.layers.*.self_attn.o_proj",
-    "v.blk.*.ffn_up": "model.layers.*.mlp.fc1",
-    "v.blk.*.ffn_down": "model.layers.*.mlp.fc2",
+    "vision_model.class_embedding": "v.class_embd",
+    "patch_embedding.linear": "v.patch_embd",
+    "positional_embedding_vlm": "v.position_embd.weight",
+    "layernorm_pre": "v.pre_ln",
+    "layernorm_post": "v.post_ln",
+    "vision_adapter.mlp.fc1": "mm.model.mlp.1",
+    "vision_adapter.mlp.fc2": "mm.model.mlp.2",
+    "multi_modal_projector.linear_1": "mm.model.fc",
 }
 HF_MEANT = {
     "hidden_act": GELU,
@@ -57,10 +48,6 @@ def hf_keys(c: EncoderCheckpoint) -> dict[str, Any]:
         "vision.projector.scale_factor": int(1 / c.vision.get("pixel_shuffle_ratio", 0.5)),
         "vision.preproc_max_tiles": None if most == _TILES else most,
     }
-
-
-def hf_tensor(name: str, array: Array, c: EncoderCheckpoint) -> Array | Mapping[str, Array]:
-    return array
 
 
 class Llama4(VisionModel):

@@ -27,17 +27,17 @@ from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.hf_convert import Array
 
 HF_NAMES = ENCODER_NAMES | {
-    "v.vit_merger.ln1": "vit_merger.layer_norm1",
-    "v.vit_merger.attn_q": "vit_merger.self_attn.q_proj",
-    "v.vit_merger.attn_k": "vit_merger.self_attn.k_proj",
-    "v.vit_merger.attn_v": "vit_merger.self_attn.v_proj",
-    "v.vit_merger.attn_out": "vit_merger.self_attn.out_proj",
-    "v.vit_merger.ds_ln": "vit_merger.pre_norm",
-    "v.vit_merger.ds_ffn_up": "vit_merger.linear_1",
-    "v.vit_merger.ds_ffn_down": "vit_merger.linear_2",
-    "mm.input_norm": "merger.mlp.0.pre_norm",
-    "mm.up": "merger.mlp.0.linear_1",
-    "mm.down": "merger.mlp.0.linear_2",
+    "vit_merger.layer_norm1": "v.vit_merger.ln1",
+    "vit_merger.self_attn.q_proj": "v.vit_merger.attn_q",
+    "vit_merger.self_attn.k_proj": "v.vit_merger.attn_k",
+    "vit_merger.self_attn.v_proj": "v.vit_merger.attn_v",
+    "vit_merger.self_attn.out_proj": "v.vit_merger.attn_out",
+    "vit_merger.pre_norm": "v.vit_merger.ds_ln",
+    "vit_merger.linear_1": "v.vit_merger.ds_ffn_up",
+    "vit_merger.linear_2": "v.vit_merger.ds_ffn_down",
+    "merger.mlp.0.pre_norm": "mm.input_norm",
+    "merger.mlp.0.linear_1": "mm.up",
+    "merger.mlp.0.linear_2": "mm.down",
 }
 
 HF_MEANT = {

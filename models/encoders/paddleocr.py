@@ -12,9 +12,9 @@ from localllm.models.encoders.siglip import ENCODER_NAMES
 from localllm.models.hf_convert import Array
 
 HF_NAMES = ENCODER_NAMES | {
-    "mm.input_norm": "mlp_AR.pre_norm",
-    "mm.1": "mlp_AR.linear_1",
-    "mm.2": "mlp_AR.linear_2",
+    "mlp_AR.pre_norm": "mm.input_norm",
+    "mlp_AR.linear_1": "mm.1",
+    "mlp_AR.linear_2": "mm.2",
 }
 
 

@@ -19,21 +19,12 @@ from localllm.models.encoders.views import ColumnsByPart
 from localllm.models.hf_convert import Array, interleave_pairs
 
 HF_NAMES = {
-    "v.patch_embd": "vision_tower.patch_conv",
-    "v.pre_ln": "vision_tower.ln_pre",
-    "mm.input_norm": "multi_modal_projector.norm",
-    "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
-    "mm.1": "multi_modal_projector.linear_1",
-    "mm.2": "multi_modal_projector.linear_2",
-    "v.blk.*.ln1": "vision_tower.transformer.layers.*.attention_norm",
-    "v.blk.*.ln2": "vision_tower.transformer.layers.*.ffn_norm",
-    "v.blk.*.attn_q": "vision_tower.transformer.layers.*.attention.q_proj",
-    "v.blk.*.attn_k": "vision_tower.transformer.layers.*.attention.k_proj",
-    "v.blk.*.attn_v": "vision_tower.transformer.layers.*.attention.v_proj",
-    "v.blk.*.attn_out": "vision_tower.transformer.layers.*.attention.o_proj",
-    "v.blk.*.ffn_gate": "vision_tower.transformer.layers.*.feed_forward.gate_proj",
-    "v.blk.*.ffn_up": "vision_tower.transformer.layers.*.feed_forward.up_proj",
-    "v.blk.*.ffn_down": "vision_tower.transformer.layers.*.feed_forward.down_proj",
+    "vision_tower.patch_conv": "v.patch_embd",
+    "vision_tower.ln_pre": "v.pre_ln",
+    "multi_modal_projector.norm": "mm.input_norm",
+    "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
 }
 HF_MEANT = {"vision_feature_layer": (-1,), "vision_feature_select_strategy": ("full",)}
 

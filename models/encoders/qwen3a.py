@@ -20,18 +20,18 @@ from localllm.kernels.reference import gelu_erf
 from localllm.models.encoders import whisper
 from localllm.models.encoders.encoder import EncoderCheckpoint, FrameRows, Pixels, Prepared, require_same
 from localllm.models.encoders.sounds import RATE, Samples, convolved, log_mel
-from localllm.models.encoders.views import floats
-from localllm.models.encoders.whisper import ENCODER_NAMES, SoundModel
+from localllm.models.encoders.whisper import SoundModel
 from localllm.models.hf_convert import Array
+from localllm.models.weights import floats
 
-HF_NAMES = ENCODER_NAMES | {
-    "a.conv2d.1": "audio_tower.conv2d1",
-    "a.conv2d.2": "audio_tower.conv2d2",
-    "a.conv2d.3": "audio_tower.conv2d3",
-    "a.conv_out": "audio_tower.conv_out",
-    "a.post_ln": "audio_tower.ln_post",
-    "mm.a.mlp.1": "multi_modal_projector.linear_1",
-    "mm.a.mlp.2": "multi_modal_projector.linear_2",
+HF_NAMES = {
+    "audio_tower.conv2d1": "a.conv2d.1",
+    "audio_tower.conv2d2": "a.conv2d.2",
+    "audio_tower.conv2d3": "a.conv2d.3",
+    "audio_tower.conv_out": "a.conv_out",
+    "audio_tower.ln_post": "a.post_ln",
+    "multi_modal_projector.linear_1": "mm.a.mlp.1",
+    "multi_modal_projector.linear_2": "mm.a.mlp.2",
 }
 
 #: Frames of a spectrogram per chunk of the convolutions, tokens per chunk, and length in seconds of a row's window.

@@ -28,38 +28,36 @@ class Projector:
     row: tuple[str, str] | None = None
 
     @property
+    def _module(self) -> Any:
+        return import_module(f"localllm.models.encoders.{self.module}")
+
+    @property
     def model(self) -> type[EncoderModel]:
-        model_class: type[EncoderModel] = getattr(import_module(f"localllm.models.encoders.{self.module}"), self.name)
+        model_class: type[EncoderModel] = getattr(self._module, self.name)
         return model_class
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Hugging Face's names of tensors by GGUF's names."""
-        names: Mapping[str, str] = import_module(f"localllm.models.encoders.{self.module}").HF_NAMES
+        """GGUF's names of tensors by the ends of Hugging Face's names, in addition to `tensor_names.layer_names`."""
+        names: Mapping[str, str] = self._module.HF_NAMES
         return names
 
     @property
     def keys(self) -> Callable[[EncoderCheckpoint], dict[str, Any]]:
         """Function that returns the family's additional keys, without ``clip.``."""
-        keys: Callable[[EncoderCheckpoint], dict[str, Any]] = import_module(
-            f"localllm.models.encoders.{self.module}"
-        ).hf_keys
+        keys: Callable[[EncoderCheckpoint], dict[str, Any]] = self._module.hf_keys
         return keys
 
     @property
     def meant(self) -> Mapping[str, tuple[Any, ...]]:
         """Settings without a key in files, and the values that a file implies, by ``model_type``."""
-        module = import_module(f"localllm.models.encoders.{self.module}")
-        meant: Mapping[str, tuple[Any, ...]] = MEANT | getattr(module, "HF_MEANT", {})
+        meant: Mapping[str, tuple[Any, ...]] = MEANT | getattr(self._module, "HF_MEANT", {})
         return meant
 
     @property
     def tensor(self) -> Callable[[str, Array, EncoderCheckpoint], Array | Mapping[str, Array]]:
         """Function that converts a tensor of the checkpoint to an array or to several arrays by GGUF's names."""
-        tensor: Callable[[str, Array, EncoderCheckpoint], Array | Mapping[str, Array]] = import_module(
-            f"localllm.models.encoders.{self.module}"
-        ).hf_tensor
-        return tensor
+        return getattr(self._module, "hf_tensor", lambda name, array, c: array)
 
 
 PROJECTORS: dict[str, Projector] = {

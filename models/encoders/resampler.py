@@ -23,16 +23,14 @@ from localllm.models.encoders.encoder import (
 )
 from localllm.models.encoders.minicpm import MAX_SLICES, MiniCPMV
 from localllm.models.encoders.siglip import ENCODER_NAMES
-from localllm.models.encoders.views import floats
 from localllm.models.hf_convert import Array
+from localllm.models.weights import floats
 
 HF_NAMES = ENCODER_NAMES | {
     "resampler.query": "resampler.query",
-    "resampler.kv": "resampler.kv_proj",
-    "resampler.attn.out": "resampler.attn.out_proj",
-    "resampler.ln_q": "resampler.ln_q",
-    "resampler.ln_kv": "resampler.ln_kv",
-    "resampler.ln_post": "resampler.ln_post",
+    "resampler.kv_proj": "resampler.kv",
+    "resampler.attn.out_proj": "resampler.attn.out",
+    **{f"resampler.{name}": f"resampler.{name}" for name in ("ln_q", "ln_kv", "ln_post")},
 }
 
 #: ``clip.minicpmv_version`` by ``model_type`` and ``version`` in config.json.

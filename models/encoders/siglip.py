@@ -17,27 +17,19 @@ from localllm.models.encoders.images import interpolated, nearest_grid, resized,
 from localllm.models.encoders.views import Transposed
 from localllm.models.hf_convert import Array, floats
 
-#: Names of the encoder's tensors.
+#: Names of the encoder's tensors before and after its layers.
 ENCODER_NAMES = {
-    "v.patch_embd": "embeddings.patch_embedding",
-    "v.position_embd": "embeddings.position_embedding",
-    "v.post_ln": "post_layernorm",
-    "v.blk.*.ln1": "encoder.layers.*.layer_norm1",
-    "v.blk.*.ln2": "encoder.layers.*.layer_norm2",
-    "v.blk.*.attn_q": "encoder.layers.*.self_attn.q_proj",
-    "v.blk.*.attn_k": "encoder.layers.*.self_attn.k_proj",
-    "v.blk.*.attn_v": "encoder.layers.*.self_attn.v_proj",
-    "v.blk.*.attn_out": "encoder.layers.*.self_attn.out_proj",
-    "v.blk.*.ffn_up": "encoder.layers.*.mlp.fc1",
-    "v.blk.*.ffn_down": "encoder.layers.*.mlp.fc2",
+    "embeddings.patch_embedding": "v.patch_embd",
+    "embeddings.position_embedding": "v.position_embd",
+    "post_layernorm": "v.post_ln",
 }
 HF_NAMES = ENCODER_NAMES | {
-    "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
-    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
-    "mm.input_norm": "multi_modal_projector.layer_norm",
-    "mm.1": "multi_modal_projector.linear_1",
-    "mm.2": "multi_modal_projector.linear_2",
-    "mm.model.fc": "connector.modality_projection.proj",
+    "multi_modal_projector.mm_input_projection_weight": "mm.input_projection.weight",
+    "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
+    "multi_modal_projector.layer_norm": "mm.input_norm",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
+    "connector.modality_projection.proj": "mm.model.fc",
 }
 
 HF_MEANT = {

@@ -7,34 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.graph import Weight, WeightView
-from localllm.quant.formats import dequantize
-from localllm.quant.types import GGMLType
-
-
-def floats(weight: Weight) -> NDArray[np.float32]:
-    """Return the decoded values of a weight."""
-    return dequantize(weight.data, weight.type).reshape(weight.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class FloatView(WeightView):
-    """A float32 weight that is computed from another weight."""
-
-    type = GGMLType.F32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.whole.shape
-
-    def values(self) -> NDArray[np.float32]:
-        """Return the computed values, in any shape."""
-        raise NotImplementedError
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        values = np.ascontiguousarray(self.values(), np.float32).reshape(self.shape)
-        return values.view(np.uint8)
+from localllm.kernels.graph import Weight
+from localllm.models.weights import FloatView, floats
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,26 +17,15 @@ from localllm.models.encoders.views import ColumnsByPart, WithBias
 from localllm.models.hf_convert import GELU, Array
 from localllm.models.weights import Reshaped
 
-#: Names of the encoder's tensors.
-ENCODER_NAMES = {
-    "a.post_ln": "audio_tower.layer_norm",
-    "a.blk.*.ln1": "audio_tower.layers.*.self_attn_layer_norm",
-    "a.blk.*.ln2": "audio_tower.layers.*.final_layer_norm",
-    "a.blk.*.attn_q": "audio_tower.layers.*.self_attn.q_proj",
-    "a.blk.*.attn_k": "audio_tower.layers.*.self_attn.k_proj",
-    "a.blk.*.attn_v": "audio_tower.layers.*.self_attn.v_proj",
-    "a.blk.*.attn_out": "audio_tower.layers.*.self_attn.out_proj",
-    "a.blk.*.ffn_up": "audio_tower.layers.*.fc1",
-    "a.blk.*.ffn_down": "audio_tower.layers.*.fc2",
-}
-HF_NAMES = ENCODER_NAMES | {
-    "a.position_embd": "audio_tower.embed_positions",
-    "a.conv1d.1": "audio_tower.conv1",
-    "a.conv1d.2": "audio_tower.conv2",
-    "mm.a.norm_pre": "multi_modal_projector.ln_pre",
-    "mm.a.norm_mid": "multi_modal_projector.ln_mid",
-    "mm.a.mlp.1": "multi_modal_projector.linear_1",
-    "mm.a.mlp.2": "multi_modal_projector.linear_2",
+HF_NAMES = {
+    "audio_tower.layer_norm": "a.post_ln",
+    "audio_tower.embed_positions": "a.position_embd",
+    "audio_tower.conv1": "a.conv1d.1",
+    "audio_tower.conv2": "a.conv1d.2",
+    "multi_modal_projector.ln_pre": "mm.a.norm_pre",
+    "multi_modal_projector.ln_mid": "mm.a.norm_mid",
+    "multi_modal_projector.linear_1": "mm.a.mlp.1",
+    "multi_modal_projector.linear_2": "mm.a.mlp.2",
 }
 
 #: Settings of the encoder and the projector, then of the encoder's processor and of Whisper's decoder.

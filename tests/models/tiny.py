@@ -407,14 +407,13 @@ MINICPM3_LONGROPE = PLAIN_ROPE | {
 }
 #: Files of 2025 interleave query, key, value and gate of each key head.
 OLD_QWEN3NEXT = Conversion(
-    qwen3next.HF_NAMES | {"ssm_in": "linear_attn.in_proj_qkvz"},
+    {"linear_attn.in_proj_qkvz": "ssm_in"},
     qwen3next.hf_keys,
     lambda name, array, config: qwen35.delta_net_tensor(name, array),
 )
 #: Files of 2024 store one matrix from latents to keys and values.
 OLD_LATENTS = Conversion(
-    deepseek2.HF_NAMES,
-    lambda config: (
+    keys=lambda config: (
         deepseek2.hf_keys(config)
         | {
             "attention.head_count_kv": config.num_key_value_heads,
