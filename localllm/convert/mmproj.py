@@ -196,7 +196,7 @@ def _tensors(
     sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, EncoderCheckpoint]]
 ) -> dict[str, CheckpointTensor]:
     """Return all tensors of the file, by name."""
-    names = {media: layer_names(media) | family.names for media, (family, _) in families.items()}
+    names = {media: {**layer_names(media), **family.names} for media, (family, _) in families.items()}
     found: dict[str, CheckpointTensor] = {}
     for name, source in sources.items():
         media = "audio" if _SOUNDS.search(name) or "image" not in families else "image"
