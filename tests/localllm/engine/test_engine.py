@@ -222,18 +222,6 @@ def test_an_error_of_a_callers_function_ends_its_request_alone(error: BaseExcept
     engine.check_all_pages_are_back()
 
 
-@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
-def test_a_stop_iteration_is_no_end(kind: type[BaseException]) -> None:
-    def fail(ids: Any, logits: Any) -> Any:
-        raise kind
-
-    engine = SteppedEngine()
-    request = writing([1], 6, sampling=Sampling(processors=(fail,)))
-    engine.run(request)
-    assert isinstance(results(request).error, RuntimeError)
-    assert isinstance(results(request).error.__cause__, kind)  # type: ignore[union-attr]
-
-
 def test_a_failed_step_ends_the_requests_of_its_batch_and_leaves_the_rest_usable() -> None:
     engine = SteppedEngine(parallel=2)
     engine.run(writing(range(9), 1))
