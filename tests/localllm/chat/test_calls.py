@@ -78,7 +78,6 @@ def arguments_of(format_: CallFormat, values: dict[str, Any]) -> str:
 
 
 def written(format_: CallFormat, *calls: Call) -> str:
-    """Calls in a format."""
     texts = []
     for number, (name, values) in enumerate(calls):
         head = format_.head.replace("{name}", name).replace("{id}", "abc123456").replace("{number}", str(number))
